@@ -97,7 +97,7 @@ def assert_steps_agree(
     If the step uses the option itself, it runs without it for the comparison.
 
     Args:
-        ranks: the fixture of that name.
+        ranks: the fixture.
         steps: the configurations by name, each a `Configuration`, or a step that runs on all ranks. One is enough if
             there are `axes`.
         build: ``build() -> nn.Module``, as in `assert_step_scales`; the same for all configurations.

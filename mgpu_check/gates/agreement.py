@@ -47,7 +47,6 @@ class Agreement(abc.ABC):
 
     Attributes:
         programs: the configurations by name.
-        places: the ranks of each.
         current: the trials that are under way, or were the latest.
     """
 
@@ -188,7 +187,6 @@ class WithoutOneDevice(Agreement):
         return self._tried(self.pair(name, base), name, scenario)
 
     def _unusable(self, name: str, scenario: Scenario) -> Disagreement | None:
-        """Return a disagreement if a configuration fails on its ranks."""
         self.current = self.pair(name, name)
         try:
             self.on_ranks[name].run(replace(scenario, apart=self.trials[name].is_ambiguous))

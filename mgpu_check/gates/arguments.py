@@ -25,7 +25,6 @@ def check_arguments(
     tolerance: float | Mapping[str, float] | None,
     max_examples: int | None,
 ) -> None:
-    """Raise a ValueError that names the argument, if a function or an option of a gate cannot be used."""
     gate = program.gate
     for name, example in _AS_IN.items():
         value = getattr(program, name)

@@ -106,7 +106,7 @@ def _take_returned(
         for name, value in values[telling[0]].items():
             if name.kind == "returned":
                 one.values[name] = value
-                if name in source.digests:  # a varied run has none
+                if name in source.digests:  # absent in a varied run
                     one.digests[name] = source.digests[name]
                 one.own[name] = torch.zeros(value.shape, dtype=torch.bool)
         one.others |= {name: text for name, text in source.others.items() if name.kind == "returned"}

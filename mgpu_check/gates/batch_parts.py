@@ -68,7 +68,6 @@ def _biases(program: Program) -> list[tuple[str, ...]]:
 
 
 def _build_with(build: Callable[[], Any], names: Sequence[str], times: int) -> Any:
-    """Build the model, and multiply the named parameters by `times`."""
     model = build()
     for name, value in parameters_of(modules_of(model)):
         if name in names:
@@ -134,11 +133,7 @@ def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Valu
 
 
 def _cut(batch: Any, along: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `batch` with the part of each tensor that has the divided dimension; other tensors stay whole.
-
-    Raises:
-        ValueError: no tensor is cut.
-    """
+    """Return `batch` with the part of each tensor that has the divided dimension; other tensors stay whole."""
     leaves = tensors_of(batch)
     extent = _extent(batch, along)
     new = [part(leaf) if _divisible(leaf, along, extent) else leaf for leaf in leaves]
@@ -175,8 +170,6 @@ def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
 
 
 def _with_first_part(size: int, index: int) -> Alter:
-    """Replace every part of one tensor of the batch by the first part."""
-
     def alter(batch: Any) -> Any:
         leaves = tensors_of(batch)
         extent = samples_in(batch)

@@ -78,11 +78,7 @@ class ParameterCoverage:
 
 
 def check_unjudged(gate: str, unjudged: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return `unjudged`, or an empty mapping for None.
-
-    Raises:
-        ValueError: `unjudged` is not a mapping from nonempty patterns to nonempty reasons.
-    """
+    """Return `unjudged`, or an empty mapping for None."""
     if unjudged is None:
         return {}
     if not isinstance(unjudged, Mapping) or not all(

@@ -77,8 +77,6 @@ def samples_of(
 
     Args:
         expected: how often each sample should be seen; at least one sample.
-        parts: the epoch of each rank, in rank order.
-        workers: worker processes of each rank that read an IterableDataset.
     """
     largest = max((len(batch) for part in parts for batch in part.batches), default=0)
     batches = [len(part.batches) for part in parts]
@@ -86,7 +84,6 @@ def samples_of(
 
 
 def coverage_of(samples: EpochSamples) -> Coverage:
-    """Return which relations hold for the samples of one epoch."""
     result = Coverage()
     result.relations = {
         ALL_SEEN: samples.all_seen,

@@ -95,7 +95,6 @@ def assert_evaluation_agrees(
 
 
 def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
-    """Raise ScalingMismatch if the answers of ranks differ."""
     __tracebackhide__ = True
     compared = _run(ranks, program, size, measure=False)
     if _wrong(compared) and not _of(compared, "parameter", "buffer"):

@@ -126,7 +126,6 @@ class _EventRecorder:
             event.details["touched"] = any(tensor._version != version for tensor, version in versions)
 
     def _forward(self, frame: types.FrameType, what: str) -> None:
-        """Note the parameters and samples of an outermost module call."""
         self._nested.depth += 1 if what == "call" else -1
         if what != "call" or self._nested.depth != 1:
             return

@@ -53,7 +53,6 @@ class Failure:
     """A step that does not scale, in its smallest case.
 
     Attributes:
-        name: name of the step.
         case: the smallest case, as name -> value.
         findings: the mistakes that explain the failure, the likeliest first.
         incomplete: failed parts of the diagnosis, a line each.
@@ -77,7 +76,6 @@ class NoReturn(Failure):
 
     Attributes:
         account: how the call ended on each rank; None if only the error is known.
-        lines: the lines of the error message.
         hung: True if the time ran out; False if a rank raised or died.
     """
 
@@ -96,8 +94,6 @@ class Mismatch(Failure):
 
     Attributes:
         size: the world size, or the number of devices of a single process.
-        relations: the relations that hold and fail for each result.
-        expected: the results of one device.
         patterns: descriptions of the first wrong values, a line each.
         axes, first, parting, module: see their types; None if unknown.
         factor: the one factor that explains all differences; None if unknown.

@@ -78,7 +78,6 @@ class Holdings:
 
     Args:
         modules: the modules as built, by the prefix of their names.
-        rank: the rank that the user's functions get.
         placement: the placement that the user declares; see `by_user`.
         coordinates: the coordinates of this rank in the mesh and the world.
         rebuilt: builds a fresh copy of the model in the precision of this run.

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.report import Observable, Report
 from mgpu_check.diagnosis.rules.order import distinct, findings_of_loader
 from mgpu_check.diagnosis.samples import Accepted, Loader
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
 from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, world_sizes_of
 from mgpu_check.processes.rank_lists import named
-
-if TYPE_CHECKING:
-    from mgpu_check.engine.rank_side.rank import Rank
 
 _EPOCHS_DIFFER = "epochs differ"
 

@@ -38,11 +38,8 @@ def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterat
         if value.requires_grad:
             value.register_hook(lambda gradient: _came_back(trace, name, gradient))
 
-    hook = register_module_forward_hook(called)
-    try:
+    with register_module_forward_hook(called):
         yield
-    finally:
-        hook.remove()
 
 
 def _came_back(trace: RankTrace, name: str, gradient: torch.Tensor) -> None:

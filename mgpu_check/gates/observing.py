@@ -15,8 +15,8 @@ from torch import nn
 
 from mgpu_check.diagnosis.observed import CallEvent, ObservedRun
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.after_step import after_step
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.draws import DrawsOfFloat32
@@ -257,3 +257,21 @@ def _text(value: Any) -> str:
     if isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
     return digest_of(torch.as_tensor(value)) if hasattr(value, "__array__") else type(value).__name__
+
+
+def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> None:
+    """Wait for all ranks after a step, and compare their calls; see `pause`.
+
+    Args:
+        modules: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
+            ranks of the mesh.
+    """
+    pause(f"step {number + 1}", last=number + 1 == steps, held=_sharded_gradients(modules))
+
+
+def _sharded_gradients(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for prefix, module in modules.items():
+        for name, value in module.named_parameters():
+            mesh = getattr(value.grad, "device_mesh", None)  # None without a gradient, or if it is not a DTensor
+            if mesh is not None:
+                yield f"gradient of {prefix}{name}", tuple(mesh.mesh.flatten().tolist())

@@ -32,7 +32,6 @@ def facts(
 
     Args:
         result_in: returns the gradient or parameter that a tensor shares memory with.
-        frame: the frame of the collective.
         named: the parameters of the model; "upstream" names the ones that the operand depends on.
     """
     said: dict[str, Any] = {
@@ -54,7 +53,7 @@ def facts(
 
 
 def arrived(given: Sequence[Any]) -> bool:
-    """Return whether a collective has put the operand of this rank, as it is, into the list that it fills."""
+    """Return whether a collective has put this rank's own operand into the list that it fills."""
     own = [one for one in given if isinstance(one, torch.Tensor)]
     parts = [part for one in given if isinstance(one, (list, tuple)) for part in one if isinstance(part, torch.Tensor)]
     return any(part.shape == one.shape and bool((part == one).all()) for one in own for part in parts)
@@ -76,7 +75,7 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """Return the sum of each tensor, but not of a DTensor: each rank holds its own part of that."""
+    """Return the sum of each tensor, but not of a DTensor, because each rank holds its own part."""
     whole = [(name, value.detach()) for name, value in named if not hasattr(value, "full_tensor")]
     return {name: float(as_real(value).double().sum()) for name, value in whole}
 

@@ -53,7 +53,6 @@ class OnRanks:
         return replace(scenario, world_size=self.place[0], mesh=self.place[1])
 
     def run(self, scenario: Scenario, how: Variation | None = None, number: int = 0) -> list[ObservedRun]:
-        """Return the results of the ranks, assembled, from one run for each `number`."""
         case = self.case(scenario)
         key = (key_of(case), how, number)
         if key not in self._runs:

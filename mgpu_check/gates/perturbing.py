@@ -53,7 +53,6 @@ def perturbed(
     """Perturb the parameters, and then the results of operators inside the context.
 
     Args:
-        spread, generator, coherent: see `Perturbed`.
         copies: also perturb copied and sent tensors during the step.
         fused: the step calls operators that run a whole recurrent network: take them apart.
     """

@@ -31,7 +31,6 @@ class Program:
 
     Attributes:
         step: ``step(model, batch, rank)``; or a class that is called with (model, rank) first.
-        build: makes the model.
         batch: ``batch(n)``; None if batches are drawn from a strategy.
         reference: ``reference(model, batch)`` on one device, or None.
         single_process: whether one process drives all devices, as with nn.DataParallel.
@@ -73,7 +72,6 @@ def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) 
 
 
 def wants_world_size(reference: Callable[..., Any] | None) -> bool:
-    """Return whether a reference has a parameter `world_size`."""
     if reference is None:
         return False
     called: Callable[..., Any] = vars(innermost(reference))["__call__"] if is_class(reference) else reference
@@ -95,7 +93,6 @@ def name_of(step: Callable[..., Any]) -> str:
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    """Return the modules that `build` returned, by the prefix of their parameters' names."""
     found: dict[str, nn.Module] = {}
     if isinstance(model, nn.Module):
         found = {"": model}

@@ -29,7 +29,6 @@ def relations_of(
 
     Args:
         seen: in rank order. Ranks other than 0 may lack values, if the results are large.
-        kinds: the kinds to compare, of `results.KINDS`.
         tolerance: the user's tolerance, as a fraction of the largest magnitude of a tensor, for all tensors or by name;
             None for the measured one.
     """

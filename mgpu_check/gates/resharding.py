@@ -27,9 +27,6 @@ def same_training(
     Returns the entries that differ, as a text, and whether any entry agrees after its parts were joined.
 
     Only an entry that all ranks share shows a difference: parts that do not fit together may be divided in another way.
-
-    Args:
-        tolerance: see `assert_resume_continues`.
     """
     differing: list[str] = []
     agreeing = False
@@ -145,7 +142,6 @@ def _shared(parts: Parts) -> bool:
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 0.0) -> bool:
-    """Return whether two tensors differ by no more than rounding explains, or the tolerance."""
     return one.dtype == other.dtype and close(one, other, explained_by_rounding(other, tolerance))
 
 

@@ -176,7 +176,6 @@ class _TrainingRuns:
         return self.run(loaded, self.steps, self.steps, "loaded", apart, _OTHER_SEED, apart=True)
 
     def run(self, place: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
-        """Run a part of the training; return the directory of the states at its end."""
         from mgpu_check.gates.states import TrainingPart, train_and_keep
 
         directory.mkdir(parents=True, exist_ok=True)

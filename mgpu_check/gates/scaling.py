@@ -52,7 +52,7 @@ def assert_step_scales(
     rounding errors.
 
     Args:
-        ranks: the fixture of that name.
+        ranks: the fixture.
         step: ``step(model, batch, rank) -> mapping of named tensors or numbers, or None``: the parallel step, called on
             every rank with the global batch; it takes its own part. `model` and `batch` are on the CPU, as built; the
             step moves them to ``rank.device``, or stays on the CPU. Returned values must be the same on all ranks.

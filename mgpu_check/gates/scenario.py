@@ -16,12 +16,10 @@ class Scenario:
     """One case: the ranks, the batches and the seed of a run.
 
     Attributes:
-        world_size: number of ranks.
         samples: samples in each global batch; in the first one if batches are drawn.
         steps: number of calls of the step, each with another batch.
         change: one of `CHANGES`, or "" for unchanged batches.
         factor: factor of "scaled" batches.
-        seed: seed of all random numbers.
         batches: the drawn batches, if the user gives a strategy.
         mesh: axes of the mesh and their sizes, if the user gives meshes.
         apart: whether elements of parameters are made distinct, so that their values identify slices.

@@ -77,7 +77,6 @@ class TrainingPart:
     """A part of the training: its steps, seed, checkpoint directory and perturbation.
 
     Attributes:
-        directory: directory of the checkpoint.
         mesh: the mesh of the ranks; empty for none.
         apart: whether each rank has its own checkpoint, in `directory` under its index.
         spread: size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.

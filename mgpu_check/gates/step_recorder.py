@@ -16,11 +16,43 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
 from mgpu_check.diagnosis.results import Kind, Result
-from mgpu_check.gates.captured_steps import CapturedSteps
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
 from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
+
+_STEPS = "_mgpu_check_steps"  # attribute of a graph
+
+
+class CapturedSteps:
+    """The optimizer steps in CUDA graphs: torch calls hooks only during the capture, and not in replays."""
+
+    def __init__(self, replayed: Callable[[Optimizer], None]) -> None:
+        """Call `replayed` after each replay with each optimizer that has stepped in it."""
+        self._replayed = replayed
+        self._captured: list[Optimizer] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        self._captured.append(optimizer)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with Patches() as patches:
+            for name, new in (("capture_end", self._capture_end), ("replay", self._replay)):
+                patches.wrap(torch.cuda.CUDAGraph, name, around(new))
+            yield
+
+    def _capture_end(self, original: Callable[[Any], None], graph: Any) -> None:
+        captured, self._captured = self._captured, []
+        original(graph)
+        graph.__dict__[_STEPS] = captured
+
+    def _replay(self, original: Callable[[Any], None], graph: Any) -> None:
+        original(graph)
+        for optimizer in graph.__dict__.get(_STEPS, ()):
+            self._replayed(optimizer)
+
 
 Nudge = Callable[[int, Result, torch.Tensor], None]
 
@@ -153,11 +185,7 @@ class StepRecorder:
             }
 
     def take_steps(self, held: dict[int, Held]) -> None:
-        """Record the results of each optimizer step.
-
-        Args:
-            held: the tensors that this rank holds, by id.
-        """
+        """Record the results of each optimizer step."""
         for copies in self._steps:
             whole: dict[Result, torch.Tensor] = {}
             pieces: list[HeldPiece] = []

@@ -137,15 +137,12 @@ def _around_checkpoints(count: _Count, *, keep: bool) -> Iterator[None]:
         else:
             yield
 
-    patches = Patches()
-    try:
+    with Patches() as patches:
         patches.set(checkpoint, "CheckpointFunction", SimpleNamespace(apply=apply))
         for name in (checkpoint.__name__, "torch.distributed._composable.checkpoint_activation"):
             if (owner := sys.modules.get(name)) is not None:
                 patches.set(owner, start.__name__, generator)
         yield
-    finally:
-        patches.undo()
 
 
 @contextlib.contextmanager
@@ -196,13 +193,9 @@ def _narrow(count: _Count, device: str) -> Iterator[None]:
         if not depth:
             stack.close()
 
-    hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-    try:
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
+    with hooks[0], hooks[1], stack:
         yield
-    finally:
-        stack.close()
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
@@ -225,14 +218,11 @@ def _with_option(option: str, count: _Count, modules: _Modules, device: str, val
         options = inspect.signature(make).parameters
         return made
 
-    patches = Patches()
-    try:
+    with Patches() as patches:
         for kind in _descendants(torch.optim.Optimizer):
             if "__init__" in vars(kind) and option in inspect.signature(vars(kind)["__init__"]).parameters:
                 patches.wrap(kind, "__init__", around)
         yield
-    finally:
-        patches.undo()
 
 
 def _descendants(kind: type) -> set[type]:

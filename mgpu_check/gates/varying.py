@@ -35,7 +35,6 @@ class Variation:
         spread: roundoffs that operators and batches are perturbed by, positive or negative; 0 for none.
         pair: the seed of the signs. Runs of the same seed and opposite spreads belong together.
         batch_only: perturb the batches, and not the operators.
-        double: run in float64.
         deep: keep the results of each optimizer step.
         nudged: flip the gradients whose sign rounding decides. Optimizers that divide by the size of a gradient take a
             whole step in the direction of its sign.

@@ -56,10 +56,6 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
     Args:
         world_sizes: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and
             `ranks.size`: these cover most code that works only for some sizes.
-
-    Raises:
-        ValueError: `world_sizes` is empty, or has a value that is not an int in that range; or it is None and there is
-            only one rank.
     """
     if world_sizes is None:
         if ranks.size < 2:
@@ -84,11 +80,7 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
 
 
 def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int] | None:
-    """Return batch sizes in ascending order, each once; None if the gate should choose them.
-
-    Raises:
-        ValueError: `sizes` is neither an int of at least 1 nor several of them.
-    """
+    """Return batch sizes in ascending order, each once; None if the gate should choose them."""
     if sizes is None:
         return None
     given = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
@@ -99,7 +91,6 @@ def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int]
 
 
 def check_count(function_name: str, argument: str, value: object, more: str = "") -> None:
-    """Raise a ValueError that names the argument unless `value` is an int of at least 1; `more` extends the advice."""
     if not is_count(value):
         raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{more}")
 
@@ -122,7 +113,6 @@ def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = Tr
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is an int of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
