@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,18 +13,15 @@ from mgpu_check.acceptance.report.brief import brief
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
-_WRITERS: Mapping[str, tuple[str, str]] = dict(
-    zip(
-        ACCEPTANCE_SUFFIXES,
-        (
-            ("page", "render"),
-            ("values", "to_json"),
-            *((name, "render") for name in ("markdown", "junit", "prometheus")),
-        ),
-        strict=True,
-    )
-)
+_WRITERS: Mapping[str, str] = {
+    ".html": "page:render",
+    ".json": "values:to_json",
+    ".md": "markdown:render",
+    ".xml": "junit:render",
+    ".prom": "prometheus:render",
+}
 """Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""
+assert tuple(_WRITERS) == ACCEPTANCE_SUFFIXES
 
 
 def check_paths(paths: Iterable[Path | str]) -> None:
@@ -75,6 +72,5 @@ def _writer(path: Path) -> Callable[[RunReport], str]:
     if path.suffix.lower() not in _WRITERS:
         *some, last = ACCEPTANCE_SUFFIXES
         raise ValueError(f"{path} does not end in {', '.join(some)} or {last}; choose one of them")
-    module, name = _WRITERS[path.suffix.lower()]
-    writer: Callable[[RunReport], str] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    writer: Callable[[RunReport], str] = pkgutil.resolve_name(f"{__package__}.{_WRITERS[path.suffix.lower()]}")
     return writer
