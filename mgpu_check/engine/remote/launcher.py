@@ -43,6 +43,11 @@ def _machine(agent: RemoteAgent) -> tuple[str, str]:
     return agent.host, agent.boot
 
 
+def _node(agent: RemoteAgent) -> object:
+    node = agent.told["node"]
+    return _machine(agent) if node is None else node
+
+
 class AgentLauncher:
     """Starts processes through agents, and reports how they end."""
 
@@ -76,8 +81,7 @@ class AgentLauncher:
         # Rank 0 may know the store's host as "localhost", so take the address from an agent on another host.
         beyond = next((agent for agent in agents if _machine(agent) != _machine(agents[0])), agents[0])
         self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
-        nodes = ((agent.told["node"], agent) for agent in agents)
-        by_node = dict(grouped((_machine(agent) if node is None else node, agent) for node, agent in nodes))
+        by_node = dict(grouped((_node(agent), agent) for agent in agents))
         nodes = sorted(by_node.values(), key=lambda here: here[0].rank)
         names = distinct_names([_machine(here[0]) for here in nodes])
         self.hosts = []
