@@ -251,8 +251,7 @@ class Node:
         return translated
 
     def _patience(self, check: str) -> float:
-        """Return the time limit of a call. It is shorter once a call of this check has hung: others hang for the same
-        reason."""
+        """Return the time limit of a call, which is shorter once a call of this check has hung."""
         return seconds_for_a_call() / (_HURRY if check in self._hung else 1)
 
     def _probe(self, check: str) -> None:

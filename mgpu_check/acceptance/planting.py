@@ -14,9 +14,6 @@ def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
     `registry.hardware_text`.
 
     Counters and time of the hardware continue from one context to the next.
-
-    Raises:
-        ValueError: this process has no simulated node, or the text names an unknown fault.
     """
     return planted(_hardware(text))
 

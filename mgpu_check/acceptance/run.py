@@ -56,9 +56,6 @@ class Run:
     Attributes:
         ended_by: the signal that interrupted the run; "" for Ctrl-C.
         broken: names of tests that ended with an error of their own.
-
-    Raises:
-        ValueError: `plan` plants defects, and the GPUs are on several hosts.
     """
 
     def __init__(

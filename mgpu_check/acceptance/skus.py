@@ -149,8 +149,7 @@ class Floors:
         return next((reason for reason in reasons if reason), f"{Path(self.file).name} does not have this model")
 
     def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu]) -> list[Comparison]:
-        """Compare a measurement with the lowest floor of its GPUs. Return an empty list if one of the GPUs has no
-        floor."""
+        """Compare a measurement with the lowest floor of its GPUs, if all of them have one."""
         subject = measurement.subject
         members = [] if subject.kind == "host" else [gpus[member] for member in subject.members]
         if not members or len({gpu.host for gpu in members}) > 1:

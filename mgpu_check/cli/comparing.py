@@ -95,9 +95,6 @@ def refuse(given: argparse.Namespace, names: Sequence[str], why: str, parser: ar
 
     Args:
         names: attributes of `given`.
-
-    Raises:
-        SystemExit: by `parser`: some option has a value that is not its default.
     """
     if wrong := [name for name in names if getattr(given, name) != parser.get_default(name)]:
         parser.error(f"{', '.join('--' + name.replace('_', '-') for name in wrong)}: {why}")
@@ -153,9 +150,6 @@ def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> l
     """Return the command of a script, which may start with a launcher or a Python interpreter.
 
     Each rank runs the script directly, without the launcher.
-
-    Raises:
-        SystemExit: by `parser`: `program` is not a Python program, or a launcher of none.
     """
     own = parser.prog.rpartition(" ")[2]
     launcher, _ = launched_by(program)
@@ -208,9 +202,6 @@ def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
     """Return the number of devices. Reject a number below that of ranks, because the ranks would fail.
 
     No device at all is accepted: the script may run on CPUs.
-
-    Raises:
-        SystemExit: by `parser`: there are too few devices.
     """
     import torch
 
@@ -243,11 +234,7 @@ def interruptible() -> Iterator[None]:
 def counted(
     given: argparse.Namespace, command: Sequence[str], worlds: Sequence[int], parser: argparse.ArgumentParser
 ) -> int:
-    """Check that the arguments of the script have values for these numbers of processes. Return the number of devices.
-
-    Raises:
-        SystemExit: by `parser`: an argument has no value, or there are too few devices.
-    """
+    """Check that the arguments of the script have values for each number of ranks. Return the number of devices."""
     for world in worlds:
         try:
             fitted(command, world)

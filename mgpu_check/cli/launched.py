@@ -59,11 +59,7 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
 
 
 def _key(settings: Settings) -> Key | None:
-    """Return the key of this user; None if the network is trusted.
-
-    Raises:
-        UnusableKey: the key cannot be read or created, or other users could read it.
-    """
+    """Return the key of this user; None if the network is trusted."""
     from mgpu_check.engine.remote.credentials import Key
     from mgpu_check.engine.remote.keyfile import default_path, secret_in
 
@@ -115,8 +111,7 @@ def settings_of(arguments: Sequence[str]) -> Settings:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Within the context, disable third-party plugins of pytest, whose import may have side effects, and all
-    warnings."""
+    """Disable all warnings, and third-party plugins of pytest, whose import may have side effects."""
     before = os.environ.get(_NO_PLUGINS)
     os.environ[_NO_PLUGINS] = "1"
     try:

@@ -33,11 +33,7 @@ _NOT_SIMULATED = (
 
 
 def backing_device(text: str) -> str:
-    """Return `text` if it names a real device that can back simulated ones: "cpu" or "cuda:I". A type for `argparse`.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is neither.
-    """
+    """Return `text` if a device of this name can back simulated ones: "cpu" or "cuda:I". A type for `argparse`."""
     kind, _, index = text.partition(":")
     if text == "cpu" or (kind == "cuda" and index.isdecimal()):
         return text
@@ -100,9 +96,6 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hin
 
     Args:
         hint: added to the message if there is no such script.
-
-    Raises:
-        SystemExit: by `parser`: `program` is missing or does not exist.
     """
     if not program:
         parser.error("no program given; name a script, or a module with -m")

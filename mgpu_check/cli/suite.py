@@ -111,8 +111,7 @@ def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_s
 
 
 def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool:
-    """Return whether an argument names a file of the package, or a check in it:
-    ``test_scatter.py::test_tutorial_shapes``."""
+    """Return whether an argument names a file of the package, or a check in it: ``test_scatter.py::test_name``."""
     return argument.partition("::")[0] in files(package)
 
 

@@ -30,8 +30,8 @@ class Unmatched:
     taken: TensorRun | None
 
     def text(self, who: Who) -> str:
-        """Describe the transfer: "rank 0 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not
-        received it"."""
+        """Describe the transfer: "rank 0 has sent float32[4] to rank 1 in send (a.py:7), and rank 1 has not received
+        it"."""
         tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
         receiver = who([self.receiver])
         if self.given is None:

@@ -8,8 +8,7 @@ from mgpu_check.errors import AgentLost, RankFailure, RankHang
 
 
 def look(pool: RankPool, host: int = 0) -> Inventory:
-    """Take the inventory of a host's GPUs in a separate process; a driver that hangs or crashes is noted in the
-    inventory."""
+    """Take the inventory of a host's GPUs in a separate process, because a driver may hang or crash."""
     try:
         found: Inventory = pool.in_fresh_process(take_inventory, host)
     except AgentLost:

@@ -172,8 +172,7 @@ class World(WorldProcesses):
         return Pauses(self.processes, self.who)
 
     def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
-        """Reset the state of the previous call, and return the message of this one, without data that the ranks
-        have."""
+        """Reset the state of the previous call, and return the message of this one."""
         self._failed = None
         self.told = {}
         self._answers = {}  # answers of the previous call, if this one is interrupted before `_collect`
@@ -222,8 +221,7 @@ class World(WorldProcesses):
             raise Abandoned(failures[0])
 
     def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
-        """Wait, after a successful call, until the devices of its ranks are idle; return the new answers and late
-        ranks."""
+        """Wait, after a successful call, until all devices are idle; return the new answers and late ranks."""
         outcomes = _outcomes(answers)
         if len(outcomes) < len(self.processes) or not all(_went_well(answer, number) for answer in outcomes.values()):
             return answers, []

@@ -54,8 +54,7 @@ def line_under_test(lines: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
 
 
 def calling_line() -> tuple[str, int]:
-    """Return file and line of the innermost frame of the code under test; ("", 0) if only the engine is on the
-    stack."""
+    """Return file and line of the innermost frame of the code under test; ("", 0) without one."""
     return line_under_test(_callers()) or ("", 0)
 
 

@@ -58,11 +58,7 @@ class Diagnostic:
 
 
 def read_diagnostic(path: Path) -> Diagnostic:
-    """Read a file. A run of several iterations has the results of all of them.
-
-    Raises:
-        ValueError: the file cannot be read, or is in no layout of DCGM. The message names the part that is wrong.
-    """
+    """Read a file. A run of several iterations has the results of all of them."""
     document = read_document(path)
     try:
         runs = _of(document, "the file", dict).get("iterations", [document])

@@ -37,8 +37,7 @@ class Pattern(Protocol):
         """Return the right value of a word, in [0, 2^64)."""
 
     def where(self, value: int) -> int | None:
-        """Return the number of the only word where `value` is right, which may be outside the memory; None if not
-        unique."""
+        """Return the only word where `value` is right, even outside the memory; None if there are several."""
 
 
 @dataclass(frozen=True)

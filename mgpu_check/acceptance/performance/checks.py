@@ -68,9 +68,6 @@ def judge(
 
         And one unknown observation for each GPU without a comparison with `floors` or `baseline`: if all GPUs of a node
         are too slow, a comparison between them does not show it. The same if `baseline` is given and does not apply.
-
-    Raises:
-        ValueError: a measurement names a GPU that is not in `gpus`.
     """
     floors = packaged_floors() if floors is None else floors
     by_number = {gpu.number: gpu for gpu in gpus}

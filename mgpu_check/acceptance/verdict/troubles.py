@@ -82,9 +82,7 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
 
 
 def _refused(trouble: ErrorObservations, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
-    """Add observations for ranks that did not start. A device that refuses every process is at fault; a device that
-    another process uses is not.
-    """
+    """Add observations for ranks that did not start: only a device that refuses every process is at fault."""
     seen = str(error).splitlines()[0]
     for rank in error.ranks or [NODE]:
         wrong = error.cause in _REFUSALS and rank != NODE
