@@ -54,6 +54,10 @@ Requirements for a comparable script: https://github.com/mgpu-check/mgpu-check/b
 """
 
 
+_LIMIT = 10
+"""Optimizer steps that are compared with one device by default: whole trainings would take hours, four times."""
+
+
 def _accepted(text: str) -> tuple[str, str]:
     try:
         return accepted(text)
@@ -85,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_run_options(parser, "compare")
+    add_run_options(parser, "compare", f"{_LIMIT} of ranks and one device, else all")
     add = parser.add_argument
     add(
         "--unjudged",
@@ -172,6 +176,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
     print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{plan.note}", flush=True)
+    plan = replace(plan, limit=_LIMIT if given.steps is None else None)
     with interruptible():
         done = comparison.compare(plan, tell)
     if given.html:

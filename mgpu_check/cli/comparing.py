@@ -66,11 +66,18 @@ def writable(text: str) -> Path:
     return path
 
 
-def add_run_options(parser: argparse.ArgumentParser, steps: str) -> None:
+def _steps(text: str) -> int:
+    try:
+        return 0 if text == "all" else number(1, "number of steps")(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or all") from None
+
+
+def add_run_options(parser: argparse.ArgumentParser, steps: str, default: str = "all") -> None:
     add = parser.add_argument
     add("--gpus", type=number(1, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
     simulate.add_simulate(parser)
-    add("--steps", type=number(1, "number of steps"), metavar="N", help=f"{steps} N optimizer steps (default: all)")
+    add("--steps", type=_steps, metavar="N", help=f"{steps} N optimizer steps, or all (default: {default})")
     add(
         "--timeout",
         type=_seconds,
@@ -261,7 +268,7 @@ def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence
         several,
         f"SIMULATED {given.simulate}" if given.simulate else "",
         given.timeout,
-        given.steps,
+        given.steps or None,
         given.fresh_directory,
         without_gpus=not count,
         launcher=variables,

@@ -52,7 +52,9 @@ class ComparisonPlan:
         single, several: environments of the run on one device and of the ranks.
         simulated: the kind of simulated devices, as in "SIMULATED cpu"; "" for real devices.
         timeout: seconds without progress until a run is ended.
-        steps: number of optimizer steps to compare; None: all.
+        steps: number of optimizer steps to compare; None: all up to `limit`, of which a replay covers
+            `mgpu_check.compare.tape.STEPS`.
+        limit: number of optimizer steps after which each run ends if `steps` is None; None: at the script's end.
         fresh: each run starts in a directory of its own.
         without_gpus: torch sees no GPU, and no GPU is simulated.
         unjudged: pattern of parameters that need not be compared -> the reason.
@@ -75,6 +77,7 @@ class ComparisonPlan:
     directory: Path | None = None
     launcher: str = "torchrun"
     replaced: str = ""
+    limit: int | None = None
 
     @property
     def note(self) -> str:
@@ -109,10 +112,17 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
         if verdict.inputs_differ and made.assembly is not None:
             verdict = _replay(made, tell, tapes, verdict)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *crashes_at_exit(made.runs)]
+    if plan.limit and not plan.steps and verdict.kind == "equal" and _stopped(made.runs):
+        remarks.insert(0, f"the script goes on after step {verdict.compared}, which was not compared: see --steps")
     if plan.without_gpus and any(run.failed for run in made.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return made
+
+
+def _stopped(runs: Sequence[ScriptRun]) -> bool:
+    """Return whether the script would have made more optimizer steps."""
+    return any(ended.how == "stopped" for run in runs for ended in run.ranks)
 
 
 def _replay(
@@ -295,7 +305,8 @@ def run_script(
             environment,
             world,
             timeout=plan.timeout,
-            steps=1 if apart else until or plan.steps,
+            steps=1 if apart else until or plan.steps or plan.limit,
+            taped=plan.steps,
             moved=moved,
             directory=directory,
             files=files,

@@ -234,6 +234,7 @@ def run(
     *,
     timeout: float,
     steps: int | None = None,
+    taped: int | None = None,
     moved: int | None = None,
     directory: Path | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
@@ -246,7 +247,7 @@ def run(
         environment: the environment of the processes; variables of a launcher in it are replaced.
         timeout: seconds within which at least one rank must make progress: start, make an optimizer step, or record an
             event.
-        steps, moved, apart: see `mgpu_check.compare.recorder.install`.
+        steps, taped, moved, apart: see `mgpu_check.compare.recorder.install`.
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
         launcher: whose variables the processes get; see `mgpu_check.processes.launched.VARIABLES`.
@@ -256,6 +257,7 @@ def run(
         "runner": os.getpid(),
         "signal": int(STACKS_SIGNAL),
         "steps": steps,
+        "taped": taped,
         "moved": moved,
         "apart": apart,
         "launcher": launcher,

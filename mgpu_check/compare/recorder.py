@@ -46,6 +46,7 @@ def install(
     fd: int,
     entered: int | None,
     steps: int | None,
+    taped: int | None,
     moved: int | None,
     store: tuple[str, int],
     places: meeting.Places,
@@ -59,6 +60,7 @@ def install(
         entered: file descriptor that receives the number of entered collectives; None if collectives block, so that
             stacks show the waiting ranks.
         steps: number of optimizer steps after which the process waits to be ended; None: the script runs to its end.
+        taped: number of steps that the file `tape` receives; None: the usual number.
         moved: seed of perturbations; None: no perturbations.
         store, places: see `mgpu_check.compare.meeting.install`.
         apart: make the elements of constant tensors distinct.
@@ -80,7 +82,7 @@ def install(
     if files.tape is not None or files.replay is not None:
         from mgpu_check.compare import replay
 
-        replay.install(recorder, steps, rank, files.tape, files.replay)
+        replay.install(recorder, steps if files.tape is None else taped, rank, files.tape, files.replay)
     if files.kept is not None:  # before the hook after a step, which may end the process
         from mgpu_check.compare.traces import keeping
 
@@ -195,9 +197,8 @@ class ScriptRecorder:
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         has_parameters = next(module.parameters(), None) is not None
-        if threading.current_thread() is not threading.main_thread() or not (
-            has_parameters or next(module.buffers(), None) is not None
-        ):
+        has_state = has_parameters or next(module.buffers(), None) is not None
+        if not has_state or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
         if not has_parameters or not (torch.is_grad_enabled() and module.training):
@@ -207,9 +208,8 @@ class ScriptRecorder:
             self._kinds.add(("wrapper", type(module).__name__))
             self._describe(module)
         given = inputs_of(args, kwargs)
-        if self._waiting and not any(
-            tensor.grad_fn is not None for tensor in given
-        ):  # a computed tensor is not a sample
+        computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
+        if self._waiting and not computed:
             self._waiting = False
             with torch.no_grad():
                 inputs = on_host(given)

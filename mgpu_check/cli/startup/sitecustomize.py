@@ -80,6 +80,7 @@ def _record(settings: dict[str, Any]) -> None:
         settings["trace"],
         entered,
         settings["steps"],
+        settings["taped"],
         settings["moved"],
         settings["store"],
         settings["places"],
