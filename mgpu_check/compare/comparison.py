@@ -113,7 +113,7 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
             verdict = _replay(made, tell, tapes, verdict)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *crashes_at_exit(made.runs)]
     if plan.limit and not plan.steps and verdict.kind == "equal" and _stopped(made.runs):
-        remarks.insert(0, f"the script goes on after step {verdict.compared}, which was not compared: see --steps")
+        remarks.insert(0, f"the script has further steps after step {verdict.compared}: --steps compares more")
     if plan.without_gpus and any(run.failed for run in made.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))

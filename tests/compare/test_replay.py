@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -255,7 +256,10 @@ def given(tmp_path, name, ranks, own, sizes=()):
         rows.sizes = list(sizes)
         return ReplayedNumbers(Tapes(tapes[-1]), rows, lambda *told: missed.append(told), str)
 
-    makers = [*(functools.partial(RecordedNumbers, Tape(tape)) for tape in tapes[:-1]), replayed]
+    makers: list[Callable[[], Any]] = [
+        *(functools.partial(RecordedNumbers, Tape(tape)) for tape in tapes[:-1]),
+        replayed,
+    ]
     for make, values in zip(makers, [*ranks, own], strict=True):
         numbers = make()
         found = [numbers.take(name, value, 0) for value in values]
