@@ -119,7 +119,7 @@ KINDS: tuple[OptimizerKind, ...] = (
             "beta2_decay": (-0.8, -0.5),
             "eps": ((None, 1e-3), (2.0, 0.25)),
             "d": (1.0, 2.0),
-            "weight_decay": (0.01, 0.25),
+            "weight_decay": _DECAY,  # the documentation of torch 2.13 names 0.01 as the default
             "maximize": _WAYS,
         },
         _LISTS,
