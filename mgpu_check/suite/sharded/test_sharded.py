@@ -69,10 +69,10 @@ def test_making_dtensors(ranks: Ranks, size: int, seed: int) -> None:
 
 
 @examples(8, quick=1)
-@given(size=FEW, seed=SEEDS)
-def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int) -> None:
+@given(size=FEW, seed=SEEDS, more=MORE)
+def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int, more: bool) -> None:
     """Operators on DTensors give the results and gradients of the full tensors, for operands divided evenly or not."""
-    ranks.run("mgpu_check.suite.sharded.dtensor_operators:assert_operators_agree", seed, size=size)
+    ranks.run("mgpu_check.suite.sharded.dtensor_operators:assert_operators_agree", seed, more=more, size=size)
 
 
 @examples(4, quick=1)

@@ -42,6 +42,12 @@ def _is_partial(real: object, self: torch.Tensor, *args: Any) -> bool:
     return isinstance(self, DTensor) and any(place.is_partial() for place in self.placements)
 
 
+def _is_along(real: object, self: torch.Tensor, *args: Any, **_: Any) -> bool:
+    """Return whether the last argument is the dimension that is divided."""
+    return isinstance(self, DTensor) and args[-1:] == (getattr(self.placements[0], "dim", None),)
+
+
+_ALONG = When("the dimension that is divided", _is_along)
 _NAMED = When("meshes of two dimensions", _is_named_of_two)
 _NUMBERED = When("meshes of two dimensions with unsorted ranks, dimension given by number", _is_numbered_of_two)
 _LAST_OF_DIMENSIONS = When(
@@ -109,7 +115,7 @@ def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
     _PARTIAL,
 )
 def partial_operands_not_reduced(real: Any, x: DTensor, *args: Any) -> DTensor:
-    """As if the functions were linear."""
+    """As if the functions were linear, or along another dimension."""
     part = real(x.to_local(), *args)
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
@@ -164,6 +170,13 @@ register(
     FaultRow("local-sums-not-added", "local_map takes partial outputs for whole ones", "test_making_dtensors",
         around("torch.distributed.tensor.experimental", "local_map"),
         lambda real, function, out_placements, **kwargs: real(function, out_placements=[Replicate()], **kwargs)),
+    FaultRow("turned-within-parts", "running sums, reversals and turns stay within the part of a rank",
+        "test_operators_on_dtensors", around(torch.Tensor, "cumsum", "flip", "roll"), partial_operands_not_reduced,
+        _ALONG),
+    FaultRow("place-within-a-part", "argmax and argmin return the place within the part of a rank",
+        "test_operators_on_dtensors", around(torch.Tensor, "argmax", "argmin"),
+        lambda real, x, *dim, **options: DTensor.from_local(
+            real(x.to_local(), *dim, **options), x.device_mesh, [Replicate()], run_check=False), _ALONG),
     FaultRow("redistributed-gradient-doubled", "the gradient of redistribution is doubled on one rank",
         "test_gradients_of_redistribution", returned(redistribute.Redistribute, "backward"),
         lambda grads, *_: (grads[0] * 2, *grads[1:]), _LAST_GRADIENT),
