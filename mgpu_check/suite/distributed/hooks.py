@@ -228,8 +228,8 @@ _APPROXIMATIONS: Mapping[str, Sequence[Any]] = {
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bool) -> None:
     """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
 
-    A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. The same
-    holds for `batched_powerSGD_hook`, which compresses a bucket as one matrix.
+    A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. A matrix of
+    low rank must come whole. The same holds for `batched_powerSGD_hook`, which compresses a bucket as one matrix.
 
     Args:
         more: whether the first run has each pair of options of PowerSGD, or one row of them.
@@ -247,6 +247,26 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
             short = replace(run, steps=3)
             _low_rank(short, Place.of(rank), findings, ", small buckets", bucket_cap_mb=SMALL_BUCKET)
             _low_rank(run, Place.of(rank), findings, hook="batched_powerSGD_hook")
+        _judge_matrices_of_rank_two(Place.of(rank), findings)
+
+
+def _judge_matrices_of_rank_two(place: Place, findings: Findings) -> None:
+    """Check that PowerSGD with two columns reduces a gradient whose matrix has rank two as a whole."""
+    device, targets = place.rank.device, torch.arange(20.0, device="cpu").reshape(2, 10) % 6 - 2
+    samples = torch.arange(24.0, device="cpu").reshape(2, 12) % 7 - 3
+    mean = targets.T @ samples * (place.size + 1) / 2
+    for epsilon in (0, 1e-8):
+        layer = nn.Linear(12, 10, bias=False).to(device)
+        parallel = under_ddp(layer, device, process_group=place.group)
+        options: dict[str, Any] = {"orthogonalization_epsilon": epsilon}
+        state = powerSGD_hook.PowerSGDState(_group_of(place), 2, 2, min_compression_rate=1, **options)
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for step in range(1, 5):
+            parallel.zero_grad()
+            ((place.index + 1) * parallel(samples.to(device)) * targets.to(device)).sum().backward()
+            off = float((gradient_or_zeros(layer.weight).cpu() - mean).abs().max())
+            message = f"powerSGD_hook on {device}, {options}: a matrix of rank 2 in step {step} is off by {off:g}"
+            findings.require(off <= 2.0**-12 * float(mean.abs().max()), message, ranks=[place.rank.index])
 
 
 def _low_rank(

@@ -68,7 +68,8 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 @torchs_own_warnings()
 def assert_loader_options_agree(seed: int, *, more: bool) -> None:
-    """Assert that loaders yield the right batches in two epochs, with each pair of options.
+    """Assert that loaders yield the right batches in two epochs, with each pair of options, and count the batches of
+    streams.
 
     Args:
         more: whether to load with all rows of options, or with a tenth of them, by the seed.
@@ -84,6 +85,18 @@ def assert_loader_options_agree(seed: int, *, more: bool) -> None:
             for epoch in range(2):
                 what = f"DataLoader with {words_of(row, _OPTIONS)}, epoch {epoch}"
                 _judge(what, [_read(batch, row, what) for batch in loader], expected, row)
+    for size, drop in itertools.product((_SIZE, _ALL), (False, True)):
+        got = len(DataLoader(_CountedStream(range(_ALL), 0, 1), batch_size=size, drop_last=drop))
+        right = len(batches_of(range(_ALL), size, drop))
+        if got != right:
+            raise ShardError(
+                f"len of a loader of a stream of {_ALL}, {size} a batch, drop_last={drop}: {got}, not {right}"
+            )
+
+
+class _CountedStream(SharedStream):
+    def __len__(self) -> int:
+        return len(self.data)
 
 
 def _numbers(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -231,12 +231,12 @@ _LOSSES: tuple[dict[str, Any], ...] = (
 def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     """Assert that `cross_entropy` within `loss_parallel` gives the loss and gradients of one device. A collective.
 
-    The logits are divided among ranks by classes.
+    The logits are divided among ranks by classes. Afterwards log_softmax accepts logits on all ranks again.
 
     Raises:
         GradientMismatch: the loss or a gradient differs.
     """
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
     __tracebackhide__ = True
@@ -284,3 +284,9 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
                     rank=rank.index,
                     what=f"cross_entropy within loss_parallel, {named}, on {rank.device}",
                 )
+        replicated: Any = distribute_tensor(logits.to(rank.device), mesh, [Replicate()])
+        try:
+            F.log_softmax(replicated, 1)
+        except ValueError as refused:  # loss_parallel refuses logits that are not divided by classes
+            message = f"log_softmax after loss_parallel, on {rank.device}, rank {rank.index}: {refused}"
+            findings.require(False, message, ranks=[rank.index])

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mgpu_check.asserts.bits import same_bits
@@ -76,6 +77,9 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     step_of(training, 1, model, optimizer, rank)
     expected = one_device(training)
     with Findings() as findings:
+        for layer in model.modules():
+            if isinstance(layer, FSDPModule):
+                layer.unshard()  # as between a forward and a backward pass
         _require_places(model, findings, what, rank)
         whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
         state = take_full_state(training, model, optimizer, whole, findings, what, rank)
@@ -93,8 +97,8 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
 
 
 def _require_places(model: nn.Module, findings: Findings, what: str, rank: Rank) -> None:
-    """Require that state dicts are on the documented device, and that rank 0 alone has those that are whole and on the
-    host. A collective."""
+    """Require that state dicts are on the documented device, that rank 0 alone has those that are whole and on the
+    host, and that the others are sharded. A collective."""
     for full, offload in itertools.product((False, True), repeat=2):
         asked = StateDictOptions(full_state_dict=full, cpu_offload=offload)
         state: dict[str, Any] = get_model_state_dict(model, options=asked)
@@ -105,6 +109,8 @@ def _require_places(model: nn.Module, findings: Findings, what: str, rank: Rank)
         findings.require(
             not elsewhere, f"{options} {', '.join(elsewhere)} are not on the {place} device", ranks=[rank.index]
         )
+        unsharded = [name for name, _ in model.named_parameters() if not full and not isinstance(state[name], DTensor)]
+        findings.require(not unsharded, f"{options} {', '.join(unsharded)} are not sharded", ranks=[rank.index])
         kept = not (full and offload) or rank.index == 0
         findings.require(
             bool(state) == kept,

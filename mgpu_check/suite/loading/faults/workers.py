@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import _DatasetKind, dataloader, get_worker_info
+from torch.utils.data import IterableDataset, _DatasetKind, dataloader, get_worker_info
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from mgpu_check.engine.rank_side.rank import current_rank
@@ -216,6 +216,10 @@ register(
     __name__,
     FaultRow("chain-ends-early", "a chain of datasets lacks the last sample", "test_options_of_loaders",
         around("torch.utils.data:ChainDataset", "__iter__"), lambda real, self: iter(list(real(self))[:-1])),
+    FaultRow("length-of-streams-rounded-up", "len of a loader counts the batch of a stream that it drops",
+        "test_options_of_loaders", around("torch.utils.data:DataLoader", "__len__"),
+        lambda real, self: -(-len(self.dataset) // self.batch_size),
+        When("streams with a length, drop_last", lambda real, self: isinstance(self.dataset, IterableDataset))),
     # As if one process used an offset into the dataset.
     FaultRow("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
         "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),

@@ -53,6 +53,8 @@ register(
     FaultRow("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
         given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
         When("loss_parallel, reduction='sum', weight=", lambda x, target, weight, local, kind, *_: kind == _SUM)),
+    FaultRow("loss-parallel-stays", "loss_parallel stays in force after its context", _MODULES,
+        around(_LOSS, "_disable_custom_loss_ops"), lambda *_: None),
     FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
                                        "included",
         _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
