@@ -57,6 +57,8 @@ class _PicklerOfData(pickle.Pickler):
             return str, (repr((tuple(value.shape), self._elements(value.detach().reshape(-1)))),)
         if _is_array(value):
             return str, (repr((value.shape, self._elements(value.ravel()))),)
+        if kind.__name__ == "Pattern":  # compiled expressions of the package regex have other bytes in each process
+            return str, (str(getattr(value, "pattern", "")),)
         if isinstance(value, Dataset):
             return str, (kind.__qualname__,), _data_of(value.__dict__)
         return NotImplemented

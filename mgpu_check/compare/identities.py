@@ -33,6 +33,9 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
                 f"in an epoch each of the {world} ranks gets {min(map(len, whole))} of {length} samples of the dataset"
             )
             found += findings_of(Evidence(world, same_samples=told), 1, attempts)
+        elif epochs[0]["endless"] and len(whole[0]) > 1 and all(own == whole[0] for own in whole):
+            told = f"the samplers have no end, and give each of the {world} ranks the same {len(whole[0])} samples"
+            found += findings_of(Evidence(world, same_samples=told), 1, attempts)
     trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step
     again = [
         event

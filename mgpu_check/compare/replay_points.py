@@ -30,6 +30,7 @@ class RecordedScript(Protocol):
     def note(self) -> Note:
         """Record an event."""
 
+    world: int
     done: int
     backwards: int
     passes: int

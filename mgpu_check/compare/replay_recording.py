@@ -18,7 +18,7 @@ from mgpu_check.compare.tape import Tape, place
 
 _LISTED = 2**14
 """Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
-_LONGEST = 2**24  # entries of an epoch, because samplers may be endless
+_LONGEST = 2**24  # entries of an epoch, to bound the time
 
 
 class LoaderEnd:
@@ -42,7 +42,7 @@ class RankRecording(Points):
         """Record an epoch of each loader, when nothing else of the script counts."""
         self._tape.full = True
         for loader, seed in self._loaders:
-            if (epoch := epoch_of(loader)) is not None:
+            if (epoch := epoch_of(loader, self.recorder.world)) is not None:
                 self.recorder.note("epoch", seed=seed, **epoch)
         self._loaders = []
 
@@ -106,18 +106,34 @@ class RankRecording(Points):
         return length
 
 
-def epoch_of(loader: Any) -> dict[str, Any] | None:
+def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
     """Return the indices of an epoch of a loader, for an event; None for a loader without indices.
 
-    After the last recorded step this changes nothing. Of a large dataset it has every n-th index.
+    After the last recorded step this changes nothing. Of a large dataset it has every n-th index. An endless sampler
+    has no epoch: the event has the first indices, as many as the share of a rank.
     """
     try:
         length = len(loader.dataset)
         stride = -(-length // _LISTED)
-        drawn = itertools.islice(iter(loader._index_sampler), _LONGEST)
-        entries = itertools.chain.from_iterable(one if isinstance(one, (list, tuple)) else [one] for one in drawn)
+        most = 4 * length + _LISTED  # no epoch is so long
+        entries = itertools.chain.from_iterable(
+            one if isinstance(one, (list, tuple)) else [one] for one in loader._index_sampler
+        )
+        share: list[int] = []
+        indices: list[int] = []
+        number = 0
+        for number, index in enumerate(itertools.islice(entries, min(most, _LONGEST)), 1):
+            if int(index) % stride == 0:
+                indices.append(int(index))
+            if number == length // world:
+                share = list(indices)
         data = fingerprint(loader.dataset)
-        indices = [int(index) for index in itertools.islice(entries, _LONGEST) if int(index) % stride == 0]
     except Exception:  # a sampler or a dataset of the user that has no epoch by itself
         return None
-    return {"length": -(-length // stride), "indices": indices, "workers": loader.num_workers, "data": data}
+    return {
+        "length": -(-length // stride),
+        "endless": number == most,
+        "indices": share if number == most else indices,
+        "workers": loader.num_workers,
+        "data": data,
+    }

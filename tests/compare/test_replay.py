@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.replay_numbers import RecordedNumbers, ReplayedNumbers
 from mgpu_check.compare.replay_points import tensors_of
+from mgpu_check.compare.replay_recording import epoch_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
@@ -103,9 +105,9 @@ def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_
 
 
 def test_what_the_loaders_of_ranks_give_in_an_epoch():
-    def ranks(*indices, workers=0, data=("same", "same"), **sampler):
+    def ranks(*indices, workers=0, data=("same", "same"), endless=False, **sampler):
         told = {"event": "sampler", "shuffle": True, "set_epoch": True, "iteration": 1, "after": 0, **sampler}
-        common = {"event": "epoch", "length": 8, "workers": workers, "seed": 5}
+        common = {"event": "epoch", "length": 8, "workers": workers, "seed": 5, "endless": endless}
         epochs = [{**common, "indices": own, "data": of} for own, of in zip(indices, data, strict=True)]
         steps = [Step(0, [0.0], [], [], {}, {}, {})] * 8
         return [Trace(rank, 2, steps=steps, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
@@ -115,7 +117,9 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
     overlap = list(remarks_of(ranks([0, 1, 2, 3], [2, 3, 4, 5], workers=2, set_epoch=False)))
     assert overlap[0] == "in an epoch of loader 1 ranks share 2 of 6 samples"
     assert "the same seeds on each rank" in overlap[1] and "set_epoch was not called" in overlap[2]
-    assert mistakes_of(ranks(*halves)) == []
+    assert mistakes_of(ranks(*halves)) == mistakes_of(ranks(*halves, endless=True)) == []
+    (finding,) = mistakes_of(ranks(halves[0], halves[0], endless=True))
+    assert finding.mistake == "dataset-not-split" and "give each of the 2 ranks the same 4 samples" in finding.evidence
     whole = list(range(8))
     assert [finding.mistake for finding in mistakes_of(ranks(whole, whole))] == ["dataset-not-split"]
     assert mistakes_of(ranks(whole, whole, data=("first half", "second half"))) == []
@@ -127,6 +131,18 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
         "epoch 2 begins at step 5, and set_epoch was never called",
     )
     assert mistakes_of(ranks(*halves, set_epoch=False, iteration=2, after=8)) == []  # the epoch that is listed
+
+
+class Endless(Sampler[int]):
+    def __iter__(self):
+        return itertools.cycle(range(1, 8, 2))
+
+
+def test_an_endless_sampler_has_no_epoch():
+    data: Any = range(8)
+    epochs = [epoch_of(DataLoader(data, 2, sampler=sampler), 2) for sampler in ([1, 3, 5, 7], Endless())]
+    assert [epoch and epoch["indices"] for epoch in epochs] == [[1, 3, 5, 7]] * 2
+    assert [epoch and epoch["endless"] for epoch in epochs] == [False, True]
 
 
 def test_data_of_ranks_have_equal_fingerprints_if_they_are_equal():
@@ -178,6 +194,19 @@ def test_shards_that_differ_anywhere_have_other_fingerprints(monkeypatch):
     equal = [fingerprint(data(lines=list(lines))) for _ in range(2)]
     assert equal[0] == equal[1] != fingerprint(data(lines=[*lines[:1000], *reversed(lines[1000:])]))
     assert fingerprint(bytes(9000)) != fingerprint(bytes(4000) + b"1" * 5000)
+
+
+class Pattern:
+    """An expression as the package regex compiles it: its pickle depends on the process."""
+
+    pattern = "a|b"
+
+    def __reduce__(self):
+        return str, (str(id(self)),)
+
+
+def test_a_compiled_expression_is_its_text():
+    assert len({fingerprint(data(x=[1], split=Pattern())) for _ in range(2)}) == 1
 
 
 def test_sets_have_the_fingerprint_of_their_elements():
