@@ -18,6 +18,9 @@ from mgpu_check.diagnosis.rules.order import findings_of
 _WHOLE = 0.8
 """Part of the dataset: a loader that drops its last batch gives less than all, and one of two ranks gives half."""
 
+_BY_CHANCE = 8
+"""Samples: samplers that draw by seeds of their own may draw the same few."""
+
 
 def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
     """Return the mistakes that an epoch of the loaders shows."""
@@ -33,7 +36,7 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
                 f"in an epoch each of the {world} ranks gets {min(map(len, whole))} of {length} samples of the dataset"
             )
             found += findings_of(Evidence(world, same_samples=told), 1, attempts)
-        elif epochs[0]["endless"] and len(whole[0]) > 1 and all(own == whole[0] for own in whole):
+        elif epochs[0]["endless"] and len(whole[0]) >= _BY_CHANCE and all(own == whole[0] for own in whole):
             told = f"the samplers have no end, and give each of the {world} ranks the same {len(whole[0])} samples"
             found += findings_of(Evidence(world, same_samples=told), 1, attempts)
     trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step

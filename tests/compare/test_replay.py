@@ -105,9 +105,9 @@ def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_
 
 
 def test_what_the_loaders_of_ranks_give_in_an_epoch():
-    def ranks(*indices, workers=0, data=("same", "same"), endless=False, **sampler):
+    def ranks(*indices, workers=0, data=("same", "same"), endless=False, length=8, **sampler):
         told = {"event": "sampler", "shuffle": True, "set_epoch": True, "iteration": 1, "after": 0, **sampler}
-        common = {"event": "epoch", "length": 8, "workers": workers, "seed": 5, "endless": endless}
+        common = {"event": "epoch", "length": length, "workers": workers, "seed": 5, "endless": endless}
         epochs = [{**common, "indices": own, "data": of} for own, of in zip(indices, data, strict=True)]
         steps = [Step(0, [0.0], [], [], {}, {}, {})] * 8
         return [Trace(rank, 2, steps=steps, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
@@ -118,8 +118,10 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
     assert overlap[0] == "in an epoch of loader 1 ranks share 2 of 6 samples"
     assert "the same seeds on each rank" in overlap[1] and "set_epoch was not called" in overlap[2]
     assert mistakes_of(ranks(*halves)) == mistakes_of(ranks(*halves, endless=True)) == []
-    (finding,) = mistakes_of(ranks(halves[0], halves[0], endless=True))
-    assert finding.mistake == "dataset-not-split" and "give each of the 2 ranks the same 4 samples" in finding.evidence
+    assert mistakes_of(ranks([0, 1], [1, 0], endless=True)) == []
+    many = list(range(100, 110))
+    (finding,) = mistakes_of(ranks(many, many, endless=True, length=20))
+    assert finding.mistake == "dataset-not-split" and "give each of the 2 ranks the same 10 samples" in finding.evidence
     whole = list(range(8))
     assert [finding.mistake for finding in mistakes_of(ranks(whole, whole))] == ["dataset-not-split"]
     assert mistakes_of(ranks(whole, whole, data=("first half", "second half"))) == []
