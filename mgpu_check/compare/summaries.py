@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,9 @@ Numbers = list[float | None]
 
 _kept: dict[int, torch.Tensor] = {}
 _factors: list[torch.Tensor] = []
-_BLOCK = 2**15  # elements that fit the second-level cache as float64
+_here = threading.local()
+_BLOCK = 2**18  # elements that fit a cache as float64; smaller blocks take more calls
+_BLOCK_OF_DEVICE = 2**24  # bounds the additional memory
 _MIX = -7046029254386353131  # an odd number whose bits are mixed, that of splitmix64
 
 
@@ -97,23 +101,27 @@ def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None]
     parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [
         None if t is None else _parts(whole(t), cut) for t, cut in zip(tensors, cuts, strict=True)
     ]
-    on: dict[torch.device, list[int]] = {}
-    for index, part in enumerate(parts):
-        if part is not None:
-            on.setdefault(part[0].device, []).append(index)
     found: list[Numbers | None] = [None] * len(parts)
-    for indices in on.values():
-        here = [part for index in indices if (part := parts[index]) is not None]
-        bits = torch.stack([bits for bits, _ in here]).tolist()
-        numbers = torch.cat([numbers for _, numbers in here]).tolist()
-        start = 0
-        for index, bit, (_, own) in zip(indices, bits, here, strict=True):
-            kept = numbers[start : start + len(own)]
-            cut = cuts[index]
-            told = kept if cut is None else cut.told(kept)
-            found[index] = [bit, *(told if _is_double(tensors[index]) else map(_short, told))]
-            start += len(own)
+    indices = [index for index, part in enumerate(parts) if part is not None]
+    for index, (bits, kept) in zip(indices, on_host_together(list(filter(None, parts))), strict=True):
+        cut = cuts[index]
+        told = kept if cut is None else cut.told(kept)
+        found[index] = [bits, *(told if _is_double(tensors[index]) else map(short, told))]
     return found
+
+
+def on_host_together(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, list[float]]]:
+    """Return pairs of an integer and numbers from the CPU, moved together, so that each device waits once."""
+    on: dict[torch.device, list[int]] = {}
+    for index, (bits, _) in enumerate(parts):
+        on.setdefault(bits.device, []).append(index)
+    found: dict[int, tuple[int, list[float]]] = {}
+    for indices in on.values():
+        bits = torch.stack([parts[index][0] for index in indices]).tolist()
+        numbers = iter(torch.cat([parts[index][1] for index in indices]).tolist())
+        for index, own in zip(indices, bits, strict=True):
+            found[index] = own, list(itertools.islice(numbers, len(parts[index][1])))
+    return [found[index] for index in range(len(parts))]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +152,7 @@ def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.T
         return None
     if cut is not None:
         own = cut.of(tensor.detach())
-        return own.view(INTEGER_OF_SIZE[own.element_size()]).sum(dtype=torch.int64), cut.numbers(own)
+        return _bits_of(own.double()), cut.numbers(own)
     value = tensor.detach()
     if value.layout is not torch.strided:
         value = value.to_dense()
@@ -153,37 +161,48 @@ def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.T
     if count not in _kept:
         _kept[count] = torch.tensor(positions(count), device="cpu")
     samples = flat[_kept[count].to(flat.device)].double()
-    if flat.device.type == "cpu" and flat.element_size() <= 4 and count >= CHUNKS * _BLOCK:
-        return _of_blocks(flat, samples)
-    bits = flat.view(INTEGER_OF_SIZE[flat.element_size()]).sum(dtype=torch.int64)
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    sums = [part.sum(dtype=torch.float64) for part in flat.tensor_split(min(CHUNKS, count))]
-    return bits, torch.cat([torch.stack([norm, *sums]), samples])
+    bits, numbers = statistics(flat)
+    return bits, torch.cat([numbers, samples])
 
 
-def _of_blocks(flat: torch.Tensor, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `_parts` for a large CPU tensor, in blocks that fit the cache: in a third of the time."""
-    block = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
+def statistics(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the bits of a flat tensor, int64, and its norm and sums, float64. See `TensorSummary`."""
+    block = _block_for(flat)
+    if flat.numel() <= len(block):
+        values = block[: flat.numel()].copy_(flat)
+        sums = [part.sum() for part in values.tensor_split(min(CHUNKS, flat.numel()))]
+        return _bits_of(values), torch.stack([torch.dot(values, values).sqrt(), *sums])
     bits, squares, sums = [], [], []
-    whole = flat.view(INTEGER_OF_SIZE[flat.element_size()])
-    for part, integers in zip(flat.tensor_split(CHUNKS), whole.tensor_split(CHUNKS), strict=True):
+    for part in flat.tensor_split(CHUNKS):
         total = []
-        for values, own in zip(part.split(_BLOCK), integers.split(_BLOCK), strict=True):
-            here = block if values.numel() == _BLOCK else block[: values.numel()]
-            bits.append(here.copy_(own).sum())  # exact: fewer than 2^53 for this many integers of 32 bits
-            here.copy_(values)
-            total.append(here.sum())
-            squares.append(torch.dot(here, here))
+        for own in part.split(len(block)):
+            values = block[: own.numel()].copy_(own)
+            bits.append(_bits_of(values))
+            total.append(values.sum())
+            squares.append(torch.dot(values, values))
         sums.append(torch.stack(total).sum())
-    norm = torch.stack(squares).sum().sqrt()
-    return torch.stack(bits).to(torch.int64).sum(), torch.cat([torch.stack([norm, *sums]), samples])
+    return torch.stack(bits).sum(), torch.stack([torch.stack(squares).sum().sqrt(), *sums])
+
+
+def _block_for(flat: torch.Tensor) -> torch.Tensor:
+    """Return memory for elements in float64. On the CPU it is kept, because new pages take longer than the sums."""
+    if flat.device.type != "cpu":
+        return flat.new_empty(min(flat.numel(), _BLOCK_OF_DEVICE), dtype=torch.float64)
+    if not hasattr(_here, "block"):
+        _here.block = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
+    return _here.block
+
+
+def _bits_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of elements in float64. The conversion of any narrower dtype is exact."""
+    return values.view(torch.int64).sum()
 
 
 def _is_double(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.dtype in (torch.float64, torch.complex128)
 
 
-def _short(number: float | None) -> float | None:
+def short(number: float | None) -> float | None:
     """Round to twelve digits: more than float32 has, and shorter in the file."""
     return float(f"{number:.12g}") if number is not None and math.isfinite(number) else number
 
