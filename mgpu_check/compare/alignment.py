@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mgpu_check.compare.outputs import OutputSummary
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
 
 Kind = Literal["before", "gradient", "parameter", "state"]
@@ -46,9 +47,19 @@ def deviation(got: TensorSummary | None, expected: TensorSummary | None, shape: 
     if got == expected:
         return Deviation(0.0)
     count = max(math.prod(shape), 1)
+    return largest_deviation(_names(shape), got.entries(count), expected.entries(count))
+
+
+def largest_deviation(
+    names: Sequence[tuple[str, bool]], got: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
+) -> Deviation:
+    """Return the largest deviation among numbers, each with its typical size (see `TensorSummary.entries`).
+
+    Args:
+        names: the name of each number, and whether it is an element of the tensor.
+    """
     worst = Deviation(0.0)
-    pairs = zip(_names(shape), got.entries(count), expected.entries(count), strict=True)
-    for (name, is_element), (value, size_here), (wanted, size) in pairs:
+    for (name, is_element), (value, size_here), (wanted, size) in zip(names, got, expected, strict=True):
         if value == wanted or (math.isnan(value) and math.isnan(wanted)):
             continue
         # If the expected tensor is zero, the deviation is relative to the tensor found.
@@ -58,6 +69,13 @@ def deviation(got: TensorSummary | None, expected: TensorSummary | None, shape: 
         if apart > worst.size or (apart >= worst.size / 2 and is_element):
             worst = Deviation(max(apart, worst.size), name, value, wanted)
     return worst
+
+
+def output_deviation(got: OutputSummary, expected: OutputSummary | None) -> Deviation:
+    """Return the deviation of outputs with the same number of elements."""
+    if expected is None or got == expected:
+        return Deviation(0.0)
+    return largest_deviation((("norm", False), ("sum", False)), got.entries, expected.entries)
 
 
 def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:

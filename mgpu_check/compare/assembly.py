@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.compare.alignment import KINDS, Kind, of_kind
-from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, prefixes
+from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, modules_of, prefixes
 from mgpu_check.compare.partial import is_partial, together, why_not_together
 from mgpu_check.compare.trace import (
     HeldSlice,
@@ -72,7 +72,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     names = [matched(one, trace) for trace in ranks]
     reasons: dict[str, str] = {}
     pieces: dict[str, list[_LabelledSlice]] = defaultdict(list)
-    made = [Trace(trace.rank, trace.world, events=trace.events) for trace in ranks]
+    made = [Trace(trace.rank, trace.world, modules=trace.modules, events=trace.events) for trace in ranks]
     pieces_of: list[dict[str, str]] = [{} for _ in ranks]
     unmatched = False
     for index, (trace, own) in enumerate(zip(ranks, names, strict=True)):
@@ -103,6 +103,9 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
             local = ranks[index].entry(next(piece.label for piece in some if piece.rank == index))
             if local is not None:
                 _put(one, name, local, made[index])
+    modules = [modules_of(one, new, {**own, **some}) for new, own, some in zip(made, names, pieces_of, strict=True)]
+    for new, known in zip(made, modules, strict=True):
+        new.modules = {known[label]: dtype for label, dtype in new.modules.items() if label in known}
     idle = [_idle(trace) for trace in ranks]
     users = _users(made, names, idle)
     for number in range(max((len(trace.steps) for trace in ranks), default=0)):
@@ -111,7 +114,9 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
         views = {kind: _views(complete, at, there, kind) for kind in KINDS}
         for index, step in enumerate(at):
             if step is not None:
-                made[index].steps.append(_step(step, names[index], pieces_of[index], users, index, views))
+                renamed = _step(step, names[index], pieces_of[index], users, index, views)
+                outputs = {name: step.outputs[label] for label, name in modules[index].items() if label in step.outputs}
+                made[index].steps.append(replace(renamed, outputs=outputs))
     _take_unused(users, made)
     divided = any(name in one.parameters for name in pieces) or any(
         name in one.parameters and 0 < sum(name in trace.parameters for trace in made) < len(made)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.tensors import name_of
 
 
 def described(module: nn.Module) -> dict[str, Any]:
@@ -22,6 +24,14 @@ def described(module: nn.Module) -> dict[str, Any]:
         "batch_norms": sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)}),
         "dropouts": sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__}),
     }
+
+
+def narrowed(module: nn.Module, output: Any) -> dict[str, str]:
+    """Return the dtype of an output that is narrower than float32, and the class of its module; else nothing."""
+    plain = isinstance(output, torch.Tensor) and output.is_floating_point() and not hasattr(output, "full_tensor")
+    if not plain or output.element_size() >= 4:
+        return {}
+    return {"dtype": name_of(output.dtype), "module": type(module).__name__}
 
 
 def forward_of(module: nn.Module) -> dict[str, str]:

@@ -7,6 +7,7 @@ from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.calls import told_slice
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
+from mgpu_check.compare.forward import told_outputs
 from mgpu_check.compare.obstacles import OTHER_START, Obstacle, drawing
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Evidence
@@ -25,7 +26,8 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     todo = [one.todo for one in obstacles]
     axes = "" if obstacles else attempts.of("the search for axes", "", told_axes, difference)
     of_slices = "" if obstacles else attempts.of("the factor of a slice", "", told_slice, difference)
-    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks, axes, of_slices)
+    outputs = "" if obstacles else attempts.of("the outputs of modules", "", told_outputs, difference)
+    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks, axes, of_slices, outputs)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:

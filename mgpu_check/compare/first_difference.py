@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, Samples, deviation, of_kind
+from mgpu_check.compare.outputs import OutputSummary
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary
 from mgpu_check.compare.within_step import reduced_within
@@ -109,6 +110,7 @@ class Diagnosis:
         failed: a line for each part of the diagnosis that raised an error.
         axes: see `mgpu_check.compare.axes.told_axes`.
         of_slices: see `mgpu_check.compare.calls.told_slice`.
+        outputs: see `mgpu_check.compare.forward.told_outputs`.
     """
 
     comparable: bool = True
@@ -118,9 +120,10 @@ class Diagnosis:
     failed: list[str] = field(default_factory=list)
     axes: str = ""
     of_slices: str = ""
+    outputs: str = ""
 
 
-def ratio_of(got: TensorSummary | None, expected: TensorSummary | None) -> float | None:
+def ratio_of(got: TensorSummary | OutputSummary | None, expected: TensorSummary | OutputSummary | None) -> float | None:
     """Return the norm of a tensor relative to the expected norm; None if the ratio is undefined."""
     if got is None or expected is None or not expected.norm or not math.isfinite(got.norm / expected.norm):
         return None

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mgpu_check.compare.alignment import KINDS, Aligned, Kind, deviation
+from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, deviation
 from mgpu_check.compare.first_difference import ratio_of
+from mgpu_check.compare.forward import compared_output, module_name
+from mgpu_check.compare.outputs import OutputSummary
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.telling import TENSORS
 from mgpu_check.compare.trace import State, TensorSummary
@@ -72,15 +74,20 @@ def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None)
         mark: the first step that differs, counted from 1.
     """
     steps = shown_steps(min(aligned.steps, max(aligned.compared, mark or 0)), mark)
-    losses = [_cell([_loss(aligned, rounding, step - 1)], rounding is not None) for step in steps]
+    measured = rounding is not None
+    losses = [_cell([_loss(aligned, rounding, step - 1)], measured) for step in steps]
     by_rank: dict[int, dict[str, dict[str, list[DifferenceCell]]]] = {
         trace.rank: {"forward": {"mean loss of the ranks": losses}} for trace in aligned.ranks
     }
+    for module, names in joined({name: name.split(".") for name in aligned.one.modules}).items():
+        outputs = [_by_rank([_output(aligned, rounding, step - 1, n) for n in names]) for step in steps]
+        for rank, rows in by_rank.items():
+            rows["forward"][f"output of {module}"] = [_cell(values[rank], measured) for values in outputs]
     for kind in KINDS:
         for module, names in joined_modules(aligned, kind).items():
             found = [_by_rank([_tensor(aligned, rounding, step - 1, kind, n) for n in names]) for step in steps]
             for rank, rows in by_rank.items():
-                cells = [_cell(values[rank], rounding is not None) for values in found]
+                cells = [_cell(values[rank], measured) for values in found]
                 if kind != "before" or any(cell.shade for cell in cells):
                     rows.setdefault(_PASSES[kind], {})[module] = cells
     groups = grouped((repr(rows), rank) for rank, rows in by_rank.items())
@@ -103,11 +110,20 @@ def shown_steps(count: int, mark: int | None) -> list[int]:
 
 
 def joined_modules(aligned: Aligned, kind: Kind) -> dict[str, list[str]]:
-    """Return the tensors of each module, in the order of the model. Deep modules are joined if there are too many."""
+    """Return the tensors of each module, in the order of the model."""
     owners = {}
     for name in aligned.named(kind):
         entry = aligned.parameter(name)
         owners[name] = (entry.of if isinstance(entry, State) else name).split(".")[:-1]
+    return joined(owners)
+
+
+def joined(owners: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the names of each module. Deep modules are joined if there are too many.
+
+    Args:
+        owners: name -> the path of its module.
+    """
     depth = max((len(path) for path in owners.values()), default=0)
     while True:
         found: dict[str, list[str]] = {}
@@ -174,7 +190,30 @@ def _compared(
 ) -> _Value:
     if got is None and expected is None:
         return None
-    apart = deviation(got, expected, shape)
+    return _excess(got, expected, deviation(got, expected, shape), tolerance, measured)
+
+
+def _output(aligned: Aligned, rounding: Rounding | None, step: int, name: str) -> dict[int, _Value]:
+    """Return the value of a module's outputs on each rank."""
+    tolerance = 1.0 if rounding is None else rounding.of_output(step, name)
+    compared = compared_output(aligned, step, name, tolerance)
+    why = compared.why or ("rounding hides everything" if math.isinf(tolerance) else "the rank has no part of it")
+    told = f"the output of {module_name(name)}"
+    found: dict[int, _Value] = {trace.rank: (_MISSED, f"{told}: {why}") for trace in aligned.ranks}
+    for rank, got in compared.here.items() if math.isfinite(tolerance) else ():
+        apart = compared.deviation(rank)
+        excess, words = _excess(got, compared.expected, apart, tolerance, rounding is not None)
+        found[rank] = excess, f"{told}: {words}"
+    return found
+
+
+def _excess(
+    got: TensorSummary | OutputSummary | None,
+    expected: TensorSummary | OutputSummary | None,
+    apart: Deviation,
+    tolerance: float,
+    measured: bool,
+) -> tuple[float, str]:
     same = got is not None and expected is not None and got.bits == expected.bits
     excess = apart.size / tolerance or (0.0 if same else _BITS)
     words = [str(apart) or "equal"]

@@ -107,3 +107,21 @@ def beside(label: str, modules: Mapping[str, set[str]]) -> str | None:
             rest = parts[count:]
             return ".".join([*filter(None, [next(iter(names))]), *rest]) if len(names) == 1 else None
     return None
+
+
+def modules_of(one: Trace, rank: Trace, found: Mapping[str, str | None]) -> dict[str, str]:
+    """Return module on a rank -> its name on one device.
+
+    A module without all parameters that it has on one device is left out: a stage of a pipeline is no whole model.
+
+    Args:
+        rank: the rank, with the parameters that it holds under their names on one device.
+        found: name on the rank -> name on one device, for each parameter.
+    """
+    known = prefixes(found)
+    modules = {}
+    for label in rank.modules:
+        name = beside(f"{label}.", known)
+        if name is not None and all(key in rank.parameters for key in one.parameters if key.startswith(name)):
+            modules[label] = name.removesuffix(".")
+    return modules

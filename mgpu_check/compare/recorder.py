@@ -20,10 +20,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mgpu_check.compare import constants, meeting, meshes, started, watched
-from mgpu_check.compare.described import described, forward_of
+from mgpu_check.compare.described import described, forward_of, narrowed
 from mgpu_check.compare.entered import install as install_count
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.naming import Names
+from mgpu_check.compare.output_recorder import OutputRecorder
 from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.placements import Files, read_placements
@@ -36,7 +37,6 @@ from mgpu_check.processes.launched import rank_and_world
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.tensors import name_of
 
 _CALLS = 100  # calls of models that are checked for random draws, to bound the time
 _COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
@@ -113,6 +113,7 @@ class ScriptRecorder:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
         self.names = Names()
         self.known = Parameters(writer, self.names)
+        self.outputs = OutputRecorder(writer, self.names)
         self.keep: int | None = None
         self.states = States(writer, self.names, self.known, lambda: self.keep)
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
@@ -122,7 +123,6 @@ class ScriptRecorder:
         self.passes = 0  # finished ones
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
-        self._kinds: set[tuple[str, str]] = set()
         self._told: set[str] = set()
         self._calls = 0
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -163,28 +163,31 @@ class ScriptRecorder:
         self._here.depth = getattr(self._here, "depth", 0) + 1
         if module._parameters or module._buffers:
             self._called.add(module)
-        if self._here.depth == 1 and threading.current_thread() is threading.main_thread():
+        if self._here.depth > 1:
+            return
+        main, trains = threading.current_thread() is threading.main_thread(), module.training and not is_capturing()
+        self._here.recorded = main and trains and torch.is_grad_enabled() and not self.backwards
+        if main:
             with torch.no_grad():
                 self.states.begin(module)
-        if self._here.depth == 1 and module.training and self._calls < _CALLS and not is_capturing():
+        if self._here.recorded:
+            self.outputs.begin(module)
+        if trains and self._calls < _CALLS:
             self._here.drawn = watched.generators()
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._here.depth -= 1
-        self._notice_narrow(module, output)
+        if "narrow" not in self._told and (found := narrowed(module, output)):
+            self._told.add("narrow")
+            self.note("narrow", **found)
         if not self._here.depth and output is not None and not self.backwards and not is_capturing():
             self._outermost(module, args, kwargs)
-        if self.perturbation is None or output is None or module._modules:
-            return None
-        return self.perturbation.output(output)
-
-    def _notice_narrow(self, module: nn.Module, output: Any) -> None:
-        """Record the first module that computes in a dtype narrower than float32, where rounding masks more."""
-        if "narrow" in self._told or not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            return
-        if output.element_size() < 4 and not hasattr(output, "full_tensor"):
-            self._told.add("narrow")
-            self.note("narrow", dtype=name_of(output.dtype), module=type(module).__name__)
+        moved = None
+        if self.perturbation is not None and output is not None and not module._modules:
+            moved = self.perturbation.output(output)
+        if self._here.recorded:
+            self.outputs.add(module, output if moved is None else moved)
+        return moved
 
     def _notice_draws(self, module: nn.Module) -> None:
         """Record the first model that draws random numbers in a call."""
@@ -204,9 +207,11 @@ class ScriptRecorder:
         if not has_parameters or not (torch.is_grad_enabled() and module.training):
             return
         self._notice_draws(module)
-        if ("wrapper", type(module).__name__) not in self._kinds:
-            self._kinds.add(("wrapper", type(module).__name__))
-            self._describe(module)
+        if type(module).__name__ not in self._told:
+            self._told.add(type(module).__name__)
+            self.note("module", **(found := described(module)))
+            if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
+                self.wait("alone")
         given = inputs_of(args, kwargs)
         computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
         if self._waiting and not computed:
@@ -216,12 +221,6 @@ class ScriptRecorder:
                 self._samples.append(digests(inputs))
                 small = all(tensor.numel() <= _COLUMNS for tensor in inputs)
                 self._columns.append(digests(inputs, 1) if small else [])
-
-    def _describe(self, module: nn.Module) -> None:
-        found = described(module)
-        self.note("module", **found)
-        if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
-            self.wait("alone")
 
     # backward
 
@@ -340,8 +339,9 @@ class ScriptRecorder:
             gradients=self._gradients,
             parameters=after,
             states=states,
+            outputs=self.outputs.taken(),
             **({"idle": self._idle} if self._idle else {}),
-            **self._calls_of(parts),
+            calls=self._calls_of(parts),
         )
         self._before = {}
         self._forget()
@@ -349,13 +349,12 @@ class ScriptRecorder:
             self.finish()
             self.wait("stopped")
 
-    def _calls_of(self, parts: list[NumberedPart]) -> dict[str, object]:
-        """Return the recorded calls that led to the gradients of this step; empty if there are none."""
+    def _calls_of(self, parts: list[NumberedPart]) -> list[tuple[str, dict[int, float]]]:
+        """Return the recorded calls that led to the gradients of this step."""
         single = {
             id(one.parameter): one.number for one in parts if one.part.cut is None or one.part.cut.part.within is None
         }
-        calls = [] if self.flow is None else self.flow.taken(single)
-        return {"calls": calls} if calls else {}
+        return [] if self.flow is None else self.flow.taken(single)
 
     def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `hooked`, which adds the hooks around a step: if the step raises, torch calls no hook after it."""
@@ -398,3 +397,4 @@ class ScriptRecorder:
 
     def _forget(self) -> None:
         self._losses, self._samples, self._columns, self._waiting = [], [], [], True
+        self.outputs.forget()

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
+from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind, output_deviation
 from mgpu_check.compare.trace import Parameter, Trace
 from mgpu_check.processes.rank_lists import few
 
@@ -61,6 +61,7 @@ class Rounding:
             for kind, entries in measured.items()
             if entries
         }
+        self._outputs = {name: _grown([self._output_apart(s, name) for s in range(steps)]) for name in one.modules}
         losses = [_relative([t.steps[s].loss for t in others], one.steps[s].loss) for s in range(steps)]
         self._losses = _grown(losses)
 
@@ -69,6 +70,13 @@ class Rounding:
         if expected is not None and not expected.finite:
             return math.inf
         return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
+
+    def _output_apart(self, step: int, name: str) -> float:
+        expected = self._one.steps[step].outputs.get(name)
+        found = [trace.steps[step].outputs.get(name) for trace in self._others]
+        if expected is None or None in found:
+            return 0.0 if expected is None else math.inf
+        return max(output_deviation(one, expected).size for one in found if one is not None)
 
     def tolerance(self, step: int, kind: Kind, name: str) -> float:
         """Return the tolerance for the deviation of a tensor; infinite if rounding is unknown or unbounded."""
@@ -95,6 +103,15 @@ class Rounding:
     def of_loss(self, step: int) -> float:
         """Return the tolerance for the loss, relative to the loss."""
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
+
+    def of_output(self, step: int, name: str) -> float:
+        """Return the tolerance for the outputs of a module; infinite if it is unknown, or hides a factor of two."""
+        grown = self._outputs.get(name, [])
+        if step >= len(grown):
+            return math.inf
+        median = statistics.median(own[step] for own in self._outputs.values())
+        own = self.margin * max(grown[step], median, roundoff(self._one.modules[name]))
+        return own if own <= _USELESS else math.inf
 
     def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
         """Return the first step at which rounding alone hides a factor of two in a tensor, or None."""

@@ -211,7 +211,9 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
         remarks.append(f"first to differ: {_said(difference, ratio)}")
     observables = difference.observables() if found.comparable else []  # other samples explain them
     remarks += [*_trained_on_one_side(difference.aligned), *found.failed]
-    return Report(headline, {}, observables, found.findings, remarks, known=[found.of_slices], axes=found.axes)
+    return Report(
+        headline, {}, observables, found.findings, remarks, known=[found.of_slices, found.outputs], axes=found.axes
+    )
 
 
 def last_words(ended: Ended) -> list[str]:

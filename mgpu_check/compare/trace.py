@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mgpu_check.compare.outputs import OutputSummary, total
+
 FORMAT = "mgpu-check trace"
 VERSION = 1
 
@@ -44,7 +46,7 @@ class TensorSummary:
     """The numbers that a trace stores for a tensor.
 
     Attributes:
-        bits: the sum of the bits of the elements as integers, modulo 2^64: the same for equal tensors.
+        bits: the sum of the bits of the elements in float64 as integers, modulo 2^64: the same for equal tensors.
         norm: the 2-norm, computed in float64.
         sums: the sums of `chunk_sizes` consecutive elements, in float64.
         samples: the elements at `positions`.
@@ -85,10 +87,7 @@ class TensorSummary:
 def joined(parts: Sequence[TensorSummary]) -> TensorSummary:
     """Return the summary of a whole tensor from the summaries of slices that cover it exactly once."""
     bits = (sum(part.bits for part in parts) + 2**63) % 2**64 - 2**63
-    sums = tuple(
-        math.fsum(some) if all(map(math.isfinite, some)) else sum(some)
-        for some in zip(*(p.sums for p in parts), strict=True)
-    )
+    sums = tuple(map(total, zip(*(part.sums for part in parts), strict=True)))
     samples = (next((x for x in some if x is not None), 0.0) for some in zip(*(p.samples for p in parts), strict=True))
     return TensorSummary(bits, math.hypot(*(part.norm for part in parts)), sums, tuple(samples))
 
@@ -200,6 +199,7 @@ class Step:
         options: parameter -> the options of its group, such as "lr", and "optimizer", the class of the optimizer.
         states: states of the optimizer and all buffers after this step.
         calls: backward and reductions before this step, each with its line and the norms of the gradients after it.
+        outputs: module -> its outputs in the forward passes before this step.
     """
 
     optimizer: int
@@ -213,6 +213,7 @@ class Step:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     states: dict[str, TensorSummary] = field(default_factory=dict)
     calls: Sequence[tuple[str, Mapping[str, float]]] = ()
+    outputs: dict[str, OutputSummary] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
@@ -244,6 +245,8 @@ class Trace:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    """Module -> the dtype of its outputs, in the order of the first calls."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led",
     "group", "starts", "spawned", "alone", "skipped", "epoch", "foreign", "given", "unreplayed", "ambiguous", "rate",
@@ -309,9 +312,11 @@ def read(data: bytes) -> Trace:
             names.append(event["name"])
         elif event["event"] == "state":
             states.add(event)
+        elif event["event"] == "output":
+            trace.modules[event["name"]] = event["dtype"]
         elif event["event"] == "step":
             after = states.after(event["states"])
-            trace.steps.append(_step(event, names, options.get(event["optimizer"], {}), after))
+            trace.steps.append(_step(event, names, options.get(event["optimizer"], {}), after, list(trace.modules)))
         elif event["event"] == "groups":
             options[event["optimizer"]] = {
                 names[number]: {"optimizer": event["rule"], **group["options"]}
@@ -371,6 +376,7 @@ def _step(
     names: Sequence[str],
     options: Mapping[str, Mapping[str, Any]],
     states: dict[str, TensorSummary],
+    modules: Sequence[str],
 ) -> Step:
     def named(part: Mapping[str, Any]) -> dict[str, Any]:
         return {names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in part.items()}
@@ -387,4 +393,5 @@ def _step(
         options,
         states,
         [(told, {names[int(index)]: norm for index, norm in norms.items()}) for told, norms in event.get("calls", ())],
+        {modules[int(index)]: OutputSummary(*numbers) for index, numbers in event.get("outputs", {}).items()},
     )

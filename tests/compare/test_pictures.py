@@ -136,6 +136,7 @@ def test_the_page_of_a_difference(compare, by_hand, changed):
     assert not re.findall(r'(?:src|href)="(?!https://github.com/|#)', html)  # nothing is loaded from elsewhere
     assert "differs: step 2: the gradient of" in html and "0.5 times as large on ranks 0-1" in html
     assert 'href="https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/world-size-factor.md"' in html
+    assert "forward: the outputs of 4 modules are right" in html and "<code>output of the model</code>" in html
     pictures = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
     assert len(pictures) == 2
     assert all("step 2: first difference" in texts(svg) for svg in pictures)

@@ -55,6 +55,22 @@ def test_a_change_is_right_or_parts_at_its_step(change, recorded):
     assert (verdict.kind, verdict.step, verdict.tensor, verdict.parameter) == CHANGES[change]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("scaled-activation", "forward: the first output that differs is that of second, on rank 0 (norm: "),
+        (
+            "summed",
+            "forward: the outputs of 3 modules are right, so the error is in the loss, the backward pass or a reduction",
+        ),
+    ],
+)
+def test_the_outputs_of_a_wrong_gradient(change, said, recorded):
+    """The samples are divided among the ranks of one run."""
+    (told,) = [line for line in compare_runs(recorded(""), recorded(change)).verdict.report.known if line]
+    assert told.startswith(said), told
+
+
 @pytest.fixture
 def command(python):
     """Run ``mgpu-check WORDS...``, which starts `processes` of a script, and return what it has written."""

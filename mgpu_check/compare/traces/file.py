@@ -6,10 +6,12 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from mgpu_check.compare.alignment import KINDS, of_kind
+from mgpu_check.compare.outputs import OutputSummary
 from mgpu_check.compare.trace import Parameter, State, Step, TensorSummary, Trace, TraceError
 from mgpu_check.compare.traces.run import RecordedRun
 from mgpu_check.processes.rank_lists import grouped
@@ -72,6 +74,10 @@ def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
                 trace.rank: _described(getattr(trace, kind)[name]) for trace in ranks if name in getattr(trace, kind)
             }
             yield {kind.removesuffix("s"): _by_rank(held)}
+    for name in dict.fromkeys(name for trace in ranks for name in trace.modules):
+        yield {
+            "module": _by_rank({t.rank: {"name": name, "dtype": t.modules[name]} for t in ranks if name in t.modules})
+        }
     for trace in ranks:
         yield from ({"event": event, "rank": trace.rank} for event in trace.events)
     earlier: dict[int, dict[str, Any]] = {}
@@ -96,6 +102,10 @@ def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
                 }
                 for kind in KINDS
                 if (held := {rank: of_kind(step, kind) for rank, step in steps.items()})
+            },
+            "output": {
+                name: _by_rank({r: list(astuple(s.outputs[name])) for r, s in steps.items() if name in s.outputs})
+                for name in dict.fromkeys(name for step in steps.values() for name in step.outputs)
             },
         }
 
@@ -201,6 +211,9 @@ def _traces(data: bytes) -> list[Trace]:
             for ranks, one in line.get("parameter", ()):
                 for rank in ranks:
                     traces[rank].parameters[one["name"]] = Parameter(**_entry(one))
+            for ranks, one in line.get("module", ()):
+                for rank in ranks:
+                    traces[rank].modules[one["name"]] = one["dtype"]
             for ranks, one in line.get("state", ()):
                 for rank in ranks:
                     traces[rank].states[one["name"]] = State(**_entry(one))
@@ -216,6 +229,10 @@ def _add_step(line: Mapping[str, Any], traces: Mapping[int, Trace], options: Map
                 summary = None if numbers is None else TensorSummary.of(numbers)
                 for rank in ranks:
                     _kind_of(traces[rank].steps[-1], kind)[name] = summary
+    for name, values in line.get("output", {}).items():  # older versions wrote none
+        for ranks, numbers in values:
+            for rank in ranks:
+                traces[rank].steps[-1].outputs[name] = OutputSummary(*numbers)
     for rank in map(int, line["of"]):
         step = traces[rank].steps[-1]
         step.options = {name: step.options[name] for name in step.gradients if name in step.options}

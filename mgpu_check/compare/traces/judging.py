@@ -56,6 +56,9 @@ class _Unmeasured(Rounding):
     def of_loss(self, step: int) -> float:
         return _UNMEASURED
 
+    def of_output(self, step: int, name: str) -> float:
+        return _UNMEASURED
+
     def useful_until(self, steps: int) -> int:
         return steps
 

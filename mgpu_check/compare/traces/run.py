@@ -10,6 +10,7 @@ from typing import Any
 
 from mgpu_check.compare.alignment import KINDS, Samples, of_kind
 from mgpu_check.compare.assembly import Assembly, assembled
+from mgpu_check.compare.outputs import OutputSummary, whole_output
 from mgpu_check.compare.trace import Parameter, State, Step, TensorSummary, Trace, named_state
 
 
@@ -120,6 +121,7 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
     """
     made = Trace(0, 1, events=ranks[0].events)
     for trace in ranks:
+        made.modules |= trace.modules
         for name, parameter in trace.parameters.items():
             if name not in but:
                 made.parameters.setdefault(name, parameter)
@@ -142,9 +144,19 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
                 gradients=_first([step.gradients for step in steps], but),
                 parameters=_first([step.parameters for step in steps], but),
                 states=_first([step.states for step in steps], but),
+                outputs=_outputs(steps),
             )
         )
     return made
+
+
+def _outputs(steps: Sequence[Step]) -> dict[str, OutputSummary]:
+    """Return the outputs of modules that the ranks of a step have together."""
+    seen = {index: tuple(sorted(step.seen)) for index, step in enumerate(steps)}
+    return {
+        name: whole_output({i: step.outputs[name] for i, step in enumerate(steps) if name in step.outputs}, seen)
+        for name in dict.fromkeys(name for step in steps for name in step.outputs)
+    }
 
 
 def _first(values: Sequence[Mapping[str, Any]], but: Collection[str]) -> dict[str, Any]:

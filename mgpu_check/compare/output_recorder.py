@@ -1,0 +1,103 @@
+"""Record, in the script's process, the outputs of modules in the forward passes of a step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.compare.naming import Names
+from mgpu_check.compare.outputs import OutputSummary, joined_outputs, total
+from mgpu_check.compare.summaries import Numbers, on_host_together, short, statistics
+from mgpu_check.compare.trace import Writer
+from mgpu_check.torch_hooks.nested import leaves
+from mgpu_check.torch_hooks.tensors import as_real, name_of
+
+_MODULES = 256
+"""Most recorded modules of a model, to bound time and the size of the trace; the deepest are left out first."""
+_KEY = "output"  # takes the place of a parameter's name within its module
+_CALLS = 4096
+"""Most recorded calls in a step. Further ones are left out, and then the modules have other counts on ranks."""
+
+
+class OutputRecorder:
+    """Sums the outputs of each module until the step of the optimizer."""
+
+    def __init__(self, writer: Writer, names: Names) -> None:
+        self._writer, self._names = writer, names
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._chosen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the outputs since the last step."""
+        self._calls: list[tuple[nn.Module, torch.dtype, int]] = []  # of each part
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Choose the modules of a model to record, before its first call."""
+        if model in self._models:
+            return
+        self._models.add(model)
+        depths = [(name.count("."), module) for name, module in model.named_modules()]
+        most = max(depth for depth, _ in depths)
+        while most and sum(depth <= most for depth, _ in depths) > _MODULES:
+            most -= 1
+        self._chosen.update(module for depth, module in depths if depth <= most)
+
+    def add(self, module: nn.Module, output: Any) -> None:
+        """Add the outputs of a call."""
+        if module not in self._chosen or len(self._parts) >= _CALLS:
+            return
+        with torch.no_grad():
+            for value in [output] if isinstance(output, torch.Tensor) else leaves(output):
+                part = _local(value) if isinstance(value, torch.Tensor) else None
+                if part is not None:
+                    self._calls.append((module, part.dtype, part.numel()))
+                    self._parts.append(statistics(part))
+
+    def taken(self) -> dict[int, Numbers]:
+        """Return bits, norm, sum and count of the outputs since the last step, by number of the module."""
+        found: dict[int, list[OutputSummary]] = {}
+        for (module, dtype, count), (bits, own) in zip(self._calls, on_host_together(self._parts), strict=True):
+            number = self._number(module, dtype)
+            if number is not None:
+                found.setdefault(number, []).append(OutputSummary(bits, own[0], total(own[1:]), count))
+        whole = {number: joined_outputs(parts) for number, parts in found.items()}
+        return {number: [own.bits, short(own.norm), short(own.sum), own.count] for number, own in whole.items()}
+
+    def _number(self, module: nn.Module, dtype: torch.dtype) -> int | None:
+        """Return the number of a module, which is recorded on first use; None for a module outside of all models."""
+        if module not in self._known:
+            named = self._names.of_key(module, _KEY)
+            if named is None:
+                self._known[module] = None
+            else:
+                self._known[module], self._count = self._count, self._count + 1
+                name = named[0].removesuffix(_KEY).removesuffix(".")
+                self._writer.write("output", name=name, dtype=name_of(dtype))
+        return self._known[module]
+
+
+def _local(value: Any) -> torch.Tensor | None:
+    """Return the elements of an output on this rank, flattened; None if they are partial results, or unreadable."""
+    value = value.detach()
+    if hasattr(value, "full_tensor"):
+        if any(placed.is_partial() for placed in value.placements):
+            return None
+        value = value.to_local()
+    real = value.is_floating_point() or value.is_complex()
+    if (
+        not real
+        or value.element_size() < 2
+        or value.layout is not torch.strided
+        or value.is_nested
+        or value.is_meta
+        or not value.numel()
+    ):
+        return None
+    return as_real(value).reshape(-1)

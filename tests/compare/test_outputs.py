@@ -1,0 +1,113 @@
+"""Outputs of modules: what ranks have of them is put together, and the first that differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.first_difference import first_difference
+from mgpu_check.compare.forward import compared_output, told_outputs
+from mgpu_check.compare.heat import heat_pictures
+from mgpu_check.compare.outputs import OutputSummary, joined_outputs, whole_output
+from mgpu_check.compare.rounding import Rounding
+from tests.compare.training import Training, gradients
+
+WHOLE = OutputSummary(64, 4.0, 3.0, 64)
+PARTIAL = "ranks have partial results, whose sum is that of one device"
+
+
+def part(share: float, of: OutputSummary = WHOLE) -> OutputSummary:
+    return OutputSummary(int(of.bits * share), of.norm * share**0.5, of.sum * share, int(of.count * share))
+
+
+def trained(outputs: dict[str, Any], rank: int = 0, world: int = 1, seen=None, grow: float = 1.0) -> Training:
+    """A run whose modules have these outputs at each step, or a function of the step."""
+    made = Training(rank, world)
+    made.gradient = lambda number: [g * (grow if number == 1 else 1) for g in gradients(number)]
+    if seen is not None:
+        made.samples = lambda number: [100 * number + seen]
+
+    def change(trace) -> None:
+        trace.modules = dict.fromkeys(outputs, "float32")
+        for number, step in enumerate(trace.steps):
+            step.outputs = {name: own(number) if callable(own) else own for name, own in outputs.items()}
+
+    made.change = change
+    return made
+
+
+def aligned(one: dict[str, Any], ranks: list[dict[str, Any]], seen=None, grow: float = 1.0) -> tuple[Aligned, Rounding]:
+    reference = trained(one).trace()
+    world = len(ranks)
+    traces = [trained(own, rank, world, seen and seen[rank], grow).trace() for rank, own in enumerate(ranks)]
+    return Aligned(reference, traces), Rounding(reference, [reference])
+
+
+@pytest.mark.parametrize(
+    ("parts", "seen", "wrong", "why"),
+    [
+        ([part(0.5), part(0.5)], None, [], ""),  # of the samples, or of the features
+        ([part(0.25), part(0.75)], None, [], ""),
+        ([WHOLE, WHOLE], None, [], ""),
+        ([part(0.5)] * 4, [1, 1, 2, 2], [], ""),  # pairs of ranks have copies
+        ([part(0.5), part(0.5), part(0.5), OutputSummary(7, 3.0, 1.5, 32)], [1, 1, 2, 2], [3], ""),
+        ([part(0.5), OutputSummary(7, 3.0, 1.5, 32)], None, [0, 1], ""),
+        ([WHOLE, OutputSummary(7, 5.0, 3.0, 64)], None, [1], ""),
+        ([OutputSummary(1, 2.0, 1.0, 64), OutputSummary(2, 2.5, 2.0, 64)], None, [], PARTIAL),
+        ([part(0.5), part(0.25)], None, [], "ranks have [16, 32] elements, and one device 64"),
+        ([OutputSummary(1, 4.0, float("nan"), 64)], None, [0], ""),
+    ],
+)
+def test_what_ranks_have_is_put_together(parts, seen, wrong, why):
+    found, _ = aligned({"a": WHOLE}, [{"a": own} for own in parts], seen)
+    compared = compared_output(found, 0, "a", 1e-6)
+    assert (compared.wrong(1e-6), compared.why) == (wrong, why)
+
+
+def test_a_run_in_place_of_one_device():
+    assert whole_output({0: WHOLE, 1: WHOLE}, {0: (1,), 1: (1,)}) == WHOLE
+    parts = {rank: part(0.25 if rank < 2 else 0.75) for rank in range(4)}
+    assert whole_output(parts, {0: (1,), 1: (1,), 2: (2,), 3: (2,)}).count == 64
+    assert joined_outputs([part(0.5), OutputSummary(2**63 - 1, 0.0, 0.0, 1)]).bits == 31 - 2**63
+
+
+def told(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
+    difference = first_difference(*aligned(one, ranks, grow=1.5))
+    assert difference is not None and difference.step == 1
+    return told_outputs(difference)
+
+
+def test_the_first_output_that_differs_is_named():
+    off = {"b": OutputSummary(7, 2.0 * 2**0.5, 3.0, 32), "": OutputSummary(8, 5.0, 5.0, 32)}
+    wrong = {name: lambda number, own=own: own if number else part(0.5) for name, own in off.items()}
+    one = dict.fromkeys(("a", "b", "c", ""), WHOLE)
+    text = told(one, [{"a": part(0.5), "c": WHOLE, **wrong}] * 2)
+    assert text.startswith("forward: the first output that differs is that of b, on ranks 0-1 (sum: 6 instead of 3")
+    assert text.endswith("; the outputs of 2 modules are right")
+    text = told(one, [{"a": part(0.5)}] * 2)
+    assert "the outputs of 1 module are right, so the error is in" in text and text.endswith("; 3 were not compared")
+
+
+def test_an_output_that_differed_while_all_was_right_proves_nothing():
+    always = OutputSummary(7, 3.0, 3.0, 64)
+    text = told({"a": WHOLE, "b": WHOLE}, [{"a": always, "b": WHOLE}] * 2)
+    assert "the outputs of 1 module are right" in text and text.endswith("; 1 was not compared")
+    text = told({"a": WHOLE}, [{"a": lambda number: always if number else WHOLE}] * 2)
+    assert "the first output that differs is that of a, on ranks 0-1" in text
+    assert told({}, [{}]) == ""
+
+
+def test_the_rows_of_the_picture():
+    off = OutputSummary(7, 6.0, 3.0, 32)
+    found, rounding = aligned(
+        {"a": WHOLE, "": WHOLE},
+        [{"a": part(0.5), "": part(0.5)}, {"a": part(0.5), "": lambda n: off if n else part(0.5)}],
+    )
+    (picture,) = heat_pictures(found, rounding, None)
+    assert list(picture.rows["forward"]) == ["mean loss of the ranks", "output of a", "output of the model"]
+    assert [cell.text for cell in picture.rows["forward"]["output of a"]] == ["", "", ""]
+    first, second, _ = picture.rows["forward"]["output of the model"]
+    assert first.text == "" and second.shade
+    assert second.lines[0].startswith("the output of the model: norm: 6.63325 instead of 4; ")
