@@ -175,16 +175,16 @@ class ScriptRecorder:
         if trains and self._calls < _CALLS:
             self._here.drawn = watched.generators()
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         self._here.depth -= 1
+        kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch gives no kwargs if forward raises
         if "narrow" not in self._told and (found := narrowed(module, output)):
             self._told.add("narrow")
             self.note("narrow", **found)
         if not self._here.depth and output is not None and not self.backwards and not is_capturing():
             self._outermost(module, args, kwargs)
-        moved = None
-        if self.perturbation is not None and output is not None and not module._modules:
-            moved = self.perturbation.output(output)
+        perturbation = None if output is None or module._modules else self.perturbation
+        moved = None if perturbation is None else perturbation.output(output)
         if self._here.recorded:
             self.outputs.add(module, output if moved is None else moved)
         return moved

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.first_difference import first_difference
 from mgpu_check.compare.forward import compared_output, told_outputs
 from mgpu_check.compare.heat import heat_pictures
 from mgpu_check.compare.outputs import OutputSummary, joined_outputs, whole_output
+from mgpu_check.compare.recorder import ScriptRecorder
 from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.trace import Writer
 from tests.compare.training import Training, gradients
 
 WHOLE = OutputSummary(64, 4.0, 3.0, 64)
@@ -111,3 +115,25 @@ def test_the_rows_of_the_picture():
     first, second, _ = picture.rows["forward"]["output of the model"]
     assert first.text == "" and second.shade
     assert second.lines[0].startswith("the output of the model: norm: 6.63325 instead of 4; ")
+
+
+def test_a_module_that_raises_is_left(tmp_path):
+    """As in a checkpointed part, which stops its recomputation by an error."""
+
+    class Raising(nn.Module):
+        def forward(self):
+            raise ValueError
+
+    with open(tmp_path / "trace", "wb", buffering=0) as file:
+        recorder = ScriptRecorder(Writer(file.fileno()), 1, None, None)
+        hooks = [
+            register_module_forward_pre_hook(recorder.enter),
+            register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True),
+        ]
+        try:
+            with pytest.raises(ValueError):
+                Raising()()
+        finally:
+            for hook in hooks:
+                hook.remove()
+    assert recorder._here.depth == 0
