@@ -1,12 +1,21 @@
-"""Open the store for the rendezvous of a world's ranks."""
+"""Open the store for the rendezvous of a world's ranks, and let the groups of a rank share a thread for connections."""
 
 from __future__ import annotations
 
+import functools
 import os
 import urllib.parse
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from mgpu_check.torch_hooks.patches import Patches
+
+_CHOOSE_DEVICES = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+"""Variables that choose the devices of gloo for the next groups of a program."""
 
 
 def open_store(address: str, size: int) -> Any:
@@ -18,3 +27,31 @@ def open_store(address: str, size: int) -> Any:
     stores: Any = dist  # the stores are not in its __all__
     store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
     return stores.PrefixStore(parts.path.strip("/"), store)
+
+
+def share_gloo_device() -> None:
+    """Make the gloo groups of this process share one device of gloo, unless a program chooses the devices itself.
+
+    By default each group has a device of its own, whose thread wakes up 100 times a second as long as the group lives.
+    A test whose cases build meshes has hundreds of groups at its end.
+    """
+    groups: Any = torch._C._distributed_c10d
+    gloo = getattr(groups, "ProcessGroupGloo", None)
+    if gloo is None:
+        return
+    device = functools.cache(gloo.create_default_device)
+
+    def sharing(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def shared(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+            timeout = args[0] if args else kwargs.get("timeout")
+            if not isinstance(timeout, timedelta) or any(map(os.environ.get, _CHOOSE_DEVICES)):
+                init(self, store, rank, size, *args, **kwargs)
+                return
+            options = gloo._Options()
+            options._devices, options._timeout = [device()], timeout
+            init(self, store, rank, size, options)
+
+        return shared
+
+    Patches().wrap(gloo, "__init__", sharing)

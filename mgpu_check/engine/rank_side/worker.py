@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mgpu_check.engine.rank_side import pausing, uncaught
 from mgpu_check.engine.rank_side.devices import check_visible, devices_behind, has_nccl, take
 from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
-from mgpu_check.engine.rank_side.rendezvous import open_store
+from mgpu_check.engine.rank_side.rendezvous import open_store, share_gloo_device
 from mgpu_check.engine.rank_side.shared_names import note_names
 from mgpu_check.engine.rank_side.state import FreshState, Steps, groups_made
 from mgpu_check.processes import pickling, protocol
@@ -143,6 +143,7 @@ class Worker:
             take(spec.device)
         else:
             torch.cuda.set_device(spec.device)
+        share_gloo_device()
         dist.init_process_group(
             # Named explicitly: since torch 2.6 the default is the accelerator's backend only, with none for CPU
             # tensors.
