@@ -64,7 +64,7 @@ def install_modules(patches: Patches) -> None:
     patches.set(
         torch._C,
         "_group_tensors_by_device_and_dtype",
-        _group(torch._C._group_tensors_by_device_and_dtype),  # type: ignore[arg-type]
+        _group(torch._C._group_tensors_by_device_and_dtype),
     )
     patches.wrap(torch.nn.Module, "_apply", _apply)
     patches.wrap(torch._C._nn, "_parse_to", _parse_to)

@@ -12,10 +12,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 _ABSENT = object()
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -127,13 +126,13 @@ class Patches:
         return found
 
 
-def around(new: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., Any]], Callable[P, R]]:
+def around(new: Callable[..., R]) -> Callable[[Callable[..., Any]], Callable[..., R]]:
     """Make `new`, whose first argument is the original function, a wrapper for `Patches.wrap`."""
 
     @functools.wraps(new)
-    def wrap(original: Callable[..., Any]) -> Callable[P, R]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., R]:
         @functools.wraps(original)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: Any, **kwargs: Any) -> R:
             return new(original, *args, **kwargs)
 
         return call
