@@ -69,6 +69,7 @@ trainer = Trainer(
 )
 trainer.train()
 """
+_OF_DENOISING = "denoising_diffusion_pytorch/denoising_diffusion_pytorch.py"
 
 SCRIPTS = (
     Script(
@@ -86,6 +87,22 @@ SCRIPTS = (
         "--total-batch-size=512 --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --num-iterations=4",
         "documents",
         environment={"NANOCHAT_BASE_DIR": "@", "NANOCHAT_DTYPE": "float32"},
+        mistakes=(
+            Mistake(
+                "accumulation",
+                "scripts/base_train.py",
+                "loss = loss / grad_accum_steps",
+                "loss = loss",
+                ("differs: step 1",),
+            ),
+            Mistake(
+                "sum",
+                "nanochat/optim.py",
+                "future = dist.all_reduce(grad, op=dist.ReduceOp.AVG",
+                "future = dist.all_reduce(grad, op=dist.ReduceOp.SUM",
+                ("optimizer-differs",),
+            ),
+        ),
     ),
     Script(
         "open_clip",
@@ -94,17 +111,49 @@ SCRIPTS = (
         "--model=ViT-S-32-alt --precision=fp32 --epochs=1 --warmup=1 --gather-with-grad --local-loss",
         "captions",
         path=("src",),
+        mistakes=(
+            Mistake(
+                "cut",
+                "src/open_clip/loss.py",
+                "_all_gather_with_grad(image_features)",
+                "_all_gather_with_grad(image_features.detach())",
+                ("gradient-cut-by-collective",),
+            ),
+            Mistake(
+                "sampler",
+                "src/open_clip_train/data.py",
+                "len(dataset)\n    sampler = DistributedSampler(dataset)",
+                "len(dataset)\n    sampler = DistributedSampler(dataset, 1, 0)",
+                ("dataset-not-split",),
+            ),
+        ),
     ),
     Script(
         "timm",
         "pytorch-image-models",
         "train.py --data-dir=@ --model=test_vit --num-classes=2 -b=4 --epochs=1 --workers=1 --img-size=64",
         "classes",
+        mistakes=(
+            Mistake(
+                "not wrapped",
+                "train.py",
+                "task.prepare_distributed(device_ids=[device], broadcast_buffers=not args.no_ddp_bb)",
+                "pass",
+                ("different-initialization",),
+            ),
+            Mistake(
+                "sampler",
+                "timm/data/loader.py",
+                "torch.utils.data.distributed.DistributedSampler(dataset)",
+                "torch.utils.data.distributed.DistributedSampler(dataset, 1, 0)",
+                ("dataset-not-split",),
+            ),
+        ),
     ),
     Script(
         "MAE",
         "mae",
-        "main_pretrain.py --data_path=@ --batch_size=2 --epochs=1 --warmup_epochs=0 --num_workers=1",
+        "main_pretrain.py --data_path=@ --model=mae_vit_base_patch16 --batch_size=2 --epochs=1 --warmup_epochs=0 --num_workers=1",
         "classes",
         packages="lib_mae",
         options=("--float32",),
@@ -139,6 +188,22 @@ SCRIPTS = (
         "edm",
         "train.py --outdir=runs --data=@ --batch=8 --cbase=8 --cres=1,2 --duration=0.001 --tick=1 --workers=1 --seed=1",
         "numbered",
+        mistakes=(
+            Mistake(
+                "factor",
+                "training/training_loop.py",
+                "mul(loss_scaling / batch_gpu_total)",
+                "mul(loss_scaling / batch_size)",
+                ("world-size-factor",),
+            ),
+            Mistake(
+                "no_sync",
+                "training/training_loop.py",
+                "misc.ddp_sync(ddp, (round_idx == num_accumulation_rounds - 1))",
+                "misc.ddp_sync(ddp, False)",
+                ("gradients-not-synchronized",),
+            ),
+        ),
     ),
     Script(
         "improved-diffusion",
@@ -147,6 +212,22 @@ SCRIPTS = (
         "--microbatch=64 --diffusion_steps=100 --lr_anneal_steps=3",
         "numbered",
         path=(".",),
+        mistakes=(
+            Mistake(
+                "shard",
+                "improved_diffusion/image_datasets.py",
+                "image_paths[shard:][::num_shards]",
+                "image_paths",
+                ("dataset-not-split",),
+            ),
+            Mistake(
+                "module",
+                "improved_diffusion/train_util.py",
+                "                self.ddp_model,\n",
+                "                self.model,\n",
+                ("gradients-not-synchronized",),
+            ),
+        ),
     ),
     Script(
         "ignite cifar10",
@@ -177,5 +258,21 @@ SCRIPTS = (
         "train.py",
         "numbered",
         files={"train.py": _DENOISING},
+        mistakes=(
+            Mistake(
+                "loader",
+                _OF_DENOISING,
+                "dl = self.accelerator.prepare(dl)",
+                "pass",
+                ("dataset-not-split",),
+            ),
+            Mistake(
+                "not wrapped",
+                _OF_DENOISING,
+                "self.model, self.opt = self.accelerator.prepare(self.model, self.opt)",
+                "self.model.to(self.accelerator.device)",
+                ("different-initialization",),
+            ),
+        ),
     ),
 )
