@@ -142,11 +142,31 @@ def test_two_sets_of_arguments(command, tmp_path):
     assert not tmp_path.joinpath("a.trace").exists()
 
 
+EQUAL = "equal: 2 steps on 4 ranks train the same {} parameters as in --a"
+WRONG = "differs: step 1: the gradient of"
 MESHES = {
-    ("fsdp1", "fsdp2"): "equal: 2 steps on 4 ranks train the same 6 parameters as in --a",
-    ("dtensor", "by-hand"): "equal: 2 steps on 4 ranks train the same 8 parameters as in --a",
+    ("fsdp1", "fsdp2"): EQUAL.format(6),
+    ("dtensor", "by-hand"): EQUAL.format(8),
     ("by-hand", "dtensor scaled"): "it is wrong where the index along dp is 1",
-    ("pipeline", "pipeline wrong-group"): "differs: step 1: the gradient of",
+    ("pipeline", "pipeline wrong-group"): WRONG,
+    # dp4, tp4 and dp2 x tp2
+    ("by-hand:1", "by-hand:4"): EQUAL.format(8),
+    ("by-hand:1", "dtensor:4"): EQUAL.format(8),
+    ("by-hand:1", "by-hand"): EQUAL.format(8),
+    ("by-hand:4", "dtensor"): EQUAL.format(8),
+    ("by-hand:1", "by-hand:4 no-reduction"): WRONG,
+    ("by-hand:1", "by-hand no-average"): WRONG,
+    ("by-hand:4", "by-hand wrong-group"): WRONG,
+    # dp4 and pp2 x dp2
+    ("pipeline:1", "pipeline"): EQUAL.format(16),
+    ("pipeline:1", "pipeline no-average"): WRONG,
+    ("pipeline:1", "pipeline scaled"): WRONG,
+    # dp4, ep4 and ep2 x dp2
+    ("experts:1", "experts-alone"): EQUAL.format(12),
+    ("experts:4", "experts-alone"): EQUAL.format(12),
+    ("experts:1", "experts-alone:4"): EQUAL.format(12),
+    ("experts:1", "experts-alone no-average"): WRONG,
+    ("experts:1", "experts-alone wrong-group"): WRONG,
 }
 
 

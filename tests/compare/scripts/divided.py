@@ -1,4 +1,4 @@
-"""Train a model that is divided among ranks: ``train.py KIND [MISTAKE]``. Half of the ranks share the batch out."""
+"""Train a model that is divided among ranks: ``train.py KIND[:PARTS] [MISTAKE]``, by default in two parts."""
 
 import os
 import sys
@@ -9,14 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-kind, mistake = sys.argv[1], (sys.argv[2:] or [""])[0]
+(kind, _, parts), mistake = sys.argv[1].partition(":"), (sys.argv[2:] or [""])[0]
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
 dist.init_process_group("nccl")
 torch.manual_seed(0)
 BATCHES = [(x, x.roll(1, 1).sin()) for x in torch.randn(3, 8, 8, device=device)]
-PARTS = min(world, 2)  # of the model
+PARTS = min(world, int(parts or 2))  # of the model
 COPIES = world // PARTS  # of each part
 part, copy = rank % PARTS, rank // PARTS
 
@@ -190,27 +190,27 @@ def pipeline():
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, send, receive):
-        ctx.send, ctx.receive = send, receive
+    def forward(ctx, x, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
         out = x.new_empty(sum(receive), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), receive, send)
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         out = gradient.new_empty(sum(ctx.send), gradient.shape[1])
-        dist.all_to_all_single(out, gradient.contiguous(), ctx.send, ctx.receive)
-        return out, None, None
+        dist.all_to_all_single(out, gradient.contiguous(), ctx.send, ctx.receive, group=ctx.group)
+        return out, None, None, None
 
 
 class Experts(nn.Module):
     """Experts: each rank computes its own, and keeps the others or not."""
 
-    def __init__(self, alone):
+    def __init__(self, alone, group):
         super().__init__()
-        self.router, self.head, self.count = nn.Linear(8, 4), nn.Linear(8, 8), 4 // world
+        self.router, self.head, self.count, self.group = nn.Linear(8, 4), nn.Linear(8, 8), 4 // PARTS, group
         experts = [nn.Linear(8, 8) for _ in range(4)]
-        self.mine = range(rank * self.count, (rank + 1) * self.count)
+        self.mine = range(part * self.count, (part + 1) * self.count)
         self.experts = nn.ModuleList(experts[expert] for expert in (self.mine if alone else range(4)))
         self.own = [self.experts[index if alone else expert] for index, expert in enumerate(self.mine)]
 
@@ -218,26 +218,29 @@ class Experts(nn.Module):
         likely = self.router(x).softmax(-1)
         top = likely.argmax(-1)
         order = (top // self.count).argsort(stable=True)
-        sent = (top // self.count).bincount(minlength=world)
+        sent = (top // self.count).bincount(minlength=PARTS)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
+        dist.all_to_all_single(received, sent, group=self.group)
         send, receive = sent.tolist(), received.tolist()
-        there = Exchange.apply(x[order], send, receive)
-        wanted = Exchange.apply(top[order].float().unsqueeze(1), send, receive).squeeze(1).long()
+        there = Exchange.apply(x[order], send, receive, self.group)
+        wanted = Exchange.apply(top[order].float().unsqueeze(1), send, receive, self.group).squeeze(1).long()
         out = sum((wanted == e).unsqueeze(-1) * expert(there) for e, expert in zip(self.mine, self.own, strict=True))
-        back = torch.zeros_like(x).index_copy(0, order, Exchange.apply(out, receive, send))
+        back = torch.zeros_like(x).index_copy(0, order, Exchange.apply(out, receive, send, self.group))
         return self.head(x + back * likely.gather(1, top.unsqueeze(1)))
 
 
 def experts(alone, share):
     """Train experts; all ranks see the same samples, or each its share."""
-    model = Experts(alone).to(device)
+    others, copies = groups()
+    model = Experts(alone, others).to(device)
     own = [parameter for expert in model.own for parameter in expert.parameters()]
 
     def after():
         for parameter in [*model.router.parameters(), *model.head.parameters(), *own]:
             if mistake == "wrong-group" or (parameter not in set(own) and mistake != "no-reduction"):
                 dist.all_reduce(parameter.grad)
+            elif parameter in set(own) and COPIES > 1 and mistake != "no-average":
+                dist.all_reduce(parameter.grad, group=copies)
             parameter.grad /= world
 
     train(model, own, share, after=after)
