@@ -117,9 +117,9 @@ def on_host_together(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list
         on.setdefault(bits.device, []).append(index)
     found: dict[int, tuple[int, list[float]]] = {}
     for indices in on.values():
-        bits = torch.stack([parts[index][0] for index in indices]).tolist()
+        integers = torch.stack([parts[index][0] for index in indices]).tolist()
         numbers = iter(torch.cat([parts[index][1] for index in indices]).tolist())
-        for index, own in zip(indices, bits, strict=True):
+        for index, own in zip(indices, integers, strict=True):
             found[index] = own, list(itertools.islice(numbers, len(parts[index][1])))
     return [found[index] for index in range(len(parts))]
 
@@ -190,7 +190,8 @@ def _block_for(flat: torch.Tensor) -> torch.Tensor:
         return flat.new_empty(min(flat.numel(), _BLOCK_OF_DEVICE), dtype=torch.float64)
     if not hasattr(_here, "block"):
         _here.block = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
-    return _here.block
+    block: torch.Tensor = _here.block
+    return block
 
 
 def _bits_of(values: torch.Tensor) -> torch.Tensor:

@@ -67,10 +67,9 @@ class Surroundings:
 
 
 def _subclasses(kind: type) -> set[type]:
-    found = {kind}
-    rest = [kind]
+    found, rest = {kind}, [kind]
     while rest:
-        fresh = set(rest.pop().__subclasses__()) - found
+        fresh: set[type] = set(rest.pop().__subclasses__()) - found
         found |= fresh
         rest += fresh
     return found

@@ -64,6 +64,7 @@ class ObservedRun:
         unused: parameters and buffers that the run did not use.
         idle: parameters that no optimizer of this rank updates, although optimizers update others.
         own: assembled result -> the elements that this rank holds, bool, in the shape of the whole result.
+        sharded: parameters that are DTensors, and that ranks divide among themselves.
         placements: assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
         gaps: assembled result -> the elements that no rank holds, in words.
         switched: how often the switch of the program had an effect.
@@ -94,6 +95,7 @@ class ObservedRun:
     unused: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     own: dict[Result, torch.Tensor] = field(default_factory=dict)
+    sharded: set[str] = field(default_factory=set)
     placements: dict[Result, str] = field(default_factory=dict)
     gaps: dict[Result, str] = field(default_factory=dict)
     switched: int = 0

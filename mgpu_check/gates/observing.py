@@ -121,6 +121,7 @@ def observe(
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     held = holdings.held()
     _take_state(seen, modules, held)
+    seen.sharded = {name for one in held if _is_sharded(one.tensor) for name in one.wholes}
     by_id = {id(one.tensor): one for one in held}
     recorder.take_steps(by_id)
     recorder.take_optimizers(by_id)
@@ -131,6 +132,11 @@ def observe(
     if digests:
         seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
     return seen
+
+
+def _is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor that ranks divide among themselves."""
+    return any(not placed.is_replicate() for placed in getattr(tensor, "placements", ()))
 
 
 def _built(program: Program, scenario: Scenario) -> Any:

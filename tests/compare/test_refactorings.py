@@ -141,8 +141,8 @@ def against(python, tmp_path):
         before = script("transformer")
         assert before.count(old) == 1
         tmp_path.joinpath("train.py").write_text(before)
-        for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=before"]):
-            subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+        for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=before"]):
+            subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=tmp_path, check=True)
         tmp_path.joinpath("train.py").write_text(before.replace(old, new))
         words = ("-m", "mgpu_check", "compare", "--against=HEAD", "--gpus=2", "--", "train.py")
         code, stdout, stderr = python(*words, processes=6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def by_torch(way: str, mistake: str = "") -> Callable[..., dict[str, Any]]:
         )
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
         from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DistributedSampler
 
         torch.manual_seed(0)
         net: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(rank.device)
@@ -157,7 +159,7 @@ def by_torch(way: str, mistake: str = "") -> Callable[..., dict[str, Any]]:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         options = StateDictOptions(full_state_dict=way in ("rank 0", "full"), cpu_offload=way in ("rank 0", "full"))
-        if start:
+        if start and (mistake != "alone" or rank.index == 0):
             model, moments = get_state_dict(net, optimizer, options=options)
             if options.full_state_dict:
                 saved = torch.load(directory / "all.pt", map_location="cpu")
@@ -167,13 +169,19 @@ def by_torch(way: str, mistake: str = "") -> Callable[..., dict[str, Any]]:
             set_model_state_dict(net, saved["model"], options=options)
             if mistake != "moments":
                 set_optimizer_state_dict(net, optimizer, saved["optimizer"], options=options)
+            for state in optimizer.state.values() if mistake == "counts" else ():
+                state["step"].zero_()
             if mistake != "schedule":
                 schedule.load_state_dict(torch.load(directory / "schedule.pt"))
+        data = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
+        sampler: Any = DistributedSampler(data, rank.size, rank.index)  # type: ignore[arg-type]
+        share = 12 // rank.size
         for number in range(start, stop):
-            position = number - start if mistake == "position" else number
-            x = torch.randn(24, 5, generator=torch.Generator().manual_seed(position)).to(rank.device)
+            epoch, place = divmod(number + bool(start) * {"repeated": -1, "missed": 1}.get(mistake, 0), 2)
+            sampler.set_epoch(epoch - start // 2 * (mistake == "epoch"))
+            x = data[list(sampler)[place * share : (place + 1) * share]].to(rank.device)
             optimizer.zero_grad()
-            net(x.chunk(rank.size)[rank.index]).square().mean().backward()
+            net(x).square().mean().backward()
             optimizer.step()
             schedule.step()
         model, moments = get_state_dict(net, optimizer, options=options)
@@ -204,16 +212,38 @@ def test_ways_of_torch_pass_on_all_numbers_of_ranks(ranks: RanksFixture, way: st
     assert_resume_continues(ranks, by_torch(way), save_on=SIZES[way], load_on=SIZES[way])
 
 
+MISTAKES = ["moments", "counts", "schedule", "epoch", "repeated", "missed"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["moments", "schedule", "position"])
-@pytest.mark.parametrize("way", SIZES)
+@pytest.mark.parametrize(("way", "mistake"), [*itertools.product(SIZES, MISTAKES), ("rank 0", "alone")])
 def test_mistakes_of_the_ways_of_torch(ranks: RanksFixture, way: str, mistake: str) -> None:
-    for saved, loaded in ((SIZES[way][0], SIZES[way][-1]), (2, 3), (3, 2)):
-        refuted(
-            ranks, by_torch(way, mistake), "state-not-restored", match="not continue", save_on=saved, load_on=loaded
-        )
+    for saved, loaded in itertools.permutations(SIZES[way], 2):
+        if mistake == "alone" and loaded == 1:
+            continue  # then the only rank loads
+        name = "restored-on-one-rank" if mistake == "alone" else "state-not-restored"
+        refuted(ranks, by_torch(way, mistake), name, match="not continue", save_on=saved, load_on=loaded)
 
 
 @pytest.mark.slow
 def test_shards_by_hand_pass_on_all_numbers_of_ranks(ranks: RanksFixture) -> None:
     assert_resume_continues(ranks, by_hand(), save_on=[1, 2, 3, 4], load_on=[1, 2, 3, 4])
+
+
+def has_effect(mistake: str, saved: int, loaded: int) -> bool:
+    """Return whether a mistake of shards by hand changes what ranks load."""
+    if mistake == "order":
+        return saved > 1
+    return mistake != "padding" or -(-UNITS[0] // saved) * saved > UNITS[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["lost", "order", "padding", "number", "rank 0"])
+def test_mistakes_of_shards_by_hand(ranks: RanksFixture, mistake: str) -> None:
+    name = "state-not-restored" if mistake == "lost" else "resharded-wrongly"
+    for saved, loaded in itertools.permutations([1, 2, 3, 4], 2):
+        pair: dict[str, Any] = {"save_on": saved, "load_on": loaded}
+        if has_effect(mistake, saved, loaded):
+            refuted(ranks, by_hand(mistake), name, match="not continue", **pair)
+        else:
+            assert_resume_continues(ranks, by_hand(mistake), **pair)

@@ -139,7 +139,7 @@ def _is_of_counts(exchange: CallEvent) -> bool:
 
 def _is_divided(tensors: Tensors, name: Result) -> bool:
     """Return whether each rank holds a slice of a gradient, or has gathered it from slices."""
-    if any(name in one.own for one in tensors.seen):
+    if any(name in one.own or name.of in one.sharded for one in tensors.seen):
         return True
     value = tensors.seen[0].values.get(name)
     return value is not None and any(
