@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import socket
 import threading
 import time
@@ -13,9 +15,11 @@ from typing import Any
 import pytest
 
 from mgpu_check.devices.placement import Slot
+from mgpu_check.engine.remote import listener
 from mgpu_check.engine.remote.addresses import listen_at
 from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present
+from mgpu_check.engine.remote.driver import too_few_files
 from mgpu_check.engine.remote.launcher import AgentLauncher, WrongLaunch
 from mgpu_check.engine.remote.lines import Lines, line
 from mgpu_check.engine.remote.members import AgentGone
@@ -83,6 +87,45 @@ def test_agents_join_and_are_told_the_end(connections: Connections):
         assert lines.next() == {"do": "end", "code": 3}
         agent.close()
     ending.join()
+
+
+def opened(connections: Connections) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", connections.port))
+    connection.settimeout(10.0)
+    return connection
+
+
+def test_more_agents_at_once_than_are_examined_wait_their_turn(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(listener, "_TIMEOUT_IF_FULL", 60.0)  # this machine may be busy
+    with contextlib.ExitStack() as all_of_them:
+        waiting = [all_of_them.enter_context(opened(connections)) for _ in range(4 * listener._MOST)]
+        for agent in waiting:
+            present(agent, KEY, 10.0)
+            agent.sendall(line({"nothing": "known"}))
+        join(connections, 0).close()
+
+
+def test_strangers_who_fill_the_places_keep_no_agent_out(connections: Connections, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "_TIMEOUT_IF_FULL", 0.0)
+    with contextlib.ExitStack() as all_of_them:
+        for _ in range(2 * listener._MOST):
+            all_of_them.enter_context(opened(connections))
+        with join(connections, 0):
+            assert connections.await_agents([0], 10.0) == []
+
+
+@pytest.mark.parametrize(("limits", "size", "expected"), [((64, 4096), 1000, (3000, 4096)), ((64, 64), 1, None)])
+def test_the_driver_may_open_a_file_for_each_agent_and_rank(
+    limits: tuple[int, int], size: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+):
+    made = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: made.append(new))
+    said = too_few_files(size)
+    assert made == ([expected] if expected else [])
+    assert said is None if expected else "1 agents and their ranks need 1002 open files" in str(said)
 
 
 class Bomb:
@@ -243,7 +286,7 @@ def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(connections: Con
         gather(connections)
         agent, number, launched = connections.launch(0)
         with connect(connections) as rank:
-            rank.sendall(line({"launch": number}))
+            rank.sendall(line({"launch": number, "rank": 0}))
             connection.sendall(line({"event": "launched", "id": number, "pid": 7}))
             connection.sendall(line({"event": "exit", "id": number, "code": -11}))
             made = launched.result(10.0)

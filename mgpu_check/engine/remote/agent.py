@@ -246,7 +246,7 @@ class Agent:
             connection = connect(self.driver, attempts=3)
             try:
                 tune(connection, control=False)
-                connection.sendall(line({"launch": number}))
+                connection.sendall(line({"launch": number, "rank": self.launched.rank}))
                 connection.settimeout(None)
                 mine, other = socket.socketpair()
                 other.close()

@@ -215,11 +215,8 @@ class Connections:
     def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """Take over an authenticated connection, of a launched process or of a new agent."""
         if "launch" in message:
-            number = message["launch"]
             with self.changed:
-                launch = next((a.launches[number] for a in self.agents.values() if number in a.launches), None)
-            if launch is None:
-                raise LookupError("no launch waits for this process any more")
+                launch = self.agents[message["rank"]].launches[message["launch"]]  # no agent or launch: it is too late
             tune(connection, control=False)
             launch.connection = connection
             launch.complete()

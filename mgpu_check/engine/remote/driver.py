@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -27,6 +28,7 @@ from mgpu_check.engine.remote.versions import versions
 from mgpu_check.processes.launched import OF_LAUNCHERS
 
 _VARIABLE = "_MGPU_CHECK_DRIVER"
+_OTHER_FILES = 1000  # besides the connections of agents and ranks
 _PATIENCE = 300.0  # seconds without agents, until `Driver.launcher` sets the value of the options
 
 
@@ -121,10 +123,25 @@ def take_over() -> Driver:
     connections = Connections(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
     terminal = os.dup(2)  # pytest redirects descriptor 2 when it captures output
     connections.warn = lambda text: _print(terminal, text)
+    connections.over = too_few_files(told["size"])
     connections.start()
     driver = Driver(told["size"], connections, dict(os.environ), tuple(told["command"]), told["trusting"])
     become(driver)
     return driver
+
+
+def too_few_files(size: int) -> str | None:
+    """Allow this process a connection for each agent and each rank, and return why it may not; None if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * size + _OTHER_FILES
+    if resource.RLIM_INFINITY != hard < needed:
+        return (
+            f"{size} agents and their ranks need {needed} open files in the process on the host of rank 0, and its "
+            f"limit is {hard}: raise it there by `ulimit -Hn {needed}`, or by LimitNOFILE of the service that starts it"
+        )
+    if resource.RLIM_INFINITY != soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return None
 
 
 def _print(fd: int, text: str) -> None:

@@ -15,6 +15,7 @@ from mgpu_check.engine.remote.lines import LONGEST, Lines
 
 _MOST = 64  # pending connections, so that strangers cannot use up the file descriptors
 _TIMEOUT = 20.0  # seconds to authenticate
+_TIMEOUT_IF_FULL = 2.0  # while others wait: an agent answers at once, and a stranger must not keep agents out
 
 
 @dataclass
@@ -24,7 +25,7 @@ class _Guest:
     Attributes:
         proof: the pending authentication, None once it has succeeded.
         wanted: bytes of the peer's proof.
-        deadline: for the proof and the first line.
+        came: when it was accepted.
         data: the bytes received so far.
     """
 
@@ -32,7 +33,7 @@ class _Guest:
     address: str
     proof: Generator[tuple[bytes, int], bytes, bytes] | None
     wanted: int
-    deadline: float
+    came: float
     data: bytes = b""
 
 
@@ -64,12 +65,22 @@ class Listener:
         self._admit = admit
         self._refuse = refuse
         self._guests: list[_Guest] = []
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._accepting = False
+        self._accept_or_wait()
+
+    def _accept_or_wait(self) -> None:
+        """Let further peers wait in the queue of the socket while as many as there may be are examined."""
+        if self._accepting != (len(self._guests) < _MOST):
+            self._accepting = not self._accepting
+            if self._accepting:
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            else:
+                self._selector.unregister(self._listener)
 
     def send_away_the_late(self) -> None:
         """Close the connections that were not admitted in time."""
-        now = time.monotonic()
-        for guest in [one for one in self._guests if one.deadline < now]:
+        latest = time.monotonic() - (_TIMEOUT if self._accepting else _TIMEOUT_IF_FULL)
+        for guest in [one for one in self._guests if one.came < latest]:
             self._send_away(guest)
 
     def close(self) -> None:
@@ -84,12 +95,11 @@ class Listener:
         except OSError:
             return
         connection.setblocking(False)
-        if len(self._guests) >= _MOST:
-            self._send_away(self._guests[0])
         proof = verify(self._key, endpoint(connection.getsockname()))
         greeting, wanted = next(proof)
-        guest = _Guest(connection, str(peer[0]), proof, wanted, time.monotonic() + _TIMEOUT)
+        guest = _Guest(connection, str(peer[0]), proof, wanted, time.monotonic())
         self._guests.append(guest)
+        self._accept_or_wait()
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._examine(guest))
         with contextlib.suppress(OSError):
             connection.send(greeting)
@@ -97,6 +107,7 @@ class Listener:
     def _release(self, guest: _Guest) -> None:
         self._guests.remove(guest)
         self._selector.unregister(guest.connection)
+        self._accept_or_wait()
 
     def _send_away(self, guest: _Guest) -> None:
         self._release(guest)
