@@ -27,14 +27,6 @@ from mgpu_check.settings import OPTIONS
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
-_MOST_WORKERS = 4
-"""More workers would spend more time on their start than they save."""
-
-_OF_ALL_CHECKS = frozenset(
-    ["-q", "-v", "-x", "--color", "--durations", "--exitfirst", "--hypothesis-seed", "--junitxml", "--maxfail", "--tb"]
-)
-"""Options of pytest that select no checks, and mean the same for several workers."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the checks of the packaged suite, and return pytest's exit code."""
@@ -42,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if refused := misuse(arguments):
         print(f"mgpu-check: {refused}", file=sys.stderr)
         return WRONG_USAGE
-    arguments = [*side_by_side(arguments), *on_all_gpus(arguments)]
+    arguments = on_all_gpus(arguments)
     return run(arguments, [Progress(), command_line((), arguments, argv)])
 
 
@@ -65,22 +57,6 @@ def on_all_gpus(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     driver = current.driver()  # it knows the number of launched ranks, so this also works with simulated devices
     return ["--gpus=all" if driver is None else f"--gpus={driver.size}", *arguments]
-
-
-def side_by_side(arguments: Sequence[str]) -> list[str]:
-    """Return the options that run all checks on several simulated nodes at once, one for each processor.
-
-    Empty for a choice of checks, for real devices, and for options that may need one process.
-    """
-    workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-    allowed = _OF_ALL_CHECKS | {option.flag for option in OPTIONS.values()}
-    whole = all(
-        word.partition("=")[0] in allowed or before in _VALUED for before, word in itertools.pairwise(["", *arguments])
-    )
-    simulated = not {"--simulate", "--simulate=cpu"}.isdisjoint(arguments)
-    if workers < 2 or not whole or not simulated or current.driver() is not None or os.environ.get("PYTEST_ADDOPTS"):
-        return []
-    return [f"--numprocesses={workers}", "--dist=worksteal"]
 
 
 def at_standard(arguments: Sequence[str]) -> list[str]:
@@ -201,25 +177,18 @@ class _SuitePlugin:
                     f"mgpu-check: {word!r} is neither a file nor a module; choose one of "
                     f"{', '.join(files(self.package))}, or checks by -k NAME"
                 )
-        session = config.stash[SESSION]
-        session.preload += self.preload
-        # Simulated devices are parts of processes, so the checks of different workers do not affect each other.
-        session.own_nodes = bool(self.preload) and session.settings.simulate == "cpu" and _has_workers(config)
+        config.stash[SESSION].preload += self.preload
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        config, gpu_session = session.config, session.config.stash[SESSION]
-        if not self.preload or config.option.collectonly or gpu_session.settings.simulate != "cpu":
-            return
-        if not _has_workers(config) or gpu_session.share_imports():
-            gpu_session.pool.start()  # or a keeper, which imports what the workers need
+        config = session.config
+        # Each worker of pytest-xdist starts its own.
+        idle = config.option.collectonly or config.pluginmanager.has_plugin("dsession")
+        if self.preload and not idle and config.stash[SESSION].settings.simulate == "cpu":
+            config.stash[SESSION].pool.start()
 
     def pytest_collection_finish(self) -> None:
         gc.freeze()  # collections would visit modules and tests, which stay, a hundred times
-
-
-def _has_workers(config: pytest.Config) -> bool:
-    return bool(config.getoption("dist", "no") != "no")
 
 
 def _is_module(name: str) -> bool:

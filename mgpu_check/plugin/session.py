@@ -53,7 +53,6 @@ class GpuSession:
         fault: name of a fault that is planted on ranks during every call; None for no fault.
         first_failure: end a test at its first failing example, by `FirstFailure`.
         shared: directory where the workers of one run lease simulated devices; None in a run of one process.
-        own_nodes: each worker of this run has a simulated node of its own, so devices are not leased.
         on_wait: called with a line about each long wait.
         preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
             import touches no real device.
@@ -72,7 +71,6 @@ class GpuSession:
         self.first_failure = False
         self.on_example: Callable[[], None] = lambda: None
         self.shared: Path | None = None
-        self.own_nodes = False
         self.on_wait: Callable[[str], None] = lambda line: None
         self.preload: list[str] = []
         self.on_ranks: Callable[[], None] = lambda: None
@@ -108,7 +106,7 @@ class GpuSession:
         from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         self._agents = launched.launcher_of_this_run(self.settings)
-        more = self.preload if self.settings.simulate == "cpu" and not self.own_nodes else ()
+        more = self.preload if self.settings.simulate == "cpu" else ()
         return RankPool(
             self._agents or LocalLauncher(self._shared, self.settings.simulate, FIRST, keep=self._keep, more=more),
             devices,
@@ -139,8 +137,6 @@ class GpuSession:
     @property
     def _shared(self) -> tuple[str, ...]:
         """The modules that the fork servers of all runs import besides those of the engine."""
-        if self.own_nodes:
-            return (*PRELOAD, *self.preload)
         return PRELOAD if self._keep is None else (*PRELOAD, *GATES)
 
     def find_keeper(self) -> None:
@@ -161,16 +157,6 @@ class GpuSession:
             return
         found = kept.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
         self._kept = f"imports kept warm {f'by process {found}' if found else f'from now on, for {self._keep:g} s'}"
-
-    def share_imports(self) -> bool:
-        """Let the workers of this run fork their ranks from one keeper, and return whether they can."""
-        from mgpu_check.engine import kept
-
-        with contextlib.suppress(kept.NotKept):
-            if self._keep is None and not launched.is_launched() and not kept.obstacle(os.environ):
-                kept.KeeperSocket("").close()  # checks the directory
-                self._keep = 0.0
-        return self._keep is not None
 
     def count_devices(self) -> None:
         """Count the real devices, in a process of their own, and check that there are enough.
@@ -200,13 +186,9 @@ class GpuSession:
             self.leasing.check()
 
     def hand_over(self) -> dict[str, Any]:
-        """Return what a pytest-xdist worker on this machine shares with this process."""
-        return {
-            "devices": [dataclasses.asdict(device) for device in self.devices],
-            "shared": str(self._directory.make()) if self.settings.simulate and not self.own_nodes else "",
-            "own_nodes": self.own_nodes,
-            "keep": self._keep,
-        }
+        """Return the devices and the lease directory, for a pytest-xdist worker on this machine."""
+        shared = str(self._directory.make()) if self.settings.simulate else ""
+        return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
 
     def take_over(self, told: dict[str, Any] | None, run: str) -> None:
         """Use the devices of the controller in a pytest-xdist worker.
@@ -222,7 +204,6 @@ class GpuSession:
             self.shared = self._directory.of(run) if self.settings.simulate else None
             self.count_devices()
             return
-        self.own_nodes, self._keep = told["own_nodes"], told["keep"]
         self.shared = self._directory.join(Path(told["shared"])) if told["shared"] else None
         self.devices = [Device(**device) for device in told["devices"]]
         self.settings = self.settings.counted(len(self.devices))
@@ -357,8 +338,6 @@ class GpuSession:
         if settings.simulate:
             parts.append(f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware")
             parts.append("backend gloo in place of nccl")
-            if self.own_nodes:
-                parts.append("each worker has a node of its own")
         elif self.devices:
             parts.append(", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0]))
             parts.append("backend nccl, gloo for CPU tensors")

@@ -132,25 +132,3 @@ def test_the_list_of_defects_is_printed_for_both_spellings(capsys: pytest.Captur
         assert main(["accept", *form]) == 0
         told.append(capsys.readouterr().out)
     assert told[0] == told[1] and "copy-zeros" in told[0]
-
-
-@pytest.mark.parametrize(
-    ("processors", "words", "workers"),
-    [
-        (2, NODE, 2),
-        (16, (*NODE, "-x", "--gpu-level", "standard", "--junitxml=a.xml"), 4),
-        (16, ("--gpus", "2", "--simulate=cpu"), 4),
-        (1, NODE, 0),
-        (4, (*NODE, "-n0"), 0),
-        (4, (*NODE, "-k", "memory"), 0),
-        (4, (*NODE, "test_scatter.py"), 0),
-        (4, (*NODE, "--pdb"), 0),
-        (4, (*NODE, "--gpu-replay=6.1:AA"), 0),
-        (4, ("--gpus=2", "--simulate=cuda:0"), 0),
-        (4, ("--gpus=2",), 0),
-    ],
-)
-def test_the_whole_simulated_suite_has_a_worker_per_processor(monkeypatch, processors, words, workers):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    expected = [f"--numprocesses={workers}", "--dist=worksteal"] if workers else []
-    assert suite.side_by_side(words) == expected
