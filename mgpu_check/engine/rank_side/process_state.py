@@ -27,10 +27,6 @@ Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 """The name of a setting, its getter, and its setter."""
 
 
-def _attribute(owner: Any, name: str) -> Kept:
-    return f"{owner.__name__}.{name}", lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
 def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
@@ -64,9 +60,18 @@ _KEPT: tuple[Kept, ...] = (
         lambda value: multiprocessing.set_start_method(value, force=True),
     ),
     ("arguments", lambda: list(sys.argv), lambda value: setattr(sys, "argv", value)),
-    *(_attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "breakpointhook")),
-    *(_attribute(sys, name) for name in ("dont_write_bytecode", "tracebacklimit") if hasattr(sys, name)),
 )
+_OF_SYS = (
+    "stdin",
+    "stdout",
+    "stderr",
+    "excepthook",
+    "displayhook",
+    "breakpointhook",
+    "dont_write_bytecode",
+    "tracebacklimit",
+)
+"""Attributes that are set again after every test: another stream may compare equal, and a test may delete one."""
 _OF_SYSTEM: tuple[Kept, ...] = (
     ("user", os.getresuid, lambda value: os.setresuid(*value)),  # first: the others may need its privileges
     ("group", os.getresgid, lambda value: os.setresgid(*value)),
@@ -150,6 +155,7 @@ class ProcessState:
     files: dict[int, tuple[int, int]]
     children: frozenset[int]
     kept: list[Any]
+    of_sys: dict[str, Any]
     of_system: list[Any]
     loggers: list[tuple[logging.Logger, Any]]
     disabled: int
@@ -164,6 +170,7 @@ class ProcessState:
             files=open_files(),
             children=frozenset(children_but_managers()),
             kept=[get() for _, get, _ in _KEPT],
+            of_sys={name: getattr(sys, name) for name in _OF_SYS if hasattr(sys, name)},
             of_system=[get() for _, get, _ in _OF_SYSTEM],
             loggers=[(logger, tuple(map(copy.copy, _state_of(logger)))) for logger in _loggers()],
             disabled=logging.root.manager.disable,
@@ -189,6 +196,8 @@ class ProcessState:
             if get() != value:
                 with contextlib.suppress(OSError):
                     put(value)
+        for name, attribute in self.of_sys.items():
+            setattr(sys, name, attribute)
         time.tzset()  # the variable TZ is restored already, but the time zone may still be the test's
         if logging.root.manager.disable != self.disabled:
             logging.disable(self.disabled)
@@ -206,7 +215,7 @@ class ProcessState:
         if any(resource.getrlimit(limit)[1] != hard for limit, (_, hard) in self.limits.items()):
             found.append("lowered resource limits")
         for name in ("stdout", "stderr"):
-            if getattr(getattr(sys, name), "closed", False):
+            if getattr(getattr(sys, name, None), "closed", False):
                 found.append(f"a closed {name}")
         now = open_files()
         if other := sorted(number for number, identity in self.files.items() if now.get(number) != identity):

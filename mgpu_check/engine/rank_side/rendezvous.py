@@ -35,22 +35,27 @@ def share_gloo_device() -> None:
     By default each group has a device of its own, whose thread wakes up 100 times a second as long as the group lives.
     A test whose cases build meshes has hundreds of groups at its end.
     """
-    groups: Any = torch._C._distributed_c10d
-    gloo = getattr(groups, "ProcessGroupGloo", None)
-    if gloo is None:
+    gloo: Any = getattr(torch._C._distributed_c10d, "ProcessGroupGloo", None)
+    if not all(hasattr(gloo, name) for name in ("create_default_device", "_Options")):
         return
-    device = functools.cache(gloo.create_default_device)
+    # A forked process inherits the device, but not its thread.
+    device = functools.cache(lambda process: gloo.create_default_device())
 
     def sharing(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def shared(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-            timeout = args[0] if args else kwargs.get("timeout")
-            if not isinstance(timeout, timedelta) or any(map(os.environ.get, _CHOOSE_DEVICES)):
+            timeouts = [*args, *(kwargs[name] for name in kwargs if name == "timeout")]
+            if (
+                len(timeouts) != 1
+                or len(kwargs) > 1 - len(args)
+                or not isinstance(timeouts[0], timedelta)
+                or any(map(os.environ.get, _CHOOSE_DEVICES))
+            ):
                 init(self, store, rank, size, *args, **kwargs)
-                return
-            options = gloo._Options()
-            options._devices, options._timeout = [device()], timeout
-            init(self, store, rank, size, options)
+            else:
+                options = gloo._Options()
+                options._devices, options._timeout = [device(os.getpid())], timeouts[0]
+                init(self, store, rank, size, options)
 
         return shared
 
