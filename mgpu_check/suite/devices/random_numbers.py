@@ -102,8 +102,9 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
             _require_same(first[device], _draws(device), f"seeded twice with {seed} by {name}", device)
     torch.cuda.seed_all()
     chosen = {torch.cuda.default_generators[device.index].initial_seed() for device in devices}
-    if len(chosen) != 1:
-        raise _wrong(f"torch.cuda.seed_all() has given devices the seeds {sorted(chosen)}, expected one seed", *devices)
+    if len(chosen) != 1 or seed in chosen:
+        seeds = f"the seeds {sorted(chosen)}, expected one seed other than {seed}, that of before"
+        raise _wrong(f"torch.cuda.seed_all() has left devices with {seeds}", *devices)
     with torch.cuda.device(devices[0]):
         torch.cuda.seed()
         if torch.cuda.initial_seed() in chosen:

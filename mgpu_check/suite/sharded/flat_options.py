@@ -210,11 +210,13 @@ def _judge_access(
         with summon(layer, recurse=False, writeback=True):
             for value in layer.parameters():
                 value.detach().add_(1)
-    with summon(model, writeback=False):
-        for name, value in model.named_parameters():
-            name = name.replace(PREFIX, "")
-            if name in right:
-                check(torch.equal(copied(value), right[name].float() + 1), f"{name} lost what was written to it")
+    for text in ("lost what was written to it", "kept what was written with writeback=False"):
+        with summon(model, writeback=False):
+            for name, value in model.named_parameters():
+                name = name.replace(PREFIX, "")
+                if name in right:
+                    check(torch.equal(copied(value), right[name].float() + 1), f"{name} {text}")
+                value.detach().add_(2)
     if training.momentum:
         state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
         for entry in optimizer.state.values():

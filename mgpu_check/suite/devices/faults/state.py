@@ -53,6 +53,11 @@ def all_devices_seeded(_: Any, seed: int) -> None:
     torch.cuda.manual_seed_all(seed)
 
 
+@generators("torch.cuda.seed_all does nothing", around(torch.cuda, "seed_all"))
+def no_device_seeded_anew(seed_all: Any) -> None:
+    """All devices keep the seed that they share."""
+
+
 @generators(
     "randperm on a device draws from the generator of the CPU, too",
     around(torch, "randperm"),

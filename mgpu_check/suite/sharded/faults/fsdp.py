@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.distributed.fsdp import _runtime_utils as runtime
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
@@ -323,6 +323,10 @@ register(
         "test_options_of_flat_parameters", given(FullyShardedDataParallel, "register_comm_hook"),
         lambda self, state, hook: (self, state, lambda state, first, *rest: hook(state, first.clone(), *rest)),
         "register_comm_hook, gradients that stay whole"),
+    FaultRow("summoned-always-written-back", "summon_full_params ignores writeback=False",
+        "test_options_of_flat_parameters", given(fully_sharded_data_parallel, "_unshard_params"),
+        lambda model, recurse, writeback, first_only, *_: (model, recurse, not first_only),
+        "writeback=False on all ranks"),
     FaultRow("hook-of-a-copy", "a hook after the reduction gets a copy of gradients", "test_options_of_fully_shard",
         given(FSDPModule, "set_all_reduce_hook"),
         lambda self, hook, **_: (self, lambda reduced: hook(reduced.clone())), "set_all_reduce_hook"),
