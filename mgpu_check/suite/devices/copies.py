@@ -83,9 +83,9 @@ def _way(one: Observation, devices: Sequence[torch.device]) -> str:
 Call = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 
-def _into_gaps(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _into_gaps(x: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Copy into every second element of a tensor; the other elements must not change."""
-    between = torch.zeros(*x.shape, 2, dtype=x.dtype, device=device)
+    between = torch.zeros(*x.shape, 2, dtype=dtype or x.dtype, device=device)
     between[..., 0].copy_(x)
     if bool(between[..., 1].any()):
         raise RuntimeError("elements beside the destination have changed")
@@ -144,12 +144,16 @@ def _pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.de
     return sorted(((a, b) for a in places for b in places if a != b), key=lambda pair: str(pair[0]) < str(pair[1]))
 
 
-_WORDS = ("", "transposed ", "gapped ")
+_WORDS = ("", "transposed ", "gapped ", "channels_last ", "channels_last_3d ")
 """The layouts of the next function in words."""
 
 
 def _laid_out(data: torch.Tensor, layout: int, device: torch.device) -> torch.Tensor:
-    """Return a matrix on a device: contiguous, transposed or with gaps."""
+    """Return a matrix on a device, in the layout with this number in `_WORDS`; the last two make images of it."""
+    if layout > 2:
+        images = data.view(2, -1, 2, *data.shape[1:]) if layout == 3 else data.view(2, -1, 2, data.shape[1] // 2, 2)
+        formatted = torch.channels_last if layout == 3 else torch.channels_last_3d
+        return images.to(device, copy=True).contiguous(memory_format=formatted)
     if layout == 1:
         return data.t().contiguous().to(device, copy=True).t()
     if layout == 2:
@@ -157,6 +161,10 @@ def _laid_out(data: torch.Tensor, layout: int, device: torch.device) -> torch.Te
         wide[:, ::2] = data.to(device)
         return wide[:, ::2]
     return data.to(device, copy=True)
+
+
+_PRESERVING = ("cuda() or cpu()", *(name for name in _CALLS if name.startswith("to(")), "to(device, dtype)")
+"""The calls that torch documents to keep the strides of tensors without gaps."""
 
 
 Found = list[tuple[tuple[torch.device, torch.device], str, str]]
@@ -191,13 +199,13 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
     for turn, (source, target) in enumerate(_pairs(devices)):
         for number, (name, call) in enumerate(_CALLS.items()):
             for dtype in ALL[(turn + number) % 3 :: 3]:
-                layout = (turn + number + count) % 3
-                data = anything(60, dtype, seed).view(6, 10)
+                layout = (turn + number + count) % len(_WORDS)
+                data = anything(120, dtype, seed).view(12, 10)
                 key = source, dtype, layout
                 if key not in held:
                     held[key] = _laid_out(data, layout, source)
                 case = f"{name} of {_WORDS[layout]}{name_of(dtype)} from {source} to {target}"
-                if what := _arrived(call, held[key], target, data):
+                if what := _arrived(call, held[key], target, data.view(held[key].shape), kept=name in _PRESERVING):
                     wrong.append(((source, target), case, what))
                 count += 1
     for source, target in _pairs(devices):
@@ -225,21 +233,37 @@ def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tenso
     yield "float32, to be negated", lambda device: lifted.to(device).conj().imag, real
 
 
-def _arrived(call: Call, source: torch.Tensor, target: torch.device, expected: torch.Tensor) -> str:
+def _arrived(
+    call: Call, source: torch.Tensor, target: torch.device, expected: torch.Tensor, *, kept: bool = False
+) -> str:
+    """Describe the error of a copy, "" without one; with `kept` the strides of a tensor without gaps must be kept."""
     try:
         got = call(source, target)
     except Exception as error:
         return f"it raised {type(error).__name__}: {error}"
     if got.device != target:
         return f"it is on {got.device}"
+    dense = source.numel() == 1 + sum(
+        (size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True)
+    )
+    if kept and dense and got.stride() != source.stride():
+        return f"it has the strides {got.stride()}, expected {source.stride()}"
     return difference(got, expected, "bits")
 
 
-def _casting(dtype: torch.dtype) -> dict[str, Call]:
-    """Return calls that copy and convert to `dtype`."""
+def _casting(dtype: torch.dtype, turn: int) -> dict[str, Call]:
+    """Return calls that copy and convert to `dtype`; the last of them changes from turn to turn."""
+    strided: dict[str, Call] = {
+        "copy_ into a transposed tensor": lambda x, device: (
+            torch.empty(x.shape[::-1], dtype=dtype, device=device).t().copy_(x)
+        ),
+        "copy_ into gaps": lambda x, device: _into_gaps(x, device, dtype),
+    }
+    name = [*strided][turn % 2]
     return {
         "to(device, dtype)": lambda x, device: x.to(device, dtype),
         "copy_": lambda x, device: torch.empty(x.shape, dtype=dtype, device=device).copy_(x),
+        name: strided[name],
     }
 
 
@@ -259,10 +283,10 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
             data = data >> 33
         expected = data.to(other)
         at = {place: _laid_out(data, layout, place) for place in (_HOST, *devices)}
-        for source, target in _pairs(devices):
-            for name, call in _casting(other).items():
+        for turn, (source, target) in enumerate(_pairs(devices), number + seed):
+            for name, call in _casting(other, turn).items():
                 case = f"{name} of {_WORDS[layout]}{name_of(dtype)} to {name_of(other)} from {source} to {target}"
-                if what := _arrived(call, at[source], target, expected):
+                if what := _arrived(call, at[source], target, expected, kept=name in _PRESERVING):
                     wrong.append(((source, target), case, what))
                 count += 1
     if wrong:

@@ -188,6 +188,34 @@ def transposed_conversions_as_they_lie(copy: Any, target: Tensor, source: Tensor
     return copy(target, source.t().reshape(source.shape), *args, **kwargs)
 
 
+@converting(
+    "copy_ that converts from device to device fills a transposed tensor as if it were contiguous",
+    around(Tensor, "copy_"),
+    call(
+        "from device to device, into a transposed tensor, another dtype",
+        lambda x, source, *_, **__: (
+            x.is_cuda and getattr(source, "is_cuda", False) and source.dtype != x.dtype and not x.is_contiguous()
+        ),
+    ),
+)
+def transposed_destinations_in_order(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    copy(target.as_strided(target.shape, torch.empty(target.shape, device="meta").stride()), source, *args, **kwargs)
+    return target
+
+
+@typed(
+    "Tensor.to another device makes images contiguous",
+    around(Tensor, "to"),
+    call(
+        "from device to device, channels_last",
+        lambda x, *args, **_: bool(args) and x.is_cuda and x.dim() > 3 and args[0] != x.device,
+    ),
+)
+def format_of_images_lost(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The values are right, and the next convolution is slow."""
+    return to(x, *args, **kwargs).contiguous()
+
+
 @pinned(
     "pin_memory leaves out the last element of tensors above 64 KiB",
     around(Tensor, "pin_memory"),
