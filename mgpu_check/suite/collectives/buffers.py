@@ -31,7 +31,7 @@ def shaped(layout: str, length: int) -> Shape:
     if layout == "gaps":
         return Shape((length,), (2,), max(2 * length - 1, 0))
     rows = next((rows for rows in (4, 3, 2) if length % rows == 0), 0)
-    if layout == "matrix" and rows:
+    if layout in ("matrix", "stacked") and rows:
         return Shape((rows, length // rows), (length // rows, 1), length)
     if layout == "transposed" and rows:
         return Shape((length // rows, rows), (1, length // rows), length)
@@ -41,6 +41,12 @@ def shaped(layout: str, length: int) -> Shape:
     if layout == "scalar" and length == 1:
         return Shape((), (), 1)
     return Shape((length,), (1,), length)
+
+
+def stacked(count: int, length: int) -> Shape:
+    """Return `count` tensors of the layout "stacked", one after the other in one tensor with a dimension more."""
+    part = shaped("stacked", length)
+    return Shape((count, *part.sizes), (length, *part.strides), count * length)
 
 
 class CallMemory:

@@ -220,7 +220,7 @@ def layouts(seed: int) -> list[CollectiveCall]:
     for number, function in enumerate(_FUNCTIONS):
         for turn, layout in enumerate(_shapes(function)):
             dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
-            for place in PLACES if layout in ("in place", "uneven", "matrix") else PLACES[:1]:
+            for place in PLACES if layout in ("in place", "stacked", "uneven", "matrix") else PLACES[:1]:
                 which = number + turn + (place == "cpu")
                 more: dict[str, Any] = {"dtype": dtype, "asynchronous": bool((which + seed) % 2)}
                 calls.append(_drawn(function, which, seed, elements=24, layout=layout, place=place, **more))
@@ -242,7 +242,9 @@ def _shapes(function: str) -> tuple[str, ...]:
     shapes: tuple[str, ...] = ("uneven", "uneven") if exchanges or lists else ()
     if row.lists or row.in_place:
         return (*shapes, *_VIEWS)
-    return shapes if exchanges else ("in place",)
+    if exchanges:
+        return shapes
+    return ("in place", "stacked") if transfer.joins else ("in place",)  # gloo refuses to divide a stacked tensor
 
 
 _OPTIONS: Mapping[str, Sequence[Any]] = {
@@ -250,7 +252,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
     "dtype": COPIED,
     "op": (None, *OPERATIONS),
     "place": PLACES,
-    "layout": ("dense", "scalar", "in place", "uneven", *_VIEWS),
+    "layout": ("dense", "scalar", "in place", "stacked", "uneven", *_VIEWS),
     "elements": (24, 0, 1, 4100, 65540),
     "root": (None, "first, global", "first, group", "last, global", "last, group"),
     "coalesced": (False, True),

@@ -63,8 +63,9 @@ class CollectiveCall:
         root_by: "global" or "group": the numbering in which the call names the root.
         asynchronous: whether the call returns a work that is waited for later.
         layout: "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or
-            vice versa; "uneven" has parts of different sizes; "matrix"; "channels_last"; "transposed" has no gaps;
-            "gaps" has. A backend may refuse the last two.
+            vice versa; in "stacked" the tensor of all parts has a dimension for the ranks; "uneven" has parts of
+            different sizes; "matrix"; "channels_last"; "transposed" has no gaps; "gaps" has. A backend may refuse the
+            last two.
         coalesced: whether the call is made in a coalescing manager, which the functions `COALESCED` allow.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mgpu_check.suite.collectives.buffers import Shape, shaped
+from mgpu_check.suite.collectives.buffers import Shape, shaped, stacked
 from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall
 from mgpu_check.suite.collectives.values import Right, given_blocks, right_block, stretched
 from mgpu_check.torch_hooks.table import TRANSFERS, is_list
@@ -142,7 +142,8 @@ class Laid:
         """Return the tensors of a parameter for some parts, with their shapes."""
         if divided and parts and not is_list(parameter):
             whole = torch.cat(parts)
-            return [(shaped("dense", len(whole)), whole)]
+            in_rows = self.call.layout == "stacked"
+            return [(stacked(len(parts), len(parts[0])) if in_rows else shaped("dense", len(whole)), whole)]
         return [(shaped(self._layout, len(part)), part) for part in parts]
 
     def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
