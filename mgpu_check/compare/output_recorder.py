@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import weakref
 from typing import Any
 
@@ -43,22 +45,22 @@ class OutputRecorder:
         if model in self._models:
             return
         self._models.add(model)
-        depths = [(name.count("."), module) for name, module in model.named_modules()]
-        most = max(depth for depth, _ in depths)
-        while most and sum(depth <= most for depth, _ in depths) > _MODULES:
-            most -= 1
-        self._chosen.update(module for depth, module in depths if depth <= most)
+        if next(itertools.chain(model.parameters(), model.buffers()), None) is None:
+            return  # a transformation of data, or a loss
+        outer_first = sorted(model.named_modules(), key=lambda one: one[0].count("."))
+        self._chosen.update(module for _, module in outer_first[:_MODULES])
 
     def add(self, module: nn.Module, output: Any) -> None:
-        """Add the outputs of a call."""
+        """Add the outputs of a call. Outputs that cannot be summed are left out: they decide no verdict."""
         if module not in self._chosen or len(self._parts) >= _CALLS:
             return
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(Exception):  # such as a tensor subclass without these operators
             for value in [output] if isinstance(output, torch.Tensor) else leaves(output):
                 part = _local(value) if isinstance(value, torch.Tensor) else None
                 if part is not None:
+                    numbers = statistics(part)
                     self._calls.append((module, part.dtype, part.numel()))
-                    self._parts.append(statistics(part))
+                    self._parts.append(numbers)
 
     def taken(self) -> dict[int, Numbers]:
         """Return bits, norm, sum and count of the outputs since the last step, by number of the module."""

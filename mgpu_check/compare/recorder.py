@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.compare import constants, meeting, meshes, started, watched
 from mgpu_check.compare.described import described, forward_of, narrowed
@@ -35,7 +36,7 @@ from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.processes.launched import rank_and_world
 from mgpu_check.torch_hooks import precision
-from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
 from mgpu_check.torch_hooks.patches import Patches
 
 _CALLS = 100  # calls of models that are checked for random draws, to bound the time
@@ -87,8 +88,7 @@ def install(
         from mgpu_check.compare.traces import keeping
 
         keeping.install(recorder, files.kept)
-    register_module_forward_pre_hook(recorder.enter)
-    register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
+    recorder.watch_modules()
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     patches = Patches()  # for as long as the process lives
@@ -157,7 +157,9 @@ class ScriptRecorder:
             self.finish()
             self.note("ended")
 
-    # modules
+    def watch_modules(self) -> list[RemovableHandle]:
+        leave = register_module_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        return [register_module_forward_pre_hook(self.enter), leave]
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
@@ -165,8 +167,9 @@ class ScriptRecorder:
             self._called.add(module)
         if self._here.depth > 1:
             return
-        main, trains = threading.current_thread() is threading.main_thread(), module.training and not is_capturing()
-        self._here.recorded = main and trains and torch.is_grad_enabled() and not self.backwards
+        main = threading.current_thread() is threading.main_thread() and not is_transforming()
+        trains = module.training and not is_capturing()
+        self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
         if main:
             with torch.no_grad():
                 self.states.begin(module)
@@ -181,10 +184,11 @@ class ScriptRecorder:
         if "narrow" not in self._told and (found := narrowed(module, output)):
             self._told.add("narrow")
             self.note("narrow", **found)
-        if not self._here.depth and output is not None and not self.backwards and not is_capturing():
+        if output is None or is_transforming():
+            return None
+        if not self._here.depth and not self.backwards and not is_capturing():
             self._outermost(module, args, kwargs)
-        perturbation = None if output is None or module._modules else self.perturbation
-        moved = None if perturbation is None else perturbation.output(output)
+        moved = None if module._modules or self.perturbation is None else self.perturbation.output(output)
         if self._here.recorded:
             self.outputs.add(module, output if moved is None else moved)
         return moved
@@ -193,10 +197,9 @@ class ScriptRecorder:
         """Record the first model that draws random numbers in a call."""
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1
-        if before is None or "random" in self._told or before == watched.generators():
-            return
-        self._told.add("random")
-        self.note("random", **forward_of(module))
+        if before is not None and "random" not in self._told and before != watched.generators():
+            self._told.add("random")
+            self.note("random", **forward_of(module))
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         has_parameters = next(module.parameters(), None) is not None
@@ -219,8 +222,7 @@ class ScriptRecorder:
             with torch.no_grad():
                 inputs = on_host(given)
                 self._samples.append(digests(inputs))
-                small = all(tensor.numel() <= _COLUMNS for tensor in inputs)
-                self._columns.append(digests(inputs, 1) if small else [])
+                self._columns.append(digests(inputs, 1) if all(t.numel() <= _COLUMNS for t in inputs) else [])
 
     # backward
 
@@ -228,9 +230,7 @@ class ScriptRecorder:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
                 roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                self._losses += [
-                    float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()
-                ]
+                self._losses += [float(one.detach()) for one in roots if one.numel() == 1 and one.is_floating_point()]
             self.backwards += 1
             try:
                 return original(tensors, *args, **kwargs)
@@ -314,8 +314,7 @@ class ScriptRecorder:
         return summaries([one.parameter], [one.part.cut])[0]
 
     def _is_called(self, one: NumberedPart) -> bool:
-        owner = self.names.owner(one.parameter)
-        return owner is not None and owner in self._called
+        return self.names.owner(one.parameter) in self._called
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer or is_capturing():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.replay_numbers import generators
 from mgpu_check.compare.watched import Note
-from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
 
 
 class RecordedScript(Protocol):
@@ -132,7 +132,7 @@ class Points(abc.ABC):
         return make
 
     def _enters(self) -> bool:
-        return self.active() and not self.recorder.backwards and not is_capturing()
+        return self.active() and not self.recorder.backwards and not is_capturing() and not is_transforming()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

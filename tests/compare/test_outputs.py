@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from mgpu_check.compare import output_recorder
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.first_difference import first_difference
 from mgpu_check.compare.forward import compared_output, told_outputs
 from mgpu_check.compare.heat import heat_pictures
 from mgpu_check.compare.outputs import OutputSummary, joined_outputs, whole_output
+from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.recorder import ScriptRecorder
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Writer
@@ -117,23 +119,54 @@ def test_the_rows_of_the_picture():
     assert second.lines[0].startswith("the output of the model: norm: 6.63325 instead of 4; ")
 
 
-def test_a_module_that_raises_is_left(tmp_path):
+@pytest.fixture
+def recorder(tmp_path):
+    """A recorder that watches the modules of this process."""
+    with open(tmp_path / "trace", "wb", buffering=0) as file:
+        recorder = ScriptRecorder(Writer(file.fileno()), 1, None, Perturbation(1))
+        hooks = recorder.watch_modules()
+        try:
+            yield recorder
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def test_a_module_that_raises_is_left(recorder):
     """As in a checkpointed part, which stops its recomputation by an error."""
 
     class Raising(nn.Module):
         def forward(self):
             raise ValueError
 
-    with open(tmp_path / "trace", "wb", buffering=0) as file:
-        recorder = ScriptRecorder(Writer(file.fileno()), 1, None, None)
-        hooks = [
-            register_module_forward_pre_hook(recorder.enter),
-            register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True),
-        ]
-        try:
-            with pytest.raises(ValueError):
-                Raising()()
-        finally:
-            for hook in hooks:
-                hook.remove()
+    with pytest.raises(ValueError):
+        Raising()()
     assert recorder._here.depth == 0
+
+
+def test_transformed_functions_are_not_recorded(recorder):
+    class PerSample(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.func.vmap(self.inner)(x) + torch.func.grad(lambda y: self.inner(y).sum())(x)
+
+    model, x = PerSample(), torch.ones(2, 4)
+    torch.func.vmap(model.inner)(x)
+    model(x)
+    assert [module for module, *_ in recorder.outputs._calls] == [model]
+
+
+def test_which_modules_are_recorded(recorder):
+    model = nn.Sequential(*(nn.Identity() for _ in range(999)), nn.Linear(1, 1))
+    nn.ReLU()(torch.ones(2, 1))  # such as a transformation of the data
+    model(torch.ones(2, 1))
+    assert [module for module, *_ in recorder.outputs._calls] == [*model[:255], model]
+
+
+def test_outputs_that_cannot_be_read_are_left_out(recorder, monkeypatch):
+    monkeypatch.setattr(output_recorder, "statistics", None)
+    nn.Linear(1, 1)(torch.ones(2, 1))
+    assert recorder.outputs.taken() == {}
