@@ -43,8 +43,6 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
         assert replay is not None
         tapes = Tapes(replay)
         made = RankReplaying(recorder, until, tapes)
-        if tapes.other_seeds:
-            _seed_otherwise()
     patches = Patches(among="torch")
     patches.set(nn.Module, "__call__", made.around_call(nn.Module.__call__))
     for name in _LOSSES:
@@ -58,7 +56,11 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
     patches.set(base, "__next__", made.around_next(base.__next__))
     patches.apply()
     patches.wrap(torch.optim.Optimizer, "__init__", made.around_optimizer)
-    replay_numbers.install(made.around_numbers)
+    replay_numbers.install(made.around_numbers)  # it imports numpy.random
+    if tape is not None:
+        made.own.install()
+    elif tapes.other_seeds:
+        _seed_otherwise()
     register_optimizer_step_pre_hook(made.before_step)
     register_optimizer_step_post_hook(made.after_step)
     made.draws.__enter__()

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.replay_numbers import generators
+from mgpu_check.compare.replay_own import OwnGenerators
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
 
@@ -52,6 +53,7 @@ class Points(abc.ABC):
         self._kinds: Counter[str] = Counter()
         self._rates: dict[int, list[int]] = {}
         self._random: dict[str, int] | None = None
+        self.own = OwnGenerators(self.active)
         self.trained = False  # a module was called with gradients
         self.prepared = False  # an optimizer exists
 
@@ -146,6 +148,8 @@ class Points(abc.ABC):
         """Return the arguments with other tensors, except for tensors that were computed with parameters."""
         if not torch.is_grad_enabled():
             return args, kwargs
+        if not self.trained:
+            self._notice_own()
         self.trained = True
         leaves, form = tree_flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
@@ -160,12 +164,14 @@ class Points(abc.ABC):
     def loading(self) -> Iterator[None]:
         """Leave the draws of a loader to it: its batches have them."""
         self._notice_random()
+        self._notice_own()
         self._loading += 1
         try:
             yield
         finally:
             self._loading -= 1
             self._random = _random_states()
+            self.own.drawn()
 
     def _notice_random(self) -> None:
         """Record that the script has drawn numbers of Python or NumPy in a way that `around_numbers` does not see."""
@@ -175,6 +181,11 @@ class Points(abc.ABC):
                 if state != self._random.get(name, state):
                     self.recorder.note("foreign", generator=name)
         self._random = now
+
+    def _notice_own(self) -> None:
+        """Record draws from generators of the script's own; before the training, with the first states."""
+        for name, start in self.own.drawn():
+            self.recorder.note("foreign", generator=name, **({} if self.trained else {"start": start}))
 
     def _rates_of(self, optimizer: Any) -> tuple[str, int]:
         """Return the place of an optimizer's learning rates, and the number of its step."""
@@ -187,6 +198,7 @@ class Points(abc.ABC):
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.active():
             self._notice_random()
+            self._notice_own()
         elif _get_current_dispatch_mode() is self.draws:
             self.draws.__exit__(None, None, None)  # it costs time
 

@@ -6,6 +6,9 @@ import functools
 import itertools
 import random
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -82,14 +85,56 @@ def test_one_epoch_needs_no_set_epoch(compare, changed):
 def test_what_cannot_be_replayed_is_named(compare, changed):
     """A weight that each rank draws in Python has no joint value for one device; nor has one number of torch."""
     drawn = ("        loss.backward()\n", "        (loss * random.uniform(0.5, 2) * torch.rand(1)).backward()\n")
-    unseen = ("        order = torch", "        random._inst.random()\n        order = torch")
-    outcome = compare(changed(RANDOM, drawn, unseen), code=2)
+    unseen = ("        order = torch", "        random._inst.random(), own.random()\n        order = torch")
+    own = ("data = Signals", "own = random.Random(rank)\ndata = Signals")
+    outcome = compare(changed(RANDOM, drawn, unseen, own), code=2)
     assert not outcome.json["replayed"]
     assert outcome.json["headline"].startswith("not comparable: step 1: the ranks together saw 8 samples")
     assert "one device cannot be given what the ranks were given: not all could be replayed: " in outcome.text
     for name in ("rand", r"random\.uniform"):
         assert re.search(name + r" at train.py:\d+: it is one number for all samples, and another one", outcome.text)
-    assert "numbers of random, which the ranks draw in a way that was not seen" in outcome.text
+    for name in ("random", r"random.Random"):
+        assert f"numbers of {name}, which the ranks draw in a way that was not seen" in outcome.text
+
+
+def test_other_seeds_are_those_of_numpy_too(tmp_path):
+    pytest.importorskip("numpy")
+    lines = """
+        import types
+        from mgpu_check.compare import replay
+        from mgpu_check.compare.tape import write_joint
+        recorder = types.SimpleNamespace(done=0, passes=0, backwards=0, note=print)
+        with open("joint", "w+b") as file, open("tape", "w+b") as tape:
+            write_joint(file.fileno(), [tape.fileno()], False, other_seeds=True)
+            replay.install(recorder, 1, 0, None, file.fileno())
+            import numpy
+            numpy.random.seed(1)
+            assert numpy.random.get_state()[1][0] == 1 + replay._OTHER_SEED
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True, cwd=tmp_path)
+
+
+def test_generators_of_the_scripts_own():
+    """In a process of its own, whose constructors stay replaced."""
+    pytest.importorskip("numpy")
+    lines = """
+        import pickle, random, numpy
+        from mgpu_check.compare.replay_own import OwnGenerators
+        before = numpy.random.RandomState(1)
+        own = OwnGenerators(lambda: True)
+        own.install()
+        made = [random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1)]
+        assert isinstance(before, numpy.random.RandomState) and before.rand() == made[2].rand()
+        assert isinstance(pickle.loads(pickle.dumps(made[2])), numpy.random.RandomState)
+        assert numpy.random.default_rng(made[1]) is made[1]
+        made[0].random()
+        assert [name for name, _ in own.drawn()] == ["random.Random", "numpy.random.RandomState"]
+        made[1].random(), random.random(), random.SystemRandom(), before.rand()
+        assert [name for name, _ in own.drawn()] == ["numpy.random.default_rng"] and own.drawn() == []
+        class Seeded(numpy.random.RandomState): pass
+        assert isinstance(Seeded(1), Seeded) and not isinstance(before, Seeded)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True)
 
 
 def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_hand, changed):
