@@ -32,7 +32,8 @@ class RankReplaying(Points):
         self._told: set[tuple[str, ...]] = set()
         self._rows = SampleRows(tapes.turned)
         self.draws = ReplayedDraws(self, tapes, self._rows, self._missing_draw)
-        self._numbers = ReplayedNumbers(tapes, self._rows, self._missing_number, _line)
+        self._numbers = ReplayedNumbers(tapes, self._rows, self._missing_number, _line, self._counts)
+        self._most *= tapes.world
 
     def _tell(self, event: str, what: str, why: str = "", line: str = "") -> None:
         told = f"{what}{line or _line()}"
@@ -45,8 +46,10 @@ class RankReplaying(Points):
             self._tell("unreplayed", name, why)
 
     def _missing_number(self, name: str, line: str, why: str) -> None:
-        if self.prepared and torch.is_grad_enabled():  # not what precedes the training, such as a seed
-            self._tell("unreplayed", name, why, line)
+        self._tell("unreplayed", name, why, line)
+
+    def _counts(self) -> bool:
+        return self.prepared and torch.is_grad_enabled()  # not what precedes the training, such as a seed
 
     def number(self, name: str, own: Any) -> Any:
         return self._numbers.take(name, own, self.micro())

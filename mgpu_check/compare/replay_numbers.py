@@ -23,7 +23,7 @@ from mgpu_check.compare.replay_draws import joint_draw
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, place
 from mgpu_check.torch_hooks.patches import Patches
 
-_MOST = 2**12
+MOST = 2**12
 """Draws of a rank at one place of a micro-batch that are recorded. More, such as those of a data set, take long."""
 _OF_STATE = {"seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator"}
 _ONE = "it is one number for all samples, and another one on each rank"
@@ -60,9 +60,9 @@ class RecordedNumbers:
         """Record a draw, and return it. A function that shuffles in place returns None."""
         where = f"{name} {place()} {micro}"
         self._counts[where] += 1
-        if self._counts[where] <= _MOST:
-            why = "it shuffles in place" if own is None else f"a rank draws {_MOST} times there"
-            unstored = own is None or self._counts[where] == _MOST
+        if self._counts[where] <= MOST:
+            why = "it shuffles in place" if own is None else f"a rank draws {MOST} times there"
+            unstored = own is None or self._counts[where] == MOST
             self._tape.put("number", where, Unstored(why) if unstored else own)
         return own
 
@@ -74,14 +74,20 @@ class ReplayedNumbers:
         missing: called with the function, the line that called it, and the reason, for each draw that could not be
             given.
         line: returns the line of the user that is running.
+        counts: returns whether a draw that could not be given counts now.
     """
 
     def __init__(
-        self, tapes: Tapes, rows: SampleRows, missing: Callable[[str, str, str], None], line: Callable[[], str]
+        self,
+        tapes: Tapes,
+        rows: SampleRows,
+        missing: Callable[[str, str, str], None],
+        line: Callable[[], str],
+        counts: Callable[[], bool],
     ) -> None:
-        self._tapes, self._rows, self._missing, self._line = tapes, rows, missing, line
+        self._tapes, self._rows, self._missing, self._line, self._counts = tapes, rows, missing, line, counts
         self._ranks: dict[tuple[str, int], list[list[Any]]] = {}
-        self._dealt: dict[tuple[str, int], tuple[str, str]] = {}
+        self._dealt: dict[tuple[str, int], tuple[str, str, list[int]]] = {}
         self._taken: Counter[tuple[str, int]] = Counter()
 
     def take(self, name: str, own: Any, micro: int) -> Any:
@@ -94,7 +100,8 @@ class ReplayedNumbers:
         try:
             return self._value(key, name, own, number)
         except NotJoinedError as error:
-            self._missing(name, self._line(), str(error))
+            if self._counts():
+                self._missing(name, self._line(), str(error))
             return own
 
     def _value(self, key: tuple[str, int], name: str, own: Any, number: int) -> Any:
@@ -108,23 +115,25 @@ class ReplayedNumbers:
             if all(_is_array(part) and part.dtype == own.dtype for part in parts) and own.shape != parts[0].shape:
                 known = "randperm" if name.endswith(".permutation") else name
                 tensors = [torch.from_numpy(part) for part in parts]
-                return joint_draw(known, tensors, torch.from_numpy(own), self._rows).numpy()
+                return joint_draw(known, tensors, torch.from_numpy(own), self._rows).clone().numpy()
         values = [value for some in ranks for value in some]
         if number >= len(values):
             raise NotJoinedError("the ranks draw fewer numbers there")
-        self._dealt.setdefault(key, (name, self._line()))
-        return values[number]
+        if key not in self._dealt and self._counts():
+            self._dealt[key] = name, self._line(), self._rows.sizes
+        value = values[number]
+        return value.copy() if _is_array(value) or isinstance(value, list) else value  # the script may change it
 
     def end_step(self) -> None:
         """Report the numbers of this step that were dealt to samples, if that was wrong, or a guess."""
-        for key, (name, line) in self._dealt.items():
+        for key, (name, line, sizes) in self._dealt.items():
             ranks = self._ranks[key]
             counts = [len(some) for some in ranks]
             if len({pickle.dumps(some) for some in ranks}) == 1:
                 continue
             if self._taken[key] != sum(counts):
                 self._missing(name, line, _ONE)
-            elif self._rows.sizes and counts != self._rows.sizes:
+            elif counts != sizes and (sizes or max(counts) > 1):
                 self._missing(name, line, "a rank draws several numbers for each sample, in an order that is not known")
         self._dealt.clear()
 

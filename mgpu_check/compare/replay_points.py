@@ -6,7 +6,9 @@ import abc
 import contextlib
 import functools
 import random
+import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mgpu_check.compare.naming import unwrapped
-from mgpu_check.compare.replay_numbers import generators
+from mgpu_check.compare.replay_numbers import MOST, generators
 from mgpu_check.compare.replay_own import OwnGenerators
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
@@ -53,6 +55,8 @@ class Points(abc.ABC):
         self._kinds: Counter[str] = Counter()
         self._rates: dict[int, list[int]] = {}
         self._random: dict[str, int] | None = None
+        self._drawn: Counter[tuple[types.CodeType, int, int]] = Counter()
+        self._most = MOST  # draws of a line and a micro-batch that pass through `number`
         self.own = OwnGenerators(self.active)
         self.trained = False  # a module was called with gradients
         self.prepared = False  # an optimizer exists
@@ -117,6 +121,10 @@ class Points(abc.ABC):
         @functools.wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             if not self.active():
+                return original(*args, **kwargs)
+            frame = sys._getframe(1)
+            self._drawn[at := (frame.f_code, frame.f_lineno, self.micro())] += 1
+            if self._drawn[at] > self._most + 1:  # they take long; `_notice_random` notices them
                 return original(*args, **kwargs)
             self._notice_random()
             result = original(*args, **kwargs)

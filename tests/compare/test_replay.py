@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.replay_numbers import RecordedNumbers, ReplayedNumbers
 from mgpu_check.compare.replay_points import tensors_of
-from mgpu_check.compare.replay_recording import epoch_of
+from mgpu_check.compare.replay_recording import RankRecording, epoch_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
@@ -331,7 +332,7 @@ def given(tmp_path, name, ranks, own, sizes=()):
         write_joint(tapes[-1], tapes[:-1], False)
         rows = SampleRows(False)
         rows.sizes = list(sizes)
-        return ReplayedNumbers(Tapes(tapes[-1]), rows, lambda *told: missed.append(told), str)
+        return ReplayedNumbers(Tapes(tapes[-1]), rows, lambda *told: missed.append(told), str, lambda: True)
 
     makers: list[Callable[[], Any]] = [
         *(functools.partial(RecordedNumbers, Tape(tape)) for tape in tapes[:-1]),
@@ -352,7 +353,12 @@ def test_numbers_of_python_and_numpy(tmp_path):
     assert given_([[1, 2], [3]], [0, 0, 0], [2, 1]) == ([1, 2, 3], [])
     assert given_([[1], [1]], [0]) == ([1], [])  # ranks with one seed
     assert given_([[1], [2]], [0])[1] == ["it is one number for all samples, and another one on each rank"]
-    assert "in an order that is not known" in given_([[1, 2], [3, 4]], [0] * 4, [1, 1])[1][0]
+    for sizes in ([1, 1], []):
+        assert "in an order that is not known" in given_([[1, 2], [3, 4]], [0] * 4, sizes)[1][0]
+    array = numpy.array([1.0])
+    (one, other), _ = given_([[array], [array]], [array, array])
+    one *= 2
+    assert other.tolist() == [1]
     assert given_([[1], []], [0]) == ([0], ["not every rank draws there"])
     assert given_([[None], [None]], [None])[1] == ["it shuffles in place"]
     arrays = [[numpy.array([1.0, 2])], [numpy.array([3.0])]]
@@ -361,6 +367,24 @@ def test_numbers_of_python_and_numpy(tmp_path):
     orders = [[numpy.array([1, 0])], [numpy.array([0])]]
     (order,), _ = given(tmp_path, "numpy.random.permutation", orders, [numpy.arange(3)])
     assert order.tolist() == [1, 0, 2]
+
+
+def test_many_numbers_take_no_time():
+    """Such as those of a dataset that is made in Python."""
+
+    class Counted(RankRecording):
+        numbers = 0
+
+        def number(self, name, own):
+            self.numbers += 1
+            return own
+
+    made = Counted(types.SimpleNamespace(done=0, passes=0, backwards=0), 1, 0, types.SimpleNamespace(full=False))
+    draw = made.around_numbers("random.random", random.random)
+    state = random.getstate()
+    found = [draw() for _ in range(5000)]
+    random.setstate(state)
+    assert found == [random.random() for _ in range(5000)] and made.numbers == 4097
 
 
 def test_a_tape_has_a_limit(tmp_path, monkeypatch):
