@@ -112,8 +112,8 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
         if verdict.inputs_differ and made.assembly is not None:
             verdict = _replay(made, tell, tapes, verdict)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *crashes_at_exit(made.runs)]
-    if plan.limit and not plan.steps and verdict.kind == "equal" and _stopped(made.runs):
-        remarks.insert(0, f"the script has further steps after step {verdict.compared}: --steps compares more")
+    if plan.limit and verdict.kind == "equal" and not verdict.replayed and _stopped(made.runs):
+        remarks.insert(0, f"compared {verdict.compared} steps, where the runs were ended; --steps=all compares all")
     if plan.without_gpus and any(run.failed for run in made.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
@@ -121,8 +121,9 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
 
 
 def _stopped(runs: Sequence[ScriptRun]) -> bool:
-    """Return whether the script would have made more optimizer steps."""
-    return any(ended.how == "stopped" for run in runs for ended in run.ranks)
+    """Return whether the first runs on one device and on the ranks were ended. Some later ones are ended earlier."""
+    first = [runs[0], *[run for run in runs if len(run.ranks) > 1][:1]]
+    return any(ended.how == "stopped" for run in first for ended in run.ranks)
 
 
 def _replay(

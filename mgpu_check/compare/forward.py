@@ -106,7 +106,9 @@ def told_outputs(difference: FirstDifference) -> str:
             f"; {said}" * bool(right) + not_compared
         )
     if right:
-        return f"forward: {said}, so the error is in the loss, the backward pass or a reduction{not_compared}"
+        whole = "" in right and not left
+        so = ", so the error is in the loss, the backward pass or a reduction" if whole else ""
+        return f"forward: {said}{so}{not_compared}"
     return ""
 
 

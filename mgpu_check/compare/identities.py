@@ -36,7 +36,12 @@ def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
                 f"in an epoch each of the {world} ranks gets {min(map(len, whole))} of {length} samples of the dataset"
             )
             found += findings_of(Evidence(world, same_samples=told), 1, attempts)
-        elif epochs[0]["endless"] and len(whole[0]) >= _BY_CHANCE and all(own == whole[0] for own in whole):
+        elif (
+            epochs[0]["endless"]
+            and len(whole[0]) >= _BY_CHANCE
+            and all(own == whole[0] for own in whole)
+            and _saw_the_same(ranks)
+        ):
             told = f"the samplers have no end, and give each of the {world} ranks the same {len(whole[0])} samples"
             found += findings_of(Evidence(world, same_samples=told), 1, attempts)
     trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step
@@ -81,6 +86,12 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
 def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:
     """Return whether the ranks have the same dataset: an index means the same sample on all of them."""
     return len({epoch["data"] for epoch in epochs}) == 1
+
+
+def _saw_the_same(ranks: Sequence[Trace]) -> bool:
+    """Return whether the models had the same inputs on all ranks, which may also share the order, and slice it."""
+    seen = [[step.seen for step in trace.steps] for trace in ranks]
+    return any(seen[0]) and all(own == seen[0] for own in seen)
 
 
 def _loaders(ranks: Sequence[Trace]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

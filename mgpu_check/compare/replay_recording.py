@@ -115,14 +115,14 @@ def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
     try:
         length = len(loader.dataset)
         stride = -(-length // _LISTED)
-        most = 4 * length + _LISTED  # no epoch is so long
+        most = min(4 * length + _LISTED, _LONGEST)  # no epoch is so long
         entries = itertools.chain.from_iterable(
             one if isinstance(one, (list, tuple)) else [one] for one in loader._index_sampler
         )
         share: list[int] = []
         indices: list[int] = []
         number = 0
-        for number, index in enumerate(itertools.islice(entries, min(most, _LONGEST)), 1):
+        for number, index in enumerate(itertools.islice(entries, most), 1):
             if int(index) % stride == 0:
                 indices.append(int(index))
             if number == length // world:

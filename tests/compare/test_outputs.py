@@ -93,7 +93,13 @@ def test_the_first_output_that_differs_is_named():
     assert text.startswith("forward: the first output that differs is that of b, on ranks 0-1 (sum: 6 instead of 3")
     assert text.endswith("; the outputs of 2 modules are right")
     text = told(one, [{"a": part(0.5)}] * 2)
-    assert "the outputs of 1 module are right, so the error is in" in text and text.endswith("; 3 were not compared")
+    assert text == "forward: the outputs of 1 module are right; 3 were not compared"
+    text = told({"a": WHOLE, "": WHOLE}, [{"a": part(0.5), "": part(0.5)}] * 2)
+    assert (
+        text
+        == "forward: the outputs of 2 modules are right, so the error is in the loss, the backward pass or a reduction"
+    )
+    assert told({"a": WHOLE}, [{"a": part(0.5)}] * 2) == "forward: the outputs of 1 module are right"
 
 
 def test_an_output_that_differed_while_all_was_right_proves_nothing():

@@ -151,12 +151,12 @@ def test_micro_batches_of_one_device_are_those_of_the_ranks_in_turn(compare, by_
 
 
 def test_what_the_loaders_of_ranks_give_in_an_epoch():
-    def ranks(*indices, workers=0, data=("same", "same"), endless=False, length=8, **sampler):
+    def ranks(*indices, workers=0, data=("same", "same"), endless=False, length=8, seen=(1, 1), **sampler):
         told = {"event": "sampler", "shuffle": True, "set_epoch": True, "iteration": 1, "after": 0, **sampler}
         common = {"event": "epoch", "length": length, "workers": workers, "seed": 5, "endless": endless}
         epochs = [{**common, "indices": own, "data": of} for own, of in zip(indices, data, strict=True)]
-        steps = [Step(0, [0.0], [], [], {}, {}, {})] * 8
-        return [Trace(rank, 2, steps=steps, events=[told, epoch]) for rank, epoch in enumerate(epochs)]
+        steps = [[Step(0, [0.0], [[own]], [], {}, {}, {})] * 8 for own in seen]
+        return [Trace(rank, 2, steps=steps[rank], events=[told, epoch]) for rank, epoch in enumerate(epochs)]
 
     halves = [0, 2, 4, 6], [1, 3, 5, 7]
     assert list(remarks_of(ranks(*halves))) == ["in an epoch of loader 1 each rank gets samples of its own, 8 in all"]
@@ -168,6 +168,7 @@ def test_what_the_loaders_of_ranks_give_in_an_epoch():
     many = list(range(100, 110))
     (finding,) = mistakes_of(ranks(many, many, endless=True, length=20))
     assert finding.mistake == "dataset-not-split" and "give each of the 2 ranks the same 10 samples" in finding.evidence
+    assert mistakes_of(ranks(many, many, endless=True, length=20, seen=(1, 2))) == []  # slices of one order
     whole = list(range(8))
     assert [finding.mistake for finding in mistakes_of(ranks(whole, whole))] == ["dataset-not-split"]
     assert mistakes_of(ranks(whole, whole, data=("first half", "second half"))) == []
@@ -186,11 +187,14 @@ class Endless(Sampler[int]):
         return itertools.cycle(range(1, 8, 2))
 
 
-def test_an_endless_sampler_has_no_epoch():
+def test_an_endless_sampler_has_no_epoch(monkeypatch):
     data: Any = range(8)
     epochs = [epoch_of(DataLoader(data, 2, sampler=sampler), 2) for sampler in ([1, 3, 5, 7], Endless())]
     assert [epoch and epoch["indices"] for epoch in epochs] == [[1, 3, 5, 7]] * 2
     assert [epoch and epoch["endless"] for epoch in epochs] == [False, True]
+    monkeypatch.setattr("mgpu_check.compare.replay_recording._LONGEST", 6)  # as of large data
+    large = epoch_of(DataLoader(data, 2, sampler=Endless()), 2)
+    assert large and large["endless"] and large["indices"] == [1, 3, 5, 7]
 
 
 def test_data_of_ranks_have_equal_fingerprints_if_they_are_equal():
@@ -247,6 +251,7 @@ def test_shards_that_differ_anywhere_have_other_fingerprints(monkeypatch):
 class Pattern:
     """An expression as the package regex compiles it: its pickle depends on the process."""
 
+    __module__ = "regex"
     pattern = "a|b"
 
     def __reduce__(self):

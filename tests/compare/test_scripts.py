@@ -39,7 +39,7 @@ def test_four_ranks(compare, tutorial):
 def test_a_long_script_without_gpus_and_without_a_group_on_one_device(compare, by_hand, changed):
     outcome = compare(changed(by_hand, ("(0, 8, 16)", "(0, 8, 16) * 4")), code=0)
     assert outcome.json["headline"].startswith("equal: 10 steps on 2 ranks")
-    assert "the script has further steps after step 10: --steps compares more" in outcome.text
+    assert "compared 10 steps, where the runs were ended; --steps=all compares all" in outcome.text
     assert "SIMULATED" not in outcome.text
 
 

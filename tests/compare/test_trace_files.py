@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -133,11 +134,11 @@ def test_two_traces_are_compared_without_torch_if_their_bits_are_equal(tmp_path)
     assert "bit by bit" in done and done.splitlines()[-1] == "0 False"
 
 
-def newer(path):
+def of_version(number, path):
     write_run(path, run())
     with zipfile.ZipFile(path) as file:
         parts = {name: file.read(name) for name in file.namelist()}
-    head = json.loads(parts["trace.json"]) | {"version": 2, "mgpu_check": "9.0"}
+    head = json.loads(parts["trace.json"]) | {"version": number, "mgpu_check": "9.0"}
     with zipfile.ZipFile(path, "w") as file:
         for name, data in parts.items():
             file.writestr(name, json.dumps(head) if name == "trace.json" else data)
@@ -178,7 +179,14 @@ def other_zip(path):
         (spoiled, "b.trace is "),
         (without_steps, "b.trace is a damaged trace (KeyError"),
         (other_zip, "b.trace has no trace.json: it is no trace of a run"),
-        (newer, "b.trace has version 2 of the format, written by mgpu-check 9.0; mgpu-check"),
+        (
+            functools.partial(of_version, 3),
+            "b.trace has version 3 of the format, written by mgpu-check 9.0; mgpu-check",
+        ),
+        (
+            functools.partial(of_version, 1),
+            "reads version 2: record it again, with mgpu-check record or compare --update",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_wrong_usage(make, words, tmp_path, monkeypatch, capsys):

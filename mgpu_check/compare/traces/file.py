@@ -18,7 +18,8 @@ from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.version import __version__
 
 FORMAT = "mgpu-check run"
-VERSION = 1
+VERSION = 2
+"""Raised whenever a number changes its meaning: version 1 had the bits of each element in its own dtype."""
 _HEAD, _STEPS, _MOVED, _VALUES = "trace.json", "steps.jsonl", "rounding.jsonl", "values.safetensors"
 _OF_ENTRIES = ("name", "shape", "dtype", "device", "order", "sharded", "over")
 
@@ -138,7 +139,7 @@ def read_run(path: Path) -> RecordedRun:
     """Read a run.
 
     Raises:
-        TraceError: the file does not exist, is no trace of a run, is damaged, or has a newer version.
+        TraceError: the file does not exist, is no trace of a run, is damaged, or has another version.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -165,10 +166,12 @@ def _read(file: zipfile.ZipFile, name: str) -> RecordedRun:
     head = json.loads(file.read(_HEAD))
     if head["format"] != FORMAT:
         raise TraceError(f"has the format {head['format']!r}; this command reads {FORMAT!r}")
-    if head["version"] > VERSION:
+    if head["version"] != VERSION:
+        again = "record it again, with mgpu-check record or compare --update-golden"
+        do = "install a newer mgpu-check" if head["version"] > VERSION else again
         raise TraceError(
             f"has version {head['version']} of the format, written by mgpu-check {head['mgpu_check']}; mgpu-check "
-            f"{__version__} reads versions up to {VERSION}: install a newer mgpu-check"
+            f"{__version__} reads version {VERSION}: {do}"
         )
     there = file.namelist()
     return RecordedRun(
@@ -229,7 +232,7 @@ def _add_step(line: Mapping[str, Any], traces: Mapping[int, Trace], options: Map
                 summary = None if numbers is None else TensorSummary.of(numbers)
                 for rank in ranks:
                     _kind_of(traces[rank].steps[-1], kind)[name] = summary
-    for name, values in line.get("output", {}).items():  # older versions wrote none
+    for name, values in line["output"].items():
         for ranks, numbers in values:
             for rank in ranks:
                 traces[rank].steps[-1].outputs[name] = OutputSummary(*numbers)
