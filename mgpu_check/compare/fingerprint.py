@@ -59,10 +59,6 @@ class _PicklerOfData(pickle.Pickler):
             return str, (repr((value.shape, self._elements(value.ravel()))),)
         # Compiled expressions of the package regex have other bytes in each process.
         if kind.__name__ == "Pattern" and kind.__module__.partition(".")[0] in ("re", "regex", "_regex"):
-            "re",
-            "regex",
-            "_regex",
-        ):  # compiled expressions of the package regex have other bytes in each process
             return str, (str(getattr(value, "pattern", "")),)
         if isinstance(value, Dataset):
             return str, (kind.__qualname__,), _data_of(value.__dict__)

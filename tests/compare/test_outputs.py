@@ -169,7 +169,7 @@ def test_which_modules_are_recorded(recorder):
     model = nn.Sequential(*(nn.Identity() for _ in range(999)), nn.Linear(1, 1))
     nn.ReLU()(torch.ones(2, 1))  # such as a transformation of the data
     model(torch.ones(2, 1))
-    assert [module for module, *_ in recorder.outputs._calls] == [*model[:255], model]
+    assert [module for module, *_ in recorder.outputs._calls] == [*list(model)[:255], model]
 
 
 def test_outputs_that_cannot_be_read_are_left_out(recorder, monkeypatch):

@@ -384,7 +384,9 @@ def test_many_numbers_take_no_time():
             self.numbers += 1
             return own
 
-    made = Counted(types.SimpleNamespace(done=0, passes=0, backwards=0), 1, 0, types.SimpleNamespace(full=False))
+    recorder: Any = types.SimpleNamespace(done=0, passes=0, backwards=0)
+    tape: Any = types.SimpleNamespace(full=False)
+    made = Counted(recorder, 1, 0, tape)
     draw = made.around_numbers("random.random", random.random)
     state = random.getstate()
     found = [draw() for _ in range(5000)]
