@@ -139,7 +139,8 @@ def _rounded(product: Tensor) -> Tensor:
 
 
 def _muon(p: Any, g: Any, state: _State, t: int, o: _Options) -> Any:
-    # Undocumented are the factor 1 - momentum, which the iterations cancel, and that torch computes them in bfloat16.
+    # Undocumented are the factor 1 - momentum, which matters only beside a large eps, and that torch iterates in
+    # bfloat16.
     held = state["held"] = o["momentum"] * state.get("held", 0) + (1 - o["momentum"]) * g
     moved = (1 - o["momentum"]) * g + o["momentum"] * held if o["nesterov"] else held
     wide = len(g) > g.shape[1]
@@ -150,10 +151,12 @@ def _muon(p: Any, g: Any, state: _State, t: int, o: _Options) -> Any:
         square = _rounded(x @ x.T)
         x = _rounded(one * x + _rounded(three * square + five * square @ square) @ x)
     high, low = p.shape
-    factor = (
-        0.2 * math.sqrt(max(high, low)) if o["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, high / low))
-    )
-    return p - o["lr"] * factor * (x.T if wide else x)
+    factors = {
+        "original": math.sqrt(max(1, high / low)),
+        "match_rms_adamw": 0.2 * math.sqrt(max(high, low)),
+        "spectral_unclamped": math.sqrt(high / low),
+    }
+    return p - o["lr"] * factors[o["adjust_lr_fn"] or "original"] * (x.T if wide else x)
 
 
 STEPS: Mapping[type[torch.optim.Optimizer], _Step] = {

@@ -69,7 +69,10 @@ def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: b
 @examples(1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Steps of optimizers, averages and learning rates, with each pair of options, are as documented."""
+    """Steps of optimizers, averages and learning rates, with each pair of options, are as documented.
+
+    A quick run steps a third of the optimizers. Line searches have no reference but torch itself on the CPU.
+    """
     from mgpu_check.suite.common.agreement import assert_devices_agree
     from mgpu_check.suite.devices.operators.optimizer_options import option_cases
 

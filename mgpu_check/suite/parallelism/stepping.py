@@ -75,7 +75,9 @@ def _assert_infinity_refused(devices: Sequence[torch.device], right: list[torch.
     what = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
     try:
         nn.utils.clip_grad_norm_(held, 1.0, error_if_nonfinite=True, foreach=foreach)
-    except RuntimeError:
+    except RuntimeError as error:
+        if "non-finite" not in str(error):
+            raise GradientMismatch(f"{what}: it raised another error: {error}") from error
         kept = _named([gradient.double() for gradient in right[:-1]])
         assert_gradients_agree(_gradients(held[:-1]), kept, tolerance=dict.fromkeys(kept, 0.0), what=what)
     else:

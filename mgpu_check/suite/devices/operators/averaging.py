@@ -93,6 +93,7 @@ def _documented_averages(
         held = values[0]
         for steps, value in enumerate(values[1:], start=1):
             weight = 1 / (steps + 1) if decay is None else 1 - decay
+            # Truncates buffers of whole numbers, as the code of torch does; its documentation does not say so.
             held = (held + (value - held) * weight).to(value.dtype)
         averages.append(held if number < count or row["use_buffers"] else values[-1])
     updates = torch.tensor(row["updates"])

@@ -117,12 +117,14 @@ KINDS: tuple[OptimizerKind, ...] = (
         torch.optim.Adafactor,
         {
             "beta2_decay": (-0.8, -0.5),
-            "eps": ((None, 1e-3), (2.0, 0.25)),
+            "lr": (1e-2, 1.0),  # the second step has a lower bound than 1
+            "eps": ((None, 1e-3), (2.0, 2.0)),  # above roots of squares of gradients and of parameters
             "d": (1.0, 2.0),
             "weight_decay": _DECAY,  # the documentation of torch 2.13 names 0.01 as the default
             "maximize": _WAYS,
         },
         _LISTS,
+        steps=7,  # the seventh is the first one whose gradient exceeds the averages, so that `d` bounds it
     ),
     OptimizerKind(
         torch.optim.Muon,
@@ -131,7 +133,7 @@ KINDS: tuple[OptimizerKind, ...] = (
             "momentum": (0.95, 0.5),
             "nesterov": (True, False),
             "ns_coefficients": ((3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)),
-            "eps": (1e-7, 1e-3),
+            "eps": (1e-7, 1.0),  # 1 is above the norms at the default momentum
             "ns_steps": (5, 3),
             "adjust_lr_fn": (None, "original", "match_rms_adamw"),
         },
@@ -143,8 +145,8 @@ KINDS: tuple[OptimizerKind, ...] = (
         {
             "max_iter": (2, 3),
             "max_eval": (None, 9),
-            "tolerance_grad": (1e-7, 1e-3),
-            "tolerance_change": (1e-9, 1e-3),
+            "tolerance_grad": (1e-7, 7.0),  # near the largest gradient of each iteration
+            "tolerance_change": (1e-9, 0.01),  # above the first move
             "history_size": (100, 1),
             "line_search_fn": (None, "strong_wolfe"),
         },
@@ -158,7 +160,7 @@ FUSED = frozenset({"SGD", "Adam", "AdamW"})
 """Optimizers with a fused form on CUDA."""
 
 COARSE = (torch.optim.ASGD, torch.optim.NAdam)
-"""Optimizers that keep factors in float32, so parameters of float64 are as exact as float32."""
+"""Optimizers that keep factors in float32: their parameters of float64 are compared as float32."""
 
 _FACTORS = (1.0, -0.75, -0.5, -0.25, -0.5, 0.5, 1.0)
 """Changes of the gradient from step to step: Rprop distinguishes a sign that turns from one that stays."""
@@ -176,6 +178,6 @@ def gradient(parameter: torch.Tensor, data: str, number: int, step: int) -> torc
     if data == "matrices":
         # Far from singular: Muon divides by the singular values. It ignores the length, so the direction changes.
         one = torch.eye(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        return one.roll(step, 1) * (4 / (1 + 3 * step)) + parameter / 4
+        return one.roll(step, 1) * (4 / (1 + 3 * step)) + parameter / 8
     # Away from 0, where rounding could change the sign.
     return (parameter.abs() * number + 0.5) * _FACTORS[step]

@@ -129,18 +129,21 @@ def _stepped(kind: OptimizerKind, row: Mapping[str, Any], x: Tensor) -> list[Ten
     flat = torch.cat([one.reshape(-1) for one in moved])
     if kind.data == "loss" and row["dtype"] == torch.float32:
         return [flat.detach().to(torch.float16)]
-    if kind.data == "matrices" and row["dtype"] != torch.bfloat16:  # Muon computes in bfloat16
-        return [(flat - torch.cat([part.reshape(-1) for part in before])).detach().bfloat16()]
+    if kind.data == "matrices":
+        # Muon computes in bfloat16. A movement of narrow parameters has their roundings, which Muon enlarges, too.
+        start = 0 if row["dtype"] in _NARROW else torch.cat([part.reshape(-1) for part in before])
+        return [(flat - start).detach().bfloat16()]
     found = [flat.detach(), *(torch.autograd.grad(flat.sum(), [leaf]) if inner else ()), *averages]
     # Corrections of capturable and of differentiable steps are powers in float32.
     powers = row["form"] == "capturable" or (inner and "betas" in kind.values)
-    coarse = row["dtype"] == torch.float64 and (powers or kind.make in COARSE)
+    # Quotients of inner products enlarge roundings of L-BFGS, whose sums torch has in another order.
+    coarse = row["dtype"] == torch.float64 and (powers or kind.make in COARSE or kind.data == "loss")
     return [one.float() for one in found] if coarse else found
 
 
 def _groups(kind: OptimizerKind, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each group of parameters."""
-    own = {name: row[name] for name in kind.values} | {"lr": 0.125}
+    own = {"lr": 0.125} | {name: row[name] for name in kind.values}
     if row["groups"] == "one" or kind.data == "loss":
         return [own]
     other = own | {"lr": 0.0625}
