@@ -131,7 +131,7 @@ def _stepped(kind: OptimizerKind, row: Mapping[str, Any], x: Tensor) -> list[Ten
         return [flat.detach().to(torch.float16)]
     if kind.data == "matrices":
         # Muon computes in bfloat16. A movement of narrow parameters has their roundings, which Muon enlarges, too.
-        start = 0 if row["dtype"] in _NARROW else torch.cat([part.reshape(-1) for part in before])
+        start: Any = 0 if row["dtype"] in _NARROW else torch.cat([part.reshape(-1) for part in before])
         return [(flat - start).detach().bfloat16()]
     found = [flat.detach(), *(torch.autograd.grad(flat.sum(), [leaf]) if inner else ()), *averages]
     # Corrections of capturable and of differentiable steps are powers in float32.
