@@ -212,8 +212,6 @@ _ALTERED = (
     _Altered(_OPTIMIZER + "Muon.step", "ns_steps", lambda value: value + 1),
     _Altered(_OPTIMIZER + "Muon.step", "momentum", lambda value: value / 2),
     _Altered(_OPTIMIZER + "LBFGS.step", "history_size", lambda value: value + 1),
-    _Altered(_OPTIMIZER + "LBFGS.step", "tolerance_grad", lambda value: value / 2),
-    _Altered(_OPTIMIZER + "LBFGS.step", "tolerance_change", lambda value: value / 16),
     _Altered("torch.amp:GradScaler.update", "_growth_factor", lambda value: value * 2),
     _Altered("torch.amp:GradScaler.update", "_backoff_factor", lambda value: value / 2),
     _Altered("torch.amp:GradScaler.update", "_growth_interval", lambda value: value + 1),
