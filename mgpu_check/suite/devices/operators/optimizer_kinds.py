@@ -145,7 +145,7 @@ KINDS: tuple[OptimizerKind, ...] = (
         {
             "max_iter": (2, 3),
             "max_eval": (None, 9),
-            "tolerance_grad": (1e-7, 1e-3),  # no value takes effect in so few iterations
+            "tolerance_grad": (1e-7, 1e-3),  # these tolerances stop no iteration
             "tolerance_change": (1e-9, 1e-3),
             "history_size": (100, 1),
             "line_search_fn": (None, "strong_wolfe"),
