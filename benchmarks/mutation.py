@@ -118,7 +118,8 @@ class Plugin:
         mutant = _mutant(item)
         if mutant and report.failed:
             error = getattr(call.excinfo.value, "failure", call.excinfo.value)
-            self.killed.setdefault(mutant, (_check(item), f"{type(error).__name__}: {error}"[:300]))
+            text = f"{type(error).__name__}: {error}"
+            self.killed.setdefault(mutant, (_check(item), NOT_PLANTED if NOT_PLANTED in text else text[:300]))
             report.outcome, report.longrepr = "passed", None
             report.sections.clear()
         return report
@@ -229,17 +230,24 @@ def table(results: Path, equivalent: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("trace", "run", "again", "table"))
-    parser.add_argument("map", type=Path, metavar="MAP")
-    parser.add_argument("results", type=Path, nargs="?", metavar="RESULTS")
-    parser.add_argument("--sample", type=int, default=200, help="number of mutants; default 200")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample; default 0")
-    parser.add_argument("--checks", type=int, default=20, help="the most checks to run for one mutant; default 20")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, files in (("trace", "map"), ("run", "map results"), ("again", "map results"), ("table", "results")):
+        # Abbreviations would take options of mgpu-check.
+        one = commands.add_parser(command, allow_abbrev=False)
+        for file in files.split():
+            one.add_argument(file, type=Path, metavar=file.upper())
+        if command == "table":
+            one.add_argument("equivalent", type=Path, nargs="?", metavar="EQUIVALENT")
+        if "map results" in files:
+            one.add_argument("--checks", type=int, default=20, help="the most checks to run for one mutant; default 20")
+        if command == "run":
+            one.add_argument("--sample", type=int, default=200, help="number of mutants; default 200")
+            one.add_argument("--seed", type=int, default=0, help="of the sample; default 0")
     options, extra = parser.parse_known_args()
     if options.command == "trace":
         _run({}, options.map, extra)
     elif options.command == "table":
-        table(options.map, options.results)
+        table(options.results, options.equivalent)
     else:
         run(options, extra)
 
