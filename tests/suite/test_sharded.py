@@ -12,6 +12,7 @@ from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.sharded import dtensor_operators, operator_rows
 from mgpu_check.suite.sharded.redistribution import part_of
 
 
@@ -64,3 +65,23 @@ def test_training_for_mixed_precision_is_exact_in_low_precision(dtype):
                 assert_same(found[0], found[1], "own gradients")
                 total = {name: total.get(name, 0) + value for name, value in found[1].items()}
             assert all(torch.equal((value / 64).to(dtype).double(), value / 64) for value in total.values())
+
+
+def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):
+    def refuse(x):
+        raise ValueError("no such thing")
+
+    def lack(x):
+        raise NotImplementedError("Operator x does not have a sharding strategy registered.")
+
+    def described(*functions):
+        calls = [(name, function, [torch.ones(3)], (Shard(0),)) for name, function in functions]
+        return list(dtensor_operators._described(calls, None))
+
+    named = "neg of (S(0)) raised ValueError: no such thing"
+    assert described(("neg", refuse), ("abs", refuse)) == [named]
+    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.12.1+cu130")
+    assert described(("pad", lack), ("neg", refuse)) == [named], "older versions may lack it"
+    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
+    assert len(described(("pad", lack), ("neg", refuse))) == 1
+    assert "pad of (S(0)) raised NotImplementedError" in described(("pad", lack))[0]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.sharded.redistribution import placed
+from mgpu_check.version import torch_version
 
 _Unary = Callable[[torch.Tensor], torch.Tensor]
 _Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -137,3 +139,12 @@ OF_ALIKE: tuple[tuple[str, _Binary], ...] = (
     ("squared errors", lambda x, y: F.mse_loss(x, y, reduction="none")),
 )  # fmt: skip
 """Functions of two matrices of the same shape."""
+
+_SINCE_2_13 = ("index_add", "index_fill", "interpolate", "pad", "pad of rows")
+"""Rows whose operators have sharding strategies from torch 2.13 on only."""
+
+
+def may_be_refused(name: str, error: Exception) -> bool:
+    """Return whether this version of torch lacks the sharding strategy of a row, and says so."""
+    older = TorchVersion(torch_version()) < (2, 13)
+    return older and name in _SINCE_2_13 and "not have a sharding strategy registered" in str(error)

@@ -42,6 +42,10 @@ def _is_partial(real: object, self: torch.Tensor, *args: Any) -> bool:
     return isinstance(self, DTensor) and any(place.is_partial() for place in self.placements)
 
 
+def _is_nested(whole: torch.Tensor, self: DTensor, **_: Any) -> bool:
+    return tuple(self.placements) == (Shard(0), Shard(0))
+
+
 def _is_along(real: object, self: torch.Tensor, *args: Any, **_: Any) -> bool:
     """Return whether the last argument is the dimension that is divided."""
     return isinstance(self, DTensor) and args[-1:] == (getattr(self.placements[0], "dim", None),)
@@ -164,6 +168,9 @@ register(
         "run_check=True, replicated"),
     FaultRow("gradient-of-whole-replicated", "full_tensor ignores grad_placements", "test_making_dtensors",
         around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
+    FaultRow("sharded-twice-gathered-in-reverse", "full_tensor takes nested shards in the wrong order",
+        "test_redistribution_in_two_dimensions", returned(DTensor, "full_tensor"),
+        lambda whole, *_, **__: whole.flip(0), When("two dimensions that both divide the first", _is_nested)),
     FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
         around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
         "forward_dtype"),
