@@ -21,6 +21,7 @@ from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.asserts.replicas import assert_replicas_agree
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import Gradients, Rows, judged, slack, terms_of
@@ -247,26 +248,27 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
             short = replace(run, steps=3)
             _low_rank(short, Place.of(rank), findings, ", small buckets", bucket_cap_mb=SMALL_BUCKET)
             _low_rank(run, Place.of(rank), findings, hook="batched_powerSGD_hook")
-        _judge_matrices_of_rank_two(Place.of(rank), findings)
+        for count, epsilon in ((2, 0), (2, 1e-8), (3, 0)):  # from 3 on torch uses another factorization
+            with full_precision():
+                _judge_matrices_of_rank(count, epsilon, Place.of(rank), findings)
 
 
-def _judge_matrices_of_rank_two(place: Place, findings: Findings) -> None:
-    """Check that PowerSGD with two columns reduces a gradient whose matrix has rank two as a whole."""
-    device, targets = place.rank.device, torch.arange(20.0, device="cpu").reshape(2, 10) % 6 - 2
-    samples = torch.arange(24.0, device="cpu").reshape(2, 12) % 7 - 3
+def _judge_matrices_of_rank(count: int, epsilon: float, place: Place, findings: Findings) -> None:
+    """Check that PowerSGD with `count` columns, at most 3, reduces a gradient of this rank as a whole."""
+    device, targets = place.rank.device, torch.arange(10.0 * count, device="cpu").reshape(count, 10) ** 2 % 7 - 3
+    samples = torch.arange(12.0 * count, device="cpu").reshape(count, 12) ** 2 % 5 - 2
     mean = targets.T @ samples * (place.size + 1) / 2
-    for epsilon in (0, 1e-8):
-        layer = nn.Linear(12, 10, bias=False).to(device)
-        parallel = under_ddp(layer, device, process_group=place.group)
-        options: dict[str, Any] = {"orthogonalization_epsilon": epsilon}
-        state = powerSGD_hook.PowerSGDState(_group_of(place), 2, 2, min_compression_rate=1, **options)
-        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        for step in range(1, 5):
-            parallel.zero_grad()
-            ((place.index + 1) * parallel(samples.to(device)) * targets.to(device)).sum().backward()
-            off = float((gradient_or_zeros(layer.weight).cpu() - mean).abs().max())
-            message = f"powerSGD_hook on {device}, {options}: a matrix of rank 2 in step {step} is off by {off:g}"
-            findings.require(off <= 2.0**-12 * float(mean.abs().max()), message, ranks=[place.rank.index])
+    layer = nn.Linear(12, 10, bias=False).to(device)
+    parallel = under_ddp(layer, device, process_group=place.group)
+    options: dict[str, Any] = {"orthogonalization_epsilon": epsilon}
+    state = powerSGD_hook.PowerSGDState(_group_of(place), count, 2, min_compression_rate=1, **options)
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(1, 5):
+        parallel.zero_grad()
+        ((place.index + 1) * parallel(samples.to(device)) * targets.to(device)).sum().backward()
+        off = float((gradient_or_zeros(layer.weight).cpu() - mean).abs().max())
+        message = f"powerSGD_hook on {device}, {options}: a matrix of rank {count} in step {step} is off by {off:g}"
+        findings.require(off <= 2.0**-12 * float(mean.abs().max()), message, ranks=[place.rank.index])
 
 
 def _low_rank(
