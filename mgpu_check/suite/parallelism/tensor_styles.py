@@ -285,8 +285,15 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
                     what=f"cross_entropy within loss_parallel, {named}, on {rank.device}",
                 )
         replicated: Any = distribute_tensor(logits.to(rank.device), mesh, [Replicate()])
+        what = f"log_softmax after loss_parallel, on {rank.device}"
         try:
-            F.log_softmax(replicated, 1)
+            again: Any = F.log_softmax(replicated, 1)
         except ValueError as refused:  # loss_parallel refuses logits that are not divided by classes
-            message = f"log_softmax after loss_parallel, on {rank.device}, rank {rank.index}: {refused}"
-            findings.require(False, message, ranks=[rank.index])
+            findings.require(False, f"{what}, rank {rank.index}: {refused}", ranks=[rank.index])
+        else:
+            whole = copied(again.full_tensor() if isinstance(again, DTensor) else torch.zeros(0))
+            right = {"result": F.log_softmax(logits.double(), 1)}
+            with findings.collected():
+                assert_gradients_agree(
+                    {"result": whole}, right, tolerance={"result": tolerance}, rank=rank.index, what=what
+                )

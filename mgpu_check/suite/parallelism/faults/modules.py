@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
@@ -55,6 +56,9 @@ register(
         When("loss_parallel, reduction='sum', weight=", lambda x, target, weight, local, kind, *_: kind == _SUM)),
     FaultRow("loss-parallel-stays", "loss_parallel stays in force after its context", _MODULES,
         around(_LOSS, "_disable_custom_loss_ops"), lambda *_: None),
+    FaultRow("log-softmax-of-dtensors-raised", "log_softmax of DTensors is off by 1", _MODULES,
+        returned(F, "log_softmax"), lambda made, *_: made + 1,
+        When("DTensors", lambda made, x, *_: type(made).__name__ == "DTensor")),
     FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
                                        "included",
         _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
