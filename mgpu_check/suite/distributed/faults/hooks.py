@@ -167,7 +167,7 @@ register(
         "test_low_rank_hook", around(powerSGD_hook, "_orthogonalize"),
         lambda real, matrices, *_: matrices.div_(matrices.norm(dim=-2, keepdim=True) + 1e-8),
         "matrix_approximation_rank=2"),
-    FaultRow("three-columns-not-factorized", "PowerSGD leaves factors of three columns and more as they are",
+    FaultRow("three-columns-not-factorized", "PowerSGD does not orthogonalize factors of three columns",
         "test_low_rank_hook", around(powerSGD_hook, "_orthogonalize"), lambda *_: None,
         When("matrix_approximation_rank=3", lambda real, matrices, *_: matrices.shape[-1] > 2)),
     FaultRow("gradients-told-in-reverse", "GradBucket.gradients returns the gradients in reverse order",
