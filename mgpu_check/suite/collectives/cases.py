@@ -110,6 +110,7 @@ _LAYOUTS_WITHOUT_GLOO = {
     ("all_to_all", "uneven"): "gloo takes lists of tensors of one size only",
     ("all_gather", "uneven"): "gloo takes lists of tensors of one size only",
     ("reduce_scatter", "uneven"): "gloo takes lists of tensors of one size only",
+    ("all_gather_into_tensor", "stacked"): "gloo takes the concatenation only",
     ("all_gather_into_tensor", "scalar"): "gloo needs an input with dimensions",
     ("reduce_scatter_tensor", "scalar"): "gloo ends the process with a signal 11: a defect of torch",
 }
