@@ -146,5 +146,5 @@ _SINCE_2_13 = ("index_add", "index_fill", "interpolate", "pad", "pad of rows")
 
 def may_be_refused(name: str, error: Exception) -> bool:
     """Return whether this version of torch lacks the sharding strategy of a row, and says so."""
-    older = TorchVersion(torch_version()) < (2, 13)
+    older = TorchVersion(torch_version()) < "2.13"
     return older and name in _SINCE_2_13 and "not have a sharding strategy registered" in str(error)
