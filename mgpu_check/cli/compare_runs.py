@@ -143,6 +143,9 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
     if not path.exists():
         parser.error(f"--golden={path}: there is no such file; write it with --update-golden")
     golden = _read(path, parser)
+    if given.steps == 0 and golden.limit:
+        do = "leave --steps out, or write the file again with --update-golden"
+        parser.error(f"--steps=all: the golden trace {path} ends after {golden.limit} steps, as recorded; {do}")
     plan = plan if plan.steps else replace(plan, steps=golden.limit)
     values = VALUES_OF_COMPARISON if golden.values is not None and installed() else 0
     run = RunRecording("this run", ScriptComparison(plan), values, rounding=not golden.moved)

@@ -117,6 +117,8 @@ def test_a_golden_trace(command, tmp_path, monkeypatch):
     words = ("compare", "--golden=golden.trace", "--gpus=1")
     text = command(*words, "--update-golden", "--steps=2", "--", "train.py", code=0, processes=2)
     assert "recorded: train.py: 1 rank, 2 steps: golden.trace" in text
+    text = command(*words, "--steps=all", "--", "train.py", code=4, processes=1)
+    assert "--steps=all: the golden trace golden.trace ends after 2 steps, as recorded; leave --steps out" in text
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     text = command(*words, "--", "train.py", code=0, processes=1)
     assert "equal: 2 steps on 1 rank train the same 4 parameters as in golden.trace, bit by bit" in text
