@@ -374,6 +374,24 @@ def test_numbers_of_python_and_numpy(tmp_path):
     assert order.tolist() == [1, 0, 2]
 
 
+def test_numbers_are_judged_as_of_their_draw():
+    tapes: Any = types.SimpleNamespace(all=lambda kind, place, micro: [[1, 2], [3]])
+    missed: list[Any] = []
+    rows, counts = SampleRows(False), [True]
+    numbers = ReplayedNumbers(tapes, rows, lambda *told: missed.append(told), str, lambda: counts[-1])
+    rows.sizes = [2, 1]
+    assert [numbers.take("random.random", 0, 0) for _ in range(3)] == [1, 2, 3]
+    rows.sizes = [1, 1]  # of a later micro-batch
+    counts.append(False)  # the optimizer steps without gradients
+    numbers.end_step()
+    assert missed == []
+    counts.append(True)
+    assert numbers.take("random.random", 0, 1) == 1
+    counts.append(False)
+    numbers.end_step()
+    assert "one number for all samples" in missed[0][2]
+
+
 def test_many_numbers_take_no_time():
     """Such as those of a dataset that is made in Python."""
 
