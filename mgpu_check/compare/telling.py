@@ -212,7 +212,13 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
     observables = difference.observables() if found.comparable else []  # other samples explain them
     remarks += [*_trained_on_one_side(difference.aligned), *found.failed]
     return Report(
-        headline, {}, observables, found.findings, remarks, known=[found.of_slices, found.outputs], axes=found.axes
+        headline,
+        {},
+        observables,
+        found.findings,
+        remarks,
+        known=[line for line in (found.of_slices, found.outputs) if line],
+        axes=found.axes,
     )
 
 
