@@ -123,7 +123,8 @@ class Watch:
 
     def _note(self, seen: Visit) -> Snapshot:
         """Store the samples and troubles of a visit with times of the run's clock, and return its snapshot."""
-        ahead = self.now() - seen.snapshot.at
+        latest = max([seen.snapshot.at, *(sample.at for sample in seen.samples)])  # some follow the snapshot
+        ahead = self.now() - latest
         self._samples += [replace(sample, at=sample.at + ahead) for sample in seen.samples]
         for trouble in seen.troubles:
             same = (trouble.kind, trouble.gpu, trouble.field, trouble.code)
