@@ -44,6 +44,13 @@ _PAIRS: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
 ]
 """Pairs of placements on a mesh of two dimensions that move data across both."""
 
+_AVERAGES: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
+    ((Replicate(), Partial("avg")), (Replicate(), Replicate())),
+    ((Shard(0), Partial("avg")), (Shard(0), Shard(1))),
+    ((Partial("avg"), Partial("avg")), (Replicate(), Replicate())),
+]
+"""Pairs from averages, which are exact on powers of two ranks only."""
+
 
 def _every_pair(partial: Sequence[Partial]) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]:
     """Return every pair of placements on a mesh of two dimensions. Sums and maxima do not occur together."""
@@ -117,7 +124,7 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
     if dimensions == 1:
         pairs = [((source,), (target,)) for source in (*_WHOLE, *partial) for target in _WHOLE]
     else:
-        pairs = _PAIRS + _every_pair(partial[:3])[seed % 90 :: 90]
+        pairs = _PAIRS + _AVERAGES * (Partial("avg") in partial) + _every_pair(partial[:3])[seed % 90 :: 90]
     made = []
     for number, (source, target) in enumerate(pairs):
         names: tuple[str, ...] = _REDUCED if any(isinstance(one, Partial) for one in source) else _MOVED

@@ -57,7 +57,7 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     __tracebackhide__ = True
     expected = one_device(training)
     with Findings() as findings:
-        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=False, share=3):
+        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=False, share=2):
             model = training.model().to(rank.device)
             parameters = list(model.parameters())
             later = 1 if row["later"] else len(parameters)

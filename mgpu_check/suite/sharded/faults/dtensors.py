@@ -64,6 +64,7 @@ _OUTER_TWO = When(
 _UNEVEN = When("sizes that are no multiple of the number of ranks", _is_uneven)
 _LAST_OF_THREE = When("the last of three ranks or more", lambda *args: is_last() and ranks_here() > 2)
 _MAXIMUM = When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")
+_SECOND_AVERAGE = When("partial averages", lambda real, self, x, mesh, dim: self.reduce_op == "avg" and dim == 1)
 _LARGE_PARTS = When("parts above 16 Ki elements", lambda made, *args: made.numel() > _LARGE)
 _SECOND_PLACE = When("the second dimension of a mesh", lambda self, local, mesh, mesh_dim, index: mesh_dim == 1)
 _SECOND_SUM = When("the second dimension of a mesh", lambda real, self, x, mesh, dim: dim == 1 and mesh.ndim > 1)
@@ -152,6 +153,9 @@ register(
         _SECOND_PLACE),
     FaultRow("second-dimension-not-reduced", "partial sums are reduced over the first dimension of the mesh only",
         "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(), _SECOND_SUM),
+    FaultRow("second-averages-added-up", "averages over the second dimension of a mesh are added up",
+        "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, *args: real(Partial("sum"), *args),
+        _SECOND_AVERAGE, least_gpus=4),
     FaultRow("rank-0-distributes-always", "distribute_tensor ignores src_data_rank", "test_redistribution",
         around(Shard, "_make_shard_tensor"),
         lambda real, cls, dim, tensor, mesh, mesh_dim, source=0: real(cls, dim, tensor, mesh, mesh_dim, source and 0),
