@@ -57,6 +57,7 @@ def test_right_ranks_need_no_further_run():
     assert judged([Training(rank, 2) for rank in range(2)], bias_off_by(TINY)) == ("equal", 0)
 
 
+@pytest.mark.slow
 def test_a_small_mistake_of_a_script_is_refuted(compare, changed):
     mistake = ("            p.grad /= world\n", "            p.grad /= world * (1 + 1e-4 * (p.dim() == 1))\n")
     outcome = compare(changed(script("by_hand"), mistake), "--steps=1", code=1, more=len(FURTHER))

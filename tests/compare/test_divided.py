@@ -45,11 +45,7 @@ def compared(compare, kind, mistake, code):
     return compare(script("divided"), *options, code=code, arguments=[kind, *[mistake] * bool(mistake)], more=more)
 
 
-OFTEN = {
-    ("fsdp1", ""),
-    ("experts-alone", ""),
-    ("by-hand", "scaled"),
-}
+OFTEN = {("fsdp1", ""), ("by-hand", "scaled")}
 
 
 def cases(pairs):

@@ -98,6 +98,7 @@ def test_what_cannot_be_replayed_is_named(compare, changed):
         assert f"numbers of {name}, which the ranks draw in a way that was not seen" in outcome.text
 
 
+@pytest.mark.slow
 def test_other_seeds_are_those_of_numpy_too(tmp_path):
     pytest.importorskip("numpy")
     lines = """

@@ -178,6 +178,7 @@ def test_a_mask_that_the_driver_does_not_honour_is_found_out(machine: Machine) -
     result.stdout.fnmatch_lines(["*was given the GPUs 5a5a0002-*, and sees 5a5a0001-*does not honour*"])
 
 
+@pytest.mark.slow
 def test_the_doctor_adds_up_over_all_devices(machine: Machine) -> None:
     result = machine.has(2).command("mgpu_check", "doctor")
     assert result.ret == 0, result.stdout.str()
