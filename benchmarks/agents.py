@@ -41,7 +41,7 @@ def agent(driver: Announced, rank: int, tries: Any) -> None:
     told = {"rank": rank, "host": f"host{rank // 8}", "final": False, "launcher": "torchrun"}
     connection.settimeout(None)
     connection.sendall(line({"agent": told}))
-    lines, process = Lines(), None
+    lines, processes = Lines(), []  # whose connections stay open
     while data := connection.recv(1 << 16):
         lines.feed(data)
         while (message := lines.next()) is not None:
@@ -49,10 +49,9 @@ def agent(driver: Announced, rank: int, tries: Any) -> None:
                 connection.close()
                 return
             if message["do"] == "launch":
-                process = launched(connection, driver, rank, message["id"])
+                processes.append(launched(connection, driver, rank, message["id"]))
             else:
                 connection.sendall(line({"event": "answer", "request": message["request"], "value": ANSWER}))
-    del process
 
 
 def launched(connection: socket.socket, driver: Announced, rank: int, number: int) -> socket.socket | None:

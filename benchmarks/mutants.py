@@ -11,10 +11,11 @@ import marshal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+
+import torch
 
 AREAS = {
     "collectives": "distributed/distributed_c10d distributed/nn/functional distributed/_functional_collectives"
@@ -94,7 +95,7 @@ def mutants() -> Iterator[Mutant]:
 @functools.cache
 def _files() -> dict[str, tuple[str, str]]:
     """Return the path of each mutated file -> its area and its module."""
-    root = Path(next(iter(find_spec("torch").submodule_search_locations)))  # type: ignore[union-attr,arg-type]
+    root = Path(torch.__file__).parent
     found = {}
     for area, patterns in AREAS.items():
         for path in sorted({path for pattern in patterns.split() for path in root.glob(pattern + ".py")}):

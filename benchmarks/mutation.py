@@ -85,7 +85,7 @@ class Plugin:
                 continue
             started, self.ends = time.perf_counter(), last[mutant] is item
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            self.seconds[mutant or _check(item)] += time.perf_counter() - started  # type: ignore[attr-defined]
+            self.seconds[mutant or _check(item)] += time.perf_counter() - started
             if mutant and (self.ends or mutant in self.killed):
                 self.note(mutant)
         return True

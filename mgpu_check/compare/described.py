@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def described(module: nn.Module) -> dict[str, Any]:
         "batch_norms": sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)}),
         "dropouts": sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__}),
     }
+
+
+def has_state(module: nn.Module) -> bool:
+    """Return whether a module has parameters or buffers: transformations of data and losses have neither."""
+    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 
 def narrowed(module: nn.Module, output: Any) -> dict[str, str]:

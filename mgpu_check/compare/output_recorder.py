@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from mgpu_check.compare.described import has_state
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.outputs import OutputSummary, joined_outputs, total
 from mgpu_check.compare.summaries import Numbers, on_host_together, short, statistics
@@ -45,8 +45,8 @@ class OutputRecorder:
         if model in self._models:
             return
         self._models.add(model)
-        if next(itertools.chain(model.parameters(), model.buffers()), None) is None:
-            return  # a transformation of data, or a loss
+        if not has_state(model):
+            return
         outer_first = sorted(model.named_modules(), key=lambda one: one[0].count("."))
         self._chosen.update(module for _, module in outer_first[:_MODULES])
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+
+from mgpu_check.processes.rank_lists import grouped
 
 
 @dataclass(frozen=True)
 class OutputSummary:
-    """What a trace stores for all outputs of a module in a step: numbers that parts add up to, however they were cut.
+    """All outputs of a module in a step, by numbers that parts add up to, no matter how they were cut.
 
     Attributes:
         bits: the sum of the bits of the elements in float64 as integers, modulo 2^64.
@@ -30,10 +31,15 @@ class OutputSummary:
         return [(self.norm, self.norm), (self.sum, max(abs(self.sum), self.norm))]
 
 
+def joined_bits(parts: Iterable[int]) -> int:
+    """Return the sum of sums of bits, modulo 2^64, as a signed integer."""
+    return (sum(parts) + 2**63) % 2**64 - 2**63
+
+
 def joined_outputs(parts: Collection[OutputSummary]) -> OutputSummary:
     """Return the summary of all parts together."""
     return OutputSummary(
-        (sum(part.bits for part in parts) + 2**63) % 2**64 - 2**63,
+        joined_bits(part.bits for part in parts),
         math.hypot(*(part.norm for part in parts)),
         total(part.sum for part in parts),
         sum(part.count for part in parts),
@@ -47,7 +53,7 @@ def total(numbers: Iterable[float]) -> float:
 
 
 def views(parts: Mapping[int, OutputSummary], seen: Mapping[int, Hashable]) -> list[Mapping[int, OutputSummary]]:
-    """Return the whole outputs from the view of each rank, for each way in which ranks may have divided them.
+    """Return the whole outputs from the view of each rank, for each possible division among ranks.
 
     Each rank has the whole; or the ranks have disjoint parts; or ranks with the same samples have copies of a part.
 
@@ -55,11 +61,9 @@ def views(parts: Mapping[int, OutputSummary], seen: Mapping[int, Hashable]) -> l
         parts: rank -> the outputs that it has.
         seen: rank -> a key of its samples.
     """
-    copies: dict[Hashable, list[int]] = defaultdict(list)
-    for rank in parts:
-        copies[seen[rank]].append(rank)
+    copies = [ranks for _, ranks in grouped((seen[rank], rank) for rank in parts)]
     by_samples = {
-        rank: joined_outputs([parts[rank], *(parts[ranks[0]] for ranks in copies.values() if rank not in ranks)])
+        rank: joined_outputs([parts[rank], *(parts[ranks[0]] for ranks in copies if rank not in ranks)])
         for rank in parts
     }
     return [parts, dict.fromkeys(parts, joined_outputs(list(parts.values()))), by_samples]

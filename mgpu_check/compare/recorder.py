@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.compare import constants, meeting, meshes, started, watched
-from mgpu_check.compare.described import described, forward_of, narrowed
+from mgpu_check.compare.described import described, forward_of, has_state, narrowed
 from mgpu_check.compare.entered import install as install_count
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.naming import Names
@@ -60,7 +60,7 @@ def install(
         fd: file descriptor that receives the trace.
         entered: file descriptor that receives the number of entered collectives; None if collectives block, so that
             stacks show the waiting ranks.
-        steps: number of optimizer steps after which the process waits to be ended; None: the script runs to its end.
+        steps: number of optimizer steps until the process waits to be ended; None: the script runs to its end.
         taped: number of steps that the file `tape` receives; None: the usual number.
         moved: seed of perturbations; None: no perturbations.
         store, places: see `mgpu_check.compare.meeting.install`.
@@ -202,16 +202,14 @@ class ScriptRecorder:
             self.note("random", **forward_of(module))
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        has_parameters = next(module.parameters(), None) is not None
-        has_state = has_parameters or next(module.buffers(), None) is not None
-        if not has_state or threading.current_thread() is not threading.main_thread():
+        if not has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
-        if not has_parameters or not (torch.is_grad_enabled() and module.training):
+        if not (module.training and torch.is_grad_enabled()) or next(module.parameters(), None) is None:
             return
         self._notice_draws(module)
-        if type(module).__name__ not in self._told:
-            self._told.add(type(module).__name__)
+        if (kind := f"module {type(module).__name__}") not in self._told:
+            self._told.add(kind)
             self.note("module", **(found := described(module)))
             if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
                 self.wait("alone")

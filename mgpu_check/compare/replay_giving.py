@@ -163,7 +163,7 @@ class RankReplaying(Points):
 
 
 def _line() -> str:
-    """Return the line of the user that is running, as the end of a clause; "" if there is none."""
+    """Return the line of the user that is running, as the end of a clause, or ""."""
     file, line = calling_line()
     return f" at {relative(file)}:{line}" if file else ""
 

@@ -7,6 +7,7 @@ sample: one device gets those of the first rank, then those of the next.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import pickle
 import random
@@ -121,8 +122,7 @@ class ReplayedNumbers:
             raise NotJoinedError("the ranks draw fewer numbers there")
         if key not in self._dealt and self._counts():
             self._dealt[key] = name, self._line(), self._rows.sizes
-        value = values[number]
-        return value.copy() if _is_array(value) or isinstance(value, list) else value  # the script may change it
+        return copy.copy(values[number])  # the script may change an array or a list
 
     def end_step(self) -> None:
         """Report the numbers of this step that were dealt to samples, if that was wrong, or a guess."""

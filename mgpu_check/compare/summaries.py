@@ -12,6 +12,7 @@ import torch
 
 from mgpu_check.compare.trace import CHUNKS, HeldSlice, chunk_sizes, positions
 from mgpu_check.numerics.placement.slices import Slice
+from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
 Numbers = list[float | None]
@@ -112,11 +113,8 @@ def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None]
 
 def on_host_together(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, list[float]]]:
     """Return pairs of an integer and numbers from the CPU, moved together, so that each device waits once."""
-    on: dict[torch.device, list[int]] = {}
-    for index, (bits, _) in enumerate(parts):
-        on.setdefault(bits.device, []).append(index)
     found: dict[int, tuple[int, list[float]]] = {}
-    for indices in on.values():
+    for _, indices in grouped((bits.device, index) for index, (bits, _) in enumerate(parts)):
         integers = torch.stack([parts[index][0] for index in indices]).tolist()
         numbers = iter(torch.cat([parts[index][1] for index in indices]).tolist())
         for index, own in zip(indices, integers, strict=True):

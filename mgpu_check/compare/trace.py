@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mgpu_check.compare.outputs import OutputSummary, total
+from mgpu_check.compare.outputs import OutputSummary, joined_bits, total
 
 FORMAT = "mgpu-check trace"
 VERSION = 1
@@ -86,7 +86,7 @@ class TensorSummary:
 
 def joined(parts: Sequence[TensorSummary]) -> TensorSummary:
     """Return the summary of a whole tensor from the summaries of slices that cover it exactly once."""
-    bits = (sum(part.bits for part in parts) + 2**63) % 2**64 - 2**63
+    bits = joined_bits(part.bits for part in parts)
     sums = tuple(map(total, zip(*(part.sums for part in parts), strict=True)))
     samples = (next((x for x in some if x is not None), 0.0) for some in zip(*(p.samples for p in parts), strict=True))
     return TensorSummary(bits, math.hypot(*(part.norm for part in parts)), sums, tuple(samples))

@@ -44,18 +44,14 @@ def share_gloo_device() -> None:
     def sharing(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def shared(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-            timeouts = [*args, *(kwargs[name] for name in kwargs if name == "timeout")]
-            if (
-                len(timeouts) != 1
-                or len(kwargs) > 1 - len(args)
-                or not isinstance(timeouts[0], timedelta)
-                or any(map(os.environ.get, _CHOOSE_DEVICES))
-            ):
+            given = [*args, *kwargs.values()]
+            is_timeout = len(given) == 1 and isinstance(given[0], timedelta) and {*kwargs} <= {"timeout"}
+            if not is_timeout or any(map(os.environ.get, _CHOOSE_DEVICES)):
                 init(self, store, rank, size, *args, **kwargs)
-            else:
-                options = gloo._Options()
-                options._devices, options._timeout = [device(os.getpid())], timeouts[0]
-                init(self, store, rank, size, options)
+                return
+            options = gloo._Options()
+            options._devices, options._timeout = [device(os.getpid())], given[0]
+            init(self, store, rank, size, options)
 
         return shared
 

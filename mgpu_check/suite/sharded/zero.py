@@ -27,7 +27,7 @@ from mgpu_check.torch_hooks.tensors import copied
 
 _DECAY = 0.25
 _DEFAULTS = {"lr": ADAM_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": _DECAY / 4}
-"""Options of the optimizer, of which a group may have others."""
+"""Options of the optimizer. A group may have others."""
 
 _OPTIONS: Mapping[str, Sequence[Any]] = {
     "parameters_as_bucket_view": (False, True),

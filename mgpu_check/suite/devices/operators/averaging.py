@@ -99,7 +99,7 @@ def _documented_averages(
     updates = torch.tensor(row["updates"])
     weight, bias, scale, shift = averages[:count]
     rows = [(x * factor) @ weight.T + bias for factor in (1, 2)]
-    # Statistics of all batches have equal weights, whatever the momentum of the layer.
+    # Statistics of all batches have equal weights: the momentum of the layer does not count.
     mean, variance = (torch.stack([one(batch) for batch in rows]).mean(0) for one in (_mean, _variance))
     output = (rows[0] - mean) / (variance + 1e-5).sqrt() * scale + shift
     return [*averages[:count], updates, *averages[count:], updates, mean, variance, torch.tensor(2), output]

@@ -45,7 +45,7 @@ class DocumentedScale:
 def documented_scaling(row: Mapping[str, Any], x: Tensor) -> list[Tensor]:
     """Return the scales of four steps, and the parameters after them.
 
-    An optimizer skips the step in which one of its gradients is infinite.
+    If one of its gradients is infinite, an optimizer skips the step.
     """
     parameters, scale, scales = scaled_parts(row, x), DocumentedScale(row), []
     for step in range(STEPS):

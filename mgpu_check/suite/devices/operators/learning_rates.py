@@ -30,7 +30,7 @@ class _Scheduler(NamedTuple):
 
     Attributes:
         rate: the closed form: from options, initial rate and number of steps to the rate, or to rate and momentum. For
-            ReduceLROnPlateau, which has none, it is the loop of its documentation.
+            ReduceLROnPlateau it is the loop that torch documents.
     """
 
     make: Any

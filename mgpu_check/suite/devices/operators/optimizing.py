@@ -63,7 +63,7 @@ def _stepped(
     """Return the scale of the loss, and the parameters, after three steps.
 
     The second step is skipped for an infinite gradient. It also restarts the count of steps until the scale grows. The
-    reference takes the other two steps, as they are documented.
+    reference takes the other two steps by their documentation.
     """
     # Odd, even and single numbers of elements: kernels for lists of tensors work in chunks and vectors.
     parameters = [part.detach().clone() for part in (x, x[0], x[1, :8], x[2, :1])]
