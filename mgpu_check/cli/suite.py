@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import mgpu_check.suite
+from mgpu_check.cli.ahead import RunAhead
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote import current
 from mgpu_check.plugin.packaged import modules_of_ranks
@@ -35,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"mgpu-check: {refused}", file=sys.stderr)
         return WRONG_USAGE
     arguments = on_all_gpus(arguments)
-    return run(arguments, [Progress(), command_line((), arguments, argv)])
+    ahead = RunAhead()
+    return run(arguments, [Progress(ahead.waiting), ahead, command_line((), arguments, argv)])
 
 
 def command_line(

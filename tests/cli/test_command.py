@@ -401,7 +401,7 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
     terminal.config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None))
     session = GpuSession(resolve({"gpus": "1", "simulate": "cpu"}, {}, {}))
     manager = SimpleNamespace(get_plugin=lambda name: terminal)
-    progress = Progress(lambda: now[0])
+    progress = Progress(clock=lambda: now[0])
     config: Any = SimpleNamespace(pluginmanager=manager, stash={SESSION: session}, get_verbosity=lambda: 0)
     config.invocation_params = SimpleNamespace(args=[])
     progress.pytest_configure(config)
