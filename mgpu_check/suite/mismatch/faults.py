@@ -12,12 +12,11 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first, last, on, one_device
-from mgpu_check.suite.common.faults.registry import caught_by
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 
 layers = caught_by("test_modules_refuse_inputs_elsewhere")
 numbers = caught_by("test_cpu_scalars_and_indices_work")
 operators = caught_by("test_operators_refuse_operands_apart")
-results = caught_by("test_operators_are_right_on_each_device")
 scalars = caught_by("test_gpu_scalars_are_no_numbers")
 
 OPERATORS = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "addmm", "gather", "where")
@@ -39,15 +38,6 @@ def _refusal(one: torch.device, other: torch.device) -> RuntimeError:
     )
 
 
-@operators(
-    "operands on different devices are copied together silently",
-    around(torch, "matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select"),
-)
-def silently_copied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """They run on the first operand's device, at the cost of copies."""
-    return function(*_together(args), **kwargs)
-
-
 @operators("the error names only one of the two devices", both(around(torch, *OPERATORS, "einsum"), around(F, *LAYERS)))
 def one_device_named(function: Any, *args: Any, **kwargs: Any) -> Any:
     try:
@@ -67,15 +57,6 @@ def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @operators(
-    "torch.index_select on one device copies its index from other devices",
-    around(torch, "index_select"),
-    one_device(text=ONE_OPERATOR),
-)
-def one_operator_of_one_device_fetches(select: Any, x: Tensor, dim: int, index: Tensor) -> Any:
-    return select(x, dim, index.to(x.device))
-
-
-@operators(
     "losses copy class weights from other devices",
     around(F, "nll_loss", "cross_entropy"),
     call("weights of classes", lambda scores, classes, weight=None, *_, **__: weight is not None),
@@ -83,15 +64,6 @@ def one_operator_of_one_device_fetches(select: Any, x: Tensor, dim: int, index: 
 def class_weights_fetched(loss: Any, scores: Tensor, classes: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Each step then has a hidden copy from the host."""
     return loss(scores, classes, weight.to(scores.device), *args, **kwargs)
-
-
-@operators(
-    "torch.cat checks the devices of the first and last tensor only, and copies the others",
-    around(torch, "cat"),
-    first("three tensors and more", lambda tensors: len(tensors) > 2),
-)
-def those_between_fetched(join: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    return join([*_together(tensors[:-1]), tensors[-1]], *args, **kwargs)
 
 
 @operators(
@@ -134,15 +106,6 @@ def another_type_of_error(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-@layers(
-    "an embedding on one device copies its indices from other devices",
-    around(F, "embedding"),
-    call("one device, one module", lambda _, weight, *__, **___: on(weight, last())),
-)
-def one_module_fetches(embedding: Any, index: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return embedding(index.to(weight.device), weight, *args, **kwargs)
-
-
 @scalars("a scalar on a GPU is accepted as a number", ARITHMETIC)
 def gpu_scalars_taken_for_numbers(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Every 0-dim operand of arithmetic is read out, on any device."""
@@ -153,26 +116,6 @@ def gpu_scalars_taken_for_numbers(function: Any, *args: Any, **kwargs: Any) -> A
 
 def _compared_apart(a: Tensor, b: Any, *_: Any, **__: Any) -> bool:
     return isinstance(b, Tensor) and a.is_cuda and b.is_cuda and a.device != b.device and a.dim() != b.dim()
-
-
-@scalars(
-    "a comparison accepts a scalar on another GPU",
-    around(torch, "eq", "lt"),
-    call("comparisons, from GPU to GPU", _compared_apart),
-    least_gpus=2,
-)
-def gpu_scalars_compared(compare: Any, a: Tensor, b: Tensor) -> Any:
-    return compare(a, b.to(a.device)) if a.dim() else compare(a.to(b.device), b)
-
-
-@scalars(
-    "mul_ on one device accepts a scalar on another GPU",
-    around(Tensor, "mul_"),
-    call(ONE_OPERATOR, lambda x, y: on(x, last()) and isinstance(y, Tensor) and not y.dim() and y.is_cuda),
-)
-def one_device_takes_scalars_of_others(multiply: Any, x: Tensor, other: Tensor) -> Any:
-    """The scalar is read out, which waits for the other device."""
-    return multiply(x, other.item())
 
 
 @numbers("a scalar on the CPU is refused beside a tensor on a GPU", ARITHMETIC)
@@ -201,25 +144,6 @@ def cpu_indices_refused(_: Any, x: Tensor, index: Any) -> Any:
 def indices_of_the_cpu_shifted(getitem: Any, x: Tensor, index: Tensor) -> Any:
     """As if the index were copied before it is complete."""
     return getitem(x, (index + 1) % len(x))
-
-
-@results(
-    "gather reads the previous column on one device",
-    around(torch, "gather"),
-    one_device() & call("one operator", lambda x, _, index: on(index, last())),
-)
-def one_device_gathers_wrongly(gather: Any, x: Tensor, dim: int, index: Tensor) -> Any:
-    """All operands are on the right device, but the result is wrong."""
-    return gather(x, dim, (index - 1) % x.shape[dim])
-
-
-@results(
-    "the bias of a convolution is left out on one device",
-    around(F, "conv2d"),
-    call("one device", lambda x, weight, bias=None, *_, **__: bias is not None and on(x, last())),
-)
-def bias_left_out(conv: Any, x: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1)
 
 
 @caught_by("test_copies_cross_devices")("copy_ refuses a source on another device", around(Tensor, "copy_"))
@@ -273,3 +197,43 @@ def data_parallel_fetches_its_module(_: Any, model: nn.DataParallel[Any], *args:
     """The check of the devices of parameters is missing."""
     model.module.to(torch.device("cuda", model.device_ids[0]))
     return NotImplemented
+
+
+register(
+    __name__,
+    # They run on the first operand's device, at the cost of copies.
+    FaultRow("silently-copied", "operands on different devices are copied together silently",
+        "test_operators_refuse_operands_apart",
+        around(torch, "matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select"),
+        lambda function, *args, **kwargs: function(*_together(args), **kwargs)),
+    FaultRow("one-operator-of-one-device-fetches",
+        "torch.index_select on one device copies its index from other devices", "test_operators_refuse_operands_apart",
+        around(torch, "index_select"), lambda select, x, dim, index: select(x, dim, index.to(x.device)),
+        one_device(text=ONE_OPERATOR)),
+    FaultRow("those-between-fetched",
+        "torch.cat checks the devices of the first and last tensor only, and copies the others",
+        "test_operators_refuse_operands_apart", around(torch, "cat"),
+        lambda join, tensors, *args, **kwargs: join([*_together(tensors[:-1]), tensors[-1]], *args, **kwargs),
+        first("three tensors and more", lambda tensors: len(tensors) > 2)),
+    FaultRow("one-module-fetches", "an embedding on one device copies its indices from other devices",
+        "test_modules_refuse_inputs_elsewhere", around(F, "embedding"),
+        lambda embedding, index, weight, *args, **kwargs: embedding(index.to(weight.device), weight, *args, **kwargs),
+        call("one device, one module", lambda _, weight, *__, **___: on(weight, last()))),
+    FaultRow("gpu-scalars-compared", "a comparison accepts a scalar on another GPU", "test_gpu_scalars_are_no_numbers",
+        around(torch, "eq", "lt"),
+        lambda compare, a, b: compare(a, b.to(a.device)) if a.dim() else compare(a.to(b.device), b),
+        call("comparisons, from GPU to GPU", _compared_apart), least_gpus=2),
+    # The scalar is read out, which waits for the other device.
+    FaultRow("one-device-takes-scalars-of-others", "mul_ on one device accepts a scalar on another GPU",
+        "test_gpu_scalars_are_no_numbers", around(Tensor, "mul_"), lambda multiply, x, other: multiply(x, other.item()),
+        call(ONE_OPERATOR, lambda x, y: on(x, last()) and isinstance(y, Tensor) and not y.dim() and y.is_cuda)),
+    # All operands are on the right device, but the result is wrong.
+    FaultRow("one-device-gathers-wrongly", "gather reads the previous column on one device",
+        "test_operators_are_right_on_each_device", around(torch, "gather"),
+        lambda gather, x, dim, index: gather(x, dim, (index - 1) % x.shape[dim]),
+        one_device() & call("one operator", lambda x, _, index: on(index, last()))),
+    FaultRow("bias-left-out", "the bias of a convolution is left out on one device",
+        "test_operators_are_right_on_each_device", around(F, "conv2d"),
+        lambda conv, x, weight, bias, *args, **kwargs: conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1),
+        call("one device", lambda x, weight, bias=None, *_, **__: bias is not None and on(x, last()))),
+)  # fmt: skip

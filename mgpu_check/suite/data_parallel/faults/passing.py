@@ -22,7 +22,6 @@ from mgpu_check.suite.data_parallel.faults.planting import MANY, data_parallel_m
 Dp = DataParallel[Any]
 
 outputs = caught_by("test_outputs")
-dimension = caught_by("test_dimension")
 arguments = caught_by("test_arguments")
 modes = caught_by("test_modes")
 buffers = caught_by("test_buffers")
@@ -67,11 +66,6 @@ def large_outputs_cut(out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@dimension("rows are split, and dim is ignored", around(DataParallel, "__init__"), "dim=1")
-def dimension_of_data_parallel_ignored(real: Any, self: Dp, *args: Any, **kwargs: Any) -> None:
-    real(self, *args, **(kwargs | {"dim": 0}))
-
-
 @caught_by("test_dimension", "test_functional_form")(
     "keyword arguments are split by rows, and dim is ignored",
     around(data_parallel_module, "scatter_kwargs"),
@@ -85,15 +79,6 @@ def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequenc
 
 def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: int = 0) -> bool:
     return dim == 1 and bool(inputs) and inputs[0].dim() == 2 and inputs[0].shape[0] == inputs[0].shape[1]
-
-
-@dimension(
-    "square batches are transposed",
-    around(data_parallel_module, "scatter_kwargs"),
-    When("square batches, dim=1", _is_square),
-)
-def square_batches_transposed(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int) -> Any:
-    return real((inputs[0].t(), *inputs[1:]), kwargs, devices, dim)
 
 
 # Arguments
@@ -191,11 +176,6 @@ def autocast_in_bfloat16(results: list[Any], *args: Any) -> list[Any]:
 # Exceptions
 
 
-@exceptions("exceptions do not name their replica", around(ExceptionWrapper, "__init__"))
-def replica_not_named(real: Any, self: ExceptionWrapper, exc_info: Any = None, where: str = "") -> None:
-    real(self, exc_info, "in a replica")
-
-
 @exceptions("exceptions name the previous replica", _APPLY, "replicas beyond the first")
 def wrong_replica_named(real: Any, self: Dp, *given: Any) -> Any:
     try:
@@ -260,4 +240,14 @@ register(
         "test_functional_form", around(parallel, "parallel_apply"),
         lambda real, modules, inputs, keywords, *more: real(modules, inputs, keywords[:1] * len(modules), *more),
         When("several keyword arguments", lambda modules, inputs, keywords=None, *more: len(keywords or ()) > 1)),
+    FaultRow("dimension-of-data-parallel-ignored", "rows are split, and dim is ignored", "test_dimension",
+        around(DataParallel, "__init__"),
+        lambda real, self, *args, **kwargs: real(self, *args, **(kwargs | {"dim": 0})), "dim=1"),
+    FaultRow("square-batches-transposed", "square batches are transposed", "test_dimension",
+        around(data_parallel_module, "scatter_kwargs"),
+        lambda real, inputs, kwargs, devices, dim: real((inputs[0].t(), *inputs[1:]), kwargs, devices, dim),
+        When("square batches, dim=1", _is_square)),
+    FaultRow("replica-not-named", "exceptions do not name their replica", "test_exceptions",
+        around(ExceptionWrapper, "__init__"),
+        lambda real, self, exc_info=None, where="": real(self, exc_info, "in a replica")),
 )  # fmt: skip

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from mgpu_check.simulated.defects.copies import HostLink, Link
 from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.operators import call, first, hardware, last, narrowed, on
-from mgpu_check.suite.common.faults.registry import caught_by, entered
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, register
 
 borders = caught_by("test_copies_around_borders")
 converting = caught_by("test_copies_that_convert")
-memory = caught_by("test_copies_have_memory_of_their_own")
 modules = caught_by("test_modules_move")
 pinned = caught_by("test_copies_of_pinned_memory")
 typed = caught_by("test_copies_of_every_dtype")
@@ -24,16 +23,6 @@ typed = caught_by("test_copies_of_every_dtype")
 def _link(what: str, **parameters: Any) -> Link:
     """Return a defect of the link from the last device to the previous one, the less usual direction."""
     return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, what)
-
-
-@borders("copies from the last device to the previous one are shifted", entered, "one pair, above 64 KiB")
-def large_copies_shifted() -> Any:
-    return hardware(_link("offset", above=1 << 16))
-
-
-@borders("the kernel for copies of tensors with gaps inverts a bit", entered, "one pair, above 64 KiB, not contiguous")
-def copies_with_gaps_spoiled() -> Any:
-    return hardware(_link("bit", path="kernel", above=(1 << 16) - 4096))
 
 
 @borders("the tail of large uploads from pinned memory is lost", entered, "one device, above 1 MiB, pinned")
@@ -253,21 +242,21 @@ def unsaved_buffers_lost(apply: Any, module: nn.Module, *args: Any) -> Any:
     return moved
 
 
-@memory(
-    "to(copy=True) returns the tensor itself if dtype and device match",
-    around(Tensor, "to"),
-    call("copies on the same device", lambda x, *_, copy=False, **__: x.is_cuda and copy),
-)
-def copies_that_are_none(to: Any, *args: Any, copy: bool, **kwargs: Any) -> Any:
-    """A snapshot of one step changes with the next."""
-    return to(*args, **kwargs)
-
-
-@memory(
-    "flatten copies contiguous tensors instead of returning a view",
-    around(Tensor, "flatten"),
-    first("contiguous tensors on a device", lambda x: x.is_cuda),
-)
-def views_that_are_copies(flatten: Any, *args: Any) -> Any:
-    """Writes to the result do not reach the source."""
-    return flatten(*args).clone()
+register(
+    __name__,
+    FaultRow("large-copies-shifted", "copies from the last device to the previous one are shifted",
+        "test_copies_around_borders", entered, lambda: hardware(_link("offset", above=1 << 16)),
+        "one pair, above 64 KiB"),
+    FaultRow("copies-with-gaps-spoiled", "the kernel for copies of tensors with gaps inverts a bit",
+        "test_copies_around_borders", entered, lambda: hardware(_link("bit", path="kernel", above=(1 << 16) - 4096)),
+        "one pair, above 64 KiB, not contiguous"),
+    # A snapshot of one step changes with the next.
+    FaultRow("copies-that-are-none", "to(copy=True) returns the tensor itself if dtype and device match",
+        "test_copies_have_memory_of_their_own", around(Tensor, "to"),
+        lambda to, *args, copy, **kwargs: to(*args, **kwargs),
+        call("copies on the same device", lambda x, *_, copy=False, **__: x.is_cuda and copy)),
+    # Writes to the result do not reach the source.
+    FaultRow("views-that-are-copies", "flatten copies contiguous tensors instead of returning a view",
+        "test_copies_have_memory_of_their_own", around(Tensor, "flatten"),
+        lambda flatten, *args: flatten(*args).clone(), first("contiguous tensors on a device", lambda x: x.is_cuda)),
+)  # fmt: skip

@@ -13,7 +13,7 @@ from torch.utils import checkpoint as checkpoint_module
 
 from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.operators import call, dtype, first, last, on, one_device
-from mgpu_check.suite.common.faults.registry import caught_by
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 from mgpu_check.suite.devices.faults.state import untouched
 
 autocasting = caught_by("test_autocast_of_operators")
@@ -27,11 +27,6 @@ def halved_gradient(weight: Tensor) -> Tensor:
     if weight.requires_grad:
         weight.register_hook(lambda gradient: gradient * 0.5)
     return weight
-
-
-@layers("softmax of float32 is computed in bfloat16 on one device", around(F, "softmax"), one_device(torch.float32))
-def softmax_in_bfloat16(softmax: Any, x: Tensor, **kwargs: Any) -> Any:
-    return softmax(x.bfloat16(), **kwargs).float()
 
 
 @layers(
@@ -71,13 +66,6 @@ def causal_attention_to_the_last_key(attend: Any, q: Any, k: Any, v: Any, is_cau
     return attend(q, k, v, attn_mask=seen.tril(k.shape[-2] - q.shape[-2]), **options)
 
 
-@layers("group_norm leaves out its bias", around(F, "group_norm"), one_device())
-def group_norm_without_bias(
-    norm: Any, x: Tensor, groups: int, weight: Any = None, bias: Any = None, **options: Any
-) -> Any:
-    return norm(x, groups, weight, None, **options)
-
-
 @layers(
     "a layer adds its bias to its first 128 features only",
     around(F, "linear"),
@@ -92,15 +80,6 @@ def bias_of_wide_layers(linear: Any, x: Tensor, weight: Tensor, bias: Tensor) ->
 
 def _only_channels_last(x: Tensor) -> bool:
     return on(x, last()) and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-
-
-@layers(
-    "the gradient of a convolution's taps is halved",
-    around(F, "conv2d"),
-    first("channels_last, one device", _only_channels_last),
-)
-def gradient_of_taps_in_channels_last(conv: Any, x: Tensor, weight: Tensor, *more: Any, **options: Any) -> Any:
-    return conv(x, halved_gradient(weight), *more, **options)
 
 
 @layers(
@@ -130,16 +109,6 @@ def lists_without_the_last_element(add: Any, tensors: Any, *more: Any, **options
 
 
 @layers(
-    "fused optimizers step even if a gradient is infinite",
-    around(torch, "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
-    call("fused, with a GradScaler", lambda *_, found_inf=None, **__: found_inf is not None and found_inf.is_cuda),
-)
-def fused_steps_to_infinity(step: Any, *args: Any, found_inf: Tensor, **options: Any) -> Any:
-    """GradScaler's found_inf does not reach the kernel."""
-    return step(*args, found_inf=torch.zeros_like(found_inf), **options)
-
-
-@layers(
     "AMSGrad uses the last second moment, not the largest",
     around(torch, "_fused_adam_"),
     call("amsgrad, fused", lambda tensors, *_, amsgrad=False, **__: amsgrad and tensors[0].is_cuda),
@@ -148,15 +117,6 @@ def maximum_of_moments_forgotten(step: Any, *args: Any, **options: Any) -> Any:
     for largest in args[4]:
         largest.zero_()
     return step(*args, **options)
-
-
-@layers(
-    "RMSprop in its multi-tensor form does not center the second moment",
-    around(importlib.import_module("torch.optim.rmsprop"), "_multi_tensor_rmsprop"),
-    "centered, foreach, on the CPU too",
-)
-def second_moment_not_centered(step: Any, *args: Any, centered: bool, **options: Any) -> None:
-    step(*args, centered=False, **options)
 
 
 @layers(
@@ -172,15 +132,6 @@ def interval_not_restarted(update: Any, scale: Tensor, tracker: Tensor, found: A
 
 
 @layers(
-    "a GradScaler with the state of another starts its interval anew",
-    around(torch.amp.GradScaler, "load_state_dict"),
-    first("on devices", lambda scaler: scaler._device == "cuda"),
-)
-def interval_of_another_scaler_lost(load: Any, scaler: Any, state: dict[str, Any]) -> Any:
-    return load(scaler, state | {"_growth_tracker": 0})
-
-
-@layers(
     "embedding_bag leaves out the weights of samples",
     around(F, "embedding_bag"),
     call(
@@ -190,42 +141,6 @@ def interval_of_another_scaler_lost(load: Any, scaler: Any, state: dict[str, Any
 )
 def weights_of_samples_left_out(bag: Any, *args: Any, per_sample_weights: Tensor, **kwargs: Any) -> Any:
     return bag(*args, **kwargs)
-
-
-@layers(
-    "softmax of a long row leaves out its end",
-    around(F, "softmax"),
-    first("rows above 256", lambda x: x.is_cuda and x.shape[-1] > 256),
-)
-def softmax_of_part_of_a_row(softmax: Any, x: Tensor, **kwargs: Any) -> Any:
-    return torch.cat([softmax(x[..., :256], **kwargs), torch.zeros_like(x[..., 256:])], -1)
-
-
-@layers(
-    "var ignores correction and divides by n - 1",
-    around(torch, "var"),
-    call("a correction other than 1", lambda x, *_, correction=1, **__: x.is_cuda and correction != 1),
-)
-def corrections_ignored(var: Any, *args: Any, correction: Any, **kwargs: Any) -> Any:
-    return var(*args, **kwargs, correction=1)
-
-
-@layers(
-    "the embedding of padding_idx has a gradient on one device",
-    around(F, "embedding"),
-    one_device() & call("padding_idx", lambda *_, padding_idx=None, **__: padding_idx is not None),
-)
-def padding_trained(embedding: Any, *args: Any, padding_idx: int, **kwargs: Any) -> Any:
-    return embedding(*args, **kwargs)
-
-
-@layers(
-    "interpolation on one device ignores align_corners",
-    around(F, "interpolate"),
-    one_device() & call("align_corners", lambda *_, align_corners=None, **__: bool(align_corners)),
-)
-def corners_not_aligned(interpolate: Any, *args: Any, align_corners: bool, **kwargs: Any) -> Any:
-    return interpolate(*args, **kwargs, align_corners=False)
 
 
 @layers(
@@ -272,11 +187,6 @@ def outer_region_off(leave: Any, region: Any, *args: Any) -> Any:
     return result
 
 
-@autocasting("functions of custom_fwd do not cast their inputs", around(torch.amp, "custom_fwd"), "cast_inputs")
-def inputs_of_functions_not_cast(custom_fwd: Any, *args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
-    return custom_fwd(*args, **kwargs)
-
-
 @autocasting(
     "a region of autocast left by an exception does not restore the dtype",
     around(torch.autocast, "__exit__"),
@@ -301,21 +211,6 @@ def cache_stays_off(leave: Any, region: Any, *args: Any) -> Any:
     return result
 
 
-@dropping("dropout of bfloat16 does not scale the kept elements", around(F, "dropout"), dtype(torch.bfloat16))
-def dropout_without_scale(dropout: Any, x: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
-    """Activations are smaller while training."""
-    return dropout(x, p, *args, **kwargs) * (1 - p)
-
-
-@dropping(
-    "dropout in place on one device does not scale the kept elements",
-    around(F, "dropout"),
-    one_device() & call("in place", lambda x, p=0.5, training=True, inplace=False: inplace),
-)
-def dropout_in_place_without_scale(dropout: Any, x: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
-    return dropout(x, p, *args, **kwargs).mul_(1 - p)
-
-
 @dropping("dropout drops the same elements each time on one device", around(F, "dropout"), one_device())
 def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
     with untouched(last()):
@@ -333,11 +228,61 @@ def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) ->
     return drawn_anew + (out - drawn_anew).detach()
 
 
-@dropping(
-    "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict",
-    around(checkpoint_module, "get_device_states"),
-    "tensors within an argument",
-)
-def states_of_nested_tensors_lost(states: Any, *args: Any) -> Any:
-    """The recomputed forward draws another dropout mask."""
-    return states(*(one for one in args if isinstance(one, Tensor)))
+register(
+    __name__,
+    FaultRow("softmax-in-bfloat16", "softmax of float32 is computed in bfloat16 on one device",
+        "test_layers_and_gradients", around(F, "softmax"),
+        lambda softmax, x, **kwargs: softmax(x.bfloat16(), **kwargs).float(), one_device(torch.float32)),
+    FaultRow("group-norm-without-bias", "group_norm leaves out its bias", "test_layers_and_gradients",
+        around(F, "group_norm"),
+        lambda norm, x, groups, weight=None, bias=None, **options: norm(x, groups, weight, None, **options),
+        one_device()),
+    FaultRow("gradient-of-taps-in-channels-last", "the gradient of a convolution's taps is halved",
+        "test_layers_and_gradients", around(F, "conv2d"),
+        lambda conv, x, weight, *more, **options: conv(x, halved_gradient(weight), *more, **options),
+        first("channels_last, one device", _only_channels_last)),
+    # GradScaler's found_inf does not reach the kernel.
+    FaultRow("fused-steps-to-infinity", "fused optimizers step even if a gradient is infinite",
+        "test_layers_and_gradients", around(torch, "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+        lambda step, *args, found_inf, **options: step(*args, found_inf=torch.zeros_like(found_inf), **options),
+        call("fused, with a GradScaler", lambda *_, found_inf=None, **__: found_inf is not None and found_inf.is_cuda)),
+    FaultRow("second-moment-not-centered", "RMSprop in its multi-tensor form does not center the second moment",
+        "test_layers_and_gradients", around(importlib.import_module("torch.optim.rmsprop"), "_multi_tensor_rmsprop"),
+        lambda step, *args, centered, **options: step(*args, centered=False, **options),
+        "centered, foreach, on the CPU too"),
+    FaultRow("interval-of-another-scaler-lost", "a GradScaler with the state of another starts its interval anew",
+        "test_layers_and_gradients", around(torch.amp.GradScaler, "load_state_dict"),
+        lambda load, scaler, state: load(scaler, state | {"_growth_tracker": 0}),
+        first("on devices", lambda scaler: scaler._device == "cuda")),
+    FaultRow("softmax-of-part-of-a-row", "softmax of a long row leaves out its end", "test_layers_and_gradients",
+        around(F, "softmax"),
+        lambda softmax, x, **kwargs: torch.cat([softmax(x[..., :256], **kwargs), torch.zeros_like(x[..., 256:])], -1),
+        first("rows above 256", lambda x: x.is_cuda and x.shape[-1] > 256)),
+    FaultRow("corrections-ignored", "var ignores correction and divides by n - 1", "test_layers_and_gradients",
+        around(torch, "var"), lambda var, *args, correction, **kwargs: var(*args, **kwargs, correction=1),
+        call("a correction other than 1", lambda x, *_, correction=1, **__: x.is_cuda and correction != 1)),
+    FaultRow("padding-trained", "the embedding of padding_idx has a gradient on one device",
+        "test_layers_and_gradients", around(F, "embedding"),
+        lambda embedding, *args, padding_idx, **kwargs: embedding(*args, **kwargs),
+        one_device() & call("padding_idx", lambda *_, padding_idx=None, **__: padding_idx is not None)),
+    FaultRow("corners-not-aligned", "interpolation on one device ignores align_corners", "test_layers_and_gradients",
+        around(F, "interpolate"),
+        lambda interpolate, *args, align_corners, **kwargs: interpolate(*args, **kwargs, align_corners=False),
+        one_device() & call("align_corners", lambda *_, align_corners=None, **__: bool(align_corners))),
+    FaultRow("inputs-of-functions-not-cast", "functions of custom_fwd do not cast their inputs",
+        "test_autocast_of_operators", around(torch.amp, "custom_fwd"),
+        lambda custom_fwd, *args, cast_inputs=None, **kwargs: custom_fwd(*args, **kwargs), "cast_inputs"),
+    # Activations are smaller while training.
+    FaultRow("dropout-without-scale", "dropout of bfloat16 does not scale the kept elements", "test_dropout",
+        around(F, "dropout"), lambda dropout, x, p=0.5, *args, **kwargs: dropout(x, p, *args, **kwargs) * (1 - p),
+        dtype(torch.bfloat16)),
+    FaultRow("dropout-in-place-without-scale", "dropout in place on one device does not scale the kept elements",
+        "test_dropout", around(F, "dropout"),
+        lambda dropout, x, p=0.5, *args, **kwargs: dropout(x, p, *args, **kwargs).mul_(1 - p),
+        one_device() & call("in place", lambda x, p=0.5, training=True, inplace=False: inplace)),
+    # The recomputed forward draws another dropout mask.
+    FaultRow("states-of-nested-tensors-lost",
+        "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict", "test_dropout",
+        around(checkpoint_module, "get_device_states"),
+        lambda states, *args: states(*(one for one in args if isinstance(one, Tensor))), "tensors within an argument"),
+)  # fmt: skip

@@ -11,26 +11,7 @@ from mgpu_check.suite.common.faults.breaking import around
 from mgpu_check.suite.common.faults.operators import call, first, last, on
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 
-layers = caught_by("test_layers_and_gradients")
 options = caught_by("test_options_of_optimizers")
-
-
-@options(
-    "optimizers minimize although they are told to maximize",
-    around(torch, "_foreach_neg"),
-    call("maximize, lists of tensors", lambda tensors: tensors[0].is_cuda),
-)
-def lists_not_negated(_: Any, tensors: Any) -> Any:
-    return [one.clone() for one in tensors]
-
-
-@options(
-    "weight decay is left out in lists of tensors",
-    around(torch, "_foreach_add"),
-    call("weight_decay and maximize, one device", lambda tensors, *_, **__: on(tensors[0], last())),
-)
-def lists_not_decayed(_: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    return [one.clone() for one in tensors]
 
 
 @options(
@@ -93,11 +74,6 @@ def first_step_damped(step: Any, optimizer: torch.optim.SGD, *args: Any) -> Any:
     return step(optimizer, *args)
 
 
-@layers("GradScaler does not load its scale, on each device", around(torch.amp.GradScaler, "load_state_dict"))
-def scale_not_loaded(load: Any, scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
-    load(scaler, {**state, "scale": scaler.get_scale()})
-
-
 @options(
     "an optimizer that loads a state counts its steps anew, on each device",
     around(torch.optim.Optimizer, "load_state_dict"),
@@ -133,24 +109,6 @@ def decay_of_the_first_group(step: Any, optimizer: torch.optim.Optimizer, *args:
     for group in optimizer.param_groups[1:]:
         group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
     return step(optimizer, *args)
-
-
-@options(
-    "a rate that is a tensor is halved, on each device",
-    around("torch.optim.adamax", "_to_scalar"),
-    call("rates that are tensors", lambda rate: isinstance(rate, torch.Tensor)),
-)
-def rate_of_a_tensor_halved(scalar: Any, rate: torch.Tensor) -> Any:
-    return scalar(rate) / 2
-
-
-@options(
-    "update_bn takes the first batch only, on each device",
-    around("torch.optim.swa_utils", "update_bn"),
-    "several batches",
-)
-def statistics_of_the_first_batch(update: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-    update(loader[:1], *args, **kwargs)
 
 
 class _Altered(NamedTuple):
@@ -233,4 +191,25 @@ _ALTERED = (
     _Altered(_SCHEDULER + "ChainedScheduler.step", "_schedulers", lambda value: value[:1]),
     _Altered("torch.optim.swa_utils:SWALR.get_lr", "anneal_epochs", lambda value: value * 2),
 )
-register(__name__, *(altered.row() for altered in _ALTERED))
+
+
+register(
+    __name__,
+    *(altered.row() for altered in _ALTERED),
+    FaultRow("lists-not-negated", "optimizers minimize although they are told to maximize",
+        "test_options_of_optimizers", around(torch, "_foreach_neg"),
+        lambda _, tensors: [one.clone() for one in tensors],
+        call("maximize, lists of tensors", lambda tensors: tensors[0].is_cuda)),
+    FaultRow("lists-not-decayed", "weight decay is left out in lists of tensors", "test_options_of_optimizers",
+        around(torch, "_foreach_add"), lambda _, tensors, *args, **kwargs: [one.clone() for one in tensors],
+        call("weight_decay and maximize, one device", lambda tensors, *_, **__: on(tensors[0], last()))),
+    FaultRow("scale-not-loaded", "GradScaler does not load its scale, on each device", "test_layers_and_gradients",
+        around(torch.amp.GradScaler, "load_state_dict"),
+        lambda load, scaler, state: load(scaler, {**state, "scale": scaler.get_scale()})),
+    FaultRow("rate-of-a-tensor-halved", "a rate that is a tensor is halved, on each device",
+        "test_options_of_optimizers", around("torch.optim.adamax", "_to_scalar"), lambda scalar, rate: scalar(rate) / 2,
+        call("rates that are tensors", lambda rate: isinstance(rate, torch.Tensor))),
+    FaultRow("statistics-of-the-first-batch", "update_bn takes the first batch only, on each device",
+        "test_options_of_optimizers", around("torch.optim.swa_utils", "update_bn"),
+        lambda update, loader, *args, **kwargs: update(loader[:1], *args, **kwargs), "several batches"),
+)  # fmt: skip

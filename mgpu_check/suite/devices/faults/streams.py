@@ -11,46 +11,15 @@ import torch
 
 from mgpu_check.suite.common.faults.breaking import around, returned
 from mgpu_check.suite.common.faults.operators import call, first, last
-from mgpu_check.suite.common.faults.registry import caught_by, entered, fault
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, fault, register
 from mgpu_check.torch_hooks.patches import replaced
 
-following = caught_by("test_cuda_follows_the_current_device")
 guards = caught_by("test_guards_restore")
 threads = caught_by("test_threads_have_their_own_device")
-timing = caught_by("test_events_tell_the_time")
 waiting = caught_by("test_host_waits_for_streams")
 
 OTHER_CURRENT = "another current device"
 FOREIGN_STREAMS = "streams of a device that is not current"
-
-
-@following(
-    "Tensor.cuda() without an index uses the first device",
-    around(torch.Tensor, "cuda"),
-    call(OTHER_CURRENT, lambda _, *args, **kwargs: not args and not kwargs),
-)
-def cuda_is_the_first_device(cuda: Any, x: torch.Tensor) -> Any:
-    """`set_device` has no effect on it."""
-    return cuda(x, 0)
-
-
-@following(
-    "torch.arange on 'cuda' makes its tensor on the first device",
-    around(torch, "arange"),
-    call(OTHER_CURRENT, lambda *_, device=None, **__: str(device) == "cuda"),
-)
-def one_factory_on_the_first_device(arange: Any, *args: Any, **kwargs: Any) -> Any:
-    return arange(*args, **kwargs | {"device": "cuda:0"})
-
-
-@following(
-    "set_device with a string sets the first device",
-    around(torch.cuda, "set_device"),
-    first("devices given as strings", lambda device: isinstance(device, str)),
-)
-def devices_as_text_misread(set_device: Any, _: str) -> None:
-    """The index after the colon is lost."""
-    set_device(0)
 
 
 @guards("torch.cuda.device does not restore the device after an exception", entered, "left by an exception")
@@ -136,33 +105,6 @@ def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
 
 
 @waiting(
-    "Event.synchronize returns at once on one device",
-    around(torch.cuda.Event, "synchronize"),
-    first("one device", lambda event: event.device.index == last()),
-)
-def events_not_waited_for(*_: Any) -> None:
-    """Work queued before the event may still run."""
-
-
-@waiting(
-    "wait_stream between two streams of one device does nothing",
-    around(torch.cuda.Stream, "wait_stream"),
-    call("two streams of one device", lambda stream, other: stream.device == other.device),
-)
-def streams_do_not_wait(*_: Any) -> None:
-    """The second stream starts at once."""
-
-
-@waiting(
-    "the default stream of one device waits for no stream",
-    around(torch.cuda.Stream, "wait_stream"),
-    call("the default stream, one device", lambda stream, _: stream == torch.cuda.default_stream(last())),
-)
-def default_stream_does_not_wait(*_: Any) -> None:
-    """Losses are read, and results are copied, before a side stream has written them."""
-
-
-@waiting(
     "torch.cuda.synchronize waits for the default stream only",
     around(torch.cuda, "synchronize"),
     "streams other than the default one",
@@ -199,29 +141,46 @@ def memory_in_use_given_away() -> Any:
     return around(type(torch.empty(0, device="cuda")), "record_stream")(record)
 
 
-@timing(
-    "Event.query returns True while the stream is busy",
-    around(torch.cuda.Event, "query"),
-    first("one device", lambda event: event.device is not None and event.device.index == last()),
-)
-def events_done_too_early(*_: Any) -> bool:
-    return True
-
-
-@timing("elapsed_time is always 0", around(torch.cuda.Event, "elapsed_time"))
-def no_time_passes(*_: Any) -> float:
-    """As if the clock of the device had stopped."""
-    return 0.0
-
-
-@timing("elapsed_time returns seconds", returned(torch.cuda.Event, "elapsed_time"))
-def time_is_in_seconds(milliseconds: float, *_: Any) -> float:
-    """As if the unit of the driver had been converted twice."""
-    return milliseconds / 1000
-
-
 @caught_by("test_graphs_replay")("a graph is replayed once only", around("torch.cuda:CUDAGraph", "replay"))
 def graphs_replayed_once(replay: Any, graph: Any) -> None:
     if not getattr(graph, "_replayed", False):
         graph._replayed = True
         replay(graph)
+
+
+register(
+    __name__,
+    # `set_device` has no effect on it.
+    FaultRow("cuda-is-the-first-device", "Tensor.cuda() without an index uses the first device",
+        "test_cuda_follows_the_current_device", around(torch.Tensor, "cuda"), lambda cuda, x: cuda(x, 0),
+        call(OTHER_CURRENT, lambda _, *args, **kwargs: not args and not kwargs)),
+    FaultRow("one-factory-on-the-first-device", "torch.arange on 'cuda' makes its tensor on the first device",
+        "test_cuda_follows_the_current_device", around(torch, "arange"),
+        lambda arange, *args, **kwargs: arange(*args, **kwargs | {"device": "cuda:0"}),
+        call(OTHER_CURRENT, lambda *_, device=None, **__: str(device) == "cuda")),
+    # The index after the colon is lost.
+    FaultRow("devices-as-text-misread", "set_device with a string sets the first device",
+        "test_cuda_follows_the_current_device", around(torch.cuda, "set_device"), lambda set_device, _: set_device(0),
+        first("devices given as strings", lambda device: isinstance(device, str))),
+    # Work queued before the event may still run.
+    FaultRow("events-not-waited-for", "Event.synchronize returns at once on one device", "test_host_waits_for_streams",
+        around(torch.cuda.Event, "synchronize"), lambda *_: None,
+        first("one device", lambda event: event.device.index == last())),
+    # The second stream starts at once.
+    FaultRow("streams-do-not-wait", "wait_stream between two streams of one device does nothing",
+        "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,
+        call("two streams of one device", lambda stream, other: stream.device == other.device)),
+    # Losses are read, and results are copied, before a side stream has written them.
+    FaultRow("default-stream-does-not-wait", "the default stream of one device waits for no stream",
+        "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,
+        call("the default stream, one device", lambda stream, _: stream == torch.cuda.default_stream(last()))),
+    FaultRow("events-done-too-early", "Event.query returns True while the stream is busy", "test_events_tell_the_time",
+        around(torch.cuda.Event, "query"), lambda *_: True,
+        first("one device", lambda event: event.device is not None and event.device.index == last())),
+    # As if the clock of the device had stopped.
+    FaultRow("no-time-passes", "elapsed_time is always 0", "test_events_tell_the_time",
+        around(torch.cuda.Event, "elapsed_time"), lambda *_: 0.0),
+    # As if the unit of the driver had been converted twice.
+    FaultRow("time-is-in-seconds", "elapsed_time returns seconds", "test_events_tell_the_time",
+        returned(torch.cuda.Event, "elapsed_time"), lambda milliseconds, *_: milliseconds / 1000),
+)  # fmt: skip

@@ -74,15 +74,6 @@ def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> N
 
 
 @scaler(
-    "GradScaler leaves the last of several losses unscaled",
-    returned(torch.amp.GradScaler, "scale"),
-    When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor)),
-)
-def last_loss_unscaled(scaled: Any, self: torch.amp.GradScaler, outputs: Any) -> Any:
-    return type(scaled)([*scaled[:-1], outputs[-1]])
-
-
-@scaler(
     "GradScaler updates its scale by the first optimizer only",
     given(torch.amp.GradScaler, "update"),
     "two optimizers, an infinity in the second",
@@ -156,4 +147,8 @@ register(
         "test_checkpoint", returned(torch.optim.Optimizer, "_process_value_according_to_param_policy"),
         lambda made, param, *_, **__: made.to(param.dtype).to(made.dtype),
         When("narrow parameters, more steps than their dtype can count", _is_counted_in_half)),
+    FaultRow("last-loss-unscaled", "GradScaler leaves the last of several losses unscaled", "test_scaler",
+        returned(torch.amp.GradScaler, "scale"),
+        lambda scaled, self, outputs: type(scaled)([*scaled[:-1], outputs[-1]]),
+        When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor))),
 )  # fmt: skip

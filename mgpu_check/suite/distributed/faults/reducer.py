@@ -126,11 +126,6 @@ def views_of_static_graphs_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[:1] = 0
 
 
-@pairs("gradients are not averaged without device_ids", communicating(), _UNUSED & _WITHOUT_IDS)
-def summed_without_device_ids(buffer: torch.Tensor, bucket: Any, model: DDP) -> torch.Tensor:
-    return buffer * model.process_group.size()
-
-
 @buckets(
     "buckets above 1 MiB lose their end",
     communicating(),
@@ -232,4 +227,7 @@ register(
     FaultRow("divided-by-the-world", "gradients in a group are divided by the number of all ranks",
         "test_process_groups", communicating(_SUBGROUP),
         lambda buffer, bucket, model: buffer * (model.process_group.size() / dist.get_world_size()), _SUBGROUP),
+    FaultRow("summed-without-device-ids", "gradients are not averaged without device_ids", "test_pairs_of_options",
+        communicating(), lambda buffer, bucket, model: buffer * model.process_group.size(), _UNUSED & _WITHOUT_IDS,
+        least_gpus=2),
 )  # fmt: skip

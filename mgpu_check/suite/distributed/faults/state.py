@@ -157,20 +157,6 @@ def evaluation_cut(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 # Checkpoints
 
 
-@checkpoint(
-    "an optimizer's state is not loaded", around(torch.optim.Optimizer, "load_state_dict"), "optimizers with state"
-)
-def optimizer_state_not_loaded(real: Any, self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    real(self, state | {"state": {}})
-
-
-@checkpoint(
-    "a checkpoint is loaded to the device that it was saved from", around(torch, "load"), "ranks other than the first"
-)
-def map_location_ignored(real: Any, *args: Any, map_location: object = None, **kwargs: Any) -> Any:
-    return real(*args, **kwargs)
-
-
 @checkpoint("parameters with one dimension are not loaded on the last rank", _LOADED, LAST_RANK & _BIASES)
 def biases_not_loaded(real: Any, self: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     own = {name: value.clone() for name, value in self.state_dict().items() if value.dim() == 1}
@@ -237,4 +223,10 @@ register(
         _FORWARD, lambda real, self, *args, **kwargs: real(self, *args, **_turned(kwargs)), "int64 within a list"),
     FaultRow("infinities-lost", "infinite gradients become large finite ones", "test_scaler", communicating(),
         lambda buffer, *_: buffer.nan_to_num(nan=0.0), "infinities only"),
+    FaultRow("optimizer-state-not-loaded", "an optimizer's state is not loaded", "test_checkpoint",
+        around(torch.optim.Optimizer, "load_state_dict"), lambda real, self, state: real(self, state | {"state": {}}),
+        "optimizers with state"),
+    FaultRow("map-location-ignored", "a checkpoint is loaded to the device that it was saved from", "test_checkpoint",
+        around(torch, "load"), lambda real, *args, map_location=None, **kwargs: real(*args, **kwargs),
+        "ranks other than the first"),
 )  # fmt: skip

@@ -23,7 +23,6 @@ from mgpu_check.torch_hooks.patches import replaced
 
 in_order = caught_by("test_workers_keep_the_order")
 seeded = caught_by("test_workers_are_seeded_apart")
-streams = caught_by("test_streams_are_shared")
 on_ranks = caught_by("test_loaders_of_ranks_cover_the_dataset")
 pinned = caught_by("test_batches_are_pinned")
 
@@ -169,16 +168,6 @@ class _First:
         self.id, self.num_workers = 0, told.num_workers
 
 
-@streams(
-    "the incomplete last batch of an iterable dataset is dropped",
-    around(fetch._IterableDatasetFetcher, "__init__"),
-    "last batches of iterable datasets",
-)
-def last_batch_of_a_stream_dropped(real: Any, *args: Any) -> None:
-    """As with ``drop_last``, but not requested."""
-    real(*args[:-1], True)
-
-
 # Collation and pinning
 
 
@@ -240,4 +229,8 @@ register(
     # Their copies block, but deliver the right data.
     FaultRow("lists-not-pinned", "tensors in lists are not pinned", "test_batches_are_pinned",
         around(pin_memory, "pin_memory"), lambda real, data, *_: data, _LISTS),
+    # As with ``drop_last``, but not requested.
+    FaultRow("last-batch-of-a-stream-dropped", "the incomplete last batch of an iterable dataset is dropped",
+        "test_streams_are_shared", around(fetch._IterableDatasetFetcher, "__init__"),
+        lambda real, *args: real(*args[:-1], True), "last batches of iterable datasets"),
 )  # fmt: skip

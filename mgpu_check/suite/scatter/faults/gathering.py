@@ -13,7 +13,7 @@ from torch.nn.parallel._functions import Gather
 
 from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first
-from mgpu_check.suite.common.faults.registry import caught_by
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
 
 any_bits = caught_by("test_every_dtype_and_order")
 containers = caught_by("test_every_container")
@@ -28,11 +28,6 @@ JOIN = around(comm, "gather")
 LARGE = 1 << 20
 
 
-@restoring("gather joins the shards in reverse order", JOIN)
-def gathered_backwards(join: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    return join(tensors[::-1], *args, **kwargs)
-
-
 @losses("gather leaves out the last shard", JOIN)
 def gather_drops_a_shard(join: Any, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> Any:
     """As with a loop that ends one step early."""
@@ -44,13 +39,6 @@ def gathered_elsewhere(
     join: Any, tensors: Sequence[Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
 ) -> Any:
     return join(tensors, dim, 0) if out is None else NotImplemented
-
-
-@caught_by("test_sizes_and_outputs_that_are_given")(
-    "gather ignores out and returns a new tensor", JOIN, call("out= only", lambda *_, out=None, **__: out is not None)
-)
-def given_output_left_alone(join: Any, tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Any:
-    return join(tensors, dim, out.device)
 
 
 @restoring(
@@ -181,18 +169,20 @@ def losses_averaged(_: Any, outputs: Sequence[Tensor], target: Any, *__: Any) ->
     return torch.stack([one.to(target) for one in outputs]).mean()
 
 
-@losses(
-    "every gathered number gets the mean of the gradients",
-    around(Gather, "backward"),
-    call("0-dim tensors", lambda context, _: context.unsqueezed_scalar),
-)
-def gradients_of_numbers_averaged(backward: Any, context: Any, gradient: Tensor) -> Any:
-    """A loss with equal weights does not show it."""
-    return backward(context, gradient.mean().expand_as(gradient))
-
-
-@caught_by("test_gradient_returns_through_gather")(
-    "shards get the gradients of other shards", around(Gather, "backward")
-)
-def gradients_to_the_wrong_shard(backward: Any, context: Any, gradient: Tensor) -> Any:
-    return backward(context, gradient.flip(context.dim))
+register(
+    __name__,
+    FaultRow("gathered-backwards", "gather joins the shards in reverse order", "test_gather_restores_the_batch", JOIN,
+        lambda join, tensors, *args, **kwargs: join(tensors[::-1], *args, **kwargs)),
+    FaultRow("given-output-left-alone", "gather ignores out and returns a new tensor",
+        "test_sizes_and_outputs_that_are_given", JOIN,
+        lambda join, tensors, dim=0, *, out: join(tensors, dim, out.device),
+        call("out= only", lambda *_, out=None, **__: out is not None)),
+    # A loss with equal weights does not show it.
+    FaultRow("gradients-of-numbers-averaged", "every gathered number gets the mean of the gradients",
+        "test_losses_gather_to_a_vector", around(Gather, "backward"),
+        lambda backward, context, gradient: backward(context, gradient.mean().expand_as(gradient)),
+        call("0-dim tensors", lambda context, _: context.unsqueezed_scalar)),
+    FaultRow("gradients-to-the-wrong-shard", "shards get the gradients of other shards",
+        "test_gradient_returns_through_gather", around(Gather, "backward"),
+        lambda backward, context, gradient: backward(context, gradient.flip(context.dim))),
+)  # fmt: skip

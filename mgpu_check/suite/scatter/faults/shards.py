@@ -13,7 +13,7 @@ from torch.nn.parallel import _functions, comm, scatter_gather
 
 from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first
-from mgpu_check.suite.common.faults.registry import caught_by, entered
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import as_bits, plain
@@ -88,24 +88,9 @@ def _reordered(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., A
     return change
 
 
-@covering("two shards are swapped", entered)
-def shards_swapped() -> Any:
-    """The first shard goes to the last device that gets a shard, and the last shard to the first device."""
-    return scattering(_reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts))
-
-
 @covering("the last two of five or more shards are swapped", entered, "5 devices and more", least_gpus=5)
 def last_shards_swapped() -> Any:
     return scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts))
-
-
-@any_bits(
-    "columns of square matrices are their rows",
-    scattering,
-    When("square matrices, dim=1", lambda scatter, x, devices, dim: dim == 1 and x.shape == (x.shape[0],) * 2),
-)
-def columns_of_square_matrices(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    return scatter(x.t(), devices)
 
 
 @covering("the last shard stays on the first device", scattering)
@@ -162,17 +147,6 @@ def negative_dims_turn_the_devices(scatter: Any, x: Tensor, devices: Devices, di
 def sizes_evened_out(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As with `torch.tensor_split`. The shards cover the batch, but are not those of torch."""
     return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
-
-
-@caught_by("test_shards_have_the_sizes_of_chunk")(
-    "with fewer samples than devices, the last devices get empty shards instead of no shard",
-    scattering,
-    call("fewer samples than devices", lambda x, devices, dim: 0 < x.shape[dim] < len(devices)),
-    least_gpus=2,
-)
-def empty_shards_at_the_end(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    """Replicas there run on empty batches, and the mean of their losses is NaN."""
-    return scatter(x, devices, [1] * x.shape[dim] + [0] * (len(devices) - x.shape[dim]))
 
 
 @caught_by("test_tutorial_shapes")(
@@ -241,16 +215,6 @@ def pinned_shard_not_waited_for(scatter: Any, x: Tensor, devices: Devices, dim: 
 
 
 @any_bits(
-    "every NaN becomes the default NaN of the CPU",
-    scattering,
-    first("NaN with a payload, float32 and float64", lambda x: x.dtype in (torch.float32, torch.float64)),
-)
-def scattered_payloads_lost(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    """As with a copy by arithmetic, such as x + 0."""
-    return scatter(torch.where(x.isnan(), torch.full_like(x, float("nan")), x), devices)
-
-
-@any_bits(
     "subnormal numbers arrive as zeros", scattering, first("subnormal numbers only", lambda x: x.is_floating_point())
 )
 def subnormals_of_shards_flushed(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
@@ -268,16 +232,6 @@ def devices_sorted(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, sorted(devices), strict=False))
 
 
-@any_bits(
-    "int64 is converted through float32, which rounds large numbers",
-    scattering,
-    first("int64 beyond 2^24", lambda x: x.dtype == torch.int64),
-)
-def large_numbers_rounded(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    """Ids of samples and tokens then belong to others."""
-    return scatter(x.float().long(), devices)
-
-
 @caught_by("test_sizes_and_outputs_that_are_given")(
     "a device with a given size of 0 gets one row of the next device",
     around(comm, "scatter"),
@@ -292,12 +246,6 @@ def nothing_is_one_row(scatter: Any, x: Tensor, devices: Any, chunk_sizes: Any, 
     at, most = sizes.index(0), sizes.index(max(sizes))
     sizes[at], sizes[most] = 1, sizes[most] - 1
     return scatter(x, devices, sizes, *rest, **named)
-
-
-@aligned("the first device gets its labels in another order than its inputs", around(batches, "split_batch"))
-def labels_not_split_alike(_: Any, X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-    """As if inputs were split before the shuffle and labels after it."""
-    return nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices)
 
 
 @aligned("every device gets all labels", around(batches, "split_batch"))
@@ -319,26 +267,6 @@ def _slice_goes_to_a_device(x: Tensor, *args: Any, **_: Any) -> bool:
 
 
 @by_hand(
-    "a slice is copied to a device from the start of its storage",
-    around(Tensor, "to"),
-    call("views that start inside their storage", _slice_goes_to_a_device),
-)
-def offset_of_slices_ignored(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Each device gets the first rows of the batch."""
-    return to(x.as_strided(x.shape, x.stride(), 0), *args, **kwargs)
-
-
-@by_hand(
-    "cat of three or more tensors swaps the last two",
-    around(torch, "cat"),
-    first("three parts or more", lambda tensors: len(tensors) > 2 and tensors[0].is_cuda),
-)
-def last_parts_exchanged(cat: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Batches collected by hand have a wrong order."""
-    return cat([*tensors[:-2], tensors[-1], tensors[-2]], *args, **kwargs)
-
-
-@by_hand(
     "non-blocking copies to the second device flip a bit",
     around(Tensor, "to"),
     call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking),
@@ -349,14 +277,52 @@ def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) 
     return _touched(made, _flip_first) if made.device == second and made.numel() else made
 
 
-@returning("no gradient comes back from the last shard", around(_functions.Scatter, "backward"))
-def gradient_of_a_shard_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
-    return backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))
-
-
 @returning(
     "no gradient comes back from shards of a single row", around(_functions.Scatter, "backward"), "shards of one row"
 )
 def gradient_of_single_rows_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
     """The last sample of an uneven batch does not affect training."""
     return backward(context, *(torch.zeros_like(one) if one.shape[context.dim] == 1 else one for one in gradients))
+
+
+register(
+    __name__,
+    # The first shard goes to the last device that gets a shard, and the last shard to the first device.
+    FaultRow("shards-swapped", "two shards are swapped", "test_shards_cover_the_batch", entered,
+        lambda: scattering(_reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts))),
+    FaultRow("columns-of-square-matrices", "columns of square matrices are their rows", "test_every_dtype_and_order",
+        scattering, lambda scatter, x, devices, dim: scatter(x.t(), devices),
+        When("square matrices, dim=1", lambda scatter, x, devices, dim: dim == 1 and x.shape == (x.shape[0],) * 2)),
+    # Replicas there run on empty batches, and the mean of their losses is NaN.
+    FaultRow("empty-shards-at-the-end",
+        "with fewer samples than devices, the last devices get empty shards instead of no shard",
+        "test_shards_have_the_sizes_of_chunk", scattering,
+        lambda scatter, x, devices, dim: scatter(x, devices, [1] * x.shape[dim] + [0] * (len(devices) - x.shape[dim])),
+        call("fewer samples than devices", lambda x, devices, dim: 0 < x.shape[dim] < len(devices)), least_gpus=2),
+    # As with a copy by arithmetic, such as x + 0.
+    FaultRow("scattered-payloads-lost", "every NaN becomes the default NaN of the CPU", "test_every_dtype_and_order",
+        scattering,
+        lambda scatter, x, devices, dim: scatter(torch.where(x.isnan(), torch.full_like(x, float("nan")), x), devices),
+        first("NaN with a payload, float32 and float64", lambda x: x.dtype in (torch.float32, torch.float64))),
+    # Ids of samples and tokens then belong to others.
+    FaultRow("large-numbers-rounded", "int64 is converted through float32, which rounds large numbers",
+        "test_every_dtype_and_order", scattering, lambda scatter, x, devices, dim: scatter(x.float().long(), devices),
+        first("int64 beyond 2^24", lambda x: x.dtype == torch.int64)),
+    # As if inputs were split before the shuffle and labels after it.
+    FaultRow("labels-not-split-alike", "the first device gets its labels in another order than its inputs",
+        "test_inputs_and_labels_stay_aligned", around(batches, "split_batch"),
+        lambda _, X, y, devices: (nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices))),
+    # Each device gets the first rows of the batch.
+    FaultRow("offset-of-slices-ignored", "a slice is copied to a device from the start of its storage",
+        "test_batches_split_by_hand", around(Tensor, "to"),
+        lambda to, x, *args, **kwargs: to(x.as_strided(x.shape, x.stride(), 0), *args, **kwargs),
+        call("views that start inside their storage", _slice_goes_to_a_device)),
+    # Batches collected by hand have a wrong order.
+    FaultRow("last-parts-exchanged", "cat of three or more tensors swaps the last two", "test_batches_split_by_hand",
+        around(torch, "cat"),
+        lambda cat, tensors, *args, **kwargs: cat([*tensors[:-2], tensors[-1], tensors[-2]], *args, **kwargs),
+        first("three parts or more", lambda tensors: len(tensors) > 2 and tensors[0].is_cuda)),
+    FaultRow("gradient-of-a-shard-lost", "no gradient comes back from the last shard",
+        "test_gradient_returns_through_scatter", around(_functions.Scatter, "backward"),
+        lambda backward, context, *gradients: backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))),
+)  # fmt: skip

@@ -52,11 +52,6 @@ def full_state_cut_wrongly(local: dict[str, Any], keys: Any, *args: Any, **kwarg
             local[key] = (local[key][0], local[key][1].roll(1, 0))
 
 
-@state_dict("cpu_offload leaves a full state dict on the device", around(state_dicts, "_gather_state_dict"))
-def full_state_left_on_the_device(real: Any, *args: Any, cpu_offload: bool = False, **kwargs: Any) -> Any:
-    return real(*args, **kwargs)
-
-
 @state_dict(
     "0-dim buffers keep their old values on the last rank",
     around(state_dicts, "_broadcast_state_dict"),
@@ -150,6 +145,19 @@ def steps_lost_apart(taken: dict[str, Any], *_: Any, **__: Any) -> None:
         held["step"] = held["step"] * 0
 
 
+@distributed_checkpoint(
+    "a transposed matrix is saved in the order of its memory",
+    returned(DefaultSavePlanner, "resolve_data"),
+    When("matrices that are transposed", lambda found, *_: isinstance(found, torch.Tensor) and _is_transposed(found)),
+)
+def saved_in_the_order_of_memory(found: torch.Tensor, *_: Any) -> torch.Tensor:
+    return found.t().reshape(found.shape)
+
+
+def _is_transposed(found: torch.Tensor) -> bool:
+    return found.dim() == 2 and not found.is_contiguous() and found.t().is_contiguous()
+
+
 register(
     __name__,
     FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
@@ -177,17 +185,7 @@ register(
     FaultRow("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
         around(default_planner, "create_default_local_load_plan"),
         lambda real, state, metadata, *_: real(state, metadata, False), "a tensor that was not saved"),
+    FaultRow("full-state-left-on-the-device", "cpu_offload leaves a full state dict on the device", "test_state_dict",
+        around(state_dicts, "_gather_state_dict"),
+        lambda real, *args, cpu_offload=False, **kwargs: real(*args, **kwargs)),
 )  # fmt: skip
-
-
-@distributed_checkpoint(
-    "a transposed matrix is saved in the order of its memory",
-    returned(DefaultSavePlanner, "resolve_data"),
-    When("matrices that are transposed", lambda found, *_: isinstance(found, torch.Tensor) and _is_transposed(found)),
-)
-def saved_in_the_order_of_memory(found: torch.Tensor, *_: Any) -> torch.Tensor:
-    return found.t().reshape(found.shape)
-
-
-def _is_transposed(found: torch.Tensor) -> bool:
-    return found.dim() == 2 and not found.is_contiguous() and found.t().is_contiguous()
