@@ -23,9 +23,6 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
 
     Args:
         members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
-
-    Raises:
-        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
 

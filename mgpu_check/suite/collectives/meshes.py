@@ -20,9 +20,6 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
 
     Args:
         shape: the sizes of the dimensions; their product is the world size.
-
-    Raises:
-        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     names = tuple(f"dim{number}" for number in range(len(shape)))

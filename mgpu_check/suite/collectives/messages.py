@@ -63,9 +63,6 @@ def assert_messages_arrive(
         place: "device" or "cpu".
         members: the ranks of the group that exchanges them; empty for all ranks.
         group: the group; None for all ranks.
-
-    Raises:
-        CollectiveMismatch: with all wrong messages of this rank.
     """
     __tracebackhide__ = True
     mine = [message for message in messages if rank.index in (message.source, message.target)]
@@ -118,9 +115,6 @@ def assert_any_source_tells_the_sender(
         dtype: the name of the dtype of all messages, such as "float32".
         elements: the number of elements of each message, at least 1.
         members: the ranks of the group that sends them; empty for all ranks.
-
-    Raises:
-        CollectiveMismatch: with all wrong messages of this rank.
     """
     __tracebackhide__ = True
     sources = [source for source in members or range(rank.size) if source != target]

@@ -45,9 +45,6 @@ def assert_objects_travel(
         members: the ranks of a group that calls them; empty for all ranks.
         backend: the backend of the group; None for the default one. Objects travel over the CPU if the group has a
             backend for it.
-
-    Raises:
-        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     with groups_of(rank, [members], backend=backend) as groups:
@@ -114,9 +111,6 @@ def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) 
     Args:
         root: the rank whose objects are broadcast, modulo the world size.
         drawn: at least one object; each rank has one of them, and its number.
-
-    Raises:
-        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     all_of = [(other, drawn[other % len(drawn)]) for other in range(rank.size)]

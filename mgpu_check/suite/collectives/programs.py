@@ -26,9 +26,6 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: s
 
     Args:
         dtype: the name of an integer dtype: sums wrap around, so no step rounds or overflows.
-
-    Raises:
-        CollectiveMismatch: names the step that last wrote the first tensor that differs.
     """
     __tracebackhide__ = True
     model = _Model(rank.size, getattr(torch, dtype))

@@ -21,9 +21,6 @@ def assert_subgroups_divide(rank: Rank) -> None:
     Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and
     `new_group` of ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if
     torch supports it. Each rank must get the right numbers of all members, and collectives must follow their order.
-
-    Raises:
-        CollectiveMismatch: with all errors of this rank.
     """
     __tracebackhide__ = True
     everybody = list(range(rank.size))

@@ -31,9 +31,6 @@ def assert_functional_form_agrees(devices: Devices, rows: int, position: int, se
 
     Its four parts must do so too, when they are called one after the other as in PyTorch's tutorial. The output
     device is the one at `position`, modulo the number of devices.
-
-    Raises:
-        GradientMismatch: names argument, output and element.
     """
     __tracebackhide__ = True
 

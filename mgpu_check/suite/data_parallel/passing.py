@@ -56,9 +56,6 @@ def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int
 
     The output device is the default, which is the first, or the one at `position`, modulo the number of devices. If
     `devices` are all devices in order, DataParallel gets no `device_ids`.
-
-    Raises:
-        GradientMismatch: names output and element, or the wrong device of an output.
     """
     __tracebackhide__ = True
     x = distinct_rows(rows, seed)
@@ -87,11 +84,7 @@ class _SumModule(nn.Module):
 
 
 def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that a module with a scalar output gives one scalar per replica, in order, with the right gradients.
-
-    Raises:
-        GradientMismatch: a scalar or a gradient is missing or wrong.
-    """
+    """Assert that a module with a scalar output gives one scalar per replica, in order, with the right gradients."""
     __tracebackhide__ = True
     for order in both_ways(devices):
         x = distinct_rows(rows, seed)
@@ -111,11 +104,8 @@ def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
 
 
 def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that dim=1 splits and joins columns, also of a square batch, and splits the columns of keyword arguments.
-
-    Raises:
-        GradientMismatch: names the element, or the device and the argument.
-    """
+    """Assert that dim=1 splits and joins columns, also of a square batch, and splits the columns of keyword
+    arguments."""
     __tracebackhide__ = True
     x = distinct_rows(5, seed, max(rows, 1))
     # One row: a wrong split by rows would give all of it to one replica.
@@ -171,11 +161,7 @@ class _RecordingModule(nn.Module):
 
 
 def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int) -> list[dict[str, Any]]:
-    """Return the notes of the replicas in the order of the devices, if each of the first `count` devices has one.
-
-    Raises:
-        GradientMismatch: a replica was not called exactly once, or was called on another device.
-    """
+    """Return the notes of the replicas in the order of the devices, if each of the first `count` devices has one."""
     at = {device: [note for note in notes if note["device"] == device] for device in order}
     called = [len(at[device]) for device in order]
     if called != [1] * count + [0] * (len(order) - count):
@@ -191,9 +177,6 @@ def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed:
 
     Tensors are positional or keyword arguments, and nested in containers, or nested in keyword arguments alone. With
     the devices in the given order they are positional if `positional`, and in the reverse order if not.
-
-    Raises:
-        GradientMismatch: names the device and the argument.
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
@@ -239,9 +222,6 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
     """Assert that a batch with fewer rows than devices uses the first devices, one row on each.
 
     A batch without rows must use one device.
-
-    Raises:
-        GradientMismatch: the wrong replicas were called, or the output is wrong.
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
@@ -261,9 +241,6 @@ def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
 
     Args:
         inference: whether calls without gradients are in inference mode; in the reverse order of devices the others.
-
-    Raises:
-        GradientMismatch: names the device and the mode.
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
@@ -303,11 +280,7 @@ def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
 
 
 def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
-    """Assert that replicas compute in the dtype of the caller's autocast.
-
-    Raises:
-        GradientMismatch: names both dtypes.
-    """
+    """Assert that replicas compute in the dtype of the caller's autocast."""
     __tracebackhide__ = True
     for order in both_ways(devices):
         parallel = DataParallel(nn.Linear(_WIDTH, 2).to(order[0]), device_ids=indices_of(order))
@@ -345,10 +318,6 @@ def assert_exceptions_named(devices: Devices, position: int, kind: type[Exceptio
 
     Args:
         position: the position of the device whose replica raises, modulo the number of devices.
-
-    Raises:
-        GradientMismatch: no exception or another one was raised, it does not name the replica, or the next output is
-            wrong.
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):

@@ -17,11 +17,7 @@ from mgpu_check.suite.recipes.everything import Everything
 
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
     """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same
-    structure.
-
-    Raises:
-        ReplicaMismatch: names the device, the tensor, its dtype and the first element.
-    """
+    structure."""
     __tracebackhide__ = True
     replicate: Callable[..., Any] = torch.nn.parallel.replicate
     source = Everything(seed)

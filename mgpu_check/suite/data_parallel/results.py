@@ -37,11 +37,7 @@ def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
 
 @contextlib.contextmanager
 def refused_by_mistake(what: str) -> Iterator[None]:
-    """Report an exception in the body as a failure: operators refuse parts that do not fit each other.
-
-    Raises:
-        GradientMismatch: names the exception.
-    """
+    """Report an exception in the body as a failure: operators refuse parts that do not fit each other."""
     __tracebackhide__ = True
     try:
         yield
@@ -53,11 +49,7 @@ def refused_by_mistake(what: str) -> Iterator[None]:
 
 def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
     """Assert that two nested results agree in structure, types and every bit, and that tensors of `got` are on
-    `device`.
-
-    Raises:
-        GradientMismatch: names the place, the element, and the device.
-    """
+    `device`."""
     __tracebackhide__ = True
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):

@@ -47,9 +47,6 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that outputs, gradients and parameters of every step equal those of one device.
 
     The runs use the devices in the given order and in reverse, in turn.
-
-    Raises:
-        GradientMismatch: names run, step, parameter and element, or a shard whose gradient is missing.
     """
     __tracebackhide__ = True
     with exact_arithmetic():
@@ -59,11 +56,7 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
-    """
+    """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient."""
     __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
@@ -100,9 +93,6 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
 
     All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend.
     BatchNorm with momentum=None must average its statistics over all batches.
-
-    Raises:
-        GradientMismatch: names the buffer, or the output.
     """
     __tracebackhide__ = True
     with exact_arithmetic():
@@ -147,11 +137,7 @@ def _average(order: Devices, seed: int) -> None:
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed
-    parameters.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
-    """
+    parameters."""
     __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
@@ -178,9 +164,6 @@ def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
     Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a
     parameter with the whole gradient.
-
-    Raises:
-        GradientMismatch: a hook was called the wrong number of times, on the wrong device, or with a wrong gradient.
     """
     __tracebackhide__ = True
     with exact_arithmetic():
@@ -253,9 +236,6 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
     The one device is the CPU. Each run uses its first batch, with the devices in the given order and in reverse. The
     computation is in float64, which holds all of these whole numbers exactly.
-
-    Raises:
-        GradientMismatch: names the parameter and the element.
     """
     __tracebackhide__ = True
     with exact_arithmetic():
@@ -291,9 +271,6 @@ def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None
 
     Args:
         rows: the rows of the embedding that a batch looks up, one for each sample.
-
-    Raises:
-        GradientMismatch: names the element.
     """
     __tracebackhide__ = True
     for order in both_ways(devices):

@@ -81,15 +81,8 @@ def _orders(devices: Sequence[torch.device]) -> list[torch.device]:
     return [*reversed(devices), *devices[1::2], *devices[::2]]
 
 
-def assert_cuda_follows(devices: Sequence[torch.device]) -> int:
-    """Assert that "cuda" without an index means the device that `set_device` or a guard has made current.
-
-    Returns:
-        the number of times that a device was made current.
-
-    Raises:
-        DeviceMismatch: naming the call, its device and the expected device.
-    """
+def assert_cuda_follows(devices: Sequence[torch.device]) -> None:
+    """Assert that "cuda" without an index means the device that `set_device` or a guard has made current."""
     __tracebackhide__ = True
     with current_device_kept():
         for number, device in enumerate(_orders(devices)):
@@ -101,7 +94,6 @@ def assert_cuda_follows(devices: Sequence[torch.device]) -> int:
         for device in devices[::-1]:
             with torch.cuda.device(device):
                 _require_current(device, f"in torch.cuda.device({str(device)!r})")
-    return 3 * len(devices)
 
 
 def _require_current(device: torch.device, when: str) -> None:
@@ -129,19 +121,12 @@ def _require_counted(device: torch.device) -> None:
         )
 
 
-def assert_guards_restore(devices: Sequence[torch.device]) -> int:
+def assert_guards_restore(devices: Sequence[torch.device]) -> None:
     """Assert that guards of devices and streams restore the previous ones, after a normal end and after an exception.
 
     Guards are nested too. Work on a device other than the current one must not change the current device.
-
-    Returns:
-        the number of guards and kinds of work that were tried.
-
-    Raises:
-        DeviceMismatch: naming the guard, and the wrong device or stream.
     """
     __tracebackhide__ = True
-    count = 0
     with current_device_kept():
         for start in devices:
             for other in devices:
@@ -153,14 +138,11 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> int:
                             work(how != "normally")
                         except _LeftGuard:
                             pass
-                        count += 1
                         _require_restored(f"{name}, left {how}", devices, start, before)
                         torch.cuda.set_device(start)
                 for name, job in _works(other, start).items():
                     job()
-                    count += 1
                     _require_restored(name, devices, start, before)
-    return count
 
 
 def _require_restored(
@@ -276,15 +258,9 @@ def _works(other: torch.device, start: torch.device) -> dict[str, Callable[[], o
     }
 
 
-def assert_threads_apart(devices: Sequence[torch.device]) -> int:
-    """Assert that each thread has its own current device: a new thread starts on cuda:0, and affects no other thread.
-
-    Returns:
-        the number of threads.
-
-    Raises:
-        DeviceMismatch: naming the thread's device and the expected device.
-    """
+def assert_threads_apart(devices: Sequence[torch.device]) -> None:
+    """Assert that each thread has its own current device: a new thread starts on cuda:0, and affects no other
+    thread."""
     __tracebackhide__ = True
     wrong: list[tuple[str, int, int]] = []
     raised: list[BaseException] = []
@@ -330,4 +306,3 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
     if wrong:
         what, expected, got = wrong[0]
         raise DeviceMismatch(f"{what} on cuda:{got}, expected on cuda:{expected}", ranks=sorted({expected, got}))
-    return len(threads)

@@ -29,7 +29,7 @@ _CASTS = (
 )
 
 
-def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more: bool = False) -> int:
+def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more: bool = False) -> None:
     """Assert that copies of 1 byte, about 64 KiB and 1 MiB arrive, between all devices and from and to the host.
 
     Copies use a copy engine, a kernel that reads every second byte, or a kernel that converts. They run one after the
@@ -38,12 +38,6 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
 
     Args:
         more: also copy just below 1 MiB, and 4 MiB, by every method and between every two devices.
-
-    Returns:
-        the number of copies that were checked.
-
-    Raises:
-        DeviceMismatch: naming the wrong pairs, the size and the data that arrived.
     """
     __tracebackhide__ = True
     further = (_ABOVE - 2, _LARGE) if more else ()
@@ -68,7 +62,6 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
             "\n".join([f"the copy {lines[0]}", count, *lines[1:]]),
             ranks=sorted({devices[member].index for one in wrong for member in one.subject.members}),
         )
-    return len(seen)
 
 
 def _way(one: Observation, devices: Sequence[torch.device]) -> str:
@@ -181,17 +174,11 @@ def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceM
     return named_wrong(named, devices, cases, "the source")
 
 
-def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that every copying call keeps every bit of every dtype and layout, between any two of devices and host.
 
     Each pair and call tries a third of the dtypes, and the third changes from call to call and from pair to pair.
     Lazily conjugated and lazily negated tensors are tried with each call and pair.
-
-    Returns:
-        the number of copies.
-
-    Raises:
-        DeviceMismatch: naming the devices, the call, the dtype and the first wrong element.
     """
     __tracebackhide__ = True
     count, wrong = 0, Found()
@@ -217,7 +204,6 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
                 count += 1
     if wrong:
         raise _names(wrong, devices, count)
-    return count
 
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
@@ -267,13 +253,8 @@ def _casting(dtype: torch.dtype, turn: int) -> dict[str, Call]:
     }
 
 
-def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host; return
-    their number.
-
-    Raises:
-        DeviceMismatch: as in `assert_copies_arrive`.
-    """
+def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
+    """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host."""
     __tracebackhide__ = True
     count, wrong = 0, Found()
     for number, (dtype, other) in enumerate(_CASTS):
@@ -291,18 +272,10 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
                 count += 1
     if wrong:
         raise _names(wrong, devices, count)
-    return count
 
 
-def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that copies from and to pinned memory keep every bit, also if the device uses them without a wait.
-
-    Returns:
-        the number of cases.
-
-    Raises:
-        DeviceMismatch: naming device, direction, size and the first wrong element.
-    """
+def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
+    """Assert that copies from and to pinned memory keep every bit, also if the device uses them without a wait."""
     __tracebackhide__ = True
     count, wrong = 0, Found()
     for elements in (1, 1000, (1 << 14) + 1, (1 << 18) + 1):
@@ -315,7 +288,6 @@ def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) 
                     wrong.append(((_HOST, device), f"{what}, {elements} elements of float32", text))
     if wrong:
         raise _names(wrong, devices, count)
-    return count
 
 
 def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str]]:

@@ -30,19 +30,12 @@ Each call looks its function up, because `selftest` replaces it.
 """
 
 
-def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
-    """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works afterwards.
-
-    Returns:
-        the number of devices.
-
-    Raises:
-        DeviceMismatch: naming the device, the statistic, and the expected value.
-    """
+def assert_memory_recovers(devices: Sequence[torch.device]) -> None:
+    """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works
+    afterwards."""
     __tracebackhide__ = True
     for device in reversed(devices):
         _recovers(device)
-    return len(devices)
 
 
 def _require(device: torch.device, condition: bool, text: str) -> None:
@@ -125,17 +118,11 @@ def _peaks_begin_anew(device: torch.device) -> None:
         _require(device, peak == now, text)
 
 
-def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that `torch.load` puts tensors on the device that `map_location` selects.
 
     `map_location` is None, a text, a device, a dict that rotates devices, or a callable. Every bit of each dtype must
     arrive, and tensors that share memory must share it again.
-
-    Returns:
-        the number of loads.
-
-    Raises:
-        DeviceMismatch: naming the form of `map_location`, the device and the error.
     """
     __tracebackhide__ = True
     state = {device.index: _kept(device, seed) for device in devices}
@@ -170,7 +157,6 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
                 )
     if wrong:
         raise named_wrong(wrong, devices, len(forms), "the saved data")
-    return len(forms)
 
 
 def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:

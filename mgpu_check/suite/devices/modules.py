@@ -60,9 +60,6 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
 
     Returns:
         the number of moves.
-
-    Raises:
-        DeviceMismatch: naming the move, the devices, the tensor and its error.
     """
     __tracebackhide__ = True
     wrong: list[WrongCase] = []
@@ -161,9 +158,6 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
 
     Returns:
         the number of results that were checked.
-
-    Raises:
-        DeviceMismatch: naming the device and the call.
     """
     __tracebackhide__ = True
     wrong: list[WrongCase] = []

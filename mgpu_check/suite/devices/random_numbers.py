@@ -70,22 +70,15 @@ def _require_same(first: dict[str, int], second: dict[str, int], what: str, devi
         raise _wrong(f"{device}: {what}, but {', '.join(odd)} gave different numbers", device)
 
 
-def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that seeding affects the right generators, and that drawing affects only the generator of its device.
 
     `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one.
-
-    Returns:
-        the number of devices.
-
-    Raises:
-        DeviceMismatch: naming the device, the seed, and the functions whose numbers wrongly differ or agree.
     """
     __tracebackhide__ = True
     with current_device_kept(), _generators_kept():
         _seeds(devices, seed)
         _independence(devices, seed)
-    return len(devices)
 
 
 def _seeds(devices: Sequence[torch.device], seed: int) -> None:
@@ -147,17 +140,11 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
                 raise _wrong(f"{name} on {device} has changed the generator of the CPU", device)
 
 
-def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that a restored generator state gives the same numbers again, and that `torch.Generator` objects are
     independent.
 
     The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
-
-    Returns:
-        the number of devices.
-
-    Raises:
-        DeviceMismatch: naming the device, the call and the functions whose numbers differ.
     """
     __tracebackhide__ = True
     with _generators_kept():
@@ -179,7 +166,6 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
             _own_generator(device, seed)
             _require_same(first, _draws(device), "a generator of one's own has drawn", device)
         _forks(devices, seed)
-    return len(devices)
 
 
 def _forks(devices: Sequence[torch.device], seed: int) -> None:
@@ -212,17 +198,11 @@ def _own_generator(device: torch.device, seed: int) -> None:
         raise _wrong(f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
 
 
-def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that dropout follows its seed, scales the kept elements, and uses the same mask forward and backward.
 
     Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the
     forward pass, on devices that are not current too.
-
-    Returns:
-        the number of devices.
-
-    Raises:
-        DeviceMismatch: naming the device and the error.
     """
     __tracebackhide__ = True
     with _generators_kept():
@@ -231,7 +211,6 @@ def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> 
                 for inplace in (False, True):
                     _dropout(device, dtype, seed, inplace)
             _recomputed(device)
-    return len(devices)
 
 
 def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool) -> None:

@@ -29,9 +29,6 @@ def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
 
     Args:
         drawn: the digests of each rank, in rank order.
-
-    Raises:
-        DeviceMismatch: naming the ranks and the drawing functions.
     """
     __tracebackhide__ = True
     for number, rank in enumerate(drawn):

@@ -47,15 +47,9 @@ _HOST: dict[str, Wait] = {
 }
 
 
-def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory, behind slow work.
-
-    Returns:
-        the number of waits.
-
-    Raises:
-        DeviceMismatch: naming the device, the way to wait and the first wrong element.
-    """
+def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> None:
+    """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory, behind slow
+    work."""
     __tracebackhide__ = True
     wrong: list[WrongCase] = []
     data = significands((_ELEMENTS,), torch.float32, seed)
@@ -75,20 +69,13 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
                 wrong.append(WrongCase(device, f"a copy after {name}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(_HOST), "the queued data")
-    return len(devices) * len(_HOST)
 
 
-def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
+def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that a stream that waits for another one, on the same or another device, sees its results.
 
     The source stream sleeps before it writes. `record_stream` passes memory from stream to stream, and new tensors
     reuse it at once.
-
-    Returns:
-        the number of pairs of devices.
-
-    Raises:
-        DeviceMismatch: naming both devices and the first wrong element.
     """
     __tracebackhide__ = True
     wrong: list[WrongCase] = []
@@ -121,18 +108,10 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> int:
             wrong.append(WrongCase(target, f"a read on a stream of {target} after it waited for one of {source}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(pairs), "the written data")
-    return len(pairs)
 
 
-def assert_events_tell(devices: Sequence[torch.device]) -> int:
-    """Assert that events are done only after the work before them, in order, and measure its time in milliseconds.
-
-    Returns:
-        the number of devices.
-
-    Raises:
-        DeviceMismatch: naming the device and the wrong answers of its events.
-    """
+def assert_events_tell(devices: Sequence[torch.device]) -> None:
+    """Assert that events are done only after the work before them, in order, and measure its time in milliseconds."""
     __tracebackhide__ = True
     for device in devices:
         with torch.cuda.device(device):
@@ -171,7 +150,6 @@ def assert_events_tell(devices: Sequence[torch.device]) -> int:
             late.record(stream)
             late.synchronize()
             _agree_with_host(device, start.elapsed_time(late), waited * 1e3, (time.perf_counter() - began) * 1e3)
-    return len(devices)
 
 
 def _agree_with_host(device: torch.device, measured: float, least: float, most: float) -> None:

@@ -25,9 +25,6 @@ def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
     An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step
     keeps the gradient tensors of the step before and zeroes them.
-
-    Raises:
-        GradientMismatch: names run, step, rank, parameter and element.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -203,11 +200,7 @@ def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]
 
 
 def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that the hook of `param_to_hook_all_reduce` averages the gradients of `delay_all_reduce_named_params`.
-
-    Raises:
-        GradientMismatch: as in `assert_accumulation_exact`.
-    """
+    """Assert that the hook of `param_to_hook_all_reduce` averages the gradients of `delay_all_reduce_named_params`."""
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:

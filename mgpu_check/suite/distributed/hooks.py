@@ -58,9 +58,6 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
     Args:
         runs: the runs for both hooks.
         long: runs of more steps, for `allreduce_hook` only.
-
-    Raises:
-        GradientMismatch: names run, step, rank, parameter and element.
     """
     __tracebackhide__ = True
     with judged() as findings:

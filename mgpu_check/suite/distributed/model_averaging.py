@@ -25,9 +25,6 @@ def assert_averagers_average(rank: Rank) -> None:
     `HierarchicalModelAverager` averages over pairs every second step and over all ranks every fourth, if the number of
     ranks is even and above two. `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must
     survive loading into another optimizer. A parameter without a gradient must not change, as torch documents.
-
-    Raises:
-        GradientMismatch: in some step a parameter has another value.
     """
     __tracebackhide__ = True
     everybody = list(range(rank.size))

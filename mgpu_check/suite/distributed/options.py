@@ -34,11 +34,7 @@ SMALL_BUCKET = 0.0001
 
 
 def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that each run under DDP has the outputs, gradients and parameters of one device in every step.
-
-    Raises:
-        GradientMismatch: names run, step, rank, parameter and element.
-    """
+    """Assert that each run under DDP has the outputs, gradients and parameters of one device in every step."""
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
@@ -50,9 +46,6 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
     The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`. A
     bucket above 1 MiB is checked, too.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -99,9 +92,6 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
 
     Args:
         more: whether to train with all rows of options, or with a quarter of them, by the seed of the run.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
     """
     __tracebackhide__ = True
     known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -162,9 +152,6 @@ def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> No
 
     Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are
     copies of buckets, or views of them.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -184,11 +171,7 @@ def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
 
 
 def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
-    """
+    """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used."""
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
@@ -197,11 +180,7 @@ def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's
-    own.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
-    """
+    own."""
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
@@ -228,11 +207,7 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
 
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
     """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own
-    run.
-
-    Raises:
-        GradientMismatch: as in `assert_models_train`.
-    """
+    run."""
     __tracebackhide__ = True
     with judged() as findings, own_group(rank, first) as (members, place):
         for run in runs:

@@ -22,9 +22,6 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that steps under autocast compute in its dtype and give the gradients of one device.
 
     Numbers are small enough to be exact in that dtype.
-
-    Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`, or outputs have the wrong dtype.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -56,9 +53,6 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
     The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the
     other may step.
-
-    Raises:
-        GradientMismatch: a gradient, a parameter or the scale is wrong, or a rank has stepped alone.
     """
     __tracebackhide__ = True
     with judged() as findings:

@@ -244,11 +244,7 @@ class Replica:
             self.agree(which(self.module), which(self.one.held), "after wrapping")
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
-        """Compare results that must be equal.
-
-        Raises:
-            GradientMismatch: the results differ.
-        """
+        """Compare results that must be equal."""
         assert_same(got, expected, f"{self.what}, {which}", self.place.rank.index, {"ranks": self.place.size})
 
 

@@ -38,11 +38,7 @@ _STEPS_COUNTED = 4_099
 
 
 def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
-    """Assert that a wrapped model holds rank 0's parameters and buffers, bit for bit, in all dtypes and sizes.
-
-    Raises:
-        GradientMismatch: names the tensor, the rank, and the first element that differs.
-    """
+    """Assert that a wrapped model holds rank 0's parameters and buffers, bit for bit, in all dtypes and sizes."""
     __tracebackhide__ = True
     with judged() as findings:
         model = Everything(seed + 31 * rank.index).to(rank.device)
@@ -64,9 +60,6 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
     Every second run has further options of DDP, under which buffers are broadcast too. Before every second step the
     module gets new tensors for its buffers. The buffers are int64, float32 and bool, and affect the outputs. The
     averaged statistics of BatchNorm with momentum=None are checked too.
-
-    Raises:
-        GradientMismatch: an output, gradient, parameter or buffer is wrong.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -127,11 +120,7 @@ def _assign_anew(model: nn.Module) -> None:
 
 
 def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that a model with parameters of two dtypes trains: each gradient has its parameter's dtype and value.
-
-    Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`.
-    """
+    """Assert that a model with parameters of two dtypes trains: each gradient has its parameter's dtype and value."""
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
@@ -146,11 +135,7 @@ def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that convolutions in channels_last train, and that parameters and gradients keep that layout.
-
-    Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`, or a layout has changed.
-    """
+    """Assert that convolutions in channels_last train, and that parameters and gradients keep that layout."""
     __tracebackhide__ = True
 
     def prepare(model: nn.Module) -> None:
@@ -201,9 +186,6 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
 
     Args:
         rows_of: the number of rows of each rank; the first ranks' again for later ranks.
-
-    Raises:
-        GradientMismatch: an argument or output is missing, on the wrong device, or has wrong values.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -273,9 +255,6 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
     """Assert that evaluation between steps gives the outputs of one device and does not change later steps.
 
     In every second run only rank 0 evaluates.
-
-    Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`.
     """
     __tracebackhide__ = True
     with judged() as findings:
@@ -305,9 +284,6 @@ def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
     Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can
     represent.
-
-    Raises:
-        GradientMismatch: as in `distributed_options.assert_models_train`, or a tensor was loaded to the wrong device.
     """
     __tracebackhide__ = True
     with judged() as findings:

@@ -281,11 +281,7 @@ def _fail(index: int, culprit: int, how: str) -> None:
 
 
 def _require_failures_told() -> None:
-    """Require that the caller of `start_processes`, which `mp.spawn` uses, learns which process has failed, and how.
-
-    Raises:
-        RankDied: the caller gets a wrong report, or none.
-    """
+    """Require that the caller of `start_processes`, which `mp.spawn` uses, learns which process has failed, and how."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
     expected = {"raises": "LookupError: planted", "exits": "exit code 7", "is killed": "signal SIGKILL"}

@@ -59,9 +59,6 @@ def assert_samplers_draw(seed: int) -> None:
 
     Args:
         seed: the seed of the generators; 0 or more.
-
-    Raises:
-        ShardError: naming the sampler, the epoch and the error.
     """
     __tracebackhide__ = True
     for name, make in (_ONCE | _DRAWN).items():

@@ -73,9 +73,6 @@ def assert_loader_options_agree(seed: int, *, more: bool) -> None:
 
     Args:
         more: whether to load with all rows of options, or with a tenth of them, by the seed.
-
-    Raises:
-        ShardError: a batch lacks a sample, has another one, or comes out of order; names options and batch.
     """
     __tracebackhide__ = True
     for row in drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=10):

@@ -87,9 +87,6 @@ def assert_last_batches() -> None:
 
     Covers worlds of 1 and 3 ranks, datasets of 0 to 17 samples and batches of 1 to 32, with and without ``drop_last``
     of the loader. ``len`` must be the number of batches.
-
-    Raises:
-        ShardError: naming sizes, rank and batch.
     """
     __tracebackhide__ = True
     for length, batch_size, drop_last, world in itertools.product(
@@ -137,9 +134,6 @@ def assert_workers_in_order(seed: int) -> None:
     Covers two epochs of persistent workers, where a batch of one worker takes far longer than that of the other. Each
     worker must know its number, and must have called ``worker_init_fn`` with it. An exception in a worker must be
     raised in place of its batch.
-
-    Raises:
-        ShardError: naming epoch and batch.
     """
     __tracebackhide__ = True
     dataset = Numbered(7, features=3, large=LARGE // 3)
@@ -198,9 +192,6 @@ def assert_worker_seeds(seed: int) -> None:
     between workers and epochs, and a run can be repeated. Persistent workers must keep their seed and draw on. Python's
     generator must be seeded too.
     Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
-
-    Raises:
-        ShardError: naming worker, epoch and seeds.
     """
     __tracebackhide__ = True
     epochs = []
@@ -260,9 +251,6 @@ def assert_partitions(seed: int) -> None:
     """Assert that `recipes.loading.partitions` and `random_split` make the same disjoint parts on all ranks.
 
     Each place of a part, of a `Subset` or of a `ConcatDataset` must hold the right sample.
-
-    Raises:
-        ShardError: naming the split, part and sample.
     """
     __tracebackhide__ = True
     for length, sizes in itertools.product((0, 1, 5, 10, 23), ((1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.25,) * 4)):
@@ -317,9 +305,6 @@ def assert_resumes(seed: int) -> None:
 
     Resumes in three ways: by skipping the seen batches of a checkpoint's epoch; by a sampler with its own state; and by
     the saved and loaded state of the generator of a `RandomSampler`.
-
-    Raises:
-        ShardError: naming way, rank, epoch and batch.
     """
     __tracebackhide__ = True
     world, length, size, epoch = 2, 11, 2, 2

@@ -97,9 +97,6 @@ def assert_batch(
         what: the name of the batch, for the message.
         device: the device where its tensors must be.
         pinned: whether its tensors must be in pinned memory.
-
-    Raises:
-        ShardError: naming field, row and sample, with the expected and the actual value.
     """
     __tracebackhide__ = True
     if not isinstance(batch, dict):

@@ -25,9 +25,6 @@ def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
 
     Covers datasets that do and do not divide by the number of ranks, shuffled and not. Torch's global generators differ
     between ranks.
-
-    Raises:
-        ShardError: naming rank and sample.
     """
     __tracebackhide__ = True
     torch.manual_seed(seed + rank.index)
@@ -65,9 +62,6 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
     batches.
 
     They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
-
-    Raises:
-        ShardError: naming rank, epoch, batch, field and sample.
     """
     __tracebackhide__ = True
     dataset = Numbered(5 * rank.size + 2)
@@ -96,9 +90,6 @@ def assert_streams_cover(rank: Rank) -> None:
 
     Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops
     it.
-
-    Raises:
-        ShardError: naming rank, workers, and the batches.
     """
     __tracebackhide__ = True
     dataset = Numbered(7 * rank.size + 3)

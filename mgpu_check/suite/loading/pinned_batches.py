@@ -20,9 +20,6 @@ def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
 
     Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends
     each batch to the next of `devices`, where it is compared too.
-
-    Raises:
-        ShardError: naming loader, batch, field and device.
     """
     __tracebackhide__ = True
     for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
@@ -86,9 +83,6 @@ def assert_pinned_by_themselves() -> None:
 
     The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or
     none.
-
-    Raises:
-        ShardError: naming loader, batch and place.
     """
     __tracebackhide__ = True
     length, size = 3, 2

@@ -47,9 +47,6 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
     All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`. Without `drop_last` each
     sample must occur, and ranks * ceil(length / ranks) - length extra places repeat samples; the counts of samples
     differ by at most one. With `drop_last` no sample occurs twice. No share may hold a sample twice.
-
-    Raises:
-        ShardError: naming rank, sample, and the counts. Its ``ranks`` are the ranks at fault.
     """
     __tracebackhide__ = True
     world = len(shares)
@@ -88,9 +85,6 @@ def assert_sampler_covers() -> None:
     Covers ``drop_last`` on and off, shuffled in two epochs and not shuffled. Without shuffling, rank r must have the
     samples r, r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back
     in order depends on it.
-
-    Raises:
-        ShardError: naming the arguments of the sampler, rank and sample.
     """
     __tracebackhide__ = True
     small = itertools.product(LENGTHS, WORLDS)
@@ -132,9 +126,6 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
 
     The order must differ between epochs and between seeds. It must be the same when an epoch is repeated, and on each
     rank. Torch's global generator, which differs between ranks, must have no influence and must not change.
-
-    Raises:
-        ShardError: naming rank, epochs and the error.
     """
     __tracebackhide__ = True
     length = _ORDERED * world + 1
@@ -178,9 +169,6 @@ def assert_orders_are_likely(seed: int) -> None:
 
     Uses Pearson's statistic over 1,440 epochs: a sampler with equally likely orders fails with a probability below
     1e-11.
-
-    Raises:
-        ShardError: with the most frequent order, and the statistic.
     """
     __tracebackhide__ = True
     sampler = sampler_over(_PERMUTED, 1, 0, seed=seed)
@@ -224,9 +212,6 @@ def assert_batch_sampler_covers(seed: int) -> None:
 
     Covers sequential, random and subset samplers and a rank's `DistributedSampler`. Each batch must be a new list,
     because users change them. ``len`` must be the number of batches, and a second iteration must give the same.
-
-    Raises:
-        ShardError: naming the sampler, the batch size, and the wrong batch.
     """
     __tracebackhide__ = True
     generator = torch.Generator().manual_seed(seed)

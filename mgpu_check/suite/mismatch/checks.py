@@ -21,11 +21,8 @@ from mgpu_check.torch_hooks.tensors import indices_of
 
 
 def assert_refused(case: OperatorCase) -> None:
-    """Assert that the operator of `case` works on one device, and that its error for the case's two devices names both.
-
-    Raises:
-        DeviceMismatch: naming operator and devices, with the actual outcome.
-    """
+    """Assert that the operator of `case` works on one device, and that its error for the case's two devices names
+    both."""
     __tracebackhide__ = True
     first, second = torch.device(case.first), torch.device(case.second)
     with _described(f"{case.operator} with all operands on {first}", first, first):
@@ -37,11 +34,7 @@ def assert_refused(case: OperatorCase) -> None:
 
 def assert_works(case: OperatorCase) -> None:
     """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right
-    device.
-
-    Raises:
-        DeviceMismatch: the operator raised, or its result differs or is on the wrong device.
-    """
+    device."""
     __tracebackhide__ = True
     first, second = torch.device(case.first), torch.device(case.second)
     expected = _call(case, torch.device("cpu"), torch.device("cpu"))
@@ -56,21 +49,13 @@ def assert_works(case: OperatorCase) -> None:
 
 
 def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
-    """Assert of each case what `assert_refused` asserts, and report the devices that all wrong cases share.
-
-    Raises:
-        DeviceMismatch: with the first error, the operators of all wrong cases, and their common devices.
-    """
+    """Assert of each case what `assert_refused` asserts, and report the devices that all wrong cases share."""
     __tracebackhide__ = True
     _each(cases, assert_refused)
 
 
 def assert_each_works(cases: Sequence[OperatorCase]) -> None:
-    """Assert of each case what `assert_works` asserts, and report the devices that all wrong cases share.
-
-    Raises:
-        DeviceMismatch: as in `assert_each_refused`.
-    """
+    """Assert of each case what `assert_works` asserts, and report the devices that all wrong cases share."""
     __tracebackhide__ = True
     _each(cases, assert_works)
 
@@ -98,15 +83,8 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
     raise DeviceMismatch(text, ranks=sorted({rank for _, error in found for rank in error.ranks})) from first
 
 
-def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> int:
-    """Assert that each operator of the table, with all operands on one device, gives the result of the CPU.
-
-    Returns:
-        the number of operators.
-
-    Raises:
-        DeviceMismatch: naming the wrong devices, the operator and the first wrong element.
-    """
+def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> None:
+    """Assert that each operator of the table, with all operands on one device, gives the result of the CPU."""
     __tracebackhide__ = True
     wrong: list[WrongCase] = []
     for operator, row in OPERATORS.items():
@@ -123,7 +101,6 @@ def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) 
                 wrong.append(WrongCase(device, f"{operator} of float32, {rows} rows", what))
     if wrong:
         raise named_wrong(wrong, devices, len(OPERATORS))
-    return len(OPERATORS)
 
 
 def _alone(operator: str, device: torch.device, rows: int, seed: int) -> object:
@@ -147,9 +124,6 @@ def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Ten
     Args:
         source, target: tensors of equal shape and dtype, in any layouts, on any devices.
         copied: the result of the copy.
-
-    Raises:
-        DeviceMismatch: naming both devices.
     """
     __tracebackhide__ = True
     what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
@@ -161,9 +135,6 @@ def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, .
 
     Args:
         layout: of the tensors that `copy_` writes to; contiguous if the shape forbids it.
-
-    Raises:
-        DeviceMismatch: naming both devices.
     """
     __tracebackhide__ = True
     for dtype in DTYPES:
@@ -175,11 +146,7 @@ def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, .
 
 
 def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> None:
-    """Assert that DataParallel over two `devices` refuses a module on the second, with an error that names both.
-
-    Raises:
-        DeviceMismatch: DataParallel raised nothing, or another error.
-    """
+    """Assert that DataParallel over two `devices` refuses a module on the second, with an error that names both."""
     __tracebackhide__ = True
     model = nn.DataParallel(nn.Linear(3, 2).to(devices[1]), device_ids=list(devices))
     with raises_device_mismatch(*devices):

@@ -29,9 +29,6 @@ def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
     """Assert that each hand-written allreduce gives the exact sum. A collective.
 
     Sizes are 0, near the world size, and just above 4,096 and 64 Ki. `seed` rotates the dtypes among them.
-
-    Raises:
-        AllreduceMismatch: a sum is wrong on this rank; names the algorithm, dtype, size and element.
     """
     __tracebackhide__ = True
     sizes = (0, rank.size - 1, 2 * rank.size + 1, _SOME, _LARGE)
@@ -62,9 +59,6 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that ranks with a parameter server have the parameters of one device after each step. A collective.
 
     Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum.
-
-    Raises:
-        GradientMismatch: a parameter of this rank has a wrong value.
     """
     __tracebackhide__ = True
     expected = one_device(training)
@@ -92,9 +86,6 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
 
     Runs once with divided hidden activations, as usual, and once with activations that are gathered and divided again.
     The widths need not be multiples of the world size.
-
-    Raises:
-        GradientMismatch: outputs, the gradient of the inputs, or this rank's parts of gradients and parameters differ.
     """
     __tracebackhide__ = True
     hidden = allreduce.chunks(training.widths[1], rank.size)[rank.index]

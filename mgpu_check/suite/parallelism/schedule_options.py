@@ -64,9 +64,6 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
     Args:
         training: has as many linear layers as there are ranks, and a batch of a multiple of 8.
         more: whether to train with all rows of options, or with an eighth of them, by the seed of the training.
-
-    Raises:
-        GradientMismatch: see `assert_schedule_agrees`.
     """
     __tracebackhide__ = True
     checks = []

@@ -38,9 +38,6 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     Args:
         devices: at least one, in any order; the norm is computed on the first.
         seed: the seed of the gradients.
-
-    Raises:
-        GradientMismatch: a norm, or a clipped gradient, is wrong.
     """
     __tracebackhide__ = True
     count = len(devices)
@@ -94,9 +91,6 @@ def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     Args:
         devices: at least one, in any order.
         seed: the seed of parameters and gradients.
-
-    Raises:
-        GradientMismatch: a parameter, or the scale, differs from that of one device.
     """
     __tracebackhide__ = True
     for make, own in _OPTIMIZERS.items():

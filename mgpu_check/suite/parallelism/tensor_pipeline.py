@@ -45,9 +45,6 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
 
     The hidden width must be a multiple of the world size. Runs with replicated inputs, and with inputs and outputs
     divided along the batch, whose size must then be a multiple too. Divided outputs are DTensors, and then local.
-
-    Raises:
-        GradientMismatch: outputs, gradients or parameters differ.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -90,9 +87,6 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
 
     The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows
     twice. Only one rank has the right values, and the others get theirs from it.
-
-    Raises:
-        GradientMismatch: outputs, or the gradient, differ.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -189,9 +183,6 @@ def assert_schedule_agrees(
         in_vee: ranks get their second stages in reverse order, so the first rank has the first and the last stage.
         options: other options of the schedule; `args_chunk_spec` is for the rank with the first stage. If
             `kwargs_chunk_spec` divides columns, the keyword argument has the rows of the batch in its columns.
-
-    Raises:
-        GradientMismatch: this rank's outputs, gradients or parameters differ.
     """
     from torch.distributed import pipelining
 

@@ -57,9 +57,6 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
 
     A LayerNorm gets and returns this rank's part along the second dimension. An RMSNorm gets a replicated DTensor, to
     be divided along the first dimension.
-
-    Raises:
-        GradientMismatch: outputs or gradients differ, or the outputs are not sharded along the right dimension.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -140,9 +137,6 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
 
     The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of
     one device. With an odd seed both get DTensors.
-
-    Raises:
-        GradientMismatch: inputs, keyword arguments, outputs or gradients differ.
     """
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
@@ -232,9 +226,6 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     """Assert that `cross_entropy` within `loss_parallel` gives the loss and gradients of one device. A collective.
 
     The logits are divided among ranks by classes. Afterwards log_softmax accepts logits on all ranks again.
-
-    Raises:
-        GradientMismatch: the loss or a gradient differs.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel

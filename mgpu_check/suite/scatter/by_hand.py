@@ -25,9 +25,6 @@ def assert_split_aligned(
         inputs, labels: the tensors before the split.
         split: the shards of the inputs and the shards of the labels.
         devices: the device of each shard.
-
-    Raises:
-        ShardError: they have different numbers of shards, sizes or devices, or do not cover inputs and labels.
     """
     __tracebackhide__ = True
     first, second = split
@@ -52,9 +49,6 @@ def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.
 
     Args:
         way: "slices", "chunks" or "every n-th row"; see `mgpu_check.suite.recipes.batches`.
-
-    Raises:
-        ShardError: naming shard, device, row and element.
     """
     __tracebackhide__ = True
     if way == "every n-th row":

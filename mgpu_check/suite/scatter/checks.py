@@ -27,9 +27,6 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
 
     Scattered batches also have leaves that are not tensors. Gather supports tensors only, and matches the entries of
     dicts by key.
-
-    Raises:
-        ShardError: naming the place in the container, shard, device, and element.
     """
     __tracebackhide__ = True
     size = 2 * len(devices) + 1
@@ -60,9 +57,6 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
 
     Covers dims 0 and 1, sources on the CPU, in pinned memory and on a device, and devices in ascending, descending and
     rotated order. Square matrices are split along both dims. Images in channels_last are split into unequal shards too.
-
-    Raises:
-        ShardError: naming shard, device, and element.
     """
     __tracebackhide__ = True
     orders = [list(devices), list(reversed(devices)), [*devices[1:], devices[0]]]
@@ -97,9 +91,6 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that large batches are scattered and gathered bit for bit, along rows and columns.
 
     They come from the CPU, from pinned memory and from a device, and are gathered on a device and on the CPU.
-
-    Raises:
-        ShardError: naming shard, device, row and element.
     """
     __tracebackhide__ = True
     ways = list(itertools.product(("the CPU", "pinned memory", "a device"), (0, 1)))
@@ -131,9 +122,6 @@ def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: 
 
     Args:
         sizes: of the shards of the first ``len(sizes)`` devices, in order; some may be 0.
-
-    Raises:
-        ShardError: naming shard, device, and element, or the given tensor that was not returned.
     """
     __tracebackhide__ = True
     for dim, dtype, ascending in itertools.product((0, 1, -1), (torch.float32, torch.uint8), (True, False)):

@@ -53,9 +53,6 @@ def assert_sizes_of_tutorial(devices: Sequence[torch.device], size: int, feature
 
     Args:
         size: number of samples of the batch, which is also that of the output.
-
-    Raises:
-        ShardError: with the expected and the actual sizes, or the first wrong element.
     """
     __tracebackhide__ = True
     batch = TensorSpec((size, features)).build()

@@ -30,9 +30,6 @@ def assert_scatter_differentiable(
         devices: the devices of the shards.
         dim: the split dimension.
         used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
-
-    Raises:
-        ShardError: naming the element of the gradient, with the expected and the actual value.
     """
     __tracebackhide__ = True
     leaf = batch.detach().clone().requires_grad_()
@@ -55,9 +52,6 @@ def assert_gather_differentiable(
     Args:
         weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and
             summed.
-
-    Raises:
-        ShardError: naming shard, device and element.
     """
     __tracebackhide__ = True
     parts = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
@@ -75,11 +69,7 @@ def assert_scalars_stacked(
     values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
 ) -> None:
     """Assert that gathering a scalar from each device, such as a loss, gives a vector in order, and each scalar its
-    gradient.
-
-    Raises:
-        ShardError: with the expected vector and the result, or a wrong gradient.
-    """
+    gradient."""
     __tracebackhide__ = True
     losses = [
         torch.tensor(value, device=device, requires_grad=True) for value, device in zip(values, devices, strict=True)

@@ -72,9 +72,6 @@ def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> Non
 
     Args:
         more: whether to save with all rows of options, or with an eighth of them, by the seed.
-
-    Raises:
-        ShardError: a value differs from the saved one; names options and entry.
     """
     __tracebackhide__ = True
     directory = shared_directory(rank)

@@ -32,9 +32,6 @@ def assert_operators_agree(rank: Rank, seed: int, *, more: bool) -> None:
 
     Args:
         more: whether to run half of the operators, or a quarter.
-
-    Raises:
-        ShardError: a result or a gradient of this rank is wrong; names operator and placements.
     """
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
@@ -143,11 +140,7 @@ _OF_CLASSES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def assert_losses_agree(rank: Rank, seed: int) -> None:
-    """Assert that the mean losses of DTensors average over all samples, divided evenly or not. A collective.
-
-    Raises:
-        ShardError: a loss on this rank is wrong; names the loss, the number of samples and of ranks.
-    """
+    """Assert that the mean losses of DTensors average over all samples, divided evenly or not. A collective."""
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     for rows in (2 * rank.size, max(3, 2 * rank.size - 1)):

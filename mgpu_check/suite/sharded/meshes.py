@@ -22,9 +22,6 @@ def assert_meshes_agree(rank: Rank) -> None:
     Meshes have their ranks in order and out of order; one leaves the last rank out. The group of each dimension runs an
     all_reduce and an all_gather. A mesh made from a group must have the ranks of the group. A mesh of three dimensions
     is also sliced to each two of them.
-
-    Raises:
-        ReplicaMismatch: the coordinate or a group of this rank is wrong; names mesh, dimension and ranks.
     """
     __tracebackhide__ = True
     rows, columns = near_square(rank.size)

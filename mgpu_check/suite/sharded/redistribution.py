@@ -82,9 +82,6 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     uneven, below the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact
     sums. `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be
     equal between replicas.
-
-    Raises:
-        ShardError: this rank's part has the wrong shape or bits; names placements, dtype, size and element.
     """
     __tracebackhide__ = True
     shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
@@ -287,9 +284,6 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
     """Assert that redistribution passes gradients back. A collective.
 
     The gradient of a gathered tensor must be reduced and scattered, and the gradient of a shard gathered or resharded.
-
-    Raises:
-        ShardError: this rank's part of a gradient is wrong.
     """
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))

@@ -66,9 +66,6 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
 
     Args:
         more: whether to use all rows of options, or half of them, by the seed of the training.
-
-    Raises:
-        ShardError: an entry is missing, is on another device, or has another value.
     """
     __tracebackhide__ = True
     expected = one_device(training)

@@ -30,9 +30,6 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     two steps and then evaluates by the running statistics. Ranks have different numbers of samples: the last rank has
     one and the last but one has many. In one case the first of more than two ranks has none. The tolerance is measured:
     see `mgpu_check.numerics.steps`.
-
-    Raises:
-        GradientMismatch: a result on this rank is off by more than the tolerance.
     """
     __tracebackhide__ = True
     everybody = list(range(rank.size))

@@ -49,11 +49,8 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that all ranks have the parameters of one device after each step, with each pair of options. A collective.
-
-    Raises:
-        GradientMismatch: the parameters of this rank differ.
-    """
+    """Assert that all ranks have the parameters of one device after each step, with each pair of options. A
+    collective."""
     __tracebackhide__ = True
     expected = one_device(training)
     with Findings() as findings:

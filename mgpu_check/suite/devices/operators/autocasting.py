@@ -129,9 +129,6 @@ def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0
 
     Returns:
         the number of cases.
-
-    Raises:
-        DeviceMismatch: naming devices, operator, and the dtype or the first wrong element.
     """
     __tracebackhide__ = True
     wrong: list[WrongCase] = []

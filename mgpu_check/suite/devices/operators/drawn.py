@@ -22,9 +22,6 @@ def assert_drawn_by_weight(devices: Sequence[torch.device], seed: int = 0) -> in
     In n rows the share of an element deviates from its probability by more than t with probability at most 2·e^(-2nt²)
     (Hoeffding, *Probability inequalities for sums of bounded random variables*, 1963). The bound t is chosen so that a
     right generator fails a case with probability at most 10^-12.
-
-    Raises:
-        DeviceMismatch: naming devices, case, and the wrong draws.
     """
     __tracebackhide__ = True
     wrong: list[WrongCase] = []

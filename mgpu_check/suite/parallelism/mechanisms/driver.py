@@ -97,11 +97,7 @@ def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> di
 
 
 def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
-    """Assert that each mechanism has the outputs, losses and gradients of one device. A collective.
-
-    Raises:
-        GradientMismatch: a result of this rank differs; names mechanism, sizes, result and element.
-    """
+    """Assert that each mechanism has the outputs, losses and gradients of one device. A collective."""
     __tracebackhide__ = True
     tried, left_out = [], []
     with Findings() as findings:
