@@ -27,11 +27,12 @@ from mgpu_check.engine.rank_side import uncaught
 from mgpu_check.engine.rank_side.coverage import Measuring
 from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
 from mgpu_check.engine.rank_side.worker import at_rest, tell
+from mgpu_check.errors import CheckFailure, UnexpectedError
 from mgpu_check.plugin.forwarding import Collector
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.raw_errors import as_finding
 from mgpu_check.plugin.replacements import replaced
-from mgpu_check.processes.frames import is_engine
+from mgpu_check.processes.frames import is_check, is_engine
 from mgpu_check.processes.raised import EXPLAIN, without_engine
 
 _LINES, _CHARACTERS = 12, 1200
@@ -176,9 +177,14 @@ def _render(error: BaseException) -> str:
 
 
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
-    """Show two frames in full, the test and the deepest function outside installed packages; shorten all others."""
+    """Show two frames in full, the test and the deepest function outside installed packages; shorten all others.
+
+    The frames of a check of the packaged suite are left out, because its finding says more than its lines.
+    """
     entries = list(info.traceback.filter(info)) or list(info.traceback)
     entries = [entry for entry in entries if not is_engine(str(entry.path))] or entries
+    if isinstance(info.value, CheckFailure) and not isinstance(info.value, UnexpectedError):
+        entries = [entry for entry in entries if not is_check(str(entry.path))] or entries[-1:]
     deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)
     return Traceback([e if i in (0, deepest) else e.with_repr_style("short") for i, e in enumerate(entries)])
 

@@ -13,6 +13,7 @@ _ENGINE = re.compile(
     r"/mgpu_check/((processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare)/\w+"
     r"|plugin/(in_rank|adapted|serialization|forwarding))\.py$"
 )
+_CHECK = re.compile(r"/mgpu_check/suite/(?!.*/test_\w+\.py$).+\.py$")
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
 _OURS = "/mgpu_check/"
 
@@ -21,6 +22,12 @@ _OURS = "/mgpu_check/"
 def is_engine(filename: str) -> bool:
     """Return whether a file belongs to the code that runs a function on a rank, or to the simulated node."""
     return _ENGINE.search(filename) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def is_check(filename: str) -> bool:
+    """Return whether a file has checks of the packaged suite; the files of its tests only call them."""
+    return _CHECK.search(filename) is not None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -192,6 +192,29 @@ def test_every_style_of_traceback(run, pytester, style, words):
         result.stdout.fnmatch_lines(["*rank 1 of 2 raised AssertionError: assert 1 == 0"])
 
 
+def test_a_finding_shows_the_call_of_a_check_and_not_its_lines(run, pytester):
+    """But an error of the check itself shows them."""
+    pytester.makepyfile(
+        """
+        import pytest
+        from mgpu_check.suite.fixtures.checks import assert_devices_are
+
+        def test_on_devices(gpus):
+            assert_devices_are(gpus, gpus[:1])
+
+        @pytest.mark.ranks(2)
+        def test_on_ranks(rank):
+            assert_devices_are([rank.device], [])
+
+        def test_broken(gpus):
+            assert_devices_are(gpus, None)
+        """
+    )
+    found, broken = run(*GPUS, "-q").stdout.str().split("_ test_broken _")
+    assert "assert_devices_are(gpus, gpus[:1])" in found and "assert_devices_are([rank.device], [])" in found
+    assert "checks.py" not in found and "checks.py" in broken
+
+
 def test_without_the_plugin_its_tests_are_unknown(run, pytester):
     pytester.makepyfile("def test_it(ranks): pass")
     result = run("-p", "no:mgpu_check")

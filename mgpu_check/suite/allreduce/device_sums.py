@@ -25,7 +25,6 @@ def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]
     Raises:
         AllreduceMismatch: a sum is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
     """
-    __tracebackhide__ = True
     parts = data.parts(len(devices))
     held = [data.placed(part, device) for part, device in zip(parts, devices, strict=True)]
     recipes.allreduce(held)
@@ -46,7 +45,6 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     Raises:
         AllreduceMismatch: a sum or a copy of it is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
     """
-    __tracebackhide__ = True
     parts, order = data.parts(len(devices)), _from(home, devices)
     placed = [data.placed(part, device) for part, device in zip(parts, devices, strict=True)]
     named, indices = None if home == devices[0] else home.index, [device.index for device in order]
@@ -85,7 +83,6 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
     Raises:
         AllreduceMismatch: a copy is wrong, or is on the wrong device. `.ranks` has its index among the copies.
     """
-    __tracebackhide__ = True
     order = _from(home, devices)
     indices = [device.index for device in order]
     specs = [replace(data.tensor, shape=_SHAPE, layout=layout) for layout in layouts_for(len(_SHAPE))]

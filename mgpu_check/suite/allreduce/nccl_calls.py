@@ -20,7 +20,6 @@ def assert_nccl_calls(devices: Sequence[torch.device], seed: int) -> None:
     Raises:
         AllreduceMismatch: names function and device; `.ranks` has its index among the devices.
     """
-    __tracebackhide__ = True
     size = len(devices)
     parts = [((torch.arange(6 * size) * 7 + seed + 5 * place) % 31).float() for place in range(size)]
     stacked = torch.stack(parts)

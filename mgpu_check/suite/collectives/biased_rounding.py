@@ -87,7 +87,6 @@ def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, p
     Raises:
         CollectiveMismatch: the mean error is more than a quarter of a unit in the last place.
     """
-    __tracebackhide__ = True
     terms = terms_of(rank.size, dtype, seed)
     mine = terms[rank.index].to(rank.device if place == "device" else "cpu", copy=True)
     whole = mine.repeat(rank.size) if TRANSFERS[transfer].divides else mine

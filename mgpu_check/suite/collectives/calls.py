@@ -58,7 +58,6 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
         CollectiveMismatch: with all wrong calls of this rank. It is raised after the last call, so that ranks stay in
             step.
     """
-    __tracebackhide__ = True
     everybody = tuple(range(rank.size))
     calls = [
         replace(call, root=call.root % len(call.members or everybody))  # messages name the root that there is

@@ -24,7 +24,6 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
     Args:
         members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
     """
-    __tracebackhide__ = True
 
     def judge(team: Team, account: CallTally) -> None:
         for what, right_of, run in _differentiable(team, seed):

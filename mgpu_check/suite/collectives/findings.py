@@ -45,7 +45,6 @@ class WrongResult:
 
 def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> None:
     """Raise one error for all findings of this rank, with their common attributes; return if there are no findings."""
-    __tracebackhide__ = True
     if not findings:
         return
     wrong = {id(finding.call): finding.call for finding in findings}

@@ -46,7 +46,6 @@ def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: 
     Args:
         members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
     """
-    __tracebackhide__ = True
     judged_by(rank, members, lambda team, account: _functional(team, account, dtype, seed))
 
 
@@ -103,7 +102,6 @@ def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: t
     Args:
         members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
     """
-    __tracebackhide__ = True
     judged_by(rank, members, lambda team, account: _coalesced(team, account, dtype, seed))
 
 

@@ -21,7 +21,6 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
     Args:
         shape: the sizes of the dimensions; their product is the world size.
     """
-    __tracebackhide__ = True
     names = tuple(f"dim{number}" for number in range(len(shape)))
     mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=names)
     findings: list[WrongResult] = []

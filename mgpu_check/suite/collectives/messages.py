@@ -64,7 +64,6 @@ def assert_messages_arrive(
         members: the ranks of the group that exchanges them; empty for all ranks.
         group: the group; None for all ranks.
     """
-    __tracebackhide__ = True
     mine = [message for message in messages if rank.index in (message.source, message.target)]
     device = rank.device if place == "device" else "cpu"
     given = {message: _content(message).to(device) for message in mine if message.source == rank.index}
@@ -116,7 +115,6 @@ def assert_any_source_tells_the_sender(
         elements: the number of elements of each message, at least 1.
         members: the ranks of the group that sends them; empty for all ranks.
     """
-    __tracebackhide__ = True
     sources = [source for source in members or range(rank.size) if source != target]
     messages = [Message(source, target, tag, dtype, elements, 0) for source in sources]
     findings: list[WrongResult] = []

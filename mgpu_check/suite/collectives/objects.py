@@ -46,7 +46,6 @@ def assert_objects_travel(
         backend: the backend of the group; None for the default one. Objects travel over the CPU if the group has a
             backend for it.
     """
-    __tracebackhide__ = True
     with groups_of(rank, [members], backend=backend) as groups:
         everybody = members or tuple(range(rank.size))
         if rank.index not in everybody:
@@ -112,7 +111,6 @@ def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) 
         root: the rank whose objects are broadcast, modulo the world size.
         drawn: at least one object; each rank has one of them, and its number.
     """
-    __tracebackhide__ = True
     all_of = [(other, drawn[other % len(drawn)]) for other in range(rank.size)]
     gathered: list[object] = [None] * rank.size
     dist.all_gather_object(gathered, all_of[rank.index])
@@ -164,7 +162,6 @@ def assert_barrier_holds(
     Raises:
         CollectiveMismatch: on rank `late`.
     """
-    __tracebackhide__ = True
     backend = "gloo" if kind == "monitored" else None
     group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
     devices = [rank.device.index]

@@ -27,7 +27,6 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: s
     Args:
         dtype: the name of an integer dtype: sums wrap around, so no step rounds or overflows.
     """
-    __tracebackhide__ = True
     model = _Model(rank.size, getattr(torch, dtype))
     device = rank.device if place == "device" else torch.device("cpu")
     mine = _OfRank(rank, [tensor.to(device, copy=True) for tensor in model.held[rank.index]])

@@ -22,7 +22,6 @@ def assert_subgroups_divide(rank: Rank) -> None:
     `new_group` of ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if
     torch supports it. Each rank must get the right numbers of all members, and collectives must follow their order.
     """
-    __tracebackhide__ = True
     everybody = list(range(rank.size))
     turns = [part for part in (everybody[1::2], everybody[::2]) if part]
     wanted: dict[str, tuple[list[list[int]], Callable[[], Any]]] = {

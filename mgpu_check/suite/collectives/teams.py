@@ -56,7 +56,6 @@ class Team:
 
 def judged_by(rank: Rank, members: tuple[int, ...], judge: Callable[[Team, CallTally], None]) -> None:
     """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
-    __tracebackhide__ = True
     account = CallTally(rank, f", group {list(members)}" if members else "")
     members = members or tuple(range(rank.size))
     with groups_of(rank, [members]) as groups:
@@ -85,5 +84,4 @@ class CallTally:
         self.findings.append(WrongResult.of(what, here.reshape(-1), right.reshape(-1), wrong))
 
     def done(self) -> None:
-        __tracebackhide__ = True
         raise_findings(self.findings, self.calls, self.rank)

@@ -32,7 +32,6 @@ def assert_functional_form_agrees(devices: Devices, rows: int, position: int, se
     Its four parts must do so too, when they are called one after the other as in PyTorch's tutorial. The output
     device is the one at `position`, modulo the number of devices.
     """
-    __tracebackhide__ = True
 
     for number, order in enumerate(both_ways(devices)):
         _assert_parts_agree(order, distinct_rows(max(rows, 1), seed))
@@ -55,7 +54,6 @@ def assert_functional_form_agrees(devices: Devices, rows: int, position: int, se
 def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
     """Assert that scatter, replicate, parallel_apply and gather together give the outputs and gradients of the
     module."""
-    __tracebackhide__ = True
     model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)
     keywords = [{"shift": float(part), "sign": -1} for part in range(len(inputs))]

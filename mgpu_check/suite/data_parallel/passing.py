@@ -57,7 +57,6 @@ def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int
     The output device is the default, which is the first, or the one at `position`, modulo the number of devices. If
     `devices` are all devices in order, DataParallel gets no `device_ids`.
     """
-    __tracebackhide__ = True
     x = distinct_rows(rows, seed)
     expected = _Several()(x)
     for number, order in enumerate(both_ways(devices)):
@@ -85,7 +84,6 @@ class _SumModule(nn.Module):
 
 def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
     """Assert that a module with a scalar output gives one scalar per replica, in order, with the right gradients."""
-    __tracebackhide__ = True
     for order in both_ways(devices):
         x = distinct_rows(rows, seed)
         model = _SumModule().to(order[0])
@@ -106,7 +104,6 @@ def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
 def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
     """Assert that dim=1 splits and joins columns, also of a square batch, and splits the columns of keyword
     arguments."""
-    __tracebackhide__ = True
     x = distinct_rows(5, seed, max(rows, 1))
     # One row: a wrong split by rows would give all of it to one replica.
     y = distinct_rows(1, seed + 1, max(rows, 1))
@@ -178,7 +175,6 @@ def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed:
     Tensors are positional or keyword arguments, and nested in containers, or nested in keyword arguments alone. With
     the devices in the given order they are positional if `positional`, and in the reverse order if not.
     """
-    __tracebackhide__ = True
     for order in both_ways(devices):
         x = distinct_rows(rows, seed + 2)
         model, what = _RecordingModule().to(order[0]), f"{_named(order)}, tensors in keyword arguments alone"
@@ -223,7 +219,6 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
 
     A batch without rows must use one device.
     """
-    __tracebackhide__ = True
     for order in both_ways(devices):
         for rows in {0, 1, max(1, len(order) - 1)}:
             x = distinct_rows(rows, seed)
@@ -242,7 +237,6 @@ def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
     Args:
         inference: whether calls without gradients are in inference mode; in the reverse order of devices the others.
     """
-    __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
         x = distinct_rows(2 * len(order), seed)
         for index in range(8):
@@ -281,7 +275,6 @@ def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
 
 def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
     """Assert that replicas compute in the dtype of the caller's autocast."""
-    __tracebackhide__ = True
     for order in both_ways(devices):
         parallel = DataParallel(nn.Linear(_WIDTH, 2).to(order[0]), device_ids=indices_of(order))
         x = distinct_rows(2 * len(order), seed)
@@ -319,7 +312,6 @@ def assert_exceptions_named(devices: Devices, position: int, kind: type[Exceptio
     Args:
         position: the position of the device whose replica raises, modulo the number of devices.
     """
-    __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
         at = (position + number) % len(order)
         x = torch.arange(float(2 * len(order))).view(-1, 1)

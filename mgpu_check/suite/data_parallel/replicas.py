@@ -18,7 +18,6 @@ from mgpu_check.suite.recipes.everything import Everything
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
     """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same
     structure."""
-    __tracebackhide__ = True
     replicate: Callable[..., Any] = torch.nn.parallel.replicate
     source = Everything(seed)
     tensors = {**dict(source.named_parameters()), **dict(source.named_buffers())}
@@ -43,7 +42,6 @@ _LARGE = (1 << 20) + 3
 
 def _many_buffers(order: Devices, seed: int) -> None:
     """Require that replicas hold a model of more than 16 MiB, and that the gradients of all replicas are summed."""
-    __tracebackhide__ = True
     replicate: Callable[..., Any] = torch.nn.parallel.replicate
     values = significands((_LARGE,), torch.float32, seed)
     # Each parameter has different values and a different gradient, so that swapped ones are detected.

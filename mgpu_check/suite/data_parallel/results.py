@@ -38,7 +38,6 @@ def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
 @contextlib.contextmanager
 def refused_by_mistake(what: str) -> Iterator[None]:
     """Report an exception in the body as a failure: operators refuse parts that do not fit each other."""
-    __tracebackhide__ = True
     try:
         yield
     except (RuntimeError, TypeError) as error:
@@ -50,7 +49,6 @@ def refused_by_mistake(what: str) -> Iterator[None]:
 def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
     """Assert that two nested results agree in structure, types and every bit, and that tensors of `got` are on
     `device`."""
-    __tracebackhide__ = True
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
             raise GradientMismatch(f"{what}: got {got!r}, expected a tensor", ranks=ranks)

@@ -48,7 +48,6 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
     The runs use the devices in the given order and in reverse, in turn.
     """
-    __tracebackhide__ = True
     with exact_arithmetic():
         for number, run in enumerate(runs):
             orders = both_ways(devices)
@@ -57,7 +56,6 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient."""
-    __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
@@ -65,7 +63,6 @@ def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) ->
 
 
 def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
-    __tracebackhide__ = True
     prepare = freeze_first if frozen else as_it_is
     one, model = OneDevice(run, order[0], prepare), run.build()
     prepare(model)
@@ -94,7 +91,6 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
     All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend.
     BatchNorm with momentum=None must average its statistics over all batches.
     """
-    __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
@@ -120,7 +116,6 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
 
 
 def _average(order: Devices, seed: int) -> None:
-    __tracebackhide__ = True
     layer = averaging().to(order[0])
     parallel = _wrapped(layer, order)
     batches = drawn(3 * len(order), seed)
@@ -138,7 +133,6 @@ def _average(order: Devices, seed: int) -> None:
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed
     parameters."""
-    __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
@@ -165,7 +159,6 @@ def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
     Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a
     parameter with the whole gradient.
     """
-    __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
@@ -182,7 +175,6 @@ class _Shifted(nn.Module):
 
 
 def _change_by_hooks(order: Devices) -> None:
-    __tracebackhide__ = True
     module = _Shifted()
     module.register_forward_pre_hook(lambda _, given, named: (given, {"shift": 2 * given[0] + 1}), with_kwargs=True)
     module.register_forward_hook(lambda _, given, named, output: 4 * output + named.get("shift", 0), with_kwargs=True)
@@ -193,7 +185,6 @@ def _change_by_hooks(order: Devices) -> None:
 
 
 def _call_hooks(run: WholeRun, order: Devices) -> None:
-    __tracebackhide__ = True
     one, model = OneDevice(run, order[0]), run.build()
     parallel = _wrapped(model, order)
     replicas: dict[str, list[torch.device]] = {}
@@ -237,7 +228,6 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
     The one device is the CPU. Each run uses its first batch, with the devices in the given order and in reverse. The
     computation is in float64, which holds all of these whole numbers exactly.
     """
-    __tracebackhide__ = True
     with exact_arithmetic():
         for run in runs:
             x, targets = (part.double() for part in run.batches()[0])
@@ -272,7 +262,6 @@ def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None
     Args:
         rows: the rows of the embedding that a batch looks up, one for each sample.
     """
-    __tracebackhide__ = True
     for order in both_ways(devices):
         count, samples = max(rows) + 1, torch.tensor(rows, device="cpu")
         factors = torch.arange(1.0, len(rows) + 1)

@@ -83,7 +83,6 @@ def _orders(devices: Sequence[torch.device]) -> list[torch.device]:
 
 def assert_cuda_follows(devices: Sequence[torch.device]) -> None:
     """Assert that "cuda" without an index means the device that `set_device` or a guard has made current."""
-    __tracebackhide__ = True
     with current_device_kept():
         for number, device in enumerate(_orders(devices)):
             form: Any = (device, str(device), device.index)[number % 3]
@@ -126,7 +125,6 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> None:
 
     Guards are nested too. Work on a device other than the current one must not change the current device.
     """
-    __tracebackhide__ = True
     with current_device_kept():
         for start in devices:
             for other in devices:
@@ -261,7 +259,6 @@ def _works(other: torch.device, start: torch.device) -> dict[str, Callable[[], o
 def assert_threads_apart(devices: Sequence[torch.device]) -> None:
     """Assert that each thread has its own current device: a new thread starts on cuda:0, and affects no other
     thread."""
-    __tracebackhide__ = True
     wrong: list[tuple[str, int, int]] = []
     raised: list[BaseException] = []
     barrier = threading.Barrier(len(devices), timeout=60)

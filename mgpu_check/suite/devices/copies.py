@@ -39,7 +39,6 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
     Args:
         more: also copy just below 1 MiB, and 4 MiB, by every method and between every two devices.
     """
-    __tracebackhide__ = True
     further = (_ABOVE - 2, _LARGE) if more else ()
     found = [
         *examine_copies(devices, Copies("engine", (*_BORDERS, *further), seed=seed)),
@@ -180,7 +179,6 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None
     Each pair and call tries a third of the dtypes, and the third changes from call to call and from pair to pair.
     Lazily conjugated and lazily negated tensors are tried with each call and pair.
     """
-    __tracebackhide__ = True
     count, wrong = 0, Found()
     held: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
     for turn, (source, target) in enumerate(_pairs(devices)):
@@ -255,7 +253,6 @@ def _casting(dtype: torch.dtype, turn: int) -> dict[str, Call]:
 
 def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host."""
-    __tracebackhide__ = True
     count, wrong = 0, Found()
     for number, (dtype, other) in enumerate(_CASTS):
         layout = (number + seed) % 3
@@ -276,7 +273,6 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
 
 def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that copies from and to pinned memory keep every bit, also if the device uses them without a wait."""
-    __tracebackhide__ = True
     count, wrong = 0, Found()
     for elements in (1, 1000, (1 << 14) + 1, (1 << 18) + 1):
         data = anything(elements, torch.float32, seed)

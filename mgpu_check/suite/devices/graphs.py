@@ -19,7 +19,6 @@ _SHAPE = (5, 6)
 
 def assert_graphs_replay(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that graphs, captured in each way, replay on each device, and that graphed layers train."""
-    __tracebackhide__ = True
     for number, device in enumerate(devices):
         with torch.cuda.device(device):
             for name, capture in _WAYS.items():

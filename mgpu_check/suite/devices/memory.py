@@ -33,7 +33,6 @@ Each call looks its function up, because `selftest` replaces it.
 def assert_memory_recovers(devices: Sequence[torch.device]) -> None:
     """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works
     afterwards."""
-    __tracebackhide__ = True
     for device in reversed(devices):
         _recovers(device)
 
@@ -44,7 +43,6 @@ def _require(device: torch.device, condition: bool, text: str) -> None:
 
 
 def _recovers(device: torch.device) -> None:
-    __tracebackhide__ = True
     free, total = torch.cuda.mem_get_info(device)
     said = torch.cuda.get_device_properties(device).total_memory
     text = f"{free} bytes are free of {total}, and its properties say {said}"
@@ -93,7 +91,6 @@ def _forms(device: torch.device) -> tuple[Any, ...]:
 def _figures_follow_the_argument(device: torch.device) -> None:
     """Require that each statistic is that of its device for every form of the argument; None means the current
     device."""
-    __tracebackhide__ = True
     for form in (*_forms(device)[1:], None):
         for name, figure in _FIGURES.items():
             first = figure(device)
@@ -106,7 +103,6 @@ def _figures_follow_the_argument(device: torch.device) -> None:
 
 def _peaks_begin_anew(device: torch.device) -> None:
     """Require that a reset peak equals the allocated memory, for every form of the argument."""
-    __tracebackhide__ = True
     for form in _forms(device):
         torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
         torch.cuda.reset_peak_memory_stats(form)
@@ -124,7 +120,6 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     `map_location` is None, a text, a device, a dict that rotates devices, or a callable. Every bit of each dtype must
     arrive, and tensors that share memory must share it again.
     """
-    __tracebackhide__ = True
     state = {device.index: _kept(device, seed) for device in devices}
     buffer = io.BytesIO()
     torch.save(state, buffer)

@@ -61,7 +61,6 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     Returns:
         the number of moves.
     """
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
     for source, target in ways:
@@ -159,7 +158,6 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
     Returns:
         the number of results that were checked.
     """
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     data = significands((3, 4), torch.float32, seed)
     for device in devices:

@@ -75,7 +75,6 @@ def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> N
 
     `torch.manual_seed` and `manual_seed_all` must seed all devices, and `torch.cuda.manual_seed` the current one.
     """
-    __tracebackhide__ = True
     with current_device_kept(), _generators_kept():
         _seeds(devices, seed)
         _independence(devices, seed)
@@ -146,7 +145,6 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None
 
     The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
     """
-    __tracebackhide__ = True
     with _generators_kept():
         for number, device in enumerate(devices):
             torch.cuda.manual_seed_all(seed + number)
@@ -204,7 +202,6 @@ def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> 
     Its mask must change from call to call. The mask must also be the same when `torch.utils.checkpoint` recomputes the
     forward pass, on devices that are not current too.
     """
-    __tracebackhide__ = True
     with _generators_kept():
         for device in devices:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):

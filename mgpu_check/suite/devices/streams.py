@@ -50,7 +50,6 @@ _HOST: dict[str, Wait] = {
 def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory, behind slow
     work."""
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     data = significands((_ELEMENTS,), torch.float32, seed)
     for device in devices:
@@ -77,7 +76,6 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
     The source stream sleeps before it writes. `record_stream` passes memory from stream to stream, and new tensors
     reuse it at once.
     """
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     data = anything(_ELEMENTS, torch.float32, seed)
     pairs = [(a, b) for a in devices[::-1] for b in devices]
@@ -112,7 +110,6 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
 
 def assert_events_tell(devices: Sequence[torch.device]) -> None:
     """Assert that events are done only after the work before them, in order, and measure its time in milliseconds."""
-    __tracebackhide__ = True
     for device in devices:
         with torch.cuda.device(device):
             stream, other = torch.cuda.Stream(device), torch.cuda.Stream(device)

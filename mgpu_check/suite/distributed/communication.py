@@ -26,7 +26,6 @@ def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step
     keeps the gradient tensors of the step before and zeroes them.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             view = bool(run.seed % 2)  # seeds follow each other
@@ -70,7 +69,6 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
         GradientMismatch: a gradient or a buffer is wrong, or ranks did not stop together.
         ReplicaMismatch: ranks end with different parameters.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for number, run in enumerate(runs):
             initial = bool((run.seed + number) % 2)
@@ -165,7 +163,6 @@ def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
     Raises:
         GradientMismatch: a gradient differs from that of one device with the same hook, or a hook was not called once.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             replica = Replica(run, rank, findings, what="a hook that doubles a gradient")
@@ -201,7 +198,6 @@ def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]
 
 def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that the hook of `param_to_hook_all_reduce` averages the gradients of `delay_all_reduce_named_params`."""
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             replica = _Delayed(run, rank, findings, what="delay_all_reduce_named_params")

@@ -59,7 +59,6 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
         runs: the runs for both hooks.
         long: runs of more steps, for `allreduce_hook` only.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for name, hook, megabytes, trained in (
             ("allreduce_hook, small buckets", default_hooks.allreduce_hook, SMALL_BUCKET, runs),
@@ -129,7 +128,6 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
         GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the
             dtype.
     """
-    __tracebackhide__ = True
     place = Place.of(rank)
     with judged() as findings:
         for name, options in _QUANTIZING:
@@ -236,7 +234,6 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
         GradientMismatch: a gradient differs from that of one device, or the error was not kept.
         ReplicaMismatch: compressed gradients differ between ranks.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             for row in drawn_rows(_APPROXIMATIONS, seed=run.seed, more=more and run is runs[0], share=100):
@@ -321,7 +318,6 @@ def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Seq
         GradientMismatch: a gradient differs from that of one device with the data of the group.
         ReplicaMismatch: gradients or parameters differ within a group.
     """
-    __tracebackhide__ = True
     with judged() as findings, own_group(rank, first) as (members, place):
         what = f", in the group {members}"
         for run in (replace(one, seed=one.seed + members[0]) for one in runs):

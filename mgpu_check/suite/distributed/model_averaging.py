@@ -26,7 +26,6 @@ def assert_averagers_average(rank: Rank) -> None:
     ranks is even and above two. `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must
     survive loading into another optimizer. A parameter without a gradient must not change, as torch documents.
     """
-    __tracebackhide__ = True
     everybody = list(range(rank.size))
     with Findings() as findings:
         periodic = PeriodicModelAverager(period=3, warmup_steps=2)

@@ -35,7 +35,6 @@ SMALL_BUCKET = 0.0001
 
 def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that each run under DDP has the outputs, gradients and parameters of one device in every step."""
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             train(run, rank, findings)
@@ -47,7 +46,6 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`. A
     bucket above 1 MiB is checked, too.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         _judge_large_bucket(rank, findings)
         for run in runs:
@@ -93,7 +91,6 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
     Args:
         more: whether to train with all rows of options, or with a quarter of them, by the seed of the run.
     """
-    __tracebackhide__ = True
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     options = {name: values for name, values in _OPTIONS.items() if name in known}
     with judged() as findings:
@@ -153,7 +150,6 @@ def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> No
     Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are
     copies of buckets, or views of them.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             for view in (False, True):
@@ -172,7 +168,6 @@ def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
 
 def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used."""
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             train(run, rank, findings, what="static_graph", static_graph=True)
@@ -181,7 +176,6 @@ def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's
     own."""
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             train(run, rank, findings, what="first layer frozen", prepare=freeze_first)
@@ -208,7 +202,6 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
     """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own
     run."""
-    __tracebackhide__ = True
     with judged() as findings, own_group(rank, first) as (members, place):
         for run in runs:
             other = replace(run, seed=run.seed + members[0])

@@ -23,7 +23,6 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
     Numbers are small enough to be exact in that dtype.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for number, run in enumerate(runs):
             dtype = (torch.bfloat16, torch.float16)[number % 2]
@@ -54,7 +53,6 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
     The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the
     other may step.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         _judge_two_optimizers(rank, findings)
         for run in runs:
@@ -122,7 +120,6 @@ def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -
             terms has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of Numerical
             Algorithms, section 4.2). A root, a division and a product follow.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for number, run in enumerate(runs):
             kind = (2.0, 1.0, math.inf)[number % 3]

@@ -39,7 +39,6 @@ _STEPS_COUNTED = 4_099
 
 def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
     """Assert that a wrapped model holds rank 0's parameters and buffers, bit for bit, in all dtypes and sizes."""
-    __tracebackhide__ = True
     with judged() as findings:
         model = Everything(seed + 31 * rank.index).to(rank.device)
         under_ddp(model, rank.device)
@@ -61,7 +60,6 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
     module gets new tensors for its buffers. The buffers are int64, float32 and bool, and affect the outputs. The
     averaged statistics of BatchNorm with momentum=None are checked too.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for number, run in enumerate(runs):
             static = (number + runs[0].seed) % 2 > 0
@@ -121,7 +119,6 @@ def _assign_anew(model: nn.Module) -> None:
 
 def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that a model with parameters of two dtypes trains: each gradient has its parameter's dtype and value."""
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             replica = train(run, rank, findings)
@@ -136,7 +133,6 @@ def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that convolutions in channels_last train, and that parameters and gradients keep that layout."""
-    __tracebackhide__ = True
 
     def prepare(model: nn.Module) -> None:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -187,7 +183,6 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
     Args:
         rows_of: the number of rows of each rank; the first ranks' again for later ranks.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         generator = torch.Generator().manual_seed(seed + rank.index)
         rows = rows_of[rank.index % len(rows_of)]
@@ -256,7 +251,6 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
 
     In every second run only rank 0 evaluates.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for number, run in enumerate(runs):
             replica = Replica(run, rank, findings, what="evaluated between steps")
@@ -285,7 +279,6 @@ def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
     Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can
     represent.
     """
-    __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
             replica = Replica(run, rank, findings, what="from a checkpoint")

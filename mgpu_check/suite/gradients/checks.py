@@ -36,7 +36,6 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
     Raises:
         GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
     """
-    __tracebackhide__ = True
     first = devices[0]
     with full_precision():
         start, batches = training.initial(), training.batches()
@@ -65,7 +64,6 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
         ReplicaMismatch: gradients or parameters differ between devices in some bit.
         GradientMismatch: a gradient or parameter is off by more than the tolerance measured on this run.
     """
-    __tracebackhide__ = True
     training = TrainingSpec(training.model, training.batch, training.steps, seed=training.seed)
     with full_precision():
         start, batches = training.initial(), training.batches()
@@ -110,7 +108,6 @@ def assert_distributed_agrees(
         GradientMismatch: on rank 0, if a result is off by more than the tolerance measured on this run; on any rank, if
             evaluation changes statistics.
     """
-    __tracebackhide__ = True
     with full_precision():
         model, start = _train(training, rank, evaluation, gradient_as_bucket_view, bucket_cap_mb)
         results = reference.observed(model)
@@ -145,7 +142,6 @@ def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> Non
     Raises:
         ReplicaMismatch: on the ranks whose parameters differ from those of most others.
     """
-    __tracebackhide__ = True
 
     with Findings() as findings:
 
@@ -256,7 +252,6 @@ def _assert_as_measured(
     in about one of a hundred cases. More and larger perturbations do not miss it, and do not excuse errors of other
     causes.
     """
-    __tracebackhide__ = True
     enough = measure.provisionally()
     if _within(got, enough.without(filter(leave_out, enough.reference))):
         return

@@ -133,7 +133,6 @@ def assert_trained(way: str, runs: Sequence[Launched]) -> None:
         ReplicaMismatch: ranks ended with different parameters or losses.
         GradientMismatch: the loss did not fall, or differs from that of the first run.
     """
-    __tracebackhide__ = True
     for run in runs:
         _assert_places(way, run)
         first = run.told[0]
@@ -180,7 +179,6 @@ def assert_rank_is_told(rank: Rank) -> None:
     Raises:
         RankDied: a variable is missing or wrong. ``ranks`` has this rank.
     """
-    __tracebackhide__ = True
     import torch.distributed as dist
 
     of_host: list[Any] = [None] * rank.size
@@ -225,7 +223,6 @@ def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
     Returns:
         the time of an epoch on one device and on all, in words.
     """
-    __tracebackhide__ = True
     simulated, worlds = _is_simulated(), sorted({1, count})
     runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
     assert_trained("torchrun", runs)
@@ -237,7 +234,6 @@ def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
 
 def assert_trains_when_spawned(rank: Rank, count: int) -> None:
     """Assert that the script trains if it spawns a rank for each of `count` visible devices; see `assert_trained`."""
-    __tracebackhide__ = True
     runs = launched("spawn", [count], arguments_for(count), simulated=_is_simulated())
     assert_trained("spawn", runs)
 

@@ -60,7 +60,6 @@ def assert_samplers_draw(seed: int) -> None:
     Args:
         seed: the seed of the generators; 0 or more.
     """
-    __tracebackhide__ = True
     for name, make in (_ONCE | _DRAWN).items():
         first = _epochs(make, seed, name)
         for one, other in combinations(range(_EPOCHS), 2):

@@ -74,7 +74,6 @@ def assert_loader_options_agree(seed: int, *, more: bool) -> None:
     Args:
         more: whether to load with all rows of options, or with a tenth of them, by the seed.
     """
-    __tracebackhide__ = True
     for row in drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=10):
         loader = _loader(row, seed)
         expected = _expected(row, seed)
@@ -178,7 +177,6 @@ def _expected(row: Mapping[str, Any], seed: int) -> list[list[int]]:
 
 
 def _judge(what: str, got: list[list[int]], expected: list[list[int]], row: Mapping[str, Any]) -> None:
-    __tracebackhide__ = True
     if row["order"] == "shuffle=True":
         samples = Counter(itertools.chain.from_iterable(got))
         right = _sizes(got) == _sizes(expected) and max(samples.values()) == 1

@@ -67,7 +67,6 @@ def assert_batches(
     Raises:
         ShardError: a batch is wrong; or there are fewer or more batches, and then `.ranks` has `ranks`.
     """
-    __tracebackhide__ = True
     count = 0
     for number, batch in enumerate(batches):
         if number >= len(expected):
@@ -88,7 +87,6 @@ def assert_last_batches() -> None:
     Covers worlds of 1 and 3 ranks, datasets of 0 to 17 samples and batches of 1 to 32, with and without ``drop_last``
     of the loader. ``len`` must be the number of batches.
     """
-    __tracebackhide__ = True
     for length, batch_size, drop_last, world in itertools.product(
         (0, 1, 2, 3, 5, 8, 9, 17), (1, 2, 3, 4, 8, 32), (False, True), (1, 3)
     ):
@@ -135,7 +133,6 @@ def assert_workers_in_order(seed: int) -> None:
     worker must know its number, and must have called ``worker_init_fn`` with it. An exception in a worker must be
     raised in place of its batch.
     """
-    __tracebackhide__ = True
     dataset = Numbered(7, features=3, large=LARGE // 3)
     sampler: Any = DistributedSampler(dataset, 1, 0, seed=seed)
     loader = DataLoader(
@@ -193,7 +190,6 @@ def assert_worker_seeds(seed: int) -> None:
     generator must be seeded too.
     Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
     """
-    __tracebackhide__ = True
     epochs = []
     for run in range(2):
         generator = torch.Generator().manual_seed(seed)
@@ -252,7 +248,6 @@ def assert_partitions(seed: int) -> None:
 
     Each place of a part, of a `Subset` or of a `ConcatDataset` must hold the right sample.
     """
-    __tracebackhide__ = True
     for length, sizes in itertools.product((0, 1, 5, 10, 23), ((1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.25,) * 4)):
         dataset = Numbered(length)
         ways: dict[str, Any] = {
@@ -306,7 +301,6 @@ def assert_resumes(seed: int) -> None:
     Resumes in three ways: by skipping the seen batches of a checkpoint's epoch; by a sampler with its own state; and by
     the saved and loaded state of the generator of a `RandomSampler`.
     """
-    __tracebackhide__ = True
     world, length, size, epoch = 2, 11, 2, 2
     dataset = Numbered(length)
     for rank in range(world):

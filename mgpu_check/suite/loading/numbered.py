@@ -98,7 +98,6 @@ def assert_batch(
         device: the device where its tensors must be.
         pinned: whether its tensors must be in pinned memory.
     """
-    __tracebackhide__ = True
     if not isinstance(batch, dict):
         raise ShardError(f"{what}: it is a {type(batch).__name__}, expected a dict")
     own = torch.tensor(list(indices), dtype=torch.int64, device="cpu")

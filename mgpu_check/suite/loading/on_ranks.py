@@ -26,7 +26,6 @@ def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
     Covers datasets that do and do not divide by the number of ranks, shuffled and not. Torch's global generators differ
     between ranks.
     """
-    __tracebackhide__ = True
     torch.manual_seed(seed + rank.index)
     with Findings() as findings:
         for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
@@ -63,7 +62,6 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
 
     They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
     """
-    __tracebackhide__ = True
     dataset = Numbered(5 * rank.size + 2)
     sampler: Any = DistributedSampler(dataset, seed=seed)
     loader = DataLoader(dataset, _BATCH, sampler=sampler, num_workers=1, persistent_workers=True, pin_memory=True)
@@ -91,7 +89,6 @@ def assert_streams_cover(rank: Rank) -> None:
     Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops
     it.
     """
-    __tracebackhide__ = True
     dataset = Numbered(7 * rank.size + 3)
     with Findings() as findings:
         for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):

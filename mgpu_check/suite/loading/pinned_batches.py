@@ -21,7 +21,6 @@ def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
     Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends
     each batch to the next of `devices`, where it is compared too.
     """
-    __tracebackhide__ = True
     for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
         dataset = Numbered(length, features=features)
         loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
@@ -84,7 +83,6 @@ def assert_pinned_by_themselves() -> None:
     The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or
     none.
     """
-    __tracebackhide__ = True
     length, size = 3, 2
     dataset: Any = range(length)
     ways: tuple[tuple[str, int, Any, Any], ...] = (

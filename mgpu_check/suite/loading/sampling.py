@@ -48,7 +48,6 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
     sample must occur, and ranks * ceil(length / ranks) - length extra places repeat samples; the counts of samples
     differ by at most one. With `drop_last` no sample occurs twice. No share may hold a sample twice.
     """
-    __tracebackhide__ = True
     world = len(shares)
     size = length // world if drop_last else math.ceil(length / world)
     for rank, share in enumerate(shares):
@@ -86,7 +85,6 @@ def assert_sampler_covers() -> None:
     samples r, r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back
     in order depends on it.
     """
-    __tracebackhide__ = True
     small = itertools.product(LENGTHS, WORLDS)
     large = ((length, world) for length, worlds in LARGE for world in worlds)
     for (length, world), drop_last, shuffle in itertools.product([*small, *large], (False, True), (False, True)):
@@ -127,7 +125,6 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
     The order must differ between epochs and between seeds. It must be the same when an epoch is repeated, and on each
     rank. Torch's global generator, which differs between ranks, must have no influence and must not change.
     """
-    __tracebackhide__ = True
     length = _ORDERED * world + 1
     orders: dict[tuple[int, int], list[list[int]]] = {}
     for own_seed, epoch in itertools.product((seed, seed + 17), (0, 1, 2, 5)):
@@ -170,7 +167,6 @@ def assert_orders_are_likely(seed: int) -> None:
     Uses Pearson's statistic over 1,440 epochs: a sampler with equally likely orders fails with a probability below
     1e-11.
     """
-    __tracebackhide__ = True
     sampler = sampler_over(_PERMUTED, 1, 0, seed=seed)
     orders = list(itertools.permutations(range(_PERMUTED)))
     counts: Counter[tuple[int, ...]] = Counter()
@@ -213,7 +209,6 @@ def assert_batch_sampler_covers(seed: int) -> None:
     Covers sequential, random and subset samplers and a rank's `DistributedSampler`. Each batch must be a new list,
     because users change them. ``len`` must be the number of batches, and a second iteration must give the same.
     """
-    __tracebackhide__ = True
     generator = torch.Generator().manual_seed(seed)
     for length, batch_size, drop_last in itertools.product(range(19), BATCH_SIZES, (False, True)):
         samplers: list[Any] = [SequentialSampler(range(length)), SubsetRandomSampler(range(length), generator)]

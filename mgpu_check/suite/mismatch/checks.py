@@ -23,7 +23,6 @@ from mgpu_check.torch_hooks.tensors import indices_of
 def assert_refused(case: OperatorCase) -> None:
     """Assert that the operator of `case` works on one device, and that its error for the case's two devices names
     both."""
-    __tracebackhide__ = True
     first, second = torch.device(case.first), torch.device(case.second)
     with _described(f"{case.operator} with all operands on {first}", first, first):
         _call(case, first, first)
@@ -35,7 +34,6 @@ def assert_refused(case: OperatorCase) -> None:
 def assert_works(case: OperatorCase) -> None:
     """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right
     device."""
-    __tracebackhide__ = True
     first, second = torch.device(case.first), torch.device(case.second)
     expected = _call(case, torch.device("cpu"), torch.device("cpu"))
     what = f"{case.operator} of operands on {first} and {second}"
@@ -50,18 +48,15 @@ def assert_works(case: OperatorCase) -> None:
 
 def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
     """Assert of each case what `assert_refused` asserts, and report the devices that all wrong cases share."""
-    __tracebackhide__ = True
     _each(cases, assert_refused)
 
 
 def assert_each_works(cases: Sequence[OperatorCase]) -> None:
     """Assert of each case what `assert_works` asserts, and report the devices that all wrong cases share."""
-    __tracebackhide__ = True
     _each(cases, assert_works)
 
 
 def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) -> None:
-    __tracebackhide__ = True
     found: list[tuple[OperatorCase, DeviceMismatch]] = []
     for case in cases:
         try:
@@ -85,7 +80,6 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
 
 def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> None:
     """Assert that each operator of the table, with all operands on one device, gives the result of the CPU."""
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     for operator, row in OPERATORS.items():
         expected = _alone(operator, torch.device("cpu"), rows, seed)
@@ -125,7 +119,6 @@ def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Ten
         source, target: tensors of equal shape and dtype, in any layouts, on any devices.
         copied: the result of the copy.
     """
-    __tracebackhide__ = True
     what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
     _require(what, copied, source, target.device)
 
@@ -136,7 +129,6 @@ def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, .
     Args:
         layout: of the tensors that `copy_` writes to; contiguous if the shape forbids it.
     """
-    __tracebackhide__ = True
     for dtype in DTYPES:
         spec = TensorSpec(shape, dtype, seed=seed, values="special")
         for first, second in itertools.permutations(("cpu", *map(str, devices)), 2):
@@ -147,7 +139,6 @@ def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, .
 
 def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> None:
     """Assert that DataParallel over two `devices` refuses a module on the second, with an error that names both."""
-    __tracebackhide__ = True
     model = nn.DataParallel(nn.Linear(3, 2).to(devices[1]), device_ids=list(devices))
     with raises_device_mismatch(*devices):
         model(torch.ones(rows, 3))

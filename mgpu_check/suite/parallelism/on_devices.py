@@ -27,7 +27,6 @@ def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.d
         ReplicaMismatch: a replica is on the wrong device, is not a leaf that requires gradients, or has wrong values;
             or it changes with another replica or with its source. `.ranks` has the index of the device.
     """
-    __tracebackhide__ = True
     what = "replicate"
     source = {name: value.detach().to(devices[0]) for name, value in training.model().named_parameters()}
     before = {name: copied(value) for name, value in source.items()}
@@ -70,7 +69,6 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
         ReplicaMismatch: the parameters differ between devices in some bit.
         GradientMismatch: the parameters or the last gradients differ from those of one device.
     """
-    __tracebackhide__ = True
     start = training.model()
 
     def forward(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -103,7 +101,6 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
         ReplicaMismatch: the pulled values differ between devices, or the store keeps a value on the wrong device.
         GradientMismatch: the pulled values differ from those of one device.
     """
-    __tracebackhide__ = True
     what = f"parameter server on {len(devices)} devices"
     store = parameter_server.KeyValueStore(devices, update_of(training))
     names = [name for name, _ in training.model().named_parameters()]
@@ -140,7 +137,6 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
         GradientMismatch: outputs, gradients, parameters or the optimizer's state differ from those of one device.
         ReplicaMismatch: something has moved to another device.
     """
-    __tracebackhide__ = True
     places = ", ".join(map(str, devices))
 
     def stages() -> list[nn.Module]:

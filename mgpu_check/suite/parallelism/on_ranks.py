@@ -30,7 +30,6 @@ def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
 
     Sizes are 0, near the world size, and just above 4,096 and 64 Ki. `seed` rotates the dtypes among them.
     """
-    __tracebackhide__ = True
     sizes = (0, rank.size - 1, 2 * rank.size + 1, _SOME, _LARGE)
     with Findings() as findings:
         for number, elements in enumerate(sizes):
@@ -60,7 +59,6 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
 
     Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum.
     """
-    __tracebackhide__ = True
     expected = one_device(training)
     with Findings() as findings:
         for name, servers in (("one server", 1), ("a sharded server", rank.size)):
@@ -87,7 +85,6 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
     Runs once with divided hidden activations, as usual, and once with activations that are gathered and divided again.
     The widths need not be multiples of the world size.
     """
-    __tracebackhide__ = True
     hidden = allreduce.chunks(training.widths[1], rank.size)[rank.index]
     parts = {"0.weight": (hidden,), "0.bias": (hidden,), "2.weight": (slice(None), hidden), "2.bias": (slice(None),)}
     expected = _with_gradient_of_inputs(training)
@@ -145,7 +142,6 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
         GradientMismatch: this rank's outputs, gradients or parameters differ.
         ValueError: the numbers of layers and ranks differ.
     """
-    __tracebackhide__ = True
     layers = training.layers()
     if len(layers) != rank.size:
         raise ValueError(f"assert_pipeline_agrees: {len(layers)} layers for {rank.size} ranks; give one for each")

@@ -65,7 +65,6 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
         training: has as many linear layers as there are ranks, and a batch of a multiple of 8.
         more: whether to train with all rows of options, or with an eighth of them, by the seed of the training.
     """
-    __tracebackhide__ = True
     checks = []
     for row in drawn_rows(_OPTIONS, functools.partial(_together, rank.size), seed=training.seed, more=more, share=8):
         schedule, micro_batches = row["schedule"], row["micro_batches"]

@@ -39,7 +39,6 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         devices: at least one, in any order; the norm is computed on the first.
         seed: the seed of the gradients.
     """
-    __tracebackhide__ = True
     count = len(devices)
     # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
     factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
@@ -92,7 +91,6 @@ def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         devices: at least one, in any order.
         seed: the seed of parameters and gradients.
     """
-    __tracebackhide__ = True
     for make, own in _OPTIMIZERS.items():
         expected = _expected(len(devices), seed, make)
         name = make.__name__

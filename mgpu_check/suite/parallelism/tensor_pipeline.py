@@ -49,7 +49,6 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     expected, tolerance = _with_divided_bias(training, rank.size)
     with Findings() as findings:
@@ -91,7 +90,6 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     rows = columns = 3 * rank.size - 1
     values = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
@@ -186,7 +184,6 @@ def assert_schedule_agrees(
     """
     from torch.distributed import pipelining
 
-    __tracebackhide__ = True
     count = rank.size * stages_of_a_rank
     modules = dict(enumerate(_stages(training, stages_of_a_rank)))
     numbers_here = (rank.index, count - 1 - rank.index) if in_vee else range(rank.index, count, rank.size)

@@ -61,7 +61,6 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     inputs, factors = (_numbers(2 * rank.size, 2 * rank.size, _FEATURES, seed=seed + i) for i in (0, 1))
     with Findings() as findings:
@@ -138,7 +137,6 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
     The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of
     one device. With an odd seed both get DTensors.
     """
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     x, y = _numbers(2 * rank.size, 3, seed=seed), _numbers(2, 3 * rank.size, seed=seed + 1)
     factors = _numbers(2 * rank.size, 3, seed=seed + 2), _numbers(2, 3 * rank.size, seed=seed + 3)
@@ -230,7 +228,6 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     rows, classes = 6, 3 * rank.size
     logits = _numbers(rows, classes, seed=seed) / 2

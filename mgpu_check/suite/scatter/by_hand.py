@@ -26,7 +26,6 @@ def assert_split_aligned(
         split: the shards of the inputs and the shards of the labels.
         devices: the device of each shard.
     """
-    __tracebackhide__ = True
     first, second = split
     if len(first) != len(second):
         raise ShardError(f"inputs are in {len(first)} shards, labels in {len(second)}")
@@ -50,7 +49,6 @@ def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.
     Args:
         way: "slices", "chunks" or "every n-th row"; see `mgpu_check.suite.recipes.batches`.
     """
-    __tracebackhide__ = True
     if way == "every n-th row":
         shards = batches.deal(batch, devices)
         order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]

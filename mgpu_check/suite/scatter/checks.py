@@ -28,7 +28,6 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
     Scattered batches also have leaves that are not tensors. Gather supports tensors only, and matches the entries of
     dicts by key.
     """
-    __tracebackhide__ = True
     size = 2 * len(devices) + 1
     parts = [
         TensorSpec((size, 2), dtype, seed=seed) for seed, dtype in enumerate(("float32", "int64", "bool", "float32"))
@@ -58,7 +57,6 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
     Covers dims 0 and 1, sources on the CPU, in pinned memory and on a device, and devices in ascending, descending and
     rotated order. Square matrices are split along both dims. Images in channels_last are split into unequal shards too.
     """
-    __tracebackhide__ = True
     orders = [list(devices), list(reversed(devices)), [*devices[1:], devices[0]]]
     sources = ("cpu", PINNED, str(devices[-1]))
     for number, (dtype, dim, source) in enumerate(itertools.product((*DTYPES, *COMPLEX_DTYPES), (0, 1), sources)):
@@ -92,7 +90,6 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
 
     They come from the CPU, from pinned memory and from a device, and are gathered on a device and on the CPU.
     """
-    __tracebackhide__ = True
     ways = list(itertools.product(("the CPU", "pinned memory", "a device"), (0, 1)))
     backwards = tuple(reversed(devices))
     for number, size in enumerate(_SIZES * 2):
@@ -123,7 +120,6 @@ def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: 
     Args:
         sizes: of the shards of the first ``len(sizes)`` devices, in order; some may be 0.
     """
-    __tracebackhide__ = True
     for dim, dtype, ascending in itertools.product((0, 1, -1), (torch.float32, torch.uint8), (True, False)):
         chosen = list(devices[: len(sizes)] if ascending else reversed(devices[: len(sizes)]))
         shape = [2, 3, 4]

@@ -25,14 +25,12 @@ WAYS = ("slices", "chunks", "every n-th row")
 
 def assert_scattered(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that the shards of `nn.parallel.scatter` cover the batch; see `assert_shards_cover`."""
-    __tracebackhide__ = True
     batch, devices = split.build(), split.on(gpus)
     assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
 
 
 def assert_sizes_of_chunk(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that the shards have the sizes of `torch.chunk`; see `assert_shard_sizes`."""
-    __tracebackhide__ = True
     devices = split.on(gpus)
     shards = nn.parallel.scatter(split.build(), devices, split.dim)
     assert_shard_sizes(shards, chunk_sizes(split.size, split.devices), devices, split.dim)
@@ -41,7 +39,6 @@ def assert_sizes_of_chunk(gpus: Sequence[torch.device], split: Split) -> None:
 def assert_leaves_everywhere(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that arguments that are not tensors, positional or keyword, reach every device; see
     `assert_leaves_replicated`."""
-    __tracebackhide__ = True
     args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
     devices = split.on(gpus)
     shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)
@@ -54,7 +51,6 @@ def assert_sizes_of_tutorial(devices: Sequence[torch.device], size: int, feature
     Args:
         size: number of samples of the batch, which is also that of the output.
     """
-    __tracebackhide__ = True
     batch = TensorSpec((size, features)).build()
     shards, output = tutorial.inputs_seen(batch, devices)
     assert_shard_sizes(shards, sizes, devices)
@@ -64,7 +60,6 @@ def assert_sizes_of_tutorial(devices: Sequence[torch.device], size: int, feature
 
 def assert_gather_restores(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that gathering the shards gives the batch on the target; see `assert_gathered`."""
-    __tracebackhide__ = True
     batch = split.build()
     shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
     # The annotation of `gather` lacks the string "cpu", which it accepts and needs.
@@ -73,14 +68,12 @@ def assert_gather_restores(gpus: Sequence[torch.device], split: Split) -> None:
 
 def assert_labels_aligned(gpus: Sequence[torch.device], inputs: Split, seed: int) -> None:
     """Assert that `split_batch` puts each input and its label in one shard; see `assert_split_aligned`."""
-    __tracebackhide__ = True
     devices, X, y = inputs.on(gpus), inputs.build(), TensorSpec((inputs.size,), "int64", seed=seed).build()
     assert_split_aligned(X, y, batches.split_batch(X, y, devices), devices)
 
 
 def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert what `assert_split_by_hand` asserts, for each way to split by hand."""
-    __tracebackhide__ = True
     batch, devices = split.build(), split.on(gpus)
     for way in WAYS:
         assert_split_by_hand(way, batch, devices)
@@ -100,12 +93,10 @@ def assert_gradient_scattered(
         ShardError: naming the element of the gradient, with the expected and the actual value.
         TypeError: the batch is not a single tensor.
     """
-    __tracebackhide__ = True
     weights = split.tensor.like("contiguous", seed=seed).build()
     assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used)
 
 
 def assert_gradient_gathered(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that the gradient of the gathered batch returns to the shards; see `assert_gather_differentiable`."""
-    __tracebackhide__ = True
     assert_gather_differentiable(split.tensor.build(), split.on(gpus), split.target, split.dim)

@@ -31,7 +31,6 @@ def assert_scatter_differentiable(
         dim: the split dimension.
         used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
     """
-    __tracebackhide__ = True
     leaf = batch.detach().clone().requires_grad_()
     shards = nn.parallel.scatter(leaf, devices, dim)
     sizes = [shard.shape[dim] for shard in shards]
@@ -53,7 +52,6 @@ def assert_gather_differentiable(
         weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and
             summed.
     """
-    __tracebackhide__ = True
     parts = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
     shards = [
         torch.ones_like(part, device=device).requires_grad_() for part, device in zip(parts, devices, strict=False)
@@ -70,7 +68,6 @@ def assert_scalars_stacked(
 ) -> None:
     """Assert that gathering a scalar from each device, such as a loss, gives a vector in order, and each scalar its
     gradient."""
-    __tracebackhide__ = True
     losses = [
         torch.tensor(value, device=device, requires_grad=True) for value, device in zip(values, devices, strict=True)
     ]

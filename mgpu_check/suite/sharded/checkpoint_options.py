@@ -73,7 +73,6 @@ def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> Non
     Args:
         more: whether to save with all rows of options, or with an eighth of them, by the seed.
     """
-    __tracebackhide__ = True
     directory = shared_directory(rank)
     with Findings() as findings:
         try:
@@ -139,7 +138,6 @@ def _saved_and_loaded(place: Path, row: Mapping[str, Any], rank: Rank, seed: int
 
 
 def _judge(got: Any, right: Any, what: str, rank: Rank) -> None:
-    __tracebackhide__ = True
     if isinstance(right, (dict, list)):
         if isinstance(right, dict) and got.keys() != right.keys():
             raise ShardError(f"{what}: has the entries {[*got]}, expected {[*right]}", ranks=[rank.index])

@@ -33,7 +33,6 @@ def assert_operators_agree(rank: Rank, seed: int, *, more: bool) -> None:
     Args:
         more: whether to run half of the operators, or a quarter.
     """
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses the maximum of an empty part
     wholes = [_numbers(shape, seed + number) for number in range(2)]
@@ -141,7 +140,6 @@ _OF_CLASSES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def assert_losses_agree(rank: Rank, seed: int) -> None:
     """Assert that the mean losses of DTensors average over all samples, divided evenly or not. A collective."""
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     for rows in (2 * rank.size, max(3, 2 * rank.size - 1)):
         even = rows % rank.size == 0
@@ -162,7 +160,6 @@ def _judge_loss(
     mesh: DeviceMesh,
 ) -> None:
     """Compare the loss of operands that are divided by samples with that of the whole operands."""
-    __tracebackhide__ = True
     divided = [placed(whole, [Shard(0)], mesh) for whole in wholes]
     given = {
         key: placed(value, [Replicate()], mesh) if isinstance(value, torch.Tensor) else value

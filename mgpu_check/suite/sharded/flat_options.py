@@ -77,7 +77,6 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
         ShardError: parameters that are summoned, a norm, or a state that is loaded is wrong.
     """
-    __tracebackhide__ = True
     expected = one_device(training)
     wanted = own_results(training, expected, rank)
     with Findings() as findings, quiet():

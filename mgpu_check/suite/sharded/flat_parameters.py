@@ -97,7 +97,6 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
         GradientMismatch: outputs of this rank's samples, gradients, their norm or parameters differ.
         ShardError: this rank holds more or less of the flat parameters than its part.
     """
-    __tracebackhide__ = True
     expected = one_device(training)
     wanted = own_results(training, expected, rank)
     with Findings() as findings, quiet():
@@ -193,7 +192,6 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     Raises:
         GradientMismatch: parameters or momentum of the state differ, or the results of the second step.
     """
-    __tracebackhide__ = True
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]
     what = f"full state dict of {before}, on {rank.device}"

@@ -107,7 +107,6 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
         ShardError: this rank does not hold its parts of the parameters.
     """
-    __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
     wanted = own_results(training, expected, rank)
     with Findings() as findings:

@@ -132,7 +132,6 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
             another number.
         ShardError: this rank does not hold its parts of the parameters.
     """
-    __tracebackhide__ = True
     expected = one_device(training, scale=scale_of(rank.size))
     wanted = own_results(training, expected, rank)
     mesh = mesh_of(rank, dimensions)
@@ -218,7 +217,6 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
         GradientMismatch: outputs, gradients or parameters differ.
         ShardError: one of them has another dtype, or an output in a container is wrong.
     """
-    __tracebackhide__ = True
     with Findings() as findings:
         for low, reduced, windows in _PRECISIONS:
             with findings.collected():
@@ -243,7 +241,6 @@ def _compare_precision(
     training: ExactTraining, rank: Rank, low: torch.dtype | None, reduced: torch.dtype, windows: int
 ) -> None:
     """Train for one step under a policy, and compare after the last collective."""
-    __tracebackhide__ = True
     what = f"fully_shard, {low} reduced in {reduced}, {windows} micro-batches, on {rank.device}"
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
     if low is None:
@@ -344,7 +341,6 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     Raises:
         GradientMismatch: a gradient is missing, or a norm or a clipped gradient differs by more than rounding.
     """
-    __tracebackhide__ = True
     exact = one_device(training, scale=scale_of(rank.size))
     x, y = own_part(training.batches()[0], rank)
     model = sharded(training, rank)

@@ -33,7 +33,6 @@ def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
     Filled tensors, tensors from local parts with their gradients, casts on the way, `distribute_module`, `local_map`,
     `implicit_replication` and `register_sharding`; filled tensors and modules over two dimensions too.
     """
-    __tracebackhide__ = True
     line = init_device_mesh("cuda", (rank.size,))
     square = init_device_mesh("cuda", near_square(rank.size))
     whole = _numbers(rank.size, seed)

@@ -23,7 +23,6 @@ def assert_meshes_agree(rank: Rank) -> None:
     all_reduce and an all_gather. A mesh made from a group must have the ranks of the group. A mesh of three dimensions
     is also sliced to each two of them.
     """
-    __tracebackhide__ = True
     rows, columns = near_square(rank.size)
     everybody = torch.arange(rank.size)
     shapes: list[tuple[int, ...]] = [(rank.size,), (rows, columns)]

@@ -83,7 +83,6 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     sums. `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be
     equal between replicas.
     """
-    __tracebackhide__ = True
     shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
     mesh = init_device_mesh("cuda", shape)
     found = []
@@ -104,7 +103,6 @@ def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
     Raises:
         ShardError: has the first description, and the number of the others.
     """
-    __tracebackhide__ = True
     texts = [text for text in found if text]
     if texts:
         more = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
@@ -285,7 +283,6 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
 
     The gradient of a gathered tensor must be reduced and scattered, and the gradient of a shard gathered or resharded.
     """
-    __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     found = []
     for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):

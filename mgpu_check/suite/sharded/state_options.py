@@ -67,7 +67,6 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
     Args:
         more: whether to use all rows of options, or half of them, by the seed of the training.
     """
-    __tracebackhide__ = True
     expected = one_device(training)
     model = sharded(training, rank)
     step_of(training, 1, model, sgd(training, model), rank)

@@ -69,7 +69,6 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     Raises:
         GradientMismatch: parameters, buffers or momentum of the state differ, or the results of the second step.
     """
-    __tracebackhide__ = True
     what = f"full state dict on {rank.device}"
     model = sharded(training, rank)
     buffers = _with_buffers(model, rank, 1)
@@ -141,7 +140,6 @@ def take_full_state(
     rank: Rank,
 ) -> FullState:
     """Return the full state dicts after the first step; rank 0 compares them with `expected`. A collective."""
-    __tracebackhide__ = True
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
@@ -171,7 +169,6 @@ def _compare_full_state(
     what: str,
 ) -> None:
     """Compare parameters and momentum of the full state dicts after the first step; rank 0 alone has them."""
-    __tracebackhide__ = True
     got = {f"step 1: {name}": copied(value) for name, value in state.items()}
     if training.momentum:
         # The momentum of the first step is its gradient.
@@ -272,7 +269,6 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         GradientMismatch: parameters, tensors of `async_save`, or the next step differ from those of one device.
         ShardError: another saved value is wrong, or a tensor that was not saved loads without an error.
     """
-    __tracebackhide__ = True
     what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
     other = replace(training, seed=training.seed + 1)
     model = sharded(other, rank)
@@ -325,7 +321,6 @@ def _compare_flat(
     rank: Rank,
 ) -> None:
     """Compare rates and momentum of `got`, loaded from the flattened state, with the saved rates and with `other`."""
-    __tracebackhide__ = True
     where = f"{what}, rank {rank.index}, flat state of the optimizer"
     like = _in_groups(model, training, training.rate)
     _set_rates(like, training.rate)
@@ -355,7 +350,6 @@ def _refuses_what_was_not_saved(directory: str) -> bool:
 
 def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: str, rank: Rank) -> None:
     """Compare the other values of the checkpoint with those that this rank must have."""
-    __tracebackhide__ = True
     for name, wanted in others.items():
         got = state[name]
         if isinstance(wanted, torch.Tensor):

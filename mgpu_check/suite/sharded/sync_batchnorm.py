@@ -31,7 +31,6 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     one and the last but one has many. In one case the first of more than two ranks has none. The tolerance is measured:
     see `mgpu_check.numerics.steps`.
     """
-    __tracebackhide__ = True
     everybody = list(range(rank.size))
     # With more than two ranks, the last one has a group of its own.
     parts = [everybody[:-1], everybody[-1:]] if rank.size > 2 else [everybody]
@@ -104,7 +103,6 @@ class _BatchNormCase:
 
 
 def _compare(case: _BatchNormCase, rank: Rank, seed: int) -> None:
-    __tracebackhide__ = True
     inputs, own = case.inputs(seed), case.own(rank)
     plain = _batchnorm(case, inputs)
     kept = {_KEPT: _flags(plain)}

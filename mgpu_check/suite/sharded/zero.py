@@ -51,7 +51,6 @@ def _together(row: Mapping[str, Any]) -> bool:
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that all ranks have the parameters of one device after each step, with each pair of options. A
     collective."""
-    __tracebackhide__ = True
     expected = one_device(training)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=False, share=2):
@@ -102,7 +101,6 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
         GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.
         ReplicaMismatch: the ranks together do not keep the state of each parameter exactly once.
     """
-    __tracebackhide__ = True
     single = _with_gradients(training, torch.device("cpu"))
     groups, steps = _groups(single), DocumentedSteps(torch.optim.AdamW)
     options = [_DEFAULTS | group for group in groups for _ in group["params"]]
@@ -120,7 +118,6 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
 
 
 def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, torch.Tensor], **view: bool) -> None:
-    __tracebackhide__ = True
     model = _with_gradients(training, rank.device)
     optimizer = ZeroRedundancyOptimizer(
         _groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE, weight_decay=_DECAY / 2, **view

@@ -130,7 +130,6 @@ def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0
     Returns:
         the number of cases.
     """
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     count = 0
     with repeatable():

@@ -23,7 +23,6 @@ def assert_drawn_by_weight(devices: Sequence[torch.device], seed: int = 0) -> in
     (Hoeffding, *Probability inequalities for sums of bounded random variables*, 1963). The bound t is chosen so that a
     right generator fails a case with probability at most 10^-12.
     """
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     names: set[str] = set()
     for device in devices:

@@ -17,7 +17,6 @@ _SIZE = 32
 
 def assert_arithmetic_known(devices: Sequence[torch.device], families: Sequence[str], seed: int = 0) -> None:
     """Assert that each operation with a known result gives it on each device, in each dtype."""
-    __tracebackhide__ = True
     wrong: list[WrongCase] = []
     judged = 0
     for family in families:

@@ -111,7 +111,6 @@ def assert_samples_agree(devices: Sequence[torch.device], seed: int, level: str)
         DeviceMismatch: naming devices, function, dtype, shapes and options, and the first wrong element.
         unittest.SkipTest: the samples cannot be imported.
     """
-    __tracebackhide__ = True
     tally = _SampleTally(devices)
     amount = AMOUNTS[level]
     mine = list(operators().values())[seed % amount.share :: amount.share]

@@ -98,7 +98,6 @@ def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> di
 
 def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
     """Assert that each mechanism has the outputs, losses and gradients of one device. A collective."""
-    __tracebackhide__ = True
     tried, left_out = [], []
     with Findings() as findings:
         for case in cases:
