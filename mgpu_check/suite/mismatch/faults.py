@@ -57,26 +57,6 @@ def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @operators(
-    "losses copy class weights from other devices",
-    around(F, "nll_loss", "cross_entropy"),
-    call("weights of classes", lambda scores, classes, weight=None, *_, **__: weight is not None),
-)
-def class_weights_fetched(loss: Any, scores: Tensor, classes: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Each step then has a hidden copy from the host."""
-    return loss(scores, classes, weight.to(scores.device), *args, **kwargs)
-
-
-@operators(
-    "foreach operators copy the second list from other devices",
-    around(torch, "_foreach_add", "_foreach_mul_"),
-    call("foreach operators", lambda _, second, *__, **___: isinstance(second, (list, tuple))),
-)
-def lists_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
-    """An optimizer with state on another device copies it in each step."""
-    return foreach(some, [other.to(one.device) for one, other in zip(some, others, strict=True)], **kwargs)
-
-
-@operators(
     "foreach operators check the devices of the first pair only, and copy the others",
     around(torch, "_foreach_add"),
     call(
@@ -133,17 +113,6 @@ def cpu_indices_refused(_: Any, x: Tensor, index: Any) -> Any:
     if isinstance(index, Tensor) and index.device != x.device:
         raise RuntimeError(f"indices should be on the same device as the indexed tensor ({x.device})")
     return NotImplemented
-
-
-@numbers(
-    "an index on the CPU reads one row too far on one device",
-    around(Tensor, "__getitem__"),
-    one_device()
-    & call("indices on the CPU", lambda _, i: isinstance(i, Tensor) and not i.is_cuda and i.dtype == torch.int64),
-)
-def indices_of_the_cpu_shifted(getitem: Any, x: Tensor, index: Tensor) -> Any:
-    """As if the index were copied before it is complete."""
-    return getitem(x, (index + 1) % len(x))
 
 
 @caught_by("test_copies_cross_devices")("copy_ refuses a source on another device", around(Tensor, "copy_"))
@@ -236,4 +205,22 @@ register(
         "test_operators_are_right_on_each_device", around(F, "conv2d"),
         lambda conv, x, weight, bias, *args, **kwargs: conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1),
         call("one device", lambda x, weight, bias=None, *_, **__: bias is not None and on(x, last()))),
+    # Each step then has a hidden copy from the host.
+    FaultRow("class-weights-fetched", "losses copy class weights from other devices",
+        "test_operators_refuse_operands_apart", around(F, "nll_loss", "cross_entropy"),
+        lambda loss, scores, classes, weight, *args, **kwargs:
+            loss(scores, classes, weight.to(scores.device), *args, **kwargs),
+        call("weights of classes", lambda scores, classes, weight=None, *_, **__: weight is not None)),
+    # An optimizer with state on another device copies it in each step.
+    FaultRow("lists-fetched", "foreach operators copy the second list from other devices",
+        "test_operators_refuse_operands_apart", around(torch, "_foreach_add", "_foreach_mul_"),
+        lambda foreach, some, others, **kwargs:
+            foreach(some, [other.to(one.device) for one, other in zip(some, others, strict=True)], **kwargs),
+        call("foreach operators", lambda _, second, *__, **___: isinstance(second, (list, tuple)))),
+    # As if the index were copied before it is complete.
+    FaultRow("indices-of-the-cpu-shifted", "an index on the CPU reads one row too far on one device",
+        "test_cpu_scalars_and_indices_work", around(Tensor, "__getitem__"),
+        lambda getitem, x, index: getitem(x, (index + 1) % len(x)),
+        one_device() & call("indices on the CPU",
+            lambda _, i: isinstance(i, Tensor) and not i.is_cuda and i.dtype == torch.int64)),
 )  # fmt: skip

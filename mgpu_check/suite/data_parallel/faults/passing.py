@@ -24,7 +24,6 @@ Dp = DataParallel[Any]
 outputs = caught_by("test_outputs")
 arguments = caught_by("test_arguments")
 modes = caught_by("test_modes")
-buffers = caught_by("test_buffers")
 autocast_dtype = caught_by("test_autocast_dtype")
 exceptions = caught_by("test_exceptions")
 functional_form = caught_by("test_functional_form")
@@ -82,18 +81,6 @@ def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: 
 
 
 # Arguments
-
-
-@arguments(
-    "without a tensor among the arguments themselves, the first replica gets all",
-    around(data_parallel_module, "scatter_kwargs"),
-    When(
-        "tensors nested in keyword arguments alone",
-        lambda real, inputs, kwargs, *_, **__: not inputs and len(kwargs) == 1,
-    ),
-)
-def nested_keywords_not_split(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0) -> Any:
-    return real(inputs, kwargs, devices[:1], dim)
 
 
 @arguments("flags are all set on devices other than the first", _SCATTERED, "bool only, keyword arguments")
@@ -156,15 +143,6 @@ def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _averages_all(replica: nn.Module, self: nn.Module) -> bool:
     return isinstance(replica, _BatchNorm) and replica.momentum is None
-
-
-@buffers(
-    "BatchNorm with momentum=None updates its statistics with momentum 0.1",
-    returned(nn.Module, "_replicate_for_data_parallel"),
-    When("momentum=None", _averages_all),
-)
-def average_of_replicas_by_tenths(replica: _BatchNorm, self: nn.Module) -> None:
-    replica.momentum = 0.1
 
 
 @autocast_dtype("replicas compute in bfloat16 under autocast to float16", _APPLIED, "float16 only")
@@ -250,4 +228,12 @@ register(
     FaultRow("replica-not-named", "exceptions do not name their replica", "test_exceptions",
         around(ExceptionWrapper, "__init__"),
         lambda real, self, exc_info=None, where="": real(self, exc_info, "in a replica")),
+    FaultRow("nested-keywords-not-split", "without a tensor among the arguments themselves, the first replica gets all",
+        "test_arguments", around(data_parallel_module, "scatter_kwargs"),
+        lambda real, inputs, kwargs, devices, dim=0: real(inputs, kwargs, devices[:1], dim),
+        When("tensors nested in keyword arguments alone",
+            lambda real, inputs, kwargs, *_, **__: not inputs and len(kwargs) == 1)),
+    FaultRow("average-of-replicas-by-tenths", "BatchNorm with momentum=None updates its statistics with momentum 0.1",
+        "test_buffers", returned(nn.Module, "_replicate_for_data_parallel"),
+        lambda replica, self: setattr(replica, "momentum", 0.1), When("momentum=None", _averages_all)),
 )  # fmt: skip

@@ -53,18 +53,6 @@ def subnormals_flushed(mul: Any, a: Tensor, b: Any) -> Any:
     return result.where(result.abs() >= torch.finfo(result.dtype).smallest_normal, 0).where(~result.isnan(), result)
 
 
-@elementwise(
-    "one device truncates float32 to bfloat16 instead of rounding",
-    around(Tensor, "to"),
-    call(
-        "one device, float32 to bfloat16",
-        lambda x, *args, **kwargs: args == (torch.bfloat16,) and not kwargs and on(x, last(), torch.float32),
-    ),
-)
-def conversion_by_cutting(to: Any, x: Tensor, kind: torch.dtype) -> Any:
-    return to(narrowed(x, 16), kind)
-
-
 @reductions(
     "a stable sort reverses equal elements",
     around(torch, "sort"),
@@ -197,4 +185,8 @@ register(
         "test_functions_and_drawing", around(torch, "multinomial"),
         lambda multinomial, weights, *args, **kwargs: multinomial((weights > 0).to(weights.dtype), *args, **kwargs),
         one_device(torch.float64)),
+    FaultRow("conversion-by-cutting", "one device truncates float32 to bfloat16 instead of rounding",
+        "test_elementwise_results", around(Tensor, "to"), lambda to, x, kind: to(narrowed(x, 16), kind),
+        call("one device, float32 to bfloat16",
+            lambda x, *args, **kwargs: args == (torch.bfloat16,) and not kwargs and on(x, last(), torch.float32))),
 )  # fmt: skip

@@ -83,19 +83,6 @@ def neighbours_overwritten(copy: Any, target: Tensor, *args: Any, **kwargs: Any)
 
 
 @typed(
-    "copies of int64 between devices without waiting keep 32 bits",
-    around(Tensor, "to"),
-    call(
-        "int64, non_blocking",
-        lambda x, *_, non_blocking=False, **__: x.is_cuda and x.dtype == torch.int64 and non_blocking,
-    ),
-)
-def half_of_int64(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Indices of small tables come out right."""
-    return to(x.int().long(), *args, **kwargs)
-
-
-@typed(
     "copies of transposed tensors ignore the strides",
     around(Tensor, "to"),
     call(
@@ -136,30 +123,6 @@ def last_repetition_left_out(copy_: Any, target: Tensor, source: Tensor, *args: 
 
 
 @converting(
-    "a copy of float32 to float16 on another device truncates instead of rounding",
-    around(Tensor, "to"),
-    call(
-        "float32 to float16, across devices",
-        lambda x, *args, **_: x.is_cuda and x.dtype == torch.float32 and args[1:] == (torch.float16,),
-    ),
-)
-def conversions_of_copies_cut(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return to(narrowed(x, 13), *args, **kwargs)
-
-
-@converting(
-    "copy_ of float16 into float64 converts through bfloat16 on one device",
-    around(Tensor, "copy_"),
-    call(
-        "one device, float16 to float64",
-        lambda x, source, *_, **__: on(x, last(), torch.float64) and getattr(source, "dtype", 0) == torch.float16,
-    ),
-)
-def conversions_through_bfloat16(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return copy(target, source.bfloat16(), *args, **kwargs)
-
-
-@converting(
     "copy_ that converts reads a transposed matrix as it lies in memory",
     around(Tensor, "copy_"),
     call(
@@ -190,19 +153,6 @@ def transposed_conversions_as_they_lie(copy: Any, target: Tensor, source: Tensor
 def transposed_destinations_in_order(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     copy(target.as_strided(target.shape, torch.empty(target.shape, device="meta").stride()), source, *args, **kwargs)
     return target
-
-
-@typed(
-    "Tensor.to another device makes images contiguous",
-    around(Tensor, "to"),
-    call(
-        "from device to device, channels_last",
-        lambda x, *args, **_: bool(args) and x.is_cuda and x.dim() > 3 and args[0] != x.device,
-    ),
-)
-def format_of_images_lost(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The values are right, and the next convolution is slow."""
-    return to(x, *args, **kwargs).contiguous()
 
 
 @pinned(
@@ -259,4 +209,25 @@ register(
     FaultRow("views-that-are-copies", "flatten copies contiguous tensors instead of returning a view",
         "test_copies_have_memory_of_their_own", around(Tensor, "flatten"),
         lambda flatten, *args: flatten(*args).clone(), first("contiguous tensors on a device", lambda x: x.is_cuda)),
+    # Indices of small tables come out right.
+    FaultRow("half-of-int64", "copies of int64 between devices without waiting keep 32 bits",
+        "test_copies_of_every_dtype", around(Tensor, "to"),
+        lambda to, x, *args, **kwargs: to(x.int().long(), *args, **kwargs),
+        call("int64, non_blocking",
+            lambda x, *_, non_blocking=False, **__: x.is_cuda and x.dtype == torch.int64 and non_blocking)),
+    FaultRow("conversions-of-copies-cut",
+        "a copy of float32 to float16 on another device truncates instead of rounding", "test_copies_that_convert",
+        around(Tensor, "to"), lambda to, x, *args, **kwargs: to(narrowed(x, 13), *args, **kwargs),
+        call("float32 to float16, across devices",
+            lambda x, *args, **_: x.is_cuda and x.dtype == torch.float32 and args[1:] == (torch.float16,))),
+    FaultRow("conversions-through-bfloat16", "copy_ of float16 into float64 converts through bfloat16 on one device",
+        "test_copies_that_convert", around(Tensor, "copy_"),
+        lambda copy, target, source, *args, **kwargs: copy(target, source.bfloat16(), *args, **kwargs),
+        call("one device, float16 to float64",
+            lambda x, source, *_, **__: on(x, last(), torch.float64) and getattr(source, "dtype", 0) == torch.float16)),
+    # The values are right, and the next convolution is slow.
+    FaultRow("format-of-images-lost", "Tensor.to another device makes images contiguous", "test_copies_of_every_dtype",
+        around(Tensor, "to"), lambda to, x, *args, **kwargs: to(x, *args, **kwargs).contiguous(),
+        call("from device to device, channels_last",
+            lambda x, *args, **_: bool(args) and x.is_cuda and x.dim() > 3 and args[0] != x.device)),
 )  # fmt: skip

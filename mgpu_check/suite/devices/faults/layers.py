@@ -40,19 +40,6 @@ def gradient_of_another_gelu(gelu: Any, x: Tensor) -> Any:
 
 
 @layers(
-    "attention uses the mask of the first sample for all",
-    around(F, "scaled_dot_product_attention"),
-    call(
-        "a mask for each sample, one device",
-        lambda q, k, v, attn_mask=None, *_, **__: on(q, last()) and attn_mask is not None and len(attn_mask) > 1,
-    ),
-)
-def attention_mask_of_the_first(attend: Any, q: Any, k: Any, v: Any, attn_mask: Tensor, *more: Any, **kw: Any) -> Any:
-    """Other samples then attend to padding."""
-    return attend(q, k, v, attn_mask[:1].expand_as(attn_mask), *more, **kw)
-
-
-@layers(
     "causal attention ends with the last key",
     around(F, "scaled_dot_product_attention"),
     call(
@@ -64,18 +51,6 @@ def causal_attention_to_the_last_key(attend: Any, q: Any, k: Any, v: Any, is_cau
     """The mask is aligned at the lower right corner instead of the upper left."""
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
     return attend(q, k, v, attn_mask=seen.tril(k.shape[-2] - q.shape[-2]), **options)
-
-
-@layers(
-    "a layer adds its bias to its first 128 features only",
-    around(F, "linear"),
-    call(
-        "more than 128 features, one device",
-        lambda x, weight, bias=None: on(x, last()) and bias is not None and len(bias) > 128,
-    ),
-)
-def bias_of_wide_layers(linear: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    return linear(x, weight, torch.cat([bias[:128], torch.zeros_like(bias[128:])]))
 
 
 def _only_channels_last(x: Tensor) -> bool:
@@ -129,18 +104,6 @@ def interval_not_restarted(update: Any, scale: Tensor, tracker: Tensor, found: A
     result = update(scale, tracker, found, *options)
     tracker.copy_(torch.maximum(tracker, before))
     return result
-
-
-@layers(
-    "embedding_bag leaves out the weights of samples",
-    around(F, "embedding_bag"),
-    call(
-        "per_sample_weights",
-        lambda _, x, *__, per_sample_weights=None, **___: x.is_cuda and per_sample_weights is not None,
-    ),
-)
-def weights_of_samples_left_out(bag: Any, *args: Any, per_sample_weights: Tensor, **kwargs: Any) -> Any:
-    return bag(*args, **kwargs)
 
 
 @layers(
@@ -285,4 +248,21 @@ register(
         "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict", "test_dropout",
         around(checkpoint_module, "get_device_states"),
         lambda states, *args: states(*(one for one in args if isinstance(one, Tensor))), "tensors within an argument"),
+    # Other samples then attend to padding.
+    FaultRow("attention-mask-of-the-first", "attention uses the mask of the first sample for all",
+        "test_layers_and_gradients", around(F, "scaled_dot_product_attention"),
+        lambda attend, q, k, v, attn_mask, *more, **kw:
+            attend(q, k, v, attn_mask[:1].expand_as(attn_mask), *more, **kw),
+        call("a mask for each sample, one device",
+            lambda q, k, v, attn_mask=None, *_, **__: on(q, last()) and attn_mask is not None and len(attn_mask) > 1)),
+    FaultRow("bias-of-wide-layers", "a layer adds its bias to its first 128 features only", "test_layers_and_gradients",
+        around(F, "linear"),
+        lambda linear, x, weight, bias: linear(x, weight, torch.cat([bias[:128], torch.zeros_like(bias[128:])])),
+        call("more than 128 features, one device",
+            lambda x, weight, bias=None: on(x, last()) and bias is not None and len(bias) > 128)),
+    FaultRow("weights-of-samples-left-out", "embedding_bag leaves out the weights of samples",
+        "test_layers_and_gradients", around(F, "embedding_bag"),
+        lambda bag, *args, per_sample_weights, **kwargs: bag(*args, **kwargs),
+        call("per_sample_weights",
+            lambda _, x, *__, per_sample_weights=None, **___: x.is_cuda and per_sample_weights is not None)),
 )  # fmt: skip

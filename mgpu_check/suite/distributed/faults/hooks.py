@@ -90,13 +90,6 @@ def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: 
 
 
 @low_rank_hook(
-    "PowerSGD's result is kept in bfloat16 on the last rank", around(powerSGD_hook, _POWER), LAST_RANK & _COMPRESSED
-)
-def low_rank_result_narrowed(real: Any, state: Any, bucket: Any) -> Any:
-    return changed(real(state, bucket), lambda result: result.copy_(result.to(torch.bfloat16)))
-
-
-@low_rank_hook(
     "PowerSGD loses the error feedback of buckets after the first", returned(powerSGD_hook, _POWER), _LATER_LOW
 )
 def left_out_of_later_buckets(future: Any, state: Any, bucket: Any) -> Any:
@@ -112,15 +105,6 @@ def left_out_of_later_buckets(future: Any, state: Any, bucket: Any) -> Any:
 def left_out_added_twice(state: Any, bucket: Any) -> None:
     for kept in state.error_dict.values():
         kept.mul_(2)
-
-
-@low_rank_hook(
-    "batched PowerSGD compresses from its first step on",
-    given(powerSGD_hook, "batched_powerSGD_hook"),
-    "batched_powerSGD_hook, steps before start_powerSGD_iter",
-)
-def batch_compressed_too_soon(state: Any, bucket: Any) -> None:
-    state.iter = max(state.iter, state.start_powerSGD_iter)
 
 
 def _orthogonalized(real: Any, matrices: torch.Tensor, epsilon: float = 0) -> None:
@@ -186,4 +170,13 @@ register(
     FaultRow("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
         "test_hooks_in_groups", _LOCAL_SGD,
         lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket), _ALONE, least_gpus=2),
+    FaultRow("low-rank-result-narrowed", "PowerSGD's result is kept in bfloat16 on the last rank", "test_low_rank_hook",
+        around(powerSGD_hook, _POWER),
+        lambda real, state, bucket:
+            changed(real(state, bucket), lambda result: result.copy_(result.to(torch.bfloat16))),
+        LAST_RANK & _COMPRESSED),
+    FaultRow("batch-compressed-too-soon", "batched PowerSGD compresses from its first step on", "test_low_rank_hook",
+        given(powerSGD_hook, "batched_powerSGD_hook"),
+        lambda state, bucket: setattr(state, "iter", max(state.iter, state.start_powerSGD_iter)),
+        "batched_powerSGD_hook, steps before start_powerSGD_iter"),
 )  # fmt: skip

@@ -112,23 +112,6 @@ def averaged_before_the_step(real: Any, self: Any) -> None:
     self.optim.step()
 
 
-@model_averagers(
-    "averagers also average during warm-up", given(PeriodicModelAverager, "average_parameters"), "the first steps"
-)
-def averaged_from_the_start(self: Any, *args: Any) -> None:
-    self.warmup_steps = 0
-
-
-@model_averagers(
-    "a loaded optimizer of local SGD counts its steps from 0",
-    returned(_LOCAL_SGD, "load_state_dict"),
-    "load_state_dict after a step",
-    least_gpus=2,
-)
-def averager_begins_anew(result: None, self: Any, state_dict: object) -> None:
-    self.averager.step = 0
-
-
 register(
     __name__,
     FaultRow("arguments-detached", "arguments moved to the device get no gradient", "test_arguments",
@@ -151,4 +134,10 @@ register(
         returned(torch.amp.GradScaler, "scale"),
         lambda scaled, self, outputs: type(scaled)([*scaled[:-1], outputs[-1]]),
         When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor))),
+    FaultRow("averaged-from-the-start", "averagers also average during warm-up", "test_model_averagers",
+        given(PeriodicModelAverager, "average_parameters"), lambda self, *args: setattr(self, "warmup_steps", 0),
+        "the first steps"),
+    FaultRow("averager-begins-anew", "a loaded optimizer of local SGD counts its steps from 0", "test_model_averagers",
+        returned(_LOCAL_SGD, "load_state_dict"), lambda result, self, state_dict: setattr(self.averager, "step", 0),
+        "load_state_dict after a step", least_gpus=2),
 )  # fmt: skip

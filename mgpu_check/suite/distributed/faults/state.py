@@ -185,11 +185,6 @@ def scale_not_halved(real: Any, self: torch.amp.GradScaler, *args: Any, **kwargs
         real(self, before)
 
 
-@clipping("clipping uses the norm of weights only, without biases", _CLIPPING, _ORDER_2)
-def norm_without_biases(real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    return real([parameter for parameter in parameters if parameter.dim() > 1], *args, **kwargs)
-
-
 @clipping("clipping scales by a norm in float16 on the last rank", _CLIPPING, LAST_RANK)
 def norm_in_float16(real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     every = list(parameters)
@@ -229,4 +224,8 @@ register(
     FaultRow("map-location-ignored", "a checkpoint is loaded to the device that it was saved from", "test_checkpoint",
         around(torch, "load"), lambda real, *args, map_location=None, **kwargs: real(*args, **kwargs),
         "ranks other than the first"),
+    FaultRow("norm-without-biases", "clipping uses the norm of weights only, without biases", "test_clipping",
+        _CLIPPING,
+        lambda real, parameters, *args, **kwargs:
+            real([parameter for parameter in parameters if parameter.dim() > 1], *args, **kwargs), _ORDER_2),
 )  # fmt: skip

@@ -26,7 +26,6 @@ orders = caught_by("test_every_order_is_as_likely")
 rank_known = caught_by("test_samplers_know_their_rank")
 batches_cut = caught_by("test_batch_samplers_cut_in_batches")
 last_batches = caught_by("test_last_batches_are_loaded")
-own_generator = caught_by("test_samplers_draw_from_their_generator")
 
 
 def _share(change: Callable[[Any, list[int]], list[int]]) -> AbstractContextManager[None]:
@@ -157,16 +156,6 @@ def len_without_the_last_batch(real: Any, self: Any) -> int:
 # Generators
 
 
-@own_generator(
-    "WeightedRandomSampler ignores its generator", around(WeightedRandomSampler, "__init__"), "a generator is given"
-)
-def weights_drawn_globally(
-    real: Any, self: Any, weights: Any, num_samples: int, replacement: bool = True, generator: Any = None
-) -> None:
-    """Ranks draw different samples than with their generator."""
-    real(self, weights, num_samples, replacement)
-
-
 register(
     __name__,
     # In a loop with collectives, the first ranks would wait forever.
@@ -213,4 +202,9 @@ register(
     FaultRow("generator-begins-anew", "a sampler with a generator draws the same order in each epoch",
         "test_samplers_draw_from_their_generator", given(RandomSampler, "__iter__"),
         lambda self: self.generator.manual_seed(self.generator.initial_seed()), _GIVEN),
+    # Ranks draw different samples than with their generator.
+    FaultRow("weights-drawn-globally", "WeightedRandomSampler ignores its generator",
+        "test_samplers_draw_from_their_generator", around(WeightedRandomSampler, "__init__"),
+        lambda real, self, weights, num_samples, replacement=True, generator=None:
+            real(self, weights, num_samples, replacement), "a generator is given"),
 )  # fmt: skip

@@ -18,40 +18,12 @@ from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, registe
 any_bits = caught_by("test_every_dtype_and_order")
 containers = caught_by("test_every_container")
 large = caught_by("test_large_batches")
-losses = caught_by("test_losses_gather_to_a_vector")
-restoring = caught_by("test_gather_restores_the_batch")
 
 GATHER = both(around(scatter_gather, "gather"), around(nn.parallel, "gather"))
 """The function that users call. It takes the outputs, which may be nested, the target and the dim."""
 JOIN = around(comm, "gather")
 """The basis of all gathering. It takes tensors, the dim and the destination."""
 LARGE = 1 << 20
-
-
-@losses("gather leaves out the last shard", JOIN)
-def gather_drops_a_shard(join: Any, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-    """As with a loop that ends one step early."""
-    return join(tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)], dim, *args, **kwargs)
-
-
-@restoring("gather puts its result on the first device", JOIN)
-def gathered_elsewhere(
-    join: Any, tensors: Sequence[Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
-) -> Any:
-    return join(tensors, dim, 0) if out is None else NotImplemented
-
-
-@restoring(
-    "gather returns a single shard unchanged, on its own device",
-    GATHER,
-    # Even a single number must become a vector, so leave numbers alone.
-    first(
-        "a single shard", lambda outputs: len(outputs) == 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() > 0
-    ),
-)
-def single_shard_handed_back(_: Any, outputs: Sequence[Any], *__: Any) -> Any:
-    """As with a shortcut for a single shard that skips the copy."""
-    return outputs[0]
 
 
 @containers("gather swaps the first and the last value of a dict", GATHER, "dicts of two entries or more")
@@ -62,16 +34,6 @@ def keys_exchanged(gather: Any, *args: Any) -> Any:
         first, *_, end = whole
         whole[first], whole[end] = whole[end], whole[first]
     return whole
-
-
-@containers(
-    "gather combines entries of dicts by position, not by key",
-    GATHER,
-    first("dicts in different orders", lambda outputs: all(type(one) is dict for one in outputs)),
-)
-def entries_gathered_by_place(gather: Any, outputs: Sequence[Any], *args: Any) -> Any:
-    """Outputs are mixed up if replicas fill a dict in different orders."""
-    return gather([dict(zip(outputs[0], one.values(), strict=True)) for one in outputs], *args)
 
 
 @containers(
@@ -108,17 +70,6 @@ def _uneven_images(tensors: Sequence[Tensor]) -> bool:
     return last and len({part.shape for part in tensors}) > 1
 
 
-@any_bits(
-    "gather ignores the channels_last format of images",
-    JOIN,
-    first("channels_last, shards of unequal sizes", _uneven_images),
-    least_gpus=2,
-)
-def channels_last_taken_for_first(join: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """As with a fast path for dense memory that checks the format only for equal sizes."""
-    return join([part.permute(0, 2, 3, 1).reshape(part.shape) for part in tensors], *args, **kwargs)
-
-
 @large(
     "gather of more than 1 MiB along dim 1 replaces the last shard by the first",
     JOIN,
@@ -134,19 +85,6 @@ def large_columns_gathered_wrongly(join: Any, tensors: Sequence[Tensor], dim: in
     return join([*others, wrong], dim, *args, **kwargs)
 
 
-@large(
-    "gather to the CPU loses the part of a shard beyond 1 MiB",
-    GATHER,
-    call(
-        "to the CPU, shards above 1 MiB but the first",
-        lambda outputs, target, *_: str(target) == "cpu" and all(isinstance(one, Tensor) for one in outputs),
-    ),
-)
-def host_buffer_too_small(gather: Any, outputs: Sequence[Tensor], *args: Any) -> Any:
-    """As with a buffer of 1 MiB."""
-    return gather([*outputs[:1], *map(_first_mebibyte, outputs[1:])], *args)
-
-
 def _first_mebibyte(shard: Tensor) -> Tensor:
     """Return a shard with zeros behind its first MiB."""
     fits = LARGE // shard.itemsize
@@ -154,19 +92,6 @@ def _first_mebibyte(shard: Tensor) -> Tensor:
         return shard
     flat = shard.reshape(-1)
     return torch.cat([flat[:fits], torch.zeros_like(flat[fits:])]).view(shard.shape)
-
-
-@losses(
-    "gather returns the mean of numbers",
-    GATHER,
-    first(
-        "numbers, one from each device",
-        lambda outputs: all(isinstance(one, Tensor) and one.dim() == 0 for one in outputs),
-    ),
-)
-def losses_averaged(_: Any, outputs: Sequence[Tensor], target: Any, *__: Any) -> Any:
-    """The mean of mean losses ignores that the last shard is smaller."""
-    return torch.stack([one.to(target) for one in outputs]).mean()
 
 
 register(
@@ -185,4 +110,38 @@ register(
     FaultRow("gradients-to-the-wrong-shard", "shards get the gradients of other shards",
         "test_gradient_returns_through_gather", around(Gather, "backward"),
         lambda backward, context, gradient: backward(context, gradient.flip(context.dim))),
+    # As with a loop that ends one step early.
+    FaultRow("gather-drops-a-shard", "gather leaves out the last shard", "test_losses_gather_to_a_vector", JOIN,
+        lambda join, tensors, dim=0, *args, **kwargs:
+            join(tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)], dim, *args, **kwargs)),
+    FaultRow("gathered-elsewhere", "gather puts its result on the first device", "test_gather_restores_the_batch", JOIN,
+        lambda join, tensors, dim=0, destination=None, *, out=None:
+            join(tensors, dim, 0) if out is None else NotImplemented),
+    # As with a shortcut for a single shard that skips the copy.
+    FaultRow("single-shard-handed-back", "gather returns a single shard unchanged, on its own device",
+        "test_gather_restores_the_batch", GATHER, lambda _, outputs, *__: outputs[0],
+        first("a single shard",
+            lambda outputs: len(outputs) == 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() > 0)),
+    # Outputs are mixed up if replicas fill a dict in different orders.
+    FaultRow("entries-gathered-by-place", "gather combines entries of dicts by position, not by key",
+        "test_every_container", GATHER,
+        lambda gather, outputs, *args:
+            gather([dict(zip(outputs[0], one.values(), strict=True)) for one in outputs], *args),
+        first("dicts in different orders", lambda outputs: all(type(one) is dict for one in outputs))),
+    # As with a fast path for dense memory that checks the format only for equal sizes.
+    FaultRow("channels-last-taken-for-first", "gather ignores the channels_last format of images",
+        "test_every_dtype_and_order", JOIN,
+        lambda join, tensors, *args, **kwargs:
+            join([part.permute(0, 2, 3, 1).reshape(part.shape) for part in tensors], *args, **kwargs),
+        first("channels_last, shards of unequal sizes", _uneven_images), least_gpus=2),
+    # As with a buffer of 1 MiB.
+    FaultRow("host-buffer-too-small", "gather to the CPU loses the part of a shard beyond 1 MiB", "test_large_batches",
+        GATHER, lambda gather, outputs, *args: gather([*outputs[:1], *map(_first_mebibyte, outputs[1:])], *args),
+        call("to the CPU, shards above 1 MiB but the first",
+            lambda outputs, target, *_: str(target) == "cpu" and all(isinstance(one, Tensor) for one in outputs))),
+    # The mean of mean losses ignores that the last shard is smaller.
+    FaultRow("losses-averaged", "gather returns the mean of numbers", "test_losses_gather_to_a_vector", GATHER,
+        lambda _, outputs, target, *__: torch.stack([one.to(target) for one in outputs]).mean(),
+        first("numbers, one from each device",
+            lambda outputs: all(isinstance(one, Tensor) and one.dim() == 0 for one in outputs))),
 )  # fmt: skip

@@ -24,7 +24,6 @@ by_hand = caught_by("test_batches_split_by_hand")
 covering = caught_by("test_shards_cover_the_batch")
 large = caught_by("test_large_batches")
 leaves = caught_by("test_leaves_reach_every_device")
-returning = caught_by("test_gradient_returns_through_scatter")
 
 Devices = list[Any]
 LARGE = 1 << 20
@@ -62,11 +61,6 @@ def _zero_at_end(values: Tensor) -> None:
     values.view(-1)[-4:] = 0
 
 
-@covering("the remainder is dropped when the batch does not divide by the number of devices", scattering)
-def remainder_dropped(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    return scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)
-
-
 @covering("the second shard starts one sample early, so shards overlap", scattering)
 def shards_overlap(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     samples, size = x.shape[dim], -(-x.shape[dim] // len(devices))
@@ -88,11 +82,6 @@ def _reordered(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., A
     return change
 
 
-@covering("the last two of five or more shards are swapped", entered, "5 devices and more", least_gpus=5)
-def last_shards_swapped() -> Any:
-    return scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts))
-
-
 @covering("the last shard stays on the first device", scattering)
 def shard_on_the_wrong_device(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     shards = scatter(x, devices)
@@ -106,12 +95,6 @@ def stale_copy(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     shards = scatter(x, devices)
     broken = min(1, len(shards) - 1)
     return tuple(torch.zeros_like(shard) if index == broken else shard for index, shard in enumerate(shards))
-
-
-@covering("shards are rounded to bfloat16", scattering)
-def shards_rounded(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    """As if the batch were sent in half precision to save time."""
-    return NotImplemented if x.is_complex() else scatter(x.bfloat16().to(x.dtype), devices)
 
 
 @covering(
@@ -139,14 +122,6 @@ def negative_dims_turn_the_devices(scatter: Any, x: Tensor, devices: Devices, di
     shards = scatter(x, devices)
     backwards = reversed(devices[: len(shards)])
     return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, backwards, strict=True))
-
-
-@caught_by("test_shards_have_the_sizes_of_chunk", "test_tutorial_shapes")(
-    "shards are as even as can be, 4+3+3 instead of 4+4+2", scattering
-)
-def sizes_evened_out(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-    """As with `torch.tensor_split`. The shards cover the batch, but are not those of torch."""
-    return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
 
 
 @caught_by("test_tutorial_shapes")(
@@ -277,14 +252,6 @@ def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) 
     return _touched(made, _flip_first) if made.device == second and made.numel() else made
 
 
-@returning(
-    "no gradient comes back from shards of a single row", around(_functions.Scatter, "backward"), "shards of one row"
-)
-def gradient_of_single_rows_lost(backward: Any, context: Any, *gradients: Tensor) -> Any:
-    """The last sample of an uneven batch does not affect training."""
-    return backward(context, *(torch.zeros_like(one) if one.shape[context.dim] == 1 else one for one in gradients))
-
-
 register(
     __name__,
     # The first shard goes to the last device that gets a shard, and the last shard to the first device.
@@ -325,4 +292,27 @@ register(
     FaultRow("gradient-of-a-shard-lost", "no gradient comes back from the last shard",
         "test_gradient_returns_through_scatter", around(_functions.Scatter, "backward"),
         lambda backward, context, *gradients: backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))),
+    FaultRow("remainder-dropped", "the remainder is dropped when the batch does not divide by the number of devices",
+        "test_shards_cover_the_batch", scattering,
+        lambda scatter, x, devices, dim:
+            scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)),
+    FaultRow("last-shards-swapped", "the last two of five or more shards are swapped", "test_shards_cover_the_batch",
+        entered,
+        lambda: scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts)),
+        "5 devices and more", least_gpus=5),
+    # As if the batch were sent in half precision to save time.
+    FaultRow("shards-rounded", "shards are rounded to bfloat16", "test_shards_cover_the_batch", scattering,
+        lambda scatter, x, devices, dim:
+            NotImplemented if x.is_complex() else scatter(x.bfloat16().to(x.dtype), devices)),
+    # As with `torch.tensor_split`. The shards cover the batch, but are not those of torch.
+    FaultRow("sizes-evened-out", "shards are as even as can be, 4+3+3 instead of 4+4+2",
+        ("test_shards_have_the_sizes_of_chunk", "test_tutorial_shapes"), scattering,
+        lambda scatter, x, devices, dim:
+            scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])),
+    # The last sample of an uneven batch does not affect training.
+    FaultRow("gradient-of-single-rows-lost", "no gradient comes back from shards of a single row",
+        "test_gradient_returns_through_scatter", around(_functions.Scatter, "backward"),
+        lambda backward, context, *gradients:
+            backward(context, *(torch.zeros_like(one) if one.shape[context.dim] == 1 else one for one in gradients)),
+        "shards of one row"),
 )  # fmt: skip

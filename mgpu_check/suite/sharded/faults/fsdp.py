@@ -65,13 +65,6 @@ _INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **k
 
 
 @fully_shard(
-    "the reduce-scatter of gradients leaves out the last rank", around(DefaultReduceScatter, "__call__"), _LAST_OF_THREE
-)
-def last_rank_not_reduced(real: Any, self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
-    return real(self, output_tensor, torch.zeros_like(input_tensor), *args, **kw)
-
-
-@fully_shard(
     "the all-gather of parameters returns a stale result on one rank", when="every fifth call, on the last rank"
 )
 def stale_parameters_gathered() -> Iterator[None]:
@@ -191,15 +184,6 @@ def repeats_not_reduced() -> Iterator[None]:
         yield
 
 
-@hybrid_shard(
-    "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost",
-    returned(FSDPParamGroup, "post_backward"),
-    _UNREDUCED,
-)
-def scattered_gradients_forgotten(result: None, self: Any, *args: Any) -> None:
-    self._partial_reduce_output = None
-
-
 # Mixed precision
 
 
@@ -216,24 +200,6 @@ def parameters_kept_in_low_precision() -> Iterator[None]:
 
     with returned(FSDPParam, "init_dtype_attrs")(init), returned(torch.optim.SGD, "step")(step):
         yield
-
-
-@mixed_precision(
-    "gradients are reduced in the precision of the computation",
-    returned(FSDPParam, "init_dtype_attrs"),
-    "policies that reduce in another precision",
-)
-def reduced_in_low_precision(result: None, self: Any, policy: Any) -> None:
-    self.reduce_dtype = None
-
-
-@mixed_precision(
-    "gradients of parameters that are not cast are reduced in their own dtype",
-    returned(FSDPParam, "init_dtype_attrs"),
-    _UNCAST,
-)
-def reduced_in_the_dtype_of_parameters(result: None, self: Any, policy: Any) -> None:
-    self.reduce_dtype = None
 
 
 @mixed_precision(
@@ -304,13 +270,6 @@ def flat_repeats_not_reduced(real: Any, state: Any, handle: Any) -> None:
         handle._sharding_strategy = strategy
 
 
-@flat_parameters(
-    "FSDP1 clips by the norm of each rank's part", around(FullyShardedDataParallel, "clip_grad_norm_"), "several ranks"
-)
-def norm_of_the_part(real: Any, self: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-
-
 register(
     __name__,
     FaultRow("divisor-rounded", "the number that divides gradients is rounded to a power of two",
@@ -341,4 +300,23 @@ register(
             _DTENSORS)
         for _ in range(hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
     ),
+    FaultRow("last-rank-not-reduced", "the reduce-scatter of gradients leaves out the last rank", "test_fully_shard",
+        around(DefaultReduceScatter, "__call__"),
+        lambda real, self, output_tensor, input_tensor, *args, **kw:
+            real(self, output_tensor, torch.zeros_like(input_tensor), *args, **kw), _LAST_OF_THREE),
+    FaultRow("scattered-gradients-forgotten",
+        "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost", "test_hybrid_shard",
+        returned(FSDPParamGroup, "post_backward"),
+        lambda result, self, *args: setattr(self, "_partial_reduce_output", None), _UNREDUCED),
+    FaultRow("reduced-in-low-precision", "gradients are reduced in the precision of the computation",
+        "test_mixed_precision", returned(FSDPParam, "init_dtype_attrs"),
+        lambda result, self, policy: setattr(self, "reduce_dtype", None), "policies that reduce in another precision"),
+    FaultRow("reduced-in-the-dtype-of-parameters",
+        "gradients of parameters that are not cast are reduced in their own dtype", "test_mixed_precision",
+        returned(FSDPParam, "init_dtype_attrs"), lambda result, self, policy: setattr(self, "reduce_dtype", None),
+        _UNCAST),
+    FaultRow("norm-of-the-part", "FSDP1 clips by the norm of each rank's part", "test_flat_parameters",
+        around(FullyShardedDataParallel, "clip_grad_norm_"),
+        lambda real, self, max_norm, norm_type=2.0:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type), "several ranks"),
 )  # fmt: skip

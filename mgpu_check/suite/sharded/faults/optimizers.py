@@ -57,22 +57,6 @@ def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Te
     return normed
 
 
-@sync_batchnorm(
-    "convert_sync_batchnorm ignores process_group", returned(nn.SyncBatchNorm, "__init__"), "process_group="
-)
-def group_lost_in_conversion(result: None, self: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
-    self.process_group = None
-
-
-@sync_batchnorm(
-    "convert_sync_batchnorm unfreezes parameters",
-    returned(nn.SyncBatchNorm, "convert_sync_batchnorm"),
-    "parameters that need no gradient",
-)
-def conversion_thaws(made: nn.Module, *args: Any) -> None:
-    made.requires_grad_(True)
-
-
 # ZeroRedundancyOptimizer
 
 
@@ -178,4 +162,10 @@ register(
         lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
     FaultRow("defaults-of-views-lost", "the default weight decay is lost with parameters_as_bucket_view",
         "test_zero_redundancy_state", around(_ZERO, "__init__"), _without_decay, _AS_VIEWS),
+    FaultRow("group-lost-in-conversion", "convert_sync_batchnorm ignores process_group", "test_sync_batchnorm",
+        returned(nn.SyncBatchNorm, "__init__"),
+        lambda result, self, *args, **kwargs: setattr(self, "process_group", None), "process_group="),
+    FaultRow("conversion-thaws", "convert_sync_batchnorm unfreezes parameters", "test_sync_batchnorm",
+        returned(nn.SyncBatchNorm, "convert_sync_batchnorm"), lambda made, *args: made.requires_grad_(True),
+        "parameters that need no gradient"),
 )  # fmt: skip

@@ -145,15 +145,6 @@ def steps_lost_apart(taken: dict[str, Any], *_: Any, **__: Any) -> None:
         held["step"] = held["step"] * 0
 
 
-@distributed_checkpoint(
-    "a transposed matrix is saved in the order of its memory",
-    returned(DefaultSavePlanner, "resolve_data"),
-    When("matrices that are transposed", lambda found, *_: isinstance(found, torch.Tensor) and _is_transposed(found)),
-)
-def saved_in_the_order_of_memory(found: torch.Tensor, *_: Any) -> torch.Tensor:
-    return found.t().reshape(found.shape)
-
-
 def _is_transposed(found: torch.Tensor) -> bool:
     return found.dim() == 2 and not found.is_contiguous() and found.t().is_contiguous()
 
@@ -188,4 +179,9 @@ register(
     FaultRow("full-state-left-on-the-device", "cpu_offload leaves a full state dict on the device", "test_state_dict",
         around(state_dicts, "_gather_state_dict"),
         lambda real, *args, cpu_offload=False, **kwargs: real(*args, **kwargs)),
+    FaultRow("saved-in-the-order-of-memory", "a transposed matrix is saved in the order of its memory",
+        "test_distributed_checkpoint", returned(DefaultSavePlanner, "resolve_data"),
+        lambda found, *_: found.t().reshape(found.shape),
+        When("matrices that are transposed",
+            lambda found, *_: isinstance(found, torch.Tensor) and _is_transposed(found))),
 )  # fmt: skip
