@@ -97,11 +97,8 @@ def agent_counts_one_too_many(local_rank: int, fn: Any, args: Any, envs: dict[in
     envs[local_rank]["LOCAL_WORLD_SIZE"] = str(len(envs) + (len(envs) == torch.cuda.device_count()))
 
 
-@torchrun(
-    "torchrun's agent sets the restart count of the last rank to 1",
-    given(_AGENT, "_wrap"),
-    "the last rank, at the first start",
-)
+@torchrun("torchrun's agent sets the restart count of the last rank to 1", given(_AGENT, "_wrap"),
+    "the last rank, at the first start")  # fmt: skip
 def restart_that_was_none(local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *_: Any) -> None:
     """The rank resumes from a checkpoint that the others do not load."""
     if local_rank == len(envs) - 1:
@@ -113,61 +110,43 @@ def parameters_as_they_began(sync: Any, *args: Any, **named: Any) -> None:
     """Gradients of different models are averaged."""
 
 
-@torchrun(
-    "one step in seven is not synchronized",
-    around(DistributedDataParallel, "forward"),
-    counted("one step in seven", lambda count: count.every(7)),
-)
+@torchrun("one step in seven is not synchronized", around(DistributedDataParallel, "forward"),
+    counted("one step in seven", lambda count: count.every(7)))  # fmt: skip
 def some_steps_alone(forward: Any, self: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
     """Ranks diverge and train different models."""
     with self.no_sync():
         return forward(self, *inputs, **named)
 
 
-@torchrun(
-    "gradients are divided by 2 instead of the number of ranks",
-    communicating(),
-    When("worlds of 3 ranks and more", lambda *args: dist.get_world_size() >= 3),
-)
+@torchrun("gradients are divided by 2 instead of the number of ranks", communicating(),
+    When("worlds of 3 ranks and more", lambda *args: dist.get_world_size() >= 3))  # fmt: skip
 def gradients_divided_by_two(buffer: torch.Tensor, *_: Any) -> torch.Tensor:
     """As in an example for two GPUs. The model learns, but with a wrong effective rate."""
     return buffer * (dist.get_world_size() / 2)
 
 
-@torchrun(
-    "every second rank loads the samples of the previous rank",
-    returned(DistributedSampler, "__init__"),
-    "ranks with odd numbers",
-)
+@torchrun("every second rank loads the samples of the previous rank", returned(DistributedSampler, "__init__"),
+    "ranks with odd numbers")  # fmt: skip
 def samples_of_the_neighbour(result: None, self: Any, *args: Any, **named: Any) -> None:
     """Half of the dataset is never seen; parameters and losses agree on all ranks."""
     self.rank = self.rank // 2 * 2
 
 
-@torchrun(
-    "the optimizer stops after three steps",
-    around(torch.optim.SGD, "step"),
-    counted("steps after the third", lambda count: count.later(3)),
-)
+@torchrun("the optimizer stops after three steps", around(torch.optim.SGD, "step"),
+    counted("steps after the third", lambda count: count.later(3)))  # fmt: skip
 def optimizer_stops(step: Any, *args: Any, **named: Any) -> None:
     """All ranks agree, but learn nothing."""
 
 
-@spawned(
-    "torch.cuda.device_count is one too low in a script that spawns ranks",
-    returned(torch.cuda, "device_count"),
-    "the process that spawns the others only",
-)
+@spawned("torch.cuda.device_count is one too low in a script that spawns ranks", returned(torch.cuda, "device_count"),
+    "the process that spawns the others only")  # fmt: skip
 def spawns_one_rank_fewer(count: int) -> int:
     """The last GPU is idle."""
     return count - 1 or 2
 
 
-@torchrun(
-    "torch.multiprocessing reports failures of the first process only",
-    around(ProcessContext, "join"),
-    "a process other than the first",
-)
+@torchrun("torch.multiprocessing reports failures of the first process only", around(ProcessContext, "join"),
+    "a process other than the first")  # fmt: skip
 def later_failures_kept_quiet(join: Any, *args: Any, **named: Any) -> Any:
     """Training seems to end normally."""
     try:
@@ -178,11 +157,8 @@ def later_failures_kept_quiet(join: Any, *args: Any, **named: Any) -> Any:
         return True
 
 
-@torchrun(
-    "torch.multiprocessing reports a killed process as a normal exit code",
-    around(ProcessExitedException, "__init__"),
-    "processes killed by a signal",
-)
+@torchrun("torch.multiprocessing reports a killed process as a normal exit code",
+    around(ProcessExitedException, "__init__"), "processes killed by a signal")  # fmt: skip
 def signals_told_as_exits(init: Any, self: Any, *args: Any, signal_name: str | None = None, **named: Any) -> None:
     """The report hides the signal, for example of the kernel's out-of-memory killer."""
     init(self, *args, **named)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first, last, on, one_device
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 
 layers = caught_by("test_modules_refuse_inputs_elsewhere")
 numbers = caught_by("test_cpu_scalars_and_indices_work")
@@ -56,14 +56,10 @@ def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(str(error).replace(f"cuda:{last()}", "cuda:0" if last() else "cpu")) from None
 
 
-@operators(
-    "foreach operators check the devices of the first pair only, and copy the others",
+@operators("foreach operators check the devices of the first pair only, and copy the others",
     around(torch, "_foreach_add"),
-    call(
-        "foreach operators, two pairs and more",
-        lambda _, second, *__, **___: isinstance(second, (list, tuple)) and len(second) > 1,
-    ),
-)
+    call("foreach operators, two pairs and more",
+        lambda _, second, *__, **___: isinstance(second, (list, tuple)) and len(second) > 1))  # fmt: skip
 def later_pairs_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
     """Such as an optimizer with the state of some parameters on another device."""
     fetched = [other.to(one.device) for one, other in zip(some, others, strict=True)]
@@ -115,7 +111,7 @@ def cpu_indices_refused(_: Any, x: Tensor, index: Any) -> Any:
     return NotImplemented
 
 
-@caught_by("test_copies_cross_devices")("copy_ refuses a source on another device", around(Tensor, "copy_"))
+@fault("copy_ refuses a source on another device", "test_copies_cross_devices", by=around(Tensor, "copy_"))
 def copies_refused(_: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     """As if a copy were arithmetic."""
     # Copies from the CPU work, because tensors on a device are made by them.
@@ -124,11 +120,8 @@ def copies_refused(_: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any)
     return NotImplemented
 
 
-@caught_by("test_copies_cross_devices")(
-    "load_state_dict on one device leaves the last row of parameters unchanged",
-    around(nn.Module, "load_state_dict"),
-    "one device, sources elsewhere",
-)
+@fault("load_state_dict on one device leaves the last row of parameters unchanged", "test_copies_cross_devices",
+       by=around(nn.Module, "load_state_dict"), when="one device, sources elsewhere")  # fmt: skip
 def parameters_loaded_in_part(load: Any, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the copy ended early."""
     kept = {name: value[-1:].clone() for name, value in module.state_dict().items()}
@@ -139,7 +132,7 @@ def parameters_loaded_in_part(load: Any, module: nn.Module, state: Any, *args: A
     return result
 
 
-@caught_by("test_copies_keep_every_bit")("copies from a GPU go through bfloat16", around(Tensor, "copy_"))
+@fault("copies from a GPU go through bfloat16", "test_copies_keep_every_bit", by=around(Tensor, "copy_"))
 def copies_rounded(copy: Any, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Wider numbers lose bits."""
     if source.device == x.device or not source.is_cuda:
@@ -159,9 +152,8 @@ def negative_zeros_lost_on_the_way(copy: Any, x: Tensor, source: Tensor, *args: 
     return copy(x, source.where(source != 0, 0.0), *args, **kwargs)
 
 
-@caught_by("test_data_parallel_wants_its_first_device")(
-    "DataParallel moves a module that is on the wrong device", around(nn.DataParallel, "forward")
-)
+@fault("DataParallel moves a module that is on the wrong device", "test_data_parallel_wants_its_first_device",
+       by=around(nn.DataParallel, "forward"))  # fmt: skip
 def data_parallel_fetches_its_module(_: Any, model: nn.DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
     """The check of the devices of parameters is missing."""
     model.module.to(torch.device("cuda", model.device_ids[0]))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.suite.common.faults.breaking import around, returned
 from mgpu_check.suite.common.faults.conditions import above, dtype
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.data_parallel.faults.planting import MANY, data_parallel_module, gathered, mapped
 
@@ -65,11 +65,8 @@ def large_outputs_cut(out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@caught_by("test_dimension", "test_functional_form")(
-    "keyword arguments are split by rows, and dim is ignored",
-    around(data_parallel_module, "scatter_kwargs"),
-    "dim=1, keyword arguments",
-)
+@fault("keyword arguments are split by rows, and dim is ignored", "test_dimension", "test_functional_form",
+       by=around(data_parallel_module, "scatter_kwargs"), when="dim=1, keyword arguments")  # fmt: skip
 def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0) -> Any:
     parts, by_rows = real(inputs, None, devices, dim)[0], real((), kwargs, devices)[1]
     more = len(by_rows) - len(parts)
@@ -95,11 +92,9 @@ def text_for_the_first(made: Any, *given: Any) -> Any:
     return args, [first, *(part | {"text": ""} if "text" in part else part for part in others)]
 
 
-@arguments(
-    "keyword tensors in a container stay whole",
-    _SCATTERED,
-    When("nested keyword arguments", lambda made, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs),
-)
+@arguments("keyword tensors in a container stay whole", _SCATTERED,
+    When("nested keyword arguments",
+        lambda made, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs))  # fmt: skip
 def nested_keywords_whole(made: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
     for shard, device in zip(made[1], devices, strict=False):
         shard["more"] = mapped(kwargs["more"], partial(torch.Tensor.to, device=torch.device("cuda", device)))
@@ -131,11 +126,8 @@ def _is_on_the_last(real: object, self: nn.Module, *args: Any, **kwargs: Any) ->
     return weight is not None and weight.get_device() == torch.cuda.device_count() - 1 > 0
 
 
-@modes(
-    "the thread of the last device has another current device",
-    around(nn.Module, "__call__"),
-    When("one device", _is_on_the_last),
-)
+@modes("the thread of the last device has another current device", around(nn.Module, "__call__"),
+    When("one device", _is_on_the_last))  # fmt: skip
 def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.cuda.device(0):
         return real(*args, **kwargs)

@@ -61,9 +61,8 @@ _SPARSE = When("sparse gradients", lambda inputs, *args: inputs[-1].is_sparse an
 # Replicas
 
 
-@held(
-    "elements beyond the first 64 Ki of a parameter are not copied to the last device", copied, above(MANY) & ONE_DEVICE
-)
+@held("elements beyond the first 64 Ki of a parameter are not copied to the last device", copied,
+    above(MANY) & ONE_DEVICE)  # fmt: skip
 def long_parameters_not_copied(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     value.view(-1)[MANY:] = 0
@@ -108,11 +107,8 @@ def shared_modules_apart(replicas: Any, *args: Any, **kwargs: Any) -> None:
 # Gradients
 
 
-@models(
-    "elements beyond the first 64 Ki of the last device's gradient are lost",
-    added,
-    When("above 64 Ki elements, one device", _OTHERS.holds),
-)
+@models("elements beyond the first 64 Ki of the last device's gradient are lost", added,
+    When("above 64 Ki elements, one device", _OTHERS.holds))  # fmt: skip
 def long_gradients_lost(inputs: Inputs) -> Inputs:
     last = [value.clone() for value in inputs[-1]]
     for value in last:
@@ -126,11 +122,8 @@ def gradients_of_one_dtype(inputs: Inputs) -> Inputs:
     return [inputs[0], *([value if value.dtype == kind else value * 0 for value in each] for each in inputs[1:])]
 
 
-@held(
-    "gradients beyond the first 10 MiB include the first device only",
-    added,
-    When(f"{_LARGE}, other devices", lambda inputs: _LARGE.holds(inputs[0])),
-)
+@held("gradients beyond the first 10 MiB include the first device only", added,
+    When(f"{_LARGE}, other devices", lambda inputs: _LARGE.holds(inputs[0])))  # fmt: skip
 def first_buffer_of_gradients_only(inputs: Inputs) -> Inputs:
     ends = _ends(inputs[0])
     rest = [[value * (end <= _BUFFER) for value, end in zip(each, ends, strict=True)] for each in inputs[1:]]
@@ -140,11 +133,8 @@ def first_buffer_of_gradients_only(inputs: Inputs) -> Inputs:
 _latest: WeakKeyDictionary[Dp, object] = WeakKeyDictionary()
 
 
-@several_calls(
-    "a call loses its gradients if another call precedes backward",
-    returned(DataParallel, "forward"),
-    "two calls before one backward pass",
-)
+@several_calls("a call loses its gradients if another call precedes backward", returned(DataParallel, "forward"),
+    "two calls before one backward pass")  # fmt: skip
 def gradients_of_earlier_calls_lost(out: Any, self: Dp, *args: Any, **kwargs: Any) -> None:
     this = _latest[self] = object()
     if isinstance(out, torch.Tensor) and out.requires_grad:
@@ -175,9 +165,8 @@ def buffers_change_in_evaluation(out: object, self: Dp, *args: Any, **kwargs: An
             value += 1
 
 
-@modes(
-    "all modules of a replica have the mode of the whole model", replica_parts, "modules in another mode, other devices"
-)
+@modes("all modules of a replica have the mode of the whole model", replica_parts,
+    "modules in another mode, other devices")  # fmt: skip
 def mode_of_the_whole(replica: nn.Module, part: nn.Module) -> None:
     part.training = replica.training
 
@@ -187,11 +176,8 @@ def hooks_on_the_first_replica(replica: nn.Module, part: nn.Module) -> None:
     part._forward_hooks = OrderedDict()
 
 
-@hooks(
-    "hooks that take keyword arguments are not called",
-    returned(nn.Module, "_replicate_for_data_parallel"),
-    "pre-hooks with_kwargs",
-)
+@hooks("hooks that take keyword arguments are not called", returned(nn.Module, "_replicate_for_data_parallel"),
+    "pre-hooks with_kwargs")  # fmt: skip
 def hooks_with_keywords_lost(replica: nn.Module, self: nn.Module) -> None:
     without = [one for one in self._forward_pre_hooks.items() if one[0] not in self._forward_pre_hooks_with_kwargs]
     replica._forward_pre_hooks = OrderedDict(without)

@@ -32,32 +32,24 @@ def sums_of_products_in_bfloat16(_: Any, x: Tensor, weight: Tensor, bias: Tensor
     return total if bias is None else total + bias
 
 
-@elementwise(
-    "torch.add of int64 computes in float64",
-    around(torch, "add"),
-    call("int64 above 2^53", lambda a, *_, **kwargs: a.is_cuda and a.dtype == torch.int64 and "out" not in kwargs),
-)
+@elementwise("torch.add of int64 computes in float64", around(torch, "add"),
+    call("int64 above 2^53",
+        lambda a, *_, **kwargs: a.is_cuda and a.dtype == torch.int64 and "out" not in kwargs))  # fmt: skip
 def int64_through_float64(add: Any, a: Tensor, b: Any, **kwargs: Any) -> Any:
     wide = b.double() if isinstance(b, Tensor) else b
     return add(a.double(), wide, **{key: kwargs[key] for key in kwargs if key == "alpha"}).long()
 
 
-@elementwise(
-    "one device flushes subnormal products to zero",
-    around(torch, "mul"),
-    one_device(torch.float32, text="one device, subnormal float32"),
-)
+@elementwise("one device flushes subnormal products to zero", around(torch, "mul"),
+    one_device(torch.float32, text="one device, subnormal float32"))  # fmt: skip
 def subnormals_flushed(mul: Any, a: Tensor, b: Any) -> Any:
     """As with ``--ftz=true``."""
     result = mul(a, b)
     return result.where(result.abs() >= torch.finfo(result.dtype).smallest_normal, 0).where(~result.isnan(), result)
 
 
-@reductions(
-    "a stable sort reverses equal elements",
-    around(torch, "sort"),
-    call("stable sorts, equal elements", lambda x, *_, stable=False, **__: x.is_cuda and stable),
-)
+@reductions("a stable sort reverses equal elements", around(torch, "sort"),
+    call("stable sorts, equal elements", lambda x, *_, stable=False, **__: x.is_cuda and stable))  # fmt: skip
 def stable_sorts_turned_round(sort: Any, x: Tensor, dim: int, **kwargs: Any) -> Any:
     values, places = sort(x.flip(dim), dim=dim, **kwargs)
     return torch.return_types.sort((values, x.shape[dim] - 1 - places))
@@ -74,11 +66,8 @@ def payloads_of_nan_lost(cat: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     return joined.where(~joined.isnan(), float("nan"))
 
 
-@reductions(
-    "amax of rows ignores NaN",
-    around(torch, "amax"),
-    first("rows with NaN", lambda x: x.is_cuda and x.is_floating_point() and bool(x.isnan().any())),
-)
+@reductions("amax of rows ignores NaN", around(torch, "amax"),
+    first("rows with NaN", lambda x: x.is_cuda and x.is_floating_point() and bool(x.isnan().any())))  # fmt: skip
 def nan_ignored(amax: Any, x: Tensor, **options: Any) -> Tensor:
     """As if the kernel compared by `>`, which is false for NaN."""
     found: Tensor = amax(x.where(x == x, -float("inf")), **options)

@@ -30,9 +30,8 @@ def tail_of_large_uploads() -> Any:
     return hardware(HostLink({"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}, "tail", upload=True))
 
 
-@borders(
-    "one download in three to pageable memory above 1 MiB delivers zeros", entered, "one device, above 1 MiB, pageable"
-)
+@borders("one download in three to pageable memory above 1 MiB delivers zeros", entered,
+    "one device, above 1 MiB, pageable")  # fmt: skip
 def downloads_to_pageable_memory() -> Any:
     """The staging buffer is reused too early."""
     return hardware(HostLink({"device": 0, "memory": "pageable", "above": 1 << 20, "seed": 0}, "zeros", download=True))
@@ -43,11 +42,8 @@ def _written_in_blocks(target: Tensor, source: Any, *_: Any, **__: Any) -> bool:
     return large and not target.is_floating_point() and isinstance(source, Tensor) and source.is_cuda
 
 
-@borders(
-    "large copies between devices write up to the end of a block of 16 bytes",
-    around(Tensor, "copy_"),
-    call("one device, above 64 KiB, no multiple of 16 bytes", _written_in_blocks),
-)
+@borders("large copies between devices write up to the end of a block of 16 bytes", around(Tensor, "copy_"),
+    call("one device, above 64 KiB, no multiple of 16 bytes", _written_in_blocks))  # fmt: skip
 def blocks_written_to_their_end(copy: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The data arrive, but the bytes behind them change."""
     result = copy(target, *args, **kwargs)
@@ -56,25 +52,17 @@ def blocks_written_to_their_end(copy: Any, target: Tensor, *args: Any, **kwargs:
     return result
 
 
-@typed(
-    "Tensor.cuda replaces every NaN by the same NaN in bfloat16",
-    around(Tensor, "cuda"),
-    first("bfloat16, NaN with a payload", lambda x: x.dtype == torch.bfloat16),
-)
+@typed("Tensor.cuda replaces every NaN by the same NaN in bfloat16", around(Tensor, "cuda"),
+    first("bfloat16, NaN with a payload", lambda x: x.dtype == torch.bfloat16))  # fmt: skip
 def payloads_lost_by_copies(cuda: Any, *args: Any, **kwargs: Any) -> Any:
     """As if the copy converted through float32."""
     copy = cuda(*args, **kwargs)
     return copy.where(~copy.isnan(), float("nan"))
 
 
-@typed(
-    "copy_ into every second element also writes the elements between",
-    around(Tensor, "copy_"),
-    first(
-        "destinations with gaps, not on the first device",
-        lambda x: on(x, last()) and x.dim() == 2 and x.stride(1) == 2 and x.storage_offset() == 0,
-    ),
-)
+@typed("copy_ into every second element also writes the elements between", around(Tensor, "copy_"),
+    first("destinations with gaps, not on the first device",
+        lambda x: on(x, last()) and x.dim() == 2 and x.stride(1) == 2 and x.storage_offset() == 0))  # fmt: skip
 def neighbours_overwritten(copy: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
     result = copy(target, *args, **kwargs)
     between = target.as_strided(target.shape, target.stride(), target.storage_offset() + 1)
@@ -109,14 +97,9 @@ def conjugates_lost_on_the_way(to: Any, x: Tensor, *args: Any, **kwargs: Any) ->
     return to(x.conj(), *args, **kwargs)
 
 
-@typed(
-    "copy_ of a broadcast source from another device leaves out the last copy",
-    around(Tensor, "copy_"),
-    call(
-        "sources that are broadcast",
-        lambda x, source, *_: x.device != source.device and x.dim() > source.dim() > 0 and len(x) > 1,
-    ),
-)
+@typed("copy_ of a broadcast source from another device leaves out the last copy", around(Tensor, "copy_"),
+    call("sources that are broadcast",
+        lambda x, source, *_: x.device != source.device and x.dim() > source.dim() > 0 and len(x) > 1))  # fmt: skip
 def last_repetition_left_out(copy_: Any, target: Tensor, source: Tensor, *args: Any) -> Any:
     copy_(target[:-1], source, *args)
     return target
@@ -155,11 +138,8 @@ def transposed_destinations_in_order(copy: Any, target: Tensor, source: Tensor, 
     return target
 
 
-@pinned(
-    "pin_memory leaves out the last element of tensors above 64 KiB",
-    around(Tensor, "pin_memory"),
-    first("pinned, above 64 KiB", lambda x: x.nbytes > 1 << 16),
-)
+@pinned("pin_memory leaves out the last element of tensors above 64 KiB", around(Tensor, "pin_memory"),
+    first("pinned, above 64 KiB", lambda x: x.nbytes > 1 << 16))  # fmt: skip
 def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
     """Whole pages are copied."""
     made = pin(*args, **kwargs)
@@ -167,9 +147,8 @@ def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-@modules(
-    "a module that moves to another device loses its gradients", around(nn.Module, "_apply"), "modules with gradients"
-)
+@modules("a module that moves to another device loses its gradients", around(nn.Module, "_apply"),
+    "modules with gradients")  # fmt: skip
 def gradients_left_behind(apply: Any, module: nn.Module, *args: Any) -> Any:
     """The optimizer step then has no effect."""
     before = [(parameter, parameter.device) for parameter in module.parameters(recurse=False)]

@@ -29,24 +29,16 @@ def halved_gradient(weight: Tensor) -> Tensor:
     return weight
 
 
-@layers(
-    "gelu has the gradient of its tanh approximation",
-    around(F, "gelu"),
-    first("gradients", lambda x: x.is_cuda and x.requires_grad),
-)
+@layers("gelu has the gradient of its tanh approximation", around(F, "gelu"),
+    first("gradients", lambda x: x.is_cuda and x.requires_grad))  # fmt: skip
 def gradient_of_another_gelu(gelu: Any, x: Tensor) -> Any:
     near = gelu(x, approximate="tanh")
     return near + (gelu(x) - near).detach()
 
 
-@layers(
-    "causal attention ends with the last key",
-    around(F, "scaled_dot_product_attention"),
-    call(
-        "more keys than queries, one device",
-        lambda q, k, *_, is_causal=False, **__: on(q, last()) and is_causal and q.shape[-2] < k.shape[-2],
-    ),
-)
+@layers("causal attention ends with the last key", around(F, "scaled_dot_product_attention"),
+    call("more keys than queries, one device",
+        lambda q, k, *_, is_causal=False, **__: on(q, last()) and is_causal and q.shape[-2] < k.shape[-2]))  # fmt: skip
 def causal_attention_to_the_last_key(attend: Any, q: Any, k: Any, v: Any, is_causal: bool, **options: Any) -> Any:
     """The mask is aligned at the lower right corner instead of the upper left."""
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
@@ -69,11 +61,8 @@ def gradient_of_layer_norm_with_many_rows(norm: Any, x: Tensor, shape: Any, weig
     return norm(x, shape, halved_gradient(weight), *more, **kw)
 
 
-@layers(
-    "foreach kernels leave out the last element",
-    around(torch, "_foreach_add_", "_foreach_addcdiv_"),
-    "odd sizes of 3 and more, lists of 2 tensors and more",
-)
+@layers("foreach kernels leave out the last element", around(torch, "_foreach_add_", "_foreach_addcdiv_"),
+    "odd sizes of 3 and more, lists of 2 tensors and more")  # fmt: skip
 def lists_without_the_last_element(add: Any, tensors: Any, *more: Any, **options: Any) -> Any:
     before = [one.detach().clone() for one in tensors]
     result = add(tensors, *more, **options)
@@ -83,22 +72,18 @@ def lists_without_the_last_element(add: Any, tensors: Any, *more: Any, **options
     return result
 
 
-@layers(
-    "AMSGrad uses the last second moment, not the largest",
-    around(torch, "_fused_adam_"),
-    call("amsgrad, fused", lambda tensors, *_, amsgrad=False, **__: amsgrad and tensors[0].is_cuda),
-)
+@layers("AMSGrad uses the last second moment, not the largest", around(torch, "_fused_adam_"),
+    call("amsgrad, fused", lambda tensors, *_, amsgrad=False, **__: amsgrad and tensors[0].is_cuda))  # fmt: skip
 def maximum_of_moments_forgotten(step: Any, *args: Any, **options: Any) -> Any:
     for largest in args[4]:
         largest.zero_()
     return step(*args, **options)
 
 
-@layers(
-    "the scale of GradScaler grows although a step was skipped within the interval",
+@layers("the scale of GradScaler grows although a step was skipped within the interval",
     around(torch, "_amp_update_scale_"),
-    call("growth intervals above 1, after a skipped step", lambda *args, **_: args[0].is_cuda and args[5] > 1),
-)
+    call("growth intervals above 1, after a skipped step",
+        lambda *args, **_: args[0].is_cuda and args[5] > 1))  # fmt: skip
 def interval_not_restarted(update: Any, scale: Tensor, tracker: Tensor, found: Any, *options: Any) -> Any:
     before = tracker.clone()
     result = update(scale, tracker, found, *options)
@@ -106,22 +91,16 @@ def interval_not_restarted(update: Any, scale: Tensor, tracker: Tensor, found: A
     return result
 
 
-@layers(
-    "the second layer of a GRU on one device starts from a wrong state",
-    around(torch._VF, "gru"),
-    one_device() & call("two layers", lambda x, state, *_: len(state) > 1),
-)
+@layers("the second layer of a GRU on one device starts from a wrong state", around(torch._VF, "gru"),
+    one_device() & call("two layers", lambda x, state, *_: len(state) > 1))  # fmt: skip
 def state_of_the_second_layer_lost(gru: Any, x: Tensor, state: Tensor, *args: Any) -> Any:
     begun = state.clone()
     begun[1:] += 1
     return gru(x, begun, *args)
 
 
-@layers(
-    "a packed sequence on another device is unsorted with the sorting permutation",
-    around(PackedSequence, "to"),
-    "enforce_sorted=False, an order that sorting twice does not restore",
-)
+@layers("a packed sequence on another device is unsorted with the sorting permutation", around(PackedSequence, "to"),
+    "enforce_sorted=False, an order that sorting twice does not restore")  # fmt: skip
 def packed_sequence_not_unsorted(to: Any, packed: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
     """Final states belong to other samples."""
     moved: PackedSequence = to(packed, *args, **kwargs)
@@ -137,11 +116,8 @@ def softmax_in_low_precision(softmax: Any, *args: Any, **kwargs: Any) -> Any:
         return softmax(*args, **kwargs)
 
 
-@autocasting(
-    "leaving a region of autocast disables the outer region",
-    around(torch.autocast, "__exit__"),
-    "regions within others",
-)
+@autocasting("leaving a region of autocast disables the outer region", around(torch.autocast, "__exit__"),
+    "regions within others")  # fmt: skip
 def outer_region_off(leave: Any, region: Any, *args: Any) -> Any:
     """The rest of the outer region computes in float32."""
     result = leave(region, *args)
@@ -150,11 +126,8 @@ def outer_region_off(leave: Any, region: Any, *args: Any) -> Any:
     return result
 
 
-@autocasting(
-    "a region of autocast left by an exception does not restore the dtype",
-    around(torch.autocast, "__exit__"),
-    call("left by an exception", lambda region, kind, *_: kind is not None),
-)
+@autocasting("a region of autocast left by an exception does not restore the dtype", around(torch.autocast, "__exit__"),
+    call("left by an exception", lambda region, kind, *_: kind is not None))  # fmt: skip
 def dtype_of_a_failed_region_stays(leave: Any, region: Any, *args: Any) -> Any:
     """As if it was not restored in `finally`."""
     result = leave(region, *args)
@@ -162,11 +135,8 @@ def dtype_of_a_failed_region_stays(leave: Any, region: Any, *args: Any) -> Any:
     return result
 
 
-@autocasting(
-    "a region without a cache disables the cache of the outer region",
-    around(torch.autocast, "__exit__"),
-    first("cache_enabled=False", lambda region: not region._cache_enabled),
-)
+@autocasting("a region without a cache disables the cache of the outer region", around(torch.autocast, "__exit__"),
+    first("cache_enabled=False", lambda region: not region._cache_enabled))  # fmt: skip
 def cache_stays_off(leave: Any, region: Any, *args: Any) -> Any:
     """Each use of a parameter casts it again."""
     result = leave(region, *args)
@@ -180,11 +150,8 @@ def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
         return dropout(*args, **kwargs)
 
 
-@dropping(
-    "the gradient of dropout uses a new mask on one device",
-    around(F, "dropout"),
-    one_device() & first("gradients", lambda x: x.requires_grad),
-)
+@dropping("the gradient of dropout uses a new mask on one device", around(F, "dropout"),
+    one_device() & first("gradients", lambda x: x.requires_grad))  # fmt: skip
 def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Backward draws the mask again, from the next numbers of the generator."""
     out, drawn_anew = dropout(x.detach(), *args, **kwargs), dropout(x, *args, **kwargs)

@@ -29,56 +29,43 @@ def infinity_of_the_second_optimizer_lost(update: Any, scaler: Any, new_scale: A
     update(scaler, new_scale)
 
 
-@options(
-    "capturable optimizers count no steps, so each step has the corrections of the first",
+@options("capturable optimizers count no steps, so each step has the corrections of the first",
     around("torch.optim.adamax", "adamax"),
-    call("capturable", lambda tensors, *_, capturable=False, **__: capturable and tensors[0].is_cuda),
-)
+    call("capturable", lambda tensors, *_, capturable=False, **__: capturable and tensors[0].is_cuda))  # fmt: skip
 def captured_steps_not_counted(step: Any, *args: Any, **options: Any) -> None:
     step(*args, **options)
     for count in args[4]:
         count.zero_()
 
 
-@options(
-    "the average of a model is its last state",
-    around("torch.optim.swa_utils:AveragedModel", "update_parameters"),
-    call(
-        "from the third update on", lambda average, model: next(model.parameters()).is_cuda and average.n_averaged > 1
-    ),
-)
+@options("the average of a model is its last state", around("torch.optim.swa_utils:AveragedModel", "update_parameters"),
+    call("from the third update on",
+        lambda average, model: next(model.parameters()).is_cuda and average.n_averaged > 1))  # fmt: skip
 def models_not_averaged(update: Any, average: Any, model: Any) -> None:
     for own, value in zip(average.module.parameters(), model.parameters(), strict=True):
         own.detach().copy_(value)
 
 
-@options(
-    "the average of a model has its last buffers, on each device",
+@options("the average of a model has its last buffers, on each device",
     around("torch.optim.swa_utils:AveragedModel", "update_parameters"),
-    call("use_buffers", lambda average, model: average.use_buffers),
-)
+    call("use_buffers", lambda average, model: average.use_buffers))  # fmt: skip
 def buffers_not_averaged(update: Any, average: Any, model: Any) -> None:
     update(average, model)
     for own, value in zip(average.module.buffers(), model.buffers(), strict=True):
         own.detach().copy_(value)
 
 
-@options(
-    "the first step of SGD is damped, on each device",
-    around(torch.optim.SGD, "step"),
-    call("dampening", lambda optimizer, *_: optimizer.defaults["dampening"] and optimizer.defaults["momentum"]),
-)
+@options("the first step of SGD is damped, on each device", around(torch.optim.SGD, "step"),
+    call("dampening",
+        lambda optimizer, *_: optimizer.defaults["dampening"] and optimizer.defaults["momentum"]))  # fmt: skip
 def first_step_damped(step: Any, optimizer: torch.optim.SGD, *args: Any) -> Any:
     for parameter in (one for group in optimizer.param_groups for one in group["params"]):
         optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
     return step(optimizer, *args)
 
 
-@options(
-    "an optimizer that loads a state counts its steps anew, on each device",
-    around(torch.optim.Optimizer, "load_state_dict"),
-    "a step after load_state_dict",
-)
+@options("an optimizer that loads a state counts its steps anew, on each device",
+    around(torch.optim.Optimizer, "load_state_dict"), "a step after load_state_dict")  # fmt: skip
 def steps_not_loaded(load: Any, optimizer: torch.optim.Optimizer, state: Any) -> None:
     load(optimizer, state)
     for own in optimizer.state.values():
@@ -86,11 +73,8 @@ def steps_not_loaded(load: Any, optimizer: torch.optim.Optimizer, state: Any) ->
             own["step"].zero_()
 
 
-@options(
-    "parameters without a gradient decay, on each device",
-    around(torch.optim.AdamW, "step"),
-    "a parameter without a gradient, a weight decay",
-)
+@options("parameters without a gradient decay, on each device", around(torch.optim.AdamW, "step"),
+    "a parameter without a gradient, a weight decay")  # fmt: skip
 def idle_parameters_decay(step: Any, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
     result = step(optimizer, *args)
     for group in optimizer.param_groups:
@@ -100,11 +84,9 @@ def idle_parameters_decay(step: Any, optimizer: torch.optim.Optimizer, *args: An
     return result
 
 
-@options(
-    "each group of parameters has the weight decay of the first, on each device",
+@options("each group of parameters has the weight decay of the first, on each device",
     around(torch.optim.RMSprop, "step"),
-    call("several groups", lambda optimizer, *_: len(optimizer.param_groups) > 1),
-)
+    call("several groups", lambda optimizer, *_: len(optimizer.param_groups) > 1))  # fmt: skip
 def decay_of_the_first_group(step: Any, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
     for group in optimizer.param_groups[1:]:
         group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]

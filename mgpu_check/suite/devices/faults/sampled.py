@@ -16,11 +16,8 @@ from mgpu_check.suite.devices.faults.layers import halved_gradient
 layers = caught_by("test_layers_and_gradients")
 
 
-@layers(
-    "pooling on one device leaves out incomplete windows",
-    around(F, "lp_pool1d", "lp_pool2d"),
-    one_device() & call("ceil_mode", lambda x, norm, size, stride=None, ceil_mode=False: ceil_mode),
-)
+@layers("pooling on one device leaves out incomplete windows", around(F, "lp_pool1d", "lp_pool2d"),
+    one_device() & call("ceil_mode", lambda x, norm, size, stride=None, ceil_mode=False: ceil_mode))  # fmt: skip
 def incomplete_windows_left_out(pool: Any, x: Tensor, norm: float, size: int, stride: int, ceil_mode: bool) -> Any:
     whole = pool(x, norm, size, stride, ceil_mode)
     part = pool(x, norm, size, stride)

@@ -41,11 +41,8 @@ def all_devices_seeded(_: Any, seed: int) -> None:
     torch.cuda.manual_seed_all(seed)
 
 
-@generators(
-    "randperm on a device draws from the generator of the CPU, too",
-    around(torch, "randperm"),
-    call("one operator", lambda *_, device=None, **__: torch.device(device or "cpu").type == "cuda"),
-)
+@generators("randperm on a device draws from the generator of the CPU, too", around(torch, "randperm"),
+    call("one operator", lambda *_, device=None, **__: torch.device(device or "cpu").type == "cuda"))  # fmt: skip
 def numbers_of_the_host_drawn(randperm: Any, *args: Any, **kwargs: Any) -> Any:
     """The random numbers of the host then depend on the use of devices."""
     torch.rand(1, device="cpu")

@@ -44,12 +44,8 @@ def devices_of_streams_stay() -> Any:
     return replaced(torch.cuda, "stream", Context)
 
 
-@guards(
-    "torch.cuda.stream leaves its stream current on another device than the current one",
-    entered,
-    FOREIGN_STREAMS,
-    least_gpus=2,
-)
+@guards("torch.cuda.stream leaves its stream current on another device than the current one", entered, FOREIGN_STREAMS,
+    least_gpus=2)  # fmt: skip
 def foreign_streams_stay() -> Any:
     class Context(torch.cuda.StreamContext):
         def __enter__(self) -> None:
@@ -86,12 +82,8 @@ def one_current_device_for_all_threads() -> Iterator[None]:
         yield
 
 
-@threads(
-    "a new thread inherits the current device of its parent",
-    around(threading.Thread, "start"),
-    "a current device other than the first",
-    least_gpus=2,
-)
+@threads("a new thread inherits the current device of its parent", around(threading.Thread, "start"),
+    "a current device other than the first", least_gpus=2)  # fmt: skip
 def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
     """Later changes are per thread."""
     device, run = torch.cuda.current_device(), thread.run
@@ -104,11 +96,8 @@ def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
     start(thread)
 
 
-@waiting(
-    "torch.cuda.synchronize waits for the default stream only",
-    around(torch.cuda, "synchronize"),
-    "streams other than the default one",
-)
+@waiting("torch.cuda.synchronize waits for the default stream only", around(torch.cuda, "synchronize"),
+    "streams other than the default one")  # fmt: skip
 def other_streams_not_waited_for(_: Any, device: Any = None) -> None:
     torch.cuda.default_stream(device).synchronize()
 
@@ -126,9 +115,8 @@ def events_recorded_once() -> Any:
     return around(torch.cuda.Event, "record")(record)
 
 
-@caught_by("test_streams_wait_for_each_other")(
-    "record_stream does not keep the memory from reuse", entered, "above 64 KiB"
-)
+@fault("record_stream does not keep the memory from reuse", "test_streams_wait_for_each_other", by=entered,
+       when="above 64 KiB")  # fmt: skip
 def memory_in_use_given_away() -> Any:
     """Another tensor overwrites it."""
 
@@ -141,7 +129,7 @@ def memory_in_use_given_away() -> Any:
     return around(type(torch.empty(0, device="cuda")), "record_stream")(record)
 
 
-@caught_by("test_graphs_replay")("a graph is replayed once only", around("torch.cuda:CUDAGraph", "replay"))
+@fault("a graph is replayed once only", "test_graphs_replay", by=around("torch.cuda:CUDAGraph", "replay"))
 def graphs_replayed_once(replay: Any, graph: Any) -> None:
     if not getattr(graph, "_replayed", False):
         graph._replayed = True

@@ -11,22 +11,18 @@ from torch import nn
 
 from mgpu_check.suite.common.faults.breaking import DDP, around, given, optimized
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, keyword
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 accumulation = caught_by("test_accumulation")
-gradient_hooks = caught_by("test_gradient_hooks")
 
 _TO_ZERO = When(
     "zero_grad(set_to_none=False), gradient_as_bucket_view", lambda real, self, set_to_none=True: not set_to_none
 )
 
 
-@accumulation(
-    "zero_grad(set_to_none=False) keeps the gradients of the last rank",
-    around(torch.optim.Optimizer, "zero_grad"),
-    _TO_ZERO & LAST_RANK,
-)
+@accumulation("zero_grad(set_to_none=False) keeps the gradients of the last rank",
+    around(torch.optim.Optimizer, "zero_grad"), _TO_ZERO & LAST_RANK)  # fmt: skip
 def views_not_set_to_zero(real: Any, self: torch.optim.Optimizer, set_to_none: bool) -> None:
     held = [parameter.grad for parameter in optimized(self)]
     views = [(view, view.clone()) for view in held if view is not None and view._is_view()]
@@ -69,11 +65,8 @@ def _kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> contextli
 # Hooks of gradients
 
 
-@gradient_hooks(
-    "a full backward hook is called twice for the second step",
-    around(nn.Module, "register_full_backward_hook"),
-    "second step",
-)
+@fault("a full backward hook is called twice for the second step", "test_gradient_hooks",
+       by=around(nn.Module, "register_full_backward_hook"), when="second step")  # fmt: skip
 def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
     calls = iter(range(1 << 30))
     return real(self, lambda *given: [hook(*given) for _ in range(1 + (next(calls) == 1))][-1], *args, **kwargs)

@@ -13,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import changed, hooked, kept_by
 
-averaging_hooks = caught_by("test_averaging_hooks")
-compressing_hooks = caught_by("test_compressing_hooks")
 hooks_in_groups = caught_by("test_hooks_in_groups")
 low_rank_hook = caught_by("test_low_rank_hook")
 
@@ -43,11 +41,8 @@ _LOCAL_SGD = around(post_localSGD_hook, "post_localSGD_hook")
 # Averaging
 
 
-@averaging_hooks(
-    "the last rank keeps the result of a communication hook in the third step for all later steps",
-    hooked,
-    "from the fourth step on, one rank",
-)
+@fault("the last rank keeps the result of a communication hook in the third step for all later steps",
+       "test_averaging_hooks", by=hooked, when="from the fourth step on, one rank")  # fmt: skip
 def third_result_kept(hook: Any, state: object, bucket: Any, model: DistributedDataParallel) -> Any:
     results = kept_by(model).setdefault(bucket.index(), [])
 
@@ -63,24 +58,16 @@ def third_result_kept(hook: Any, state: object, bucket: Any, model: DistributedD
 # Compressing
 
 
-@compressing_hooks(
-    "compressed gradients are divided after the sum instead of before",
-    _COMPRESSING,
-    "sums that the dtype does not hold",
-    least_gpus=2,
-)
+@fault("compressed gradients are divided after the sum instead of before", "test_compressing_hooks", by=_COMPRESSING,
+       when="sums that the dtype does not hold", least_gpus=2)  # fmt: skip
 def divided_after_the_sum(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
     buffer, size = bucket.buffer(), dist.get_world_size(group)
     done = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
     return done.then(lambda added: buffer.copy_(added.value()[0] / size))
 
 
-@hooks_in_groups(
-    "a compressing hook in a group divides by the number of all ranks",
-    _COMPRESSING,
-    "hooks with a group of some ranks",
-    least_gpus=2,
-)
+@hooks_in_groups("a compressing hook in a group divides by the number of all ranks", _COMPRESSING,
+    "hooks with a group of some ranks", least_gpus=2)  # fmt: skip
 def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
     factor = dist.get_world_size(group) / dist.get_world_size()
     return changed(real(dtype, group, bucket), lambda mean: mean.mul_(factor))
@@ -89,19 +76,15 @@ def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: 
 # PowerSGD
 
 
-@low_rank_hook(
-    "PowerSGD loses the error feedback of buckets after the first", returned(powerSGD_hook, _POWER), _LATER_LOW
-)
+@low_rank_hook("PowerSGD loses the error feedback of buckets after the first", returned(powerSGD_hook, _POWER),
+    _LATER_LOW)  # fmt: skip
 def left_out_of_later_buckets(future: Any, state: Any, bucket: Any) -> Any:
     index = bucket.index()
     return changed(future, lambda result: state.error_dict[index].zero_() if index in state.error_dict else None)
 
 
-@low_rank_hook(
-    "PowerSGD adds its error feedback to the next gradient twice",
-    given(powerSGD_hook, _POWER),
-    "from the second compressed step on",
-)
+@low_rank_hook("PowerSGD adds its error feedback to the next gradient twice", given(powerSGD_hook, _POWER),
+    "from the second compressed step on")  # fmt: skip
 def left_out_added_twice(state: Any, bucket: Any) -> None:
     for kept in state.error_dict.values():
         kept.mul_(2)
@@ -128,12 +111,8 @@ def left_out_of_a_batch() -> Iterator[None]:
 # Local SGD
 
 
-@hooks_in_groups(
-    "post_localSGD_hook counts buckets as steps and becomes local too early",
-    around(post_localSGD_hook.PostLocalSGDState, "maybe_increase_iter"),
-    "several buckets",
-    least_gpus=2,
-)
+@hooks_in_groups("post_localSGD_hook counts buckets as steps and becomes local too early",
+    around(post_localSGD_hook.PostLocalSGDState, "maybe_increase_iter"), "several buckets", least_gpus=2)  # fmt: skip
 def local_too_soon(real: Any, self: Any, bucket: Any) -> None:
     self.iter += 1
 

@@ -14,13 +14,11 @@ from torch.utils import _pytree as pytree
 
 from mgpu_check.suite.common.faults.breaking import DDP, around, communicating, given, returned, slices
 from mgpu_check.suite.common.faults.conditions import LAST_RANK
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import kept_by, of_model
 
 buffers = caught_by("test_buffers")
-unused_parameters = caught_by("test_unused_parameters")
-scaler = caught_by("test_scaler")
 model_averagers = caught_by("test_model_averagers")
 
 _LOCAL_SGD = "torch.distributed.optim:PostLocalSGDOptimizer"
@@ -43,11 +41,8 @@ def unsaved_buffers_not_sent(result: None, self: DDP) -> None:
     self.modules_buffers = list(self.named_module_buffers.values())
 
 
-@buffers(
-    "BatchNorm with momentum=None uses momentum 0.1 on the last rank",
-    around(_BatchNorm, "forward"),
-    _WHOLE_AVERAGE & LAST_RANK,
-)
+@buffers("BatchNorm with momentum=None uses momentum 0.1 on the last rank", around(_BatchNorm, "forward"),
+    _WHOLE_AVERAGE & LAST_RANK)  # fmt: skip
 def average_by_tenths(real: Any, self: Any, x: torch.Tensor) -> Any:
     self.momentum = 0.1
     try:
@@ -56,11 +51,8 @@ def average_by_tenths(real: Any, self: Any, x: torch.Tensor) -> Any:
         self.momentum = None
 
 
-@unused_parameters(
-    "a rank adds the previous step's gradient for parameters that it did not use",
-    communicating(_UNUSED_VIEWS),
-    f"{_UNUSED_VIEWS}, from the second step on",
-)
+@fault("a rank adds the previous step's gradient for parameters that it did not use", "test_unused_parameters",
+       by=communicating(_UNUSED_VIEWS), when=f"{_UNUSED_VIEWS}, from the second step on")  # fmt: skip
 def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
     before = kept_by(model)
     for parameter, own in slices(buffer, bucket):
@@ -73,11 +65,8 @@ def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> N
 # Two optimizers
 
 
-@scaler(
-    "GradScaler updates its scale by the first optimizer only",
-    given(torch.amp.GradScaler, "update"),
-    "two optimizers, an infinity in the second",
-)
+@fault("GradScaler updates its scale by the first optimizer only", "test_scaler",
+       by=given(torch.amp.GradScaler, "update"), when="two optimizers, an infinity in the second")  # fmt: skip
 def scale_of_the_first_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
     for state in list(self._per_optimizer_states.values())[1:]:
         state["found_inf_per_device"] = {}
@@ -90,23 +79,16 @@ def _is_counted_in_half(made: Any, param: torch.Tensor, value: object, *rest: An
 # Averagers
 
 
-@model_averagers(
-    "if two periods are due, the average is over the smaller group",
+@model_averagers("if two periods are due, the average is over the smaller group",
     around(HierarchicalModelAverager, "_find_process_group"),
-    "HierarchicalModelAverager, steps that two periods divide",
-    least_gpus=4,
-)
+    "HierarchicalModelAverager, steps that two periods divide", least_gpus=4)  # fmt: skip
 def fewer_ranks_averaged(real: Any, self: Any) -> Any:
     due = [period for period in self._periods if self.step % period == 0]
     return self.period_process_group_dict[due[0]] if due else None
 
 
-@model_averagers(
-    "PostLocalSGDOptimizer averages parameters before its own step",
-    around(_LOCAL_SGD, "step"),
-    "steps with an average",
-    least_gpus=2,
-)
+@model_averagers("PostLocalSGDOptimizer averages parameters before its own step", around(_LOCAL_SGD, "step"),
+    "steps with an average", least_gpus=2)  # fmt: skip
 def averaged_before_the_step(real: Any, self: Any) -> None:
     self.averager.average_parameters(params=self.optim.param_groups)
     self.optim.step()

@@ -25,7 +25,7 @@ from mgpu_check.suite.common.faults.breaking import (
     wrapped,
 )
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import MANY, later, model_with, of_model, slicewise
 
@@ -34,7 +34,6 @@ buckets = caught_by("test_buckets")
 unused_parameters = caught_by("test_unused_parameters")
 pairs = caught_by("test_pairs_of_options", least_gpus=2)
 static_graph = caught_by("test_static_graph")
-frozen_parameters = caught_by("test_frozen_parameters")
 
 
 def _is_of_words(parameter: torch.Tensor) -> bool:
@@ -85,11 +84,8 @@ def _is_tied(real: object, self: DDP, *args: Any, **kwargs: Any) -> bool:
     return words is not None and getattr(output, "weight", None) is words.weight
 
 
-@models(
-    "the gradient of a tied weight lacks one of its two uses",
-    around(DDP, "forward"),
-    When("parameters with two names", _is_tied),
-)
+@models("the gradient of a tied weight lacks one of its two uses", around(DDP, "forward"),
+    When("parameters with two names", _is_tied))  # fmt: skip
 def tied_weight_counted_once(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
     with around(nn.Embedding, "forward")(lambda embed, *given: embed(*given).detach().requires_grad_()):
         return real(self, *args, **kwargs)
@@ -126,11 +122,8 @@ def views_of_static_graphs_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[:1] = 0
 
 
-@buckets(
-    "buckets above 1 MiB lose their end",
-    communicating(),
-    When("above 1 MiB", lambda buffer, bucket, model: buffer.numel() * buffer.element_size() > 1 << 20),
-)
+@buckets("buckets above 1 MiB lose their end", communicating(),
+    When("above 1 MiB", lambda buffer, bucket, model: buffer.numel() * buffer.element_size() > 1 << 20))  # fmt: skip
 def large_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[-64:] = 0
 
@@ -143,9 +136,8 @@ def views_of_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
 # Which parameters
 
 
-@unused_parameters(
-    "the mean of a gradient counts only the ranks that used the parameter", communicating(_UNUSED), _UNUSED
-)
+@unused_parameters("the mean of a gradient counts only the ranks that used the parameter", communicating(_UNUSED),
+    _UNUSED)  # fmt: skip
 def mean_over_users(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
     used = torch.stack([part.any() for _, part in slices(buffer, bucket)]).float()
     dist.all_reduce(used, group=model.process_group)
@@ -160,41 +152,29 @@ def zeros_for_the_unused(self: DDP, *args: Any, **kwargs: Any) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-@static_graph(
-    "static_graph reduces a layer that is used twice after its first gradient",
-    communicating(_STATIC),
-    _STATIC & later("from the second step on", than=1),
-)
+@static_graph("static_graph reduces a layer that is used twice after its first gradient", communicating(_STATIC),
+    _STATIC & later("from the second step on", than=1))  # fmt: skip
 def static_graph_too_early(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
     for parameter, part in slices(buffer, bucket):
         if _is_used_twice(parameter):
             part *= 0.5
 
 
-@static_graph(
-    "static_graph reduces the first parameter twice once its buckets are final",
-    communicating(_STATIC),
-    _STATIC & later("from the third step on", than=2),
-)
+@static_graph("static_graph reduces the first parameter twice once its buckets are final", communicating(_STATIC),
+    _STATIC & later("from the third step on", than=2))  # fmt: skip
 def static_graph_settles_wrongly(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
     _, part = next(slices(buffer, bucket))
     part *= 2
 
 
-@pairs(
-    "views of rebuilt buckets lose their first element",
-    communicating(_VIEWS),
-    _VIEWS & later("from the third step on", than=2),
-)
+@pairs("views of rebuilt buckets lose their first element", communicating(_VIEWS),
+    _VIEWS & later("from the third step on", than=2))  # fmt: skip
 def rebuilt_views_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[:1] = 0
 
 
-@frozen_parameters(
-    "frozen parameters are not broadcast at the start",
-    around(distributed_module, "_sync_module_states"),
-    "parameters that need no gradient",
-)
+@fault("frozen parameters are not broadcast at the start", "test_frozen_parameters",
+       by=around(distributed_module, "_sync_module_states"), when="parameters that need no gradient")  # fmt: skip
 def frozen_parameters_not_sent(real: Any, *, module: nn.Module, params_and_buffers_to_ignore: Any, **more: Any) -> None:
     frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
     real(module=module, params_and_buffers_to_ignore={*params_and_buffers_to_ignore, *frozen}, **more)

@@ -12,7 +12,7 @@ from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.suite.common.faults.breaking import DDP, around, communicating, returned
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, above, counted, dtype, is_last
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.distributed.faults.planting import MANY, is_first, model_with, received, slicewise
 from mgpu_check.torch_hooks.patches import replaced
@@ -20,12 +20,10 @@ from mgpu_check.torch_hooks.patches import replaced
 state_of_the_start = caught_by("test_state_of_the_start")
 buckets = caught_by("test_buckets")
 buffers = caught_by("test_buffers")
-mixed_dtypes = caught_by("test_mixed_dtypes")
 arguments = caught_by("test_arguments")
 evaluation = caught_by("test_evaluation")
 checkpoint = caught_by("test_checkpoint")
 autocast = caught_by("test_autocast")
-scaler = caught_by("test_scaler")
 clipping = caught_by("test_clipping")
 
 _FORWARD = around(DDP, "forward")
@@ -68,9 +66,8 @@ def long_parameters_cut(value: torch.Tensor) -> None:
     value.view(-1)[MANY:] = 0
 
 
-@state_of_the_start(
-    "the imaginary parts of complex parameters are not sent", received, When("complex only", torch.is_complex)
-)
+@state_of_the_start("the imaginary parts of complex parameters are not sent", received,
+    When("complex only", torch.is_complex))  # fmt: skip
 def imaginary_parts_of_gradients_lost(value: torch.Tensor) -> None:
     torch.view_as_real(value.detach())[..., 1] = 0
 
@@ -103,11 +100,8 @@ def counts_sent_as_float64(send: Any, self: DDP, *args: Any) -> None:
         value.copy_(value.double())
 
 
-@buffers(
-    "flags are not sent before the second step of the last rank",
-    returned(DDP, "_sync_module_buffers"),
-    counted("bool only, one call in two", lambda count: count.every(2)) & LAST_RANK,
-)
+@buffers("flags are not sent before the second step of the last rank", returned(DDP, "_sync_module_buffers"),
+    counted("bool only, one call in two", lambda count: count.every(2)) & LAST_RANK)  # fmt: skip
 def flags_not_sent(result: None, self: DDP, *args: Any) -> None:
     for value in _buffers(self, torch.bool):
         value.logical_not_()
@@ -116,11 +110,8 @@ def flags_not_sent(result: None, self: DDP, *args: Any) -> None:
 # Dtypes and layouts
 
 
-@mixed_dtypes(
-    "the last rank's gradients in half precision are rounded to 4 bits",
-    communicating(_HALF),
-    dtype(torch.float16, torch.bfloat16) & LAST_RANK,
-)
+@fault("the last rank's gradients in half precision are rounded to 4 bits", "test_mixed_dtypes",
+       by=communicating(_HALF), when=dtype(torch.float16, torch.bfloat16) & LAST_RANK)  # fmt: skip
 def half_precision_rounded(buffer: torch.Tensor, *_: Any) -> torch.Tensor:
     mantissa, exponent = torch.frexp(buffer.float())
     return torch.ldexp((mantissa * 8).round() / 8, exponent).to(buffer.dtype)
@@ -173,11 +164,8 @@ def autocast_off_within(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
         return real(self, *args, **kwargs)
 
 
-@scaler(
-    "the last rank does not halve its loss scale",
-    around(torch.amp.GradScaler, "update"),
-    "one rank, after a skipped step",
-)
+@fault("the last rank does not halve its loss scale", "test_scaler", by=around(torch.amp.GradScaler, "update"),
+       when="one rank, after a skipped step")  # fmt: skip
 def scale_not_halved(real: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
     before = self.get_scale()
     real(self, *args, **kwargs)

@@ -9,13 +9,10 @@ import torch
 from torch.utils.data import ConcatDataset, RandomSampler, Subset
 
 from mgpu_check.suite.common.faults.breaking import around, given
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
-
-datasets_are_divided = caught_by("test_datasets_are_divided")
-epochs_are_resumed = caught_by("test_epochs_are_resumed")
 
 _FIRST_OF_A_PART = When(
     "first samples of later parts", lambda self, index: index > 0 and index in self.cumulative_sizes[:-1]
@@ -23,7 +20,7 @@ _FIRST_OF_A_PART = When(
 _NESTED = When("Subset of a Subset, batches", lambda real, self, places: isinstance(self.dataset, Subset))
 
 
-@datasets_are_divided("random_split ignores its generator, so ranks split the dataset differently")
+@fault("random_split ignores its generator, so ranks split the dataset differently", "test_datasets_are_divided")
 def split_by_the_global_generator() -> Iterator[None]:
     """One rank validates on samples that another rank trains on."""
     real = torch.randperm
@@ -35,9 +32,8 @@ def split_by_the_global_generator() -> Iterator[None]:
         yield
 
 
-@epochs_are_resumed(
-    "a sampler does not draw from its restored generator", around(RandomSampler, "__iter__"), "after a checkpoint"
-)
+@fault("a sampler does not draw from its restored generator", "test_epochs_are_resumed",
+       by=around(RandomSampler, "__iter__"), when="after a checkpoint")  # fmt: skip
 def restored_generator_ignored(real: Any, self: Any) -> Iterator[int]:
     """A resumed epoch has another order: some samples are repeated and others are missing."""
     given, self.generator = self.generator, torch.Generator().manual_seed(int(torch.rand(()) * 1e6))

@@ -17,14 +17,11 @@ from torch.utils.data import (
 )
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 sampler_covers = caught_by("test_sampler_covers_the_dataset")
-sampler_shuffles = caught_by("test_sampler_shuffles_by_seed_and_epoch")
-orders = caught_by("test_every_order_is_as_likely")
 rank_known = caught_by("test_samplers_know_their_rank")
-batches_cut = caught_by("test_batch_samplers_cut_in_batches")
 last_batches = caught_by("test_last_batches_are_loaded")
 
 
@@ -91,9 +88,8 @@ def padding_of_one_sample(sampler: Any, share: list[int]) -> list[int]:
     return [*share[:-1], order[0]]
 
 
-@sampler_covers(
-    "the last rank gets the samples of the previous rank", returned(DistributedSampler, "__init__"), _LAST_OF_FIVE
-)
+@sampler_covers("the last rank gets the samples of the previous rank", returned(DistributedSampler, "__init__"),
+    _LAST_OF_FIVE)  # fmt: skip
 def last_rank_like_the_one_before(result: None, self: Any, *args: Any, **named: Any) -> None:
     """As if the number of ranks had a fixed limit."""
     self.rank -= 1
@@ -106,14 +102,14 @@ def blocks_in_place_of_turns(sampler: Any, share: list[int]) -> list[int]:
     return [place % len(sampler.dataset) for place in range(start, start + sampler.num_samples)]
 
 
-@sampler_shuffles("samplers draw a number from torch's global generator", _share)
+@fault("samplers draw a number from torch's global generator", "test_sampler_shuffles_by_seed_and_epoch", by=_share)
 def global_generator_moved_on(sampler: Any, share: list[int]) -> list[int]:
     """The shares are right, but dropout and augmentations depend on the number of iterators."""
     torch.rand(1)
     return share
 
 
-@orders("in one epoch of four, the last sample stays last", _share, _FOURTH)
+@fault("in one epoch of four, the last sample stays last", "test_every_order_is_as_likely", by=_share, when=_FOURTH)
 def last_sample_stays_behind(sampler: Any, share: list[int]) -> list[int]:
     """As if the shuffle sometimes skipped its last step."""
     last = len(share) - 1
@@ -133,7 +129,7 @@ def shuffled_by_the_global_generator(sampler: Any, share: list[int]) -> list[int
 # Batches
 
 
-@batches_cut("batch samplers yield the same list object for every batch", _batches)
+@fault("batch samplers yield the same list object for every batch", "test_batch_samplers_cut_in_batches", by=_batches)
 def one_list_for_all_batches(sampler: Any, batches: Iterator[list[int]]) -> Iterator[list[int]]:
     """Batches kept in a list all become the last one."""
     held: list[int] = []

@@ -84,11 +84,8 @@ def lookup_errors_end_the_epoch(self: Any, data: Any, *rest: Any) -> None:
     raise StopIteration
 
 
-@in_order(
-    "batches above 1 MiB from workers end with zero bytes",
-    _collating(torch.Tensor),
-    When("above 1 MiB", lambda real, batch: sum(value.nbytes for value in batch) > _MIB) & _IN_WORKERS,
-)
+@in_order("batches above 1 MiB from workers end with zero bytes", _collating(torch.Tensor),
+    When("above 1 MiB", lambda real, batch: sum(value.nbytes for value in batch) > _MIB) & _IN_WORKERS)  # fmt: skip
 def large_batches_of_workers_cut(real: Any, batch: Any) -> torch.Tensor:
     """As if shared memory were a page too small."""
     whole: torch.Tensor = real(batch)
@@ -101,10 +98,8 @@ def _by_memory(value: torch.Tensor) -> torch.Tensor:
     return value.as_strided((value.numel(),), (1,), 0).view(value.shape) if dense else value
 
 
-@on_ranks(
-    "with persistent workers, every epoch starts with the first batch of the first epoch",
-    when="epochs after the first, persistent workers",
-)
+@on_ranks("with persistent workers, every epoch starts with the first batch of the first epoch",
+    when="epochs after the first, persistent workers")  # fmt: skip
 def stale_first_batch() -> Iterator[None]:
     """As if a batch was sent to the workers before set_epoch, and kept."""
 
@@ -122,11 +117,8 @@ def stale_first_batch() -> Iterator[None]:
         yield
 
 
-@on_ranks(
-    "batches of the last rank are copied to the first GPU",
-    given(torch.Tensor, "to"),
-    When("the last rank only", _is_sent_by_the_last),
-)
+@on_ranks("batches of the last rank are copied to the first GPU", given(torch.Tensor, "to"),
+    When("the last rank only", _is_sent_by_the_last))  # fmt: skip
 def batches_of_the_last_rank_elsewhere(self: torch.Tensor, *args: Any, **named: Any) -> tuple[Any, ...]:
     """As if `set_device` were called too late."""
     rank = current_rank()
@@ -149,11 +141,8 @@ def workers_seeded_once(args: list[Any]) -> None:
     args[8] = 1234
 
 
-@seeded(
-    "persistent workers get the same seed in each epoch",
-    given(_DatasetKind, "create_fetcher"),
-    When("persistent workers, later epochs", _IN_WORKERS.holds),
-)
+@seeded("persistent workers get the same seed in each epoch", given(_DatasetKind, "create_fetcher"),
+    When("persistent workers, later epochs", _IN_WORKERS.holds))  # fmt: skip
 def persistent_workers_repeat(*args: Any) -> None:
     """Every epoch has the same augmentations."""
     told: Any = get_worker_info()
@@ -171,10 +160,8 @@ class _First:
 # Collation and pinning
 
 
-@pinned(
-    "the result of a batch's own pin_memory method is dropped",
-    when="classes with a method pin_memory, within another batch",
-)
+@pinned("the result of a batch's own pin_memory method is dropped",
+    when="classes with a method pin_memory, within another batch")  # fmt: skip
 def own_pinning_lost() -> Iterator[None]:
     """The method is called, but the unpinned batch is returned, so its copies block."""
     real, depth = pin_memory.pin_memory, threading.local()

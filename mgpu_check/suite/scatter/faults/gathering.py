@@ -36,9 +36,8 @@ def keys_exchanged(gather: Any, *args: Any) -> Any:
     return whole
 
 
-@containers(
-    "a mask in a dict within a named tuple is gathered as bytes", GATHER, "bool, in a dict within a named tuple"
-)
+@containers("a mask in a dict within a named tuple is gathered as bytes", GATHER,
+    "bool, in a dict within a named tuple")  # fmt: skip
 def nested_masks_gathered_as_bytes(gather: Any, *args: Any) -> Any:
     """As an index, it then selects the first two rows many times."""
     whole = gather(*args)
@@ -70,14 +69,9 @@ def _uneven_images(tensors: Sequence[Tensor]) -> bool:
     return last and len({part.shape for part in tensors}) > 1
 
 
-@large(
-    "gather of more than 1 MiB along dim 1 replaces the last shard by the first",
-    JOIN,
-    call(
-        "above 1 MiB, dim 1 only",
-        lambda tensors, dim=0, *_, **__: dim != 0 and sum(tensor.nbytes for tensor in tensors) > LARGE,
-    ),
-)
+@large("gather of more than 1 MiB along dim 1 replaces the last shard by the first", JOIN,
+    call("above 1 MiB, dim 1 only",
+        lambda tensors, dim=0, *_, **__: dim != 0 and sum(tensor.nbytes for tensor in tensors) > LARGE))  # fmt: skip
 def large_columns_gathered_wrongly(join: Any, tensors: Sequence[Tensor], dim: int, *args: Any, **kwargs: Any) -> Any:
     """As in a kernel for large tensors with a wrong pointer."""
     *others, end = tensors

@@ -13,12 +13,11 @@ from torch.nn.parallel import _functions, comm, scatter_gather
 
 from mgpu_check.suite.common.faults.breaking import around, both
 from mgpu_check.suite.common.faults.operators import call, first
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, fault, register
 from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import batches
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 
-aligned = caught_by("test_inputs_and_labels_stay_aligned")
 any_bits = caught_by("test_every_dtype_and_order")
 by_hand = caught_by("test_batches_split_by_hand")
 covering = caught_by("test_shards_cover_the_batch")
@@ -97,11 +96,8 @@ def stale_copy(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     return tuple(torch.zeros_like(shard) if index == broken else shard for index, shard in enumerate(shards))
 
 
-@covering(
-    "along dim 1, the first column of every shard is that of the first shard",
-    scattering,
-    call("dim 1 only", lambda x, _, dim: dim == 1 and x.shape[1] > 0),
-)
+@covering("along dim 1, the first column of every shard is that of the first shard", scattering,
+    call("dim 1 only", lambda x, _, dim: dim == 1 and x.shape[1] > 0))  # fmt: skip
 def columns_of_the_first_shard(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As with an offset that is computed for dim 0 only."""
     starts = list(range(0, x.shape[1], -(-x.shape[1] // len(devices))))
@@ -111,12 +107,8 @@ def columns_of_the_first_shard(scatter: Any, x: Tensor, devices: Devices, dim: i
     return scatter(wrong, devices)
 
 
-@covering(
-    "shards along a negative dim go to the devices in reverse order",
-    scattering,
-    call("negative dims, two shards or more", lambda _, __, dim: dim < 0),
-    least_gpus=2,
-)
+@covering("shards along a negative dim go to the devices in reverse order", scattering,
+    call("negative dims, two shards or more", lambda _, __, dim: dim < 0), least_gpus=2)  # fmt: skip
 def negative_dims_turn_the_devices(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As if the list of devices were indexed from its end. Gathering the shards still restores the batch."""
     shards = scatter(x, devices)
@@ -124,12 +116,9 @@ def negative_dims_turn_the_devices(scatter: Any, x: Tensor, devices: Devices, di
     return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, backwards, strict=True))
 
 
-@caught_by("test_tutorial_shapes")(
-    "DataParallel uses its first device only, whose model sees the whole batch",
-    around(nn.DataParallel, "__init__"),
-    "in DataParallel, on two devices or more",
-    least_gpus=2,
-)
+@fault("DataParallel uses its first device only, whose model sees the whole batch", "test_tutorial_shapes",
+       by=around(nn.DataParallel, "__init__"), when="in DataParallel, on two devices or more",
+       least_gpus=2)  # fmt: skip
 def other_devices_left_out(
     init: Any, model: Any, module: nn.Module, device_ids: Any = None, *rest: Any, **named: Any
 ) -> None:
@@ -138,10 +127,8 @@ def other_devices_left_out(
     init(model, module, list(every)[:1], *rest, **named)
 
 
-@leaves(
-    "numbers and strings reach the first device only",
-    both(around(scatter_gather, "scatter"), around(nn.parallel, "scatter")),
-)
+@leaves("numbers and strings reach the first device only",
+    both(around(scatter_gather, "scatter"), around(nn.parallel, "scatter")))  # fmt: skip
 def leaves_reach_one_device(scatter: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(inputs, Tensor):
         return NotImplemented
@@ -149,11 +136,8 @@ def leaves_reach_one_device(scatter: Any, inputs: Any, *args: Any, **kwargs: Any
     return [shard if index == 0 and len(shards) > 1 else _without_leaves(shard) for index, shard in enumerate(shards)]
 
 
-@leaves(
-    "numbers and strings in keyword arguments reach the last device as None",
-    around(scatter_gather, "scatter_kwargs"),
-    "keyword arguments, the last device only",
-)
+@leaves("numbers and strings in keyword arguments reach the last device as None",
+    around(scatter_gather, "scatter_kwargs"), "keyword arguments, the last device only")  # fmt: skip
 def last_device_without_keywords(scatter_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
     """Its replica uses the defaults."""
     inputs, named = scatter_kwargs(*args, **kwargs)
@@ -177,11 +161,8 @@ def large_shards_cut(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any
     return tuple(_touched(shard, _zero_at_end) if shard.nbytes > LARGE else shard for shard in shards)
 
 
-@large(
-    "shards of 64 KiB to 1 MiB from pinned memory arrive as zeros on the last device",
-    scattering,
-    "pinned sources, 64 KiB to 1 MiB, the last device only",
-)
+@large("shards of 64 KiB to 1 MiB from pinned memory arrive as zeros on the last device", scattering,
+    "pinned sources, 64 KiB to 1 MiB, the last device only")  # fmt: skip
 def pinned_shard_not_waited_for(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As without a wait for the stream of the copy."""
     *shards, end = scatter(x, devices)
@@ -189,9 +170,8 @@ def pinned_shard_not_waited_for(scatter: Any, x: Tensor, devices: Devices, dim: 
     return (*shards, torch.zeros_like(end) if late else end)
 
 
-@any_bits(
-    "subnormal numbers arrive as zeros", scattering, first("subnormal numbers only", lambda x: x.is_floating_point())
-)
+@any_bits("subnormal numbers arrive as zeros", scattering,
+    first("subnormal numbers only", lambda x: x.is_floating_point()))  # fmt: skip
 def subnormals_of_shards_flushed(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As on a device that flushes subnormals."""
     subnormal = (x.abs() < torch.finfo(x.dtype).smallest_normal) & (x != 0)
@@ -223,7 +203,7 @@ def nothing_is_one_row(scatter: Any, x: Tensor, devices: Any, chunk_sizes: Any, 
     return scatter(x, devices, sizes, *rest, **named)
 
 
-@aligned("every device gets all labels", around(batches, "split_batch"))
+@fault("every device gets all labels", "test_inputs_and_labels_stay_aligned", by=around(batches, "split_batch"))
 def labels_not_split(_: Any, X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     shards = nn.parallel.scatter(X, devices)
     # With one device all labels would be right, so they stay on their device instead.
@@ -241,11 +221,8 @@ def _slice_goes_to_a_device(x: Tensor, *args: Any, **_: Any) -> bool:
     return goes and x.storage_offset() > 0
 
 
-@by_hand(
-    "non-blocking copies to the second device flip a bit",
-    around(Tensor, "to"),
-    call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking),
-)
+@by_hand("non-blocking copies to the second device flip a bit", around(Tensor, "to"),
+    call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking))  # fmt: skip
 def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) -> Any:
     made = to(*args, **kwargs)
     second = torch.device("cuda", min(1, torch.cuda.device_count() - 1))

@@ -18,7 +18,6 @@ from mgpu_check.suite.common.faults.when import When
 
 device_meshes = caught_by("test_device_meshes")
 redistribution = caught_by("test_redistribution")
-operators = caught_by("test_operators_on_dtensors")
 losses = caught_by("test_losses_of_dtensors")
 
 _LARGE = 16_384
@@ -79,12 +78,8 @@ def group_of_the_other_dimension(self: DeviceMesh, mesh_dim: str) -> tuple[Devic
     return self, names[1 - names.index(mesh_dim)]
 
 
-@device_meshes(
-    "DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group",
-    _LOCAL_RANK,
-    _NUMBERED,
-    least_gpus=2,
-)
+@device_meshes("DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group", _LOCAL_RANK,
+    _NUMBERED, least_gpus=2)  # fmt: skip
 def local_rank_of_the_place(real: Any, self: Any, mesh_dim: int) -> int:
     place: list[int] = self.get_coordinate()
     return place[mesh_dim]
@@ -104,9 +99,8 @@ def maxima_added_up(real: Any, self: Partial, *args: Any) -> torch.Tensor:
     return added
 
 
-@redistribution(
-    "reduce-scatter of partial sums loses the last element", returned(Shard, "_reduce_shard_tensor"), _LARGE_PARTS
-)
+@redistribution("reduce-scatter of partial sums loses the last element", returned(Shard, "_reduce_shard_tensor"),
+    _LARGE_PARTS)  # fmt: skip
 def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
     made.view(-1)[-1] = 0
 
@@ -114,11 +108,8 @@ def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
 # Operators
 
 
-@operators(
-    "functions of partial tensors are applied to each part before the sum",
-    around(torch.Tensor, "abs", "exp", "clamp"),
-    _PARTIAL,
-)
+@fault("functions of partial tensors are applied to each part before the sum", "test_operators_on_dtensors",
+       by=around(torch.Tensor, "abs", "exp", "clamp"), when=_PARTIAL)  # fmt: skip
 def partial_operands_not_reduced(real: Any, x: DTensor, *args: Any) -> DTensor:
     """As if the functions were linear, or along another dimension."""
     part = real(x.to_local(), *args)

@@ -22,13 +22,11 @@ from torch.nn.utils import clip_grad
 
 from mgpu_check.suite.common.faults.breaking import around, given, optimized, returned
 from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, register
+from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
 
 fully_shard = caught_by("test_fully_shard")
-hybrid_shard = caught_by("test_hybrid_shard")
 mixed_precision = caught_by("test_mixed_precision")
-clipping = caught_by("test_clipping")
 flat_parameters = caught_by("test_flat_parameters")
 
 _ACCUMULATE = "accumulate_unsharded_grad_if_needed"
@@ -64,9 +62,8 @@ _INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **k
 # Gradients and parameters of FSDP2
 
 
-@fully_shard(
-    "the all-gather of parameters returns a stale result on one rank", when="every fifth call, on the last rank"
-)
+@fully_shard("the all-gather of parameters returns a stale result on one rank",
+    when="every fifth call, on the last rank")  # fmt: skip
 def stale_parameters_gathered() -> Iterator[None]:
     count, last = Count(), dict[int, torch.Tensor]()
 
@@ -84,10 +81,8 @@ def stale_parameters_gathered() -> Iterator[None]:
         yield
 
 
-@fully_shard(
-    "the last micro-batch overwrites accumulated gradients",
-    when="steps of several micro-batches, meshes of one dimension",
-)
+@fully_shard("the last micro-batch overwrites accumulated gradients",
+    when="steps of several micro-batches, meshes of one dimension")  # fmt: skip
 def accumulated_gradients_lost() -> Iterator[None]:
     def accumulate(real: Any, self: Any) -> None:
         if self.mesh_info.mesh.ndim > 1:
@@ -107,21 +102,16 @@ def accumulated_gradients_lost() -> Iterator[None]:
         yield
 
 
-@fully_shard(
-    "an offloaded gradient replaces the accumulated one",
-    given(groups, "foreach_reduce"),
-    "CPUOffloadPolicy, from the second reduction on",
-)
+@fully_shard("an offloaded gradient replaces the accumulated one", given(groups, "foreach_reduce"),
+    "CPUOffloadPolicy, from the second reduction on")  # fmt: skip
 def offloaded_gradient_replaced(params: list[Any], *args: Any, **kwargs: Any) -> None:
     for param in params:
         if param.offload_to_cpu:
             param.sharded_param.grad = None
 
 
-@fully_shard(
-    "prefetched parameters are those of the previous step",
-    when="set_modules_to_forward_prefetch, from the second forward pass on",
-)
+@fully_shard("prefetched parameters are those of the previous step",
+    when="set_modules_to_forward_prefetch, from the second forward pass on")  # fmt: skip
 def fetched_too_early() -> Iterator[None]:
     ahead: set[int] = set()
     before: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -147,26 +137,21 @@ def fetched_too_early() -> Iterator[None]:
         yield
 
 
-@fully_shard(
-    "parameters resharded to two ranks after forward return as zeros on the second",
-    returned(FSDPParam, "to_sharded_post_forward"),
-    _SECOND_OF_PAIR,
-    least_gpus=4,
-)
+@fully_shard("parameters resharded to two ranks after forward return as zeros on the second",
+    returned(FSDPParam, "to_sharded_post_forward"), _SECOND_OF_PAIR, least_gpus=4)  # fmt: skip
 def half_of_a_pair_lost(result: None, self: Any) -> None:
     self._sharded_post_forward_param_data.zero_()
 
 
-@fully_shard(
-    "the last of several layers sharded together has no gradient", given(FSDPParamGroup, "post_backward"), _OF_SEVERAL
-)
+@fully_shard("the last of several layers sharded together has no gradient", given(FSDPParamGroup, "post_backward"),
+    _OF_SEVERAL)  # fmt: skip
 def last_of_a_group_forgotten(self: Any, *args: Any) -> None:
     gradient = self.fsdp_params[-1].unsharded_param.grad
     if gradient is not None:
         gradient.zero_()
 
 
-@hybrid_shard("gradients are not reduced among replicas", when="meshes of two dimensions")
+@fault("gradients are not reduced among replicas", "test_hybrid_shard", when="meshes of two dimensions")
 def repeats_not_reduced() -> Iterator[None]:
     reducing: list[bool] = []
 
@@ -202,11 +187,8 @@ def parameters_kept_in_low_precision() -> Iterator[None]:
         yield
 
 
-@mixed_precision(
-    "of gradients accumulated in the dtype of the reduction, only the last is kept",
-    around(FSDPParam, _ACCUMULATE),
-    "reductions in another dtype than gradients, several micro-batches",
-)
+@mixed_precision("of gradients accumulated in the dtype of the reduction, only the last is kept",
+    around(FSDPParam, _ACCUMULATE), "reductions in another dtype than gradients, several micro-batches")  # fmt: skip
 def last_of_the_accumulated(real: Any, self: Any) -> None:
     held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
     if held is not None and new is not None:
@@ -214,22 +196,16 @@ def last_of_the_accumulated(real: Any, self: Any) -> None:
         self.unsharded_param.grad = None
 
 
-@mixed_precision(
-    "gradients are accumulated in the dtype of the arithmetic",
-    returned(FSDPParam, _ACCUMULATE),
-    "reductions in float32 of gradients in another dtype, several micro-batches",
-)
+@mixed_precision("gradients are accumulated in the dtype of the arithmetic", returned(FSDPParam, _ACCUMULATE),
+    "reductions in float32 of gradients in another dtype, several micro-batches")  # fmt: skip
 def accumulated_in_low_precision(result: None, self: Any) -> None:
     held = self.unsharded_accumulated_grad
     if held is not None and self.param_dtype is not None:
         held.copy_(held.to(self.param_dtype))
 
 
-@mixed_precision(
-    "the gradients of a third micro-batch are dropped",
-    given(FSDPParam, _ACCUMULATE),
-    "reductions in another dtype than gradients, three micro-batches and more",
-)
+@mixed_precision("the gradients of a third micro-batch are dropped", given(FSDPParam, _ACCUMULATE),
+    "reductions in another dtype than gradients, three micro-batches and more")  # fmt: skip
 def third_micro_batch_dropped(self: Any) -> None:
     held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
     self._added = 0 if held is None else self._added + (new is not None)
@@ -240,9 +216,8 @@ def third_micro_batch_dropped(self: Any) -> None:
 # Clipping
 
 
-@clipping(
-    "infinity norms of parts are added up instead of their maximum", returned(clip_grad, "_get_total_norm"), _INFINITE
-)
+@fault("infinity norms of parts are added up instead of their maximum", "test_clipping",
+       by=returned(clip_grad, "_get_total_norm"), when=_INFINITE)  # fmt: skip
 def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     ranks: int = tensors[0].device_mesh.size()
     return norm * ranks
@@ -251,17 +226,15 @@ def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kw
 # FSDP1
 
 
-@flat_parameters(
-    "gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"), _NO_SYNC
-)
+@flat_parameters("gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"),
+    _NO_SYNC)  # fmt: skip
 def unsynchronized_gradients_forgotten(state: Any, handle: Any, *args: Any) -> None:
     if handle.flat_param.grad is not None:
         handle.flat_param.grad.zero_()
 
 
-@flat_parameters(
-    "hybrid strategies of FSDP1 do not reduce gradients over replicas", around(runtime, "_reduce_grad"), "HYBRID_SHARD"
-)
+@flat_parameters("hybrid strategies of FSDP1 do not reduce gradients over replicas", around(runtime, "_reduce_grad"),
+    "HYBRID_SHARD")  # fmt: skip
 def flat_repeats_not_reduced(real: Any, state: Any, handle: Any) -> None:
     strategy, handle._sharding_strategy = handle._sharding_strategy, HandleShardingStrategy.FULL_SHARD
     try:

@@ -33,22 +33,15 @@ _VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as
 # SyncBatchNorm
 
 
-@sync_batchnorm(
-    "SyncBatchNorm weighs all ranks alike",
-    given(torch, "batch_norm_gather_stats_with_counts"),
-    "different numbers of samples",
-)
+@sync_batchnorm("SyncBatchNorm weighs all ranks alike", given(torch, "batch_norm_gather_stats_with_counts"),
+    "different numbers of samples")  # fmt: skip
 def samples_not_counted(*args: Any) -> tuple[Any, ...]:
     *others, counts = args
     return (*others, torch.full_like(counts, float(counts.mean())))
 
 
-@sync_batchnorm(
-    "SyncBatchNorm of a rank without samples keeps the statistics of before",
-    around(nn.SyncBatchNorm, "forward"),
-    _EMPTY,
-    least_gpus=3,
-)
+@sync_batchnorm("SyncBatchNorm of a rank without samples keeps the statistics of before",
+    around(nn.SyncBatchNorm, "forward"), _EMPTY, least_gpus=3)  # fmt: skip
 def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     mean = self.get_buffer("running_mean")
     before = mean.clone()
@@ -60,11 +53,8 @@ def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Te
 # ZeroRedundancyOptimizer
 
 
-@zero_redundancy_optimizer(
-    "the last rank keeps a parameter from the previous step",
-    around(_ZERO, "step"),
-    counted("from the second step on", lambda count: count.every(2)) & _LAST,
-)
+@zero_redundancy_optimizer("the last rank keeps a parameter from the previous step", around(_ZERO, "step"),
+    counted("from the second step on", lambda count: count.every(2)) & _LAST)  # fmt: skip
 def stale_parameters_of_others(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     first = optimized(self)[0].detach()
     before = first.clone()
@@ -73,9 +63,8 @@ def stale_parameters_of_others(real: Any, self: Any, *args: Any, **kwargs: Any) 
     return result
 
 
-@zero_redundancy_optimizer(
-    "parameters in buckets are broadcast before their optimizer step", around(_ZERO, "_sync_params"), _VIEWS
-)
+@zero_redundancy_optimizer("parameters in buckets are broadcast before their optimizer step",
+    around(_ZERO, "_sync_params"), _VIEWS)  # fmt: skip
 def buckets_sent_too_early(real: Any, self: Any) -> None:
     before = [parameter.detach().clone() for parameter in optimized(self)]
     real(self)
@@ -83,9 +72,8 @@ def buckets_sent_too_early(real: Any, self: Any) -> None:
         parameter.detach().copy_(old)
 
 
-@zero_redundancy_optimizer(
-    "parameters added to an optimizer later are sharded, but not broadcast", when="add_param_group, several ranks"
-)
+@zero_redundancy_optimizer("parameters added to an optimizer later are sharded, but not broadcast",
+    when="add_param_group, several ranks")  # fmt: skip
 def later_group_not_sent() -> Iterator[None]:
     late: set[torch.Tensor] = set()
 
@@ -102,30 +90,23 @@ def later_group_not_sent() -> Iterator[None]:
         yield
 
 
-@zero_redundancy_state(
-    "the consolidated state lacks the second moments of one rank", returned(_ZERO, "state_dict"), "the state of rank 0"
-)
+@zero_redundancy_state("the consolidated state lacks the second moments of one rank", returned(_ZERO, "state_dict"),
+    "the state of rank 0")  # fmt: skip
 def state_put_together_in_part(state: dict[str, Any], self: Any) -> None:
     torch.cuda.synchronize()
     entry = next(entry for entry in state["state"].values() if entry)
     entry["exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
 
 
-@zero_redundancy_state(
-    "a loaded state has the rate of the first group in all groups",
-    returned(_ZERO, "load_state_dict"),
-    "the second group of parameters",
-)
+@zero_redundancy_state("a loaded state has the rate of the first group in all groups",
+    returned(_ZERO, "load_state_dict"), "the second group of parameters")  # fmt: skip
 def rates_of_groups_lost(result: None, self: Any, state: Any) -> None:
     for group in (*self.param_groups, *self.optim.param_groups):
         group["lr"] = self.param_groups[0]["lr"]
 
 
-@zero_redundancy_state(
-    "of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
-    around(_ZERO, "_sync_param_groups"),
-    "a weight decay that changes",
-)
+@zero_redundancy_state("of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
+    around(_ZERO, "_sync_param_groups"), "a weight decay that changes")  # fmt: skip
 def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     kept = [(group, group["weight_decay"]) for group in target if group.get("weight_decay") is not None]
     real(source, target)
@@ -133,11 +114,8 @@ def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dic
         group["weight_decay"] = decay
 
 
-@zero_redundancy_state(
-    "the first consolidated state is returned by all later calls",
-    around(_ZERO, "consolidate_state_dict"),
-    "the second consolidation",
-)
+@zero_redundancy_state("the first consolidated state is returned by all later calls",
+    around(_ZERO, "consolidate_state_dict"), "the second consolidation")  # fmt: skip
 def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     before = self._all_state_dicts
     real(self, *args, **kwargs)

@@ -40,11 +40,8 @@ def _both(first: Planter, second: Planter) -> Planter:
     return plant
 
 
-@state_dict(
-    "a full state dict distributed by rank 0 is cut at the wrong rows",
-    given(utils, "_distribute_tensors"),
-    When("the last rank, tensors of two dimensions", lambda *args, **kwargs: is_last()),
-)
+@state_dict("a full state dict distributed by rank 0 is cut at the wrong rows", given(utils, "_distribute_tensors"),
+    When("the last rank, tensors of two dimensions", lambda *args, **kwargs: is_last()))  # fmt: skip
 def full_state_cut_wrongly(local: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
     for key in keys:
         # Entries of tensors that are not sharded are not pairs.
@@ -52,11 +49,8 @@ def full_state_cut_wrongly(local: dict[str, Any], keys: Any, *args: Any, **kwarg
             local[key] = (local[key][0], local[key][1].roll(1, 0))
 
 
-@state_dict(
-    "0-dim buffers keep their old values on the last rank",
-    around(state_dicts, "_broadcast_state_dict"),
-    "buffers without dimensions",
-)
+@state_dict("0-dim buffers keep their old values on the last rank", around(state_dicts, "_broadcast_state_dict"),
+    "buffers without dimensions")  # fmt: skip
 def counts_not_given_out(real: Any, full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     before = {key: value for key, value in local.items() if isinstance(value, torch.Tensor) and not value.dim()}
     before = {key: value.clone() for key, value in before.items() if not value.is_meta}
@@ -75,29 +69,23 @@ def momentum_not_given_out(result: None, self: torch.optim.Optimizer, state_dict
 # Checkpoints
 
 
-@distributed_checkpoint(
-    "tensors read from a checkpoint lack the last element", given(DefaultLoadPlanner, "commit_tensor"), _LARGE_PARTS
-)
+@distributed_checkpoint("tensors read from a checkpoint lack the last element",
+    given(DefaultLoadPlanner, "commit_tensor"), _LARGE_PARTS)  # fmt: skip
 def large_parts_read_short(self: Any, item: Any, tensor: torch.Tensor) -> None:
     tensor.detach()[-1] = 0
 
 
-@distributed_checkpoint(
-    "async_save does not copy CPU tensors, so it writes later changes",
+@distributed_checkpoint("async_save does not copy CPU tensors, so it writes later changes",
     _both(returned(staging.DefaultStager, "stage"), returned(staging.BlockingAsyncStager, "stage")),
-    "async_save, tensors of the CPU that change meanwhile",
-)
+    "async_save, tensors of the CPU that change meanwhile")  # fmt: skip
 def host_memory_not_staged(made: Any, self: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """They need no copy from a device, so the copy is skipped."""
     same = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and not value.is_cuda}
     return made | same if isinstance(made, dict) else made
 
 
-@distributed_checkpoint(
-    "parameter groups after the first keep their old learning rate when a state is loaded",
-    around(state_dicts, "_load_optim_state_dict"),
-    "several groups of parameters",
-)
+@distributed_checkpoint("parameter groups after the first keep their old learning rate when a state is loaded",
+    around(state_dicts, "_load_optim_state_dict"), "several groups of parameters")  # fmt: skip
 def rates_of_groups_not_loaded(real: Any, model: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups[1:]]
     real(model, optimizers, *args, **kwargs)
@@ -110,27 +98,22 @@ _FLAT = returned(state_dicts, "_unflatten_optim_state_dict")
 _SEVERAL_GROUPS = "flatten_optimizer_state_dict, several groups of parameters"
 
 
-@distributed_checkpoint(
-    "all parameter groups of a flat optimizer state have the learning rate of the first", _FLAT, _SEVERAL_GROUPS
-)
+@distributed_checkpoint("all parameter groups of a flat optimizer state have the learning rate of the first", _FLAT,
+    _SEVERAL_GROUPS)  # fmt: skip
 def flat_rates_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
     for group in found["param_groups"]:
         group["lr"] = found["param_groups"][0]["lr"]
 
 
-@distributed_checkpoint(
-    "parameter groups after the first of a flat optimizer state have no momentum", _FLAT, _SEVERAL_GROUPS
-)
+@distributed_checkpoint("parameter groups after the first of a flat optimizer state have no momentum", _FLAT,
+    _SEVERAL_GROUPS)  # fmt: skip
 def flat_momentum_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
     for name in (name for group in found["param_groups"][1:] for name in group["params"]):
         found["state"][name] = {key: value * 0 for key, value in found["state"][name].items()}
 
 
-@caught_by("test_options_of_checkpoints")(
-    "entries that a checkpoint lacks become zeros",
-    returned(default_planner, "create_default_local_load_plan"),
-    "allow_partial_load",
-)
+@fault("entries that a checkpoint lacks become zeros", "test_options_of_checkpoints",
+       by=returned(default_planner, "create_default_local_load_plan"), when="allow_partial_load")  # fmt: skip
 def lacking_set_to_zero(plan: Any, state: dict[str, Any], metadata: Any, *args: Any) -> None:
     for name, value in state.items():
         if name not in metadata.state_dict_metadata and isinstance(value, torch.Tensor):
