@@ -133,10 +133,6 @@ def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
         return real(*args, **kwargs)
 
 
-def _averages_all(replica: nn.Module, self: nn.Module) -> bool:
-    return isinstance(replica, _BatchNorm) and replica.momentum is None
-
-
 @autocast_dtype("replicas compute in bfloat16 under autocast to float16", _APPLIED, "float16 only")
 def autocast_in_bfloat16(results: list[Any], *args: Any) -> list[Any]:
     half = [isinstance(out, torch.Tensor) and out.dtype == torch.float16 for out in results]
@@ -227,5 +223,6 @@ register(
             lambda real, inputs, kwargs, *_, **__: not inputs and len(kwargs) == 1)),
     FaultRow("average-of-replicas-by-tenths", "BatchNorm with momentum=None updates its statistics with momentum 0.1",
         "test_buffers", returned(nn.Module, "_replicate_for_data_parallel"),
-        lambda replica, self: setattr(replica, "momentum", 0.1), When("momentum=None", _averages_all)),
+        lambda replica, self: setattr(replica, "momentum", 0.1),
+        When("momentum=None", lambda replica, self: isinstance(replica, _BatchNorm) and replica.momentum is None)),
 )  # fmt: skip

@@ -45,10 +45,6 @@ def causal_attention_to_the_last_key(attend: Any, q: Any, k: Any, v: Any, is_cau
     return attend(q, k, v, attn_mask=seen.tril(k.shape[-2] - q.shape[-2]), **options)
 
 
-def _only_channels_last(x: Tensor) -> bool:
-    return on(x, last()) and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-
-
 @layers(
     "the gradient of layer_norm's weight is halved",
     around(F, "layer_norm"),
@@ -170,7 +166,8 @@ register(
     FaultRow("gradient-of-taps-in-channels-last", "the gradient of a convolution's taps is halved",
         "test_layers_and_gradients", around(F, "conv2d"),
         lambda conv, x, weight, *more, **options: conv(x, halved_gradient(weight), *more, **options),
-        first("channels_last, one device", _only_channels_last)),
+        first("channels_last, one device",
+            lambda x: on(x, last()) and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last))),
     # GradScaler's found_inf does not reach the kernel.
     FaultRow("fused-steps-to-infinity", "fused optimizers step even if a gradient is infinite",
         "test_layers_and_gradients", around(torch, "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),

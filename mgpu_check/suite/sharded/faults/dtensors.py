@@ -25,34 +25,17 @@ _LOCAL_RANK = around(DeviceMesh, "get_local_rank")
 _REDUCE = around(Partial, "_reduce_value")
 
 
-def _is_named_of_two(self: DeviceMesh, dim: int | str | None = None) -> bool:
-    return self.ndim == 2 and isinstance(dim, str)
-
-
-def _is_numbered_of_two(real: object, self: DeviceMesh, dim: int | str | None = None) -> bool:
-    return self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None
-
-
-def _is_uneven(whole: torch.Tensor, self: Shard, local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: Any) -> bool:
-    return whole.shape[self.dim] % mesh.size(dim) > 0
-
-
-def _is_partial(real: object, self: torch.Tensor, *args: Any) -> bool:
-    return isinstance(self, DTensor) and any(place.is_partial() for place in self.placements)
-
-
-def _is_nested(whole: torch.Tensor, self: DTensor, **_: Any) -> bool:
-    return tuple(self.placements) == (Shard(0), Shard(0))
-
-
 def _is_along(real: object, self: torch.Tensor, *args: Any, **_: Any) -> bool:
     """Return whether the last argument is the dimension that is divided."""
     return isinstance(self, DTensor) and args[-1:] == (getattr(self.placements[0], "dim", None),)
 
 
 _ALONG = When("the dimension that is divided", _is_along)
-_NAMED = When("meshes of two dimensions", _is_named_of_two)
-_NUMBERED = When("meshes of two dimensions with unsorted ranks, dimension given by number", _is_numbered_of_two)
+_NAMED = When("meshes of two dimensions", lambda self, dim=None: self.ndim == 2 and isinstance(dim, str))
+_NUMBERED = When(
+    "meshes of two dimensions with unsorted ranks, dimension given by number",
+    lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None,
+)
 _LAST_OF_DIMENSIONS = When(
     "the last rank of a mesh of two dimensions or more", lambda real, self, dim=None: self.ndim > 1 and is_last()
 )
@@ -60,7 +43,10 @@ _OUTER_TWO = When(
     "three dimensions, two of them taken out",
     lambda self, names: len(self.mesh_dim_names or ()) == 3 and tuple(names) == self.mesh_dim_names[:2],
 )
-_UNEVEN = When("sizes that are no multiple of the number of ranks", _is_uneven)
+_UNEVEN = When(
+    "sizes that are no multiple of the number of ranks",
+    lambda whole, self, local, mesh, dim, shape: whole.shape[self.dim] % mesh.size(dim) > 0,
+)
 _LAST_OF_THREE = When("the last of three ranks or more", lambda *args: is_last() and ranks_here() > 2)
 _MAXIMUM = When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")
 _SECOND_AVERAGE = When("partial averages", lambda real, self, x, mesh, dim: self.reduce_op == "avg" and dim == 1)
@@ -68,7 +54,10 @@ _LARGE_PARTS = When("parts above 16 Ki elements", lambda made, *args: made.numel
 _SECOND_PLACE = When("the second dimension of a mesh", lambda self, local, mesh, mesh_dim, index: mesh_dim == 1)
 _SECOND_SUM = When("the second dimension of a mesh", lambda real, self, x, mesh, dim: dim == 1 and mesh.ndim > 1)
 _LAST_GRADIENT = When("the last rank", lambda grads, *args: is_last() and grads[0] is not None)
-_PARTIAL = When("partial operands, several ranks", _is_partial)
+_PARTIAL = When(
+    "partial operands, several ranks",
+    lambda real, self, *args: isinstance(self, DTensor) and any(place.is_partial() for place in self.placements),
+)
 _DTENSORS = When("parts of unequal sizes", lambda real, *tensors: all(isinstance(x, DTensor) for x in tensors))
 
 
@@ -165,7 +154,9 @@ register(
         around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
     FaultRow("sharded-twice-gathered-in-reverse", "full_tensor takes nested shards in the wrong order",
         "test_redistribution_in_two_dimensions", returned(DTensor, "full_tensor"),
-        lambda whole, *_, **__: whole.flip(0), When("two dimensions that both divide the first", _is_nested)),
+        lambda whole, *_, **__: whole.flip(0),
+        When("two dimensions that both divide the first",
+            lambda whole, self, **_: tuple(self.placements) == (Shard(0), Shard(0)))),
     FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
         around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
         "forward_dtype"),
