@@ -22,8 +22,7 @@ def contributions(
     min_dims: int = 0,
     min_size: int = 0,
 ) -> Contributions:
-    """Draw the inputs of a reduction: vectors of up to 70 elements, few of them divisible by the world size; or
-    tensors."""
+    """Draw the inputs of a reduction: vectors of up to 70 elements, few divisible by the world size; or tensors."""
     vector = st.integers(min_size, 70).map(lambda length: (length,))
     shape = draw(st.one_of(vector, shapes(min_dims, 4, min_size, 6)))
     operation = draw(st.sampled_from(tuple(operations)))

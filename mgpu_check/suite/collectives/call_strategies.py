@@ -214,8 +214,7 @@ def sizes(seed: int) -> list[CollectiveCall]:
 
 
 def layouts(seed: int) -> list[CollectiveCall]:
-    """Return calls on views, of several dimensions, in place, and with parts of different sizes; half of them
-    asynchronous."""
+    """Return calls on views, of several dimensions, in place, and with parts of different sizes; half asynchronous."""
     calls = []
     for number, function in enumerate(_FUNCTIONS):
         for turn, layout in enumerate(_shapes(function)):

@@ -46,8 +46,7 @@ class Terms:
 
     @property
     def tolerance(self) -> float:
-        """The largest error of a right result, relative to the largest magnitude of its terms; 0 if every order is
-        exact.
+        """The largest error of a right result, relative to its terms' largest magnitude; 0 if every order is exact.
 
         For a mean, libraries multiply each term by 1 / count, which rounds unless count is a power of two.
         """

@@ -15,8 +15,7 @@ from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
 
 def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
-    """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups reach their
-    members.
+    """Assert that `init_device_mesh` lays ranks out row by row, and that collectives in its groups reach all members.
 
     Args:
         shape: the sizes of the dimensions; their product is the world size.

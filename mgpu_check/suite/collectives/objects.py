@@ -133,8 +133,7 @@ def _empty(seed: int, rank: int) -> object:
 
 
 def _told(seed: int, rank: int, root: int) -> list[object]:
-    """Return a rank's list before a broadcast: an entry that is None on rank `root` only, and an object of each
-    kind."""
+    """Return a rank's list before a broadcast: an entry that is None on `root` only, and an object of each kind."""
     return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
 
 

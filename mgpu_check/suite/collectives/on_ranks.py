@@ -113,8 +113,7 @@ def assert_messages_from_any_source_arrive(
 
 
 def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[object], seed: int) -> None:
-    """Assert that objects travel over the CPU, over devices, and in a group: drawn ones, and some of every kind and
-    size."""
+    """Assert that objects travel over the CPU, over devices, and in a group: drawn ones, and some of each kind."""
     checks = [partial(assert_objects_travel, rank, root + turn, seed + turn) for turn in range(3)]
     checks.append(partial(assert_objects_travel, rank, root, seed, backend="nccl"))
     checks += [partial(assert_objects_travel, rank, root + 1, seed, some) for some in _some(rank, seed)[:1]]
@@ -162,8 +161,7 @@ def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:
 
 
 def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
-    """Assert that sums are unbiased: for each floating-point dtype that has a bit left for fractions, and each
-    collective that sums."""
+    """Assert that the sums of each collective are unbiased, in each floating dtype with a bit left for fractions."""
     functions = [(name, "device") for name, row in TRANSFERS.items() if row.reduces] + [("all_reduce", "cpu")]
     dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     run_all(

@@ -52,8 +52,7 @@ def assert_functional_form_agrees(devices: Devices, rows: int, position: int, se
 
 
 def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
-    """Assert that scatter, replicate, parallel_apply and gather together give the outputs and gradients of the
-    module."""
+    """Assert that scatter, replicate, parallel_apply and gather give the outputs and gradients of the module."""
     model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)
     keywords = [{"shift": float(part), "sign": -1} for part in range(len(inputs))]

@@ -102,8 +102,7 @@ def assert_scalars_gathered(devices: Devices, rows: int, seed: int) -> None:
 
 
 def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that dim=1 splits and joins columns, also of a square batch, and splits the columns of keyword
-    arguments."""
+    """Assert that dim=1 splits and joins columns, also of a square batch, and splits columns of keyword arguments."""
     x = distinct_rows(5, seed, max(rows, 1))
     # One row: a wrong split by rows would give all of it to one replica.
     y = distinct_rows(1, seed + 1, max(rows, 1))
@@ -306,8 +305,7 @@ class _Refusing(nn.Module):
 
 
 def assert_exceptions_named(devices: Devices, position: int, kind: type[Exception]) -> None:
-    """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call must
-    work.
+    """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call works.
 
     Args:
         position: the position of the device whose replica raises, modulo the number of devices.

@@ -47,8 +47,7 @@ def refused_by_mistake(what: str) -> Iterator[None]:
 
 
 def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
-    """Assert that two nested results agree in structure, types and every bit, and that tensors of `got` are on
-    `device`."""
+    """Assert that two nested results agree in structure, types and bits, and that tensors of `got` are on `device`."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
             raise GradientMismatch(f"{what}: got {got!r}, expected a tensor", ranks=ranks)

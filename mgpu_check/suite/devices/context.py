@@ -165,8 +165,7 @@ def _leave(escape: bool) -> None:
 
 
 def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
-    """Return functions that enter and leave guards of `other`; their argument selects an exception as the way to
-    leave."""
+    """Return functions that enter and leave guards of `other`; their argument selects leaving by an exception."""
 
     def require(device: torch.device, name: str) -> None:
         got = torch.device("cuda", torch.cuda.current_device())
@@ -257,8 +256,7 @@ def _works(other: torch.device, start: torch.device) -> dict[str, Callable[[], o
 
 
 def assert_threads_apart(devices: Sequence[torch.device]) -> None:
-    """Assert that each thread has its own current device: a new thread starts on cuda:0, and affects no other
-    thread."""
+    """Assert that each thread has its own current device: a new one starts on cuda:0, and affects no other thread."""
     wrong: list[tuple[str, int, int]] = []
     raised: list[BaseException] = []
     barrier = threading.Barrier(len(devices), timeout=60)

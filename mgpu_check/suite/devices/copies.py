@@ -1,5 +1,4 @@
-"""Check copies between any two devices and the host: every bit arrives, and memory around the destination does not
-change."""
+"""Check copies between two devices and the host: all bits arrive, and memory around the destination is unchanged."""
 
 from __future__ import annotations
 
@@ -205,8 +204,7 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None
 
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
-    """Yield lazily conjugated and negated tensors: a name, a function that makes the tensor on a device, and its
-    values.
+    """Yield lazily conjugated and negated tensors: a name, a function that makes one on a device, and its values.
 
     The numbers are finite, because the sign of a NaN need not change.
     """

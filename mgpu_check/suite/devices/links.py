@@ -43,8 +43,7 @@ def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[Subjec
 
 
 def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
-    """Copy from the host to each of `devices` and back; return an observation for each way, by the position of the
-    device."""
+    """Copy from the host to each of `devices` and back; return an observation for each way, by device position."""
     ways = []
     for index in range(len(devices)):
         ways += [

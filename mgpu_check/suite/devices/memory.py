@@ -31,8 +31,7 @@ Each call looks its function up, because `selftest` replaces it.
 
 
 def assert_memory_recovers(devices: Sequence[torch.device]) -> None:
-    """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works
-    afterwards."""
+    """Assert that each device counts current and peak memory, refuses what it cannot hold, and still works then."""
     for device in reversed(devices):
         _recovers(device)
 
@@ -89,8 +88,7 @@ def _forms(device: torch.device) -> tuple[Any, ...]:
 
 
 def _figures_follow_the_argument(device: torch.device) -> None:
-    """Require that each statistic is that of its device for every form of the argument; None means the current
-    device."""
+    """Require that each statistic is that of its device, for each form of the argument; None is the current device."""
     for form in (*_forms(device)[1:], None):
         for name, figure in _FIGURES.items():
             first = figure(device)

@@ -140,8 +140,7 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None:
-    """Assert that a restored generator state gives the same numbers again, and that `torch.Generator` objects are
-    independent.
+    """Assert that a restored generator state gives the same numbers again, and that generators are independent.
 
     The check covers `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
     """
@@ -250,8 +249,7 @@ _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _recomputed(device: torch.device) -> None:
-    """Require that recomputed dropout drops the same elements as forward, and does not change the state of the
-    generator."""
+    """Require that recomputed dropout drops the same elements as forward, and keeps the state of the generator."""
     for name, call in _RECOMPUTED.items():
         x = torch.ones(_COUNT, device=device, requires_grad=True)
         out = call(x)

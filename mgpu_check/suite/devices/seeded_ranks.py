@@ -24,8 +24,7 @@ class DrawnBy:
 
 
 def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
-    """Assert that equal seeds gave equal numbers on GPUs of the same model, and that different seeds gave different
-    ones.
+    """Assert that equal seeds gave equal numbers on GPUs of one model, and that different seeds gave different ones.
 
     Args:
         drawn: the digests of each rank, in rank order.

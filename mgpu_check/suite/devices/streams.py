@@ -48,8 +48,7 @@ _HOST: dict[str, Wait] = {
 
 
 def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> None:
-    """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory, behind slow
-    work."""
+    """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory behind slow work."""
     wrong: list[WrongCase] = []
     data = significands((_ELEMENTS,), torch.float32, seed)
     for device in devices:

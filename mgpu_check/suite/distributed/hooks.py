@@ -52,8 +52,7 @@ def _wrapped() -> list[tuple[Hook, torch.dtype]]:
 
 
 def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
-    """Assert that `allreduce_hook`, and a user's hook that sums and then divides, give the gradients of DDP without a
-    hook.
+    """Assert that `allreduce_hook`, and a user's hook that sums and divides, give the gradients of DDP without a hook.
 
     Args:
         runs: the runs for both hooks.
@@ -70,8 +69,7 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
 
 
 def _averaged(run: WholeRun, place: Place, findings: Findings, hook: Hook, **options: Any) -> None:
-    """Train with an averaging hook, and check the buckets that it gets in each step; `options` are those of
-    `Replica`."""
+    """Train with an averaging hook, and check the buckets of each step; `options` are those of `Replica`."""
     replica = Replica(run, place, findings, **options)
     seen: list[int] = []
     replica.parallel.register_comm_hook(_group_of(place), _noting(hook, seen))

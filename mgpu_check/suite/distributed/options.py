@@ -144,8 +144,7 @@ def _judge_large_bucket(rank: Rank, findings: Findings) -> None:
 
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those that no rank
-    has.
+    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those of no rank.
 
     Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are
     copies of buckets, or views of them.
@@ -174,8 +173,7 @@ def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that frozen parameters get rank 0's values and keep them, and that ignored parameters stay each rank's
-    own."""
+    """Assert that frozen parameters get and keep rank 0's values, and that ignored parameters stay each rank's own."""
     with judged() as findings:
         for run in runs:
             train(run, rank, findings, what="first layer frozen", prepare=freeze_first)
@@ -200,8 +198,7 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
 
 
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
-    """Assert that two groups of ranks, `first` and all others, train independently, each as one device with its own
-    run."""
+    """Assert that two groups of ranks, `first` and all others, train independently, each like a device with its run."""
     with judged() as findings, own_group(rank, first) as (members, place):
         for run in runs:
             other = replace(run, seed=run.seed + members[0])

@@ -47,8 +47,7 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that a GradScaler keeps gradients, and that an infinity on one rank makes all ranks skip and halve the
-    scale.
+    """Assert that a GradScaler keeps gradients, and that an infinity on a rank makes all skip and halve the scale.
 
     The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the
     other may step.
@@ -90,8 +89,7 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
-    """Check two optimizers with one scaler, which scales a list or a tuple of losses; each in turn has an infinite
-    gradient."""
+    """Check two optimizers with one scaler, which scales a list or tuple of losses; each in turn has an infinity."""
     for spoilt in (0, 1):
         parameters = [nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
         optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]

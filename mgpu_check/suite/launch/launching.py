@@ -173,8 +173,7 @@ def _devices(count: int) -> str:
 
 
 def assert_rank_is_told(rank: Rank) -> None:
-    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees with
-    them.
+    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees.
 
     Raises:
         RankDied: a variable is missing or wrong. ``ranks`` has this rank.
@@ -217,8 +216,7 @@ def _is_simulated() -> bool:
 
 
 def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
-    """Assert that the script trains on `count` devices like on one if torchrun's agent launches it; see
-    `assert_trained`.
+    """Assert that the script trains on `count` devices like on one under torchrun's agent; see `assert_trained`.
 
     Returns:
         the time of an epoch on one device and on all, in words.
@@ -298,8 +296,7 @@ def _require_failures_told() -> None:
 
 
 def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
-    """Launch the script for each task (number of processes, arguments), one after the other; then processes that
-    fail."""
+    """Launch the script for each task (number of processes, arguments), one by one; then processes that fail."""
     with importing():
         import torch._dynamo  # noqa: F401  # or DistributedDataParallel would import it in each rank
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

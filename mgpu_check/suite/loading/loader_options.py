@@ -68,8 +68,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 @torchs_own_warnings()
 def assert_loader_options_agree(seed: int, *, more: bool) -> None:
-    """Assert that loaders yield the right batches in two epochs, with each pair of options, and count the batches of
-    streams.
+    """Assert that loaders yield the right batches in two epochs with each pair of options, and count those of streams.
 
     Args:
         more: whether to load with all rows of options, or with a tenth of them, by the seed.

@@ -43,8 +43,7 @@ def torchs_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def workers_ending(loader: DataLoader[Any]) -> Iterator[None]:
-    """End persistent workers at the end of the context, even after a failure, which would keep them and their rank
-    alive."""
+    """End persistent workers at the end of the context, even after a failure: they would keep their rank alive."""
     try:
         yield
     finally:

@@ -32,8 +32,7 @@ def _bits(indices: torch.Tensor, words: int, seed: int) -> torch.Tensor:
 
 
 def _rows(indices: torch.Tensor, name: str, features: int) -> torch.Tensor:
-    """Return a field of n samples: (n, features) for "image", (n, 3, 2) for "turned", (n, k) with a small k for the
-    others."""
+    """Return a field of n samples: (n, features) for "image", (n, 3, 2) for "turned", (n, k), with a small k, else."""
     dtype, seed = _FIELDS[name], list(_FIELDS).index(name)
     if name == "mask":
         return _bits(indices, 3, seed) > 0

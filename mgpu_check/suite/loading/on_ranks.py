@@ -57,8 +57,7 @@ def _of_all(own: Any) -> list[Any]:
 
 @torchs_own_warnings()
 def assert_loaders_cover(rank: Rank, seed: int) -> None:
-    """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equally many
-    batches.
+    """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equal batches.
 
     They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
     """

@@ -35,8 +35,7 @@ Chi-squared with 23 degrees of freedom exceeds it with a probability below 1e-11
 
 
 def sampler_over(length: int, *args: Any, **options: Any) -> Any:
-    """Return a `DistributedSampler` over `length` samples with the other arguments; it needs only the length of a
-    dataset."""
+    """Return a `DistributedSampler` over `length` samples; of a dataset it needs only the length."""
     dataset: Any = range(length)
     return DistributedSampler(dataset, *args, **options)
 
@@ -78,8 +77,7 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
 
 
 def assert_sampler_covers() -> None:
-    """Assert that `DistributedSampler` divides datasets of each small length, and some larger ones, among 1 to 9 and 16
-    ranks.
+    """Assert that `DistributedSampler` divides datasets of many lengths among 1 to 9 and 16 ranks.
 
     Covers ``drop_last`` on and off, shuffled in two epochs and not shuffled. Without shuffling, rank r must have the
     samples r, r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back

@@ -21,8 +21,7 @@ from mgpu_check.torch_hooks.tensors import indices_of
 
 
 def assert_refused(case: OperatorCase) -> None:
-    """Assert that the operator of `case` works on one device, and that its error for the case's two devices names
-    both."""
+    """Assert that the operator of `case` works on one device, and that its error for the two devices names both."""
     first, second = torch.device(case.first), torch.device(case.second)
     with _described(f"{case.operator} with all operands on {first}", first, first):
         _call(case, first, first)
@@ -32,8 +31,7 @@ def assert_refused(case: OperatorCase) -> None:
 
 
 def assert_works(case: OperatorCase) -> None:
-    """Assert that the operator of `case` works across its two devices, with the CPU's result bit for bit on the right
-    device."""
+    """Assert that the operator of `case` works across its two devices: the CPU's bits on the right device."""
     first, second = torch.device(case.first), torch.device(case.second)
     expected = _call(case, torch.device("cpu"), torch.device("cpu"))
     what = f"{case.operator} of operands on {first} and {second}"

@@ -1,5 +1,4 @@
-"""Defects of operators with operands on different devices: missing or wrong errors, wrong refusals, and wrong
-results."""
+"""Defects of operators with operands on different devices: missing or wrong errors, wrong refusals and results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Operators with operands on two devices, one row for each: its call, and what torch does on CUDA. Can be read without
-torch.
+"""Operators with operands on two devices, a row for each: its call, and what torch does on CUDA. Without torch.
 
 Each operator has a first and a second operand, placed on different devices in one of three ways. The rules describe
 torch's behaviour on CUDA. The error must name both devices, with two exceptions:
@@ -121,8 +120,7 @@ def _of(function: Callable[..., object] | str, *operands: tuple[int, ...]) -> Bu
 
 
 def _indexing(function: Callable[..., object], *shape: int) -> Builder:
-    """Return a case that applies `function` to a tensor of `shape` on the first device and to indices below 4 on the
-    second."""
+    """Return a case of `function` on a tensor of `shape` on the first device and indices below 4 on the second."""
 
     def build(at: Operands) -> Call:
         x, index = at.on(0, *shape), at.index(1, 4)
@@ -142,8 +140,7 @@ def _weighing(loss: Callable[..., object]) -> Builder:
 
 
 def _masking(function: Callable[..., object], *mask: int) -> Builder:
-    """Return a case that applies `function` to a matrix on the first device and to a mask of the given shape on the
-    second."""
+    """Return a case of `function` on a matrix on the first device and a mask of the given shape on the second."""
 
     def build(at: Operands) -> Call:
         x, booleans = at.on(0, N, 3), at.mask(1, *mask)

@@ -94,8 +94,7 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
 
 
 def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that training by `recipes.parameter_server.KeyValueStore` gives the parameters of one device, on all
-    devices.
+    """Assert that training by `recipes.parameter_server.KeyValueStore` gives one device's parameters, on all devices.
 
     Raises:
         ReplicaMismatch: the pulled values differ between devices, or the store keeps a value on the wrong device.

@@ -81,8 +81,7 @@ def _assert_infinity_refused(devices: Sequence[torch.device], right: list[torch.
 
 
 def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that an optimizer steps parameters on several devices as on one, and that a GradScaler skips on all of
-    them.
+    """Assert that an optimizer steps parameters on several devices as on one, and that a GradScaler skips on all.
 
     SGD and Adam step tensor by tensor, by kernels for lists of tensors, and fused. Between two steps each device in
     turn has an infinite gradient, and this step must be skipped.

@@ -131,8 +131,7 @@ class _Told(nn.Module):
 
 
 def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
-    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and `PrepareModuleInputOutput` redistribute right. A
-    collective.
+    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and their combination redistribute right. A collective.
 
     The module must get its arguments, and the caller its outputs, in the desired layouts; gradients must be those of
     one device. With an odd seed both get DTensors.

@@ -37,8 +37,7 @@ def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
 
 
 def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run LeNet, with ReLU and average pooling, on the given parameters: images (batch, 1, 28, 28) -> logits (batch,
-    10)."""
+    """Run LeNet, with ReLU and average pooling, on parameters: images (batch, 1, 28, 28) -> logits (batch, 10)."""
     p = parameters
     hidden = F.avg_pool2d(F.relu(F.conv2d(images, p["W1"], p["b1"])), 2)
     hidden = F.avg_pool2d(F.relu(F.conv2d(hidden, p["W2"], p["b2"])), 2)

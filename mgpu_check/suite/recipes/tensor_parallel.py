@@ -90,14 +90,12 @@ def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_from_ranks(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Concatenate the ranks' chunks of the last dimension to `width`; backward, take this rank's chunk of the
-    gradient."""
+    """Join the ranks' chunks of the last dimension to `width`; backward, take this rank's chunk of the gradient."""
     return _Gather.apply(x, width)  # type: ignore[no-any-return]
 
 
 def divide_among_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's chunk of the last dimension of `x`; backward, concatenate the ranks' chunks of the
-    gradient."""
+    """Return this rank's chunk of the last dimension of `x`; backward, join the ranks' chunks of the gradient."""
     return _Divide.apply(x)  # type: ignore[no-any-return]
 
 

@@ -17,8 +17,7 @@ from mgpu_check.suite.recipes.tensor_parallel import copy_to_ranks, sum_over_ran
 
 
 def class_of(labels: torch.Tensor, own: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each label among this rank's classes, 0 for labels of other ranks, and which ones are its
-    own."""
+    """Return the row of each label among this rank's classes, 0 for labels of others, and which ones are its own."""
     mine = (labels >= own.start) & (labels < own.stop)
     return (labels - own.start).where(mine, 0), mine
 

@@ -18,8 +18,7 @@ def assert_split_aligned(
     split: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     devices: Sequence[Device],
 ) -> None:
-    """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in the same shard and
-    device.
+    """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in one shard.
 
     Args:
         inputs, labels: the tensors before the split.

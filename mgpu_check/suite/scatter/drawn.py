@@ -37,8 +37,7 @@ def assert_sizes_of_chunk(gpus: Sequence[torch.device], split: Split) -> None:
 
 
 def assert_leaves_everywhere(gpus: Sequence[torch.device], split: Split) -> None:
-    """Assert that arguments that are not tensors, positional or keyword, reach every device; see
-    `assert_leaves_replicated`."""
+    """Assert that positional and keyword arguments without tensors reach all devices: `assert_leaves_replicated`."""
     args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
     devices = split.on(gpus)
     shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)

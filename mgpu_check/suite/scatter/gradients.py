@@ -21,8 +21,7 @@ def assert_scatter_differentiable(
     dim: int,
     used: Collection[int] | None = None,
 ) -> None:
-    """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, on the device of
-    `batch`.
+    """Assert that the gradient of sum(batch · weights), computed from shards, is `weights`, on the device of `batch`.
 
     Args:
         batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a
@@ -66,8 +65,7 @@ def assert_gather_differentiable(
 def assert_scalars_stacked(
     values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
 ) -> None:
-    """Assert that gathering a scalar from each device, such as a loss, gives a vector in order, and each scalar its
-    gradient."""
+    """Assert that gathering a scalar of each device, such as a loss, gives an ordered vector, and each its gradient."""
     losses = [
         torch.tensor(value, device=device, requires_grad=True) for value, device in zip(values, devices, strict=True)
     ]

@@ -128,6 +128,5 @@ def splits(
 
 
 def given_sizes() -> st.SearchStrategy[list[int]]:
-    """Draw the sizes of the shards of all devices of the run: different ones, and 0 if there are two devices or
-    more."""
+    """Draw the sizes of the shards of all devices of the run: different ones, and 0 if there are two or more."""
     return all_devices().flatmap(lambda count: st.permutations([*(3 * index % 5 for index in range(count - 1)), 5]))

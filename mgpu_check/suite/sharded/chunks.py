@@ -17,8 +17,7 @@ from mgpu_check.errors import ShardError
 
 
 def by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a placement function: by columns if they divide evenly, as torch requires, else None for the first
-    dimension."""
+    """Return a placement function: by columns if they divide evenly, as torch requires, else None for rows."""
     return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % parts == 0 else None
 
 

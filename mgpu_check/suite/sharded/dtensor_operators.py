@@ -1,5 +1,4 @@
-"""Check that operators on DTensors give the results and gradients of whole tensors, for every placement of the
-operands."""
+"""Check that operators on DTensors give the results and gradients of whole tensors, for each placement."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Train in `FullyShardedDataParallel` (FSDP1) with each pair of values of its options, next to one device, bit for
-bit."""
+"""Train in `FullyShardedDataParallel` (FSDP1) with each pair of its options, next to one device, bit for bit."""
 
 from __future__ import annotations
 

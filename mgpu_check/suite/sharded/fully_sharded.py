@@ -112,8 +112,7 @@ def scale_of(ranks: int) -> float:
 
 
 def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensions: int) -> None:
-    """Assert that a model under `fully_shard` trains as on one device, over a mesh of one or two dimensions. A
-    collective.
+    """Assert that a model under `fully_shard` trains as on one device, on a mesh of `dimensions`. A collective.
 
     Three configurations free parameters after the forward pass, keep them until the backward pass, or offload them to
     the CPU. The parameters of the second are DTensors before. The first step accumulates gradients over two
@@ -205,8 +204,7 @@ def _step_of_windows(
 
 
 def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that a mixed precision policy computes and reduces in its dtypes, and keeps float32 parameters. A
-    collective.
+    """Assert that mixed precision computes and reduces in its dtypes, and keeps float32 parameters. A collective.
 
     Gradients come from one micro-batch, or accumulate over two or three. Parameters are whole numbers plus a small
     fraction, which the low precision drops. So a result shows whether the fraction took part in the computation, or was

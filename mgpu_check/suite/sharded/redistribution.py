@@ -137,8 +137,7 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
 
 
 def _whole(case: _RedistributionCase, seed: int) -> torch.Tensor:
-    """Return whole numbers that every dtype holds exactly and that differ from their neighbours (booleans
-    alternate)."""
+    """Return whole numbers, exact in every dtype, that differ from their neighbours (booleans alternate)."""
     index = torch.arange(torch.Size(case.shape).numel()).reshape(case.shape)
     values = (index * 7 + seed) % 97 + 1
     if case.dtype.is_complex:

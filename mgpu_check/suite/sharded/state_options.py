@@ -57,8 +57,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 
 def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
-    """Assert that state dicts have the values of one device, and can be set again, with each pair of options. A
-    collective.
+    """Assert that state dicts have the values of one device, and can be set again, with each pair. A collective.
 
     One parameter is frozen after the first step. The state is that of an Adam with the rate 0, which has counts of
     steps beside its tensors. Unless options are strict, an entry of the state is missing when it is set, and torch must

@@ -1,5 +1,4 @@
-"""Check that state dicts and checkpoints of sharded models are whole, bit for bit, at the same and at other world
-sizes."""
+"""Check that state dicts and checkpoints of sharded models are whole, bit for bit, at each world size."""
 
 from __future__ import annotations
 
@@ -255,8 +254,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
-    """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and that training continues. A
-    collective.
+    """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and training continues. A collective.
 
     The next step must give the results of one device, and the groups of parameters must have their saved rates.
 

@@ -88,8 +88,7 @@ class _BatchNormCase:
         return slice(start, start + self.counts[place])
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Return all ranks' samples of two steps, the gradients of their outputs, and the initial state of the
-        layer."""
+        """Return all ranks' samples of two steps, the gradients of their outputs, and the layer's initial state."""
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(self.counts), _CHANNELS, *self.rest)
         offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in self.rest))

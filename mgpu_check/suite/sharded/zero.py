@@ -1,5 +1,4 @@
-"""Check that ZeroRedundancyOptimizer steps as one optimizer does, while each rank keeps the state of some
-parameters."""
+"""Check that ZeroRedundancyOptimizer steps as one optimizer does, while each rank keeps part of the state."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that all ranks have the parameters of one device after each step, with each pair of options. A
-    collective."""
+    """Assert that ranks have the parameters of one device after each step, with each pair of options. A collective."""
     expected = one_device(training)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=False, share=2):

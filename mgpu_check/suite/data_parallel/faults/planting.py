@@ -1,5 +1,4 @@
-"""Plant faults of DataParallel: change the tensors that it copies, adds up and gathers, and its replicas and their
-hooks."""
+"""Plant faults of DataParallel: change tensors that it copies, adds up and gathers, its replicas and their hooks."""
 
 from __future__ import annotations
 

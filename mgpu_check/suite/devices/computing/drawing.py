@@ -1,5 +1,4 @@
-"""Check the device's random numbers: equal for equal seeds and on all GPUs, without repeats, and rightly
-distributed."""
+"""Check a device's random numbers: equal for equal seeds and on all GPUs, without repeats, and well distributed."""
 
 from __future__ import annotations
 

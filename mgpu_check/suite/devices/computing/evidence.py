@@ -89,8 +89,7 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) 
 
 
 def _first(flat: torch.Tensor) -> list[int]:
-    """Return the first 4096 places that are true, block by block, so that memory does not grow with the number of
-    errors."""
+    """Return the first 4096 places that are true, block by block, so that memory does not grow with the errors."""
     places: list[int] = []
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]

@@ -1,5 +1,4 @@
-"""Copies that deliver wrong data: between certain devices, above a size, of one dtype, of modules, or in shared
-memory."""
+"""Copies of wrong data: between certain devices, above a size, of one dtype, of modules, or in shared memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Yield cases of elementwise operators that IEEE 754 or integer arithmetic define, and conversions between all
-dtypes."""
+"""Yield cases of elementwise operators that IEEE 754 or integer arithmetic define, and of all conversions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Yield cases with more than 4 MiB of data, or with many rows, where kernels, blocks and copies change how they
-work."""
+"""Yield cases of more than 4 MiB of data, or of many rows, where kernels, blocks and copies work differently."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Yield steps of optimizers on one device, with parameters of several sizes and gradients that GradScaler finds
-infinite."""
+"""Yield optimizer steps on one device, with parameters of several sizes and gradients that GradScaler must see."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ def _sharp(dtype: torch.dtype, seed: int) -> Iterator[tuple[torch.Tensor, torch.
 
 
 def _added(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors [x, y, -x] and [z; w; z]: the product is y·w, and partial sums exceed the range of a narrow
-    dtype."""
+    """Return factors [x, y, -x] and [z; w; z]: the product is y·w, and partial sums exceed a narrow dtype's range."""
     most = min(LARGEST[name_of(dtype)], 127)
     half = (_K - 2) // 2
     x, y = whole((_M, half), dtype, seed, most), whole((_M, _K - 2 * half), dtype, seed + 1, min(most, 8))
@@ -98,8 +97,7 @@ def _added(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def product_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each function in each floating dtype on full significands and on sums, convolutions, and complex
-    products."""
+    """Yield each function in each floating dtype on full significands and sums, convolutions, and complex products."""
     for dtype in FLOATS:
         kind = name_of(dtype)
         for name, call in (*_OF_TWO, *_MODULES):

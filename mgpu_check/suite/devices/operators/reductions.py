@@ -118,8 +118,7 @@ Source: documentation of these functions.
 
 
 def reduction_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each reduction in each dtype, on whole numbers, one full significand among zeros, extremes, and equal
-    elements."""
+    """Yield each reduction in each dtype: whole numbers, a full significand among zeros, extremes, equal elements."""
     shape = _ROWS, _COLUMNS
     for name, call, dtypes in _SUMS:
         for dtype in dtypes:

@@ -55,8 +55,7 @@ SEQUENCES: tuple[tuple[str, Function], ...] = (
 
 
 def with_weights(build: Any, *args: Any, **options: Any) -> Function:
-    """Return a function that makes the weights of a layer, and its input of three sequences of four steps, from one
-    matrix."""
+    """Return a function that makes from a matrix a layer's weights, and its input of three sequences of four steps."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         layer = build(*args, **options, device="meta").eval()

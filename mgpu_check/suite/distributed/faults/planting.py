@@ -50,8 +50,7 @@ def later(text: str, than: int) -> When:
 
 
 def slicewise(where: When, test: Callable[[torch.Tensor], bool]) -> Planter:
-    """Plant a change of the part of a bucket that belongs to a parameter that passes `test`; it gets part, parameter
-    and model.
+    """Plant a change of the part of a bucket of each parameter that passes `test`; it gets part, parameter and model.
 
     Args:
         where: condition on the model.

@@ -1,5 +1,4 @@
-"""Defects of gather: of all shards, or of a single one, masks, complex numbers, plain numbers, and large or given
-tensors."""
+"""Defects of gather: of all shards, of a single one, masks, complex and plain numbers, and large or given tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Defects of scatter, for all shards or for some of a size, dtype, dim, order or memory, and of batches split by
-hand."""
+"""Defects of scatter, for all shards or for a size, dtype, dim, order or memory, and of batches split by hand."""
 
 from __future__ import annotations
 
