@@ -38,8 +38,6 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     The sum is then broadcast from there, to new and to given tensors, and the copies must be right too.
 
     Args:
-        data: the tensors of the devices, in any layout.
-        devices: the devices that hold a part.
         home: one of them. If it is the first, which is current, it is not passed.
 
     Raises:
@@ -77,8 +75,6 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
 
     Args:
         data: the tensor to send, together with one in each layout of the same dtype and kind of values.
-        devices: the devices that get a copy.
-        home: one of them.
 
     Raises:
         AllreduceMismatch: a copy is wrong, or is on the wrong device. `.ranks` has its index among the copies.

@@ -20,9 +20,6 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
     """Assert that differentiable collectives give the results and gradients of a computation in one process.
 
     The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum.
-
-    Args:
-        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
     """
 
     def judge(team: Team, account: CallTally) -> None:

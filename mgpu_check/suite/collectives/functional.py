@@ -41,11 +41,7 @@ def _reductions(parts: _Parts, seed: int) -> dict[str, tuple[_Parts, torch.Tenso
 
 
 def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that each functional collective returns the result of its model, and does not change its input.
-
-    Args:
-        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
-    """
+    """Assert that each functional collective returns the result of its model, and does not change its input."""
     judged_by(rank, members, lambda team, account: _functional(team, account, dtype, seed))
 
 
@@ -97,11 +93,7 @@ def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -
 
 
 def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that coalesced collectives give the same results as separate calls for each tensor.
-
-    Args:
-        members: the ranks of a group that calls them; empty for all ranks. All ranks must call this function.
-    """
+    """Assert that coalesced collectives give the same results as separate calls for each tensor."""
     judged_by(rank, members, lambda team, account: _coalesced(team, account, dtype, seed))
 
 

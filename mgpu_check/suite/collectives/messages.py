@@ -60,9 +60,7 @@ def assert_messages_arrive(
     Args:
         way: "blocking": `send` and `recv`, one message after the other. "flying": all `isend`, then all `irecv` in
             another order of tags. "batched": all in one `batch_isend_irecv`.
-        place: "device" or "cpu".
         members: the ranks of the group that exchanges them; empty for all ranks.
-        group: the group; None for all ranks.
     """
     mine = [message for message in messages if rank.index in (message.source, message.target)]
     device = rank.device if place == "device" else "cpu"
@@ -110,9 +108,6 @@ def assert_any_source_tells_the_sender(
 
     Args:
         target: the rank that receives, one of `members`.
-        tag: the tag of all messages.
-        dtype: the name of the dtype of all messages, such as "float32".
-        elements: the number of elements of each message, at least 1.
         members: the ranks of the group that sends them; empty for all ranks.
     """
     sources = [source for source in members or range(rank.size) if source != target]

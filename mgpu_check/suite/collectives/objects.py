@@ -152,7 +152,6 @@ def assert_barrier_holds(
     scheduled meanwhile.
 
     Args:
-        late: the rank that enters last.
         kind: the form of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
             "asynchronous" is a barrier of devices with async_op, followed by a wait.
         members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this

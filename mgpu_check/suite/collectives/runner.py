@@ -83,8 +83,6 @@ def runner(
         transfer: a name in `TRANSFERS`.
         given: as many elements as the largest tensor of this rank has.
         group: None for all ranks.
-        count: the number of ranks in the group.
-        place: the position of this rank in the group.
         root: the root, as a rank of the world.
     """
     name, how, me = form_of(transfer), TRANSFERS[transfer], dist.get_rank()

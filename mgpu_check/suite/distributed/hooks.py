@@ -55,7 +55,6 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
     """Assert that `allreduce_hook`, and a user's hook that sums and divides, give the gradients of DDP without a hook.
 
     Args:
-        runs: the runs for both hooks.
         long: runs of more steps, for `allreduce_hook` only.
     """
     with judged() as findings:
@@ -336,8 +335,6 @@ def _locally_averaged(run: WholeRun, place: Place, members: Sequence[int], findi
     """Train with post_localSGD_hook on all ranks, and compare each gradient with the mean over the right ranks.
 
     Args:
-        place: the place of this rank in its group.
-        members: the ranks of the group.
         averages: post_local_gradient_allreduce: local steps average over the group.
     """
     what = f"post_localSGD_hook in the group {list(members)}, post_local_gradient_allreduce={averages}"

@@ -87,13 +87,9 @@ class Replica:
         """Wrap the model of `run`.
 
         Args:
-            run: the model and its training.
-            place: this rank, or its place in a group.
-            findings: collects the errors.
             what: the variant of this run, for messages.
             prepare: freezes, casts or marks parts of the model before it is wrapped.
             forwards: the function by which ranks call the model, or one function for each rank.
-            options: options of DistributedDataParallel.
         """
         self.run, self.findings = run, findings
         self.place = place if isinstance(place, Place) else Place.of(place)

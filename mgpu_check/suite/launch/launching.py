@@ -69,9 +69,6 @@ def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simul
 
     Args:
         way: "torchrun", or "spawn", where the script starts one rank per visible GPU.
-        worlds: the sizes of the worlds.
-        arguments: the arguments of the script.
-        simulated: whether the devices are simulated.
 
     Raises:
         RankDied: a run failed, with its output, or a rank wrote no report.

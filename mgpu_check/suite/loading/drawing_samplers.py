@@ -56,9 +56,6 @@ def assert_samplers_draw(seed: int) -> None:
     generator, which differs between ranks, must have no influence and must not change. Samples of weight 0 must not be
     drawn. Without replacement each sample must come once before any is repeated. The order of a `DistributedSampler`
     must depend on `set_epoch` alone.
-
-    Args:
-        seed: the seed of the generators; 0 or more.
     """
     for name, make in (_ONCE | _DRAWN).items():
         first = _epochs(make, seed, name)

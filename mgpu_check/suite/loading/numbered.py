@@ -87,16 +87,7 @@ def assert_batch(
     device: torch.device | str = "cpu",
     pinned: bool = False,
 ) -> None:
-    """Assert that `batch` has the samples `indices` of `dataset` in this order, bit for bit, as torch collates them.
-
-    Args:
-        batch: the batch.
-        indices: the numbers of its samples.
-        dataset: the dataset of the samples.
-        what: the name of the batch, for the message.
-        device: the device where its tensors must be.
-        pinned: whether its tensors must be in pinned memory.
-    """
+    """Assert that `batch` has the samples `indices` of `dataset` in this order, bit for bit, as torch collates them."""
     if not isinstance(batch, dict):
         raise ShardError(f"{what}: it is a {type(batch).__name__}, expected a dict")
     own = torch.tensor(list(indices), dtype=torch.int64, device="cpu")

@@ -115,7 +115,6 @@ def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Ten
 
     Args:
         source, target: tensors of equal shape and dtype, in any layouts, on any devices.
-        copied: the result of the copy.
     """
     what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
     _require(what, copied, source, target.device)

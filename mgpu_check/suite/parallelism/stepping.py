@@ -37,7 +37,6 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
 
     Args:
         devices: at least one, in any order; the norm is computed on the first.
-        seed: the seed of the gradients.
     """
     count = len(devices)
     # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
@@ -85,10 +84,6 @@ def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> N
 
     SGD and Adam step tensor by tensor, by kernels for lists of tensors, and fused. Between two steps each device in
     turn has an infinite gradient, and this step must be skipped.
-
-    Args:
-        devices: at least one, in any order.
-        seed: the seed of parameters and gradients.
     """
     for make, own in _OPTIMIZERS.items():
         expected = _expected(len(devices), seed, make)

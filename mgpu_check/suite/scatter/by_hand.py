@@ -18,13 +18,7 @@ def assert_split_aligned(
     split: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     devices: Sequence[Device],
 ) -> None:
-    """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in one shard.
-
-    Args:
-        inputs, labels: the tensors before the split.
-        split: the shards of the inputs and the shards of the labels.
-        devices: the device of each shard.
-    """
+    """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in one shard."""
     first, second = split
     if len(first) != len(second):
         raise ShardError(f"inputs are in {len(first)} shards, labels in {len(second)}")

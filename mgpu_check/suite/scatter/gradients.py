@@ -26,8 +26,6 @@ def assert_scatter_differentiable(
     Args:
         batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a
             copy of the weights, so it is compared bit for bit.
-        devices: the devices of the shards.
-        dim: the split dimension.
         used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
     """
     leaf = batch.detach().clone().requires_grad_()

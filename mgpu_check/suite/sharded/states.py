@@ -259,7 +259,6 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     The next step must give the results of one device, and the groups of parameters must have their saved rates.
 
     Args:
-        training: the training that was saved.
         directory: the directory of the checkpoint; it is removed.
         saved_by: the number of ranks that saved it, for the message.
 

@@ -85,9 +85,6 @@ def hooks_of_replicas(register: str) -> Planter:
     """Plant a change of what hooks with keyword arguments return on replicas.
 
     It gets the arguments of the hook without the module, and the result.
-
-    Args:
-        register: name of the method that registers the hooks.
     """
 
     def plant(change: Callable[[tuple[Any, ...], Any], Any]) -> Context:

@@ -167,12 +167,7 @@ _FACTORS = (1.0, -0.75, -0.5, -0.25, -0.5, 0.5, 1.0)
 
 
 def gradient(parameter: torch.Tensor, data: str, number: int, step: int) -> torch.Tensor:
-    """Return a gradient of a parameter in a step.
-
-    Args:
-        number: that of the parameter, from 1.
-        step: that of the step, from 0.
-    """
+    """Return a gradient of a parameter, numbered from 1, in a step, numbered from 0."""
     if data == "loss":
         return (parameter - 1) * number
     if data == "matrices":

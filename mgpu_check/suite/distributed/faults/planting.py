@@ -50,11 +50,8 @@ def later(text: str, than: int) -> When:
 
 
 def slicewise(where: When, test: Callable[[torch.Tensor], bool]) -> Planter:
-    """Plant a change of the part of a bucket of each parameter that passes `test`; it gets part, parameter and model.
-
-    Args:
-        where: condition on the model.
-    """
+    """Plant a change of the part of a bucket of each parameter that passes `test`; it gets part, parameter and
+    model."""
 
     def plant(change: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
         def changed(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> None:
