@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, Contributions
 from mgpu_check.suite.allreduce.strategies import contributions
 from mgpu_check.suite.common.budget import examples
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
+DEVICE_SUMS = "mgpu_check.suite.allreduce.device_sums"
+
 ON_RANKS = "mgpu_check.suite.allreduce.on_ranks"
 PLACES = st.sampled_from(("device", "cpu"))
 
@@ -30,9 +33,7 @@ PLACES = st.sampled_from(("device", "cpu"))
 @given(devices=strategies.device_counts(), data=contributions())
 def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
     """Summing everything into device 0 and copying it back leaves the sum on every device, in any layout."""
-    from mgpu_check.suite.allreduce.device_sums import assert_added_up_by_hand
-
-    assert_added_up_by_hand(data, gpus[:devices])
+    NamedFunction(f"{DEVICE_SUMS}:assert_added_up_by_hand")(data, gpus[:devices])
 
 
 @examples(60)
@@ -42,27 +43,21 @@ def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, 
 
     DataParallel adds up gradients with these functions. The inputs stay unchanged.
     """
-    from mgpu_check.suite.allreduce.device_sums import assert_added_up
-
-    assert_added_up(data, gpus[:devices], gpus[home % devices])
+    NamedFunction(f"{DEVICE_SUMS}:assert_added_up")(data, gpus[:devices], gpus[home % devices])
 
 
 @examples(10, quick=2)
 @given(data=contributions(), home=st.integers(0, 7))
 def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contributions, home: int) -> None:
     """`broadcast` and `broadcast_coalesced` copy every layout from any device to all, bit for bit."""
-    from mgpu_check.suite.allreduce.device_sums import assert_broadcast
-
-    assert_broadcast(data, gpus, gpus[home % len(gpus)])
+    NamedFunction(f"{DEVICE_SUMS}:assert_broadcast")(data, gpus, gpus[home % len(gpus)])
 
 
 @examples(6, quick=1)
 @given(seed=strategies.seeds())
 def test_nccl_in_one_process(gpus: tuple[torch.device, ...], seed: int) -> None:
     """The functions of `torch.cuda.nccl` give the right results on all devices of a process."""
-    from mgpu_check.suite.allreduce.nccl_calls import assert_nccl_calls
-
-    assert_nccl_calls(gpus, seed)
+    NamedFunction("mgpu_check.suite.allreduce.nccl_calls:assert_nccl_calls")(gpus, seed)
 
 
 @examples(120)

@@ -16,10 +16,7 @@ from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.cases import REDUCED, CollectiveCall
 from mgpu_check.suite.collectives.differentiable import assert_differentiable_match
 from mgpu_check.suite.collectives.exact import groups_of
-from mgpu_check.suite.collectives.functional import (
-    assert_coalesced_match,
-    assert_functional_match,
-)
+from mgpu_check.suite.collectives.functional import assert_coalesced_match, assert_functional_match
 from mgpu_check.suite.collectives.meshes import assert_mesh_matches
 from mgpu_check.suite.collectives.message_cases import Message, messages_between
 from mgpu_check.suite.collectives.messages import assert_any_source_tells_the_sender, assert_messages_arrive

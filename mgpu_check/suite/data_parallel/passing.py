@@ -15,14 +15,7 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.suite.data_parallel.results import (
-    Devices,
-    both_ways,
-    distinct_rows,
-    indices_of,
-    require_same,
-    told,
-)
+from mgpu_check.suite.data_parallel.results import Devices, both_ways, distinct_rows, indices_of, require_same, told
 from mgpu_check.torch_hooks.tensors import name_of
 
 _WIDTH = 6

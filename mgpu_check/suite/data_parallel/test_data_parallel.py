@@ -12,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.common.whole_numbers.cases import PLAIN, WholeRun
 from mgpu_check.suite.common.whole_numbers.strategies import whole_runs
 
 if TYPE_CHECKING:
     import torch
+
+PASSING = "mgpu_check.suite.data_parallel.passing"
+TRAINING = "mgpu_check.suite.data_parallel.training"
 
 Runs = tuple[WholeRun, ...]
 Gpus = tuple["torch.device", ...]
@@ -33,45 +37,35 @@ POSITIONS = st.integers(0, 7)
 @given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
 def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, position, seed)
+    NamedFunction(f"{PASSING}:assert_outputs_ordered")([gpus[index] for index in order], rows, position, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_scalars(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """Scalar outputs are gathered, one for each replica, and their gradients return to the right replica."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_scalars_gathered([gpus[index] for index in order], rows, seed)
+    NamedFunction(f"{PASSING}:assert_scalars_gathered")([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """With dim=1, DataParallel splits and joins columns."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_dimension_split([gpus[index] for index in order], rows, seed)
+    NamedFunction(f"{PASSING}:assert_dimension_split")([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, positional=st.booleans(), seed=SEEDS)
 def test_arguments(gpus: Gpus, order: tuple[int, ...], rows: int, positional: bool, seed: int) -> None:
     """Each replica gets its part of nested and keyword tensors on its device, and all other arguments unchanged."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_arguments_arrive([gpus[index] for index in order], rows, positional, seed)
+    NamedFunction(f"{PASSING}:assert_arguments_arrive")([gpus[index] for index in order], rows, positional, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """A batch with fewer rows than devices uses the first devices only."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_few_rows_use_few_devices([gpus[index] for index in order], seed)
+    NamedFunction(f"{PASSING}:assert_few_rows_use_few_devices")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=3)
@@ -79,27 +73,21 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 def test_modes(gpus: Gpus, order: tuple[int, ...], inference: bool, seed: int) -> None:
     """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current
     device."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_modes_seen([gpus[index] for index in order], inference, seed)
+    NamedFunction(f"{PASSING}:assert_modes_seen")([gpus[index] for index in order], inference, seed)
 
 
 @examples(10, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas compute in the dtype of the caller's autocast, float16 or bfloat16."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_autocast_dtype_kept([gpus[index] for index in order], seed)
+    NamedFunction(f"{PASSING}:assert_autocast_dtype_kept")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, position=POSITIONS, kind=st.sampled_from((RuntimeError, ValueError, KeyError)))
 def test_exceptions(gpus: Gpus, order: tuple[int, ...], position: int, kind: type[Exception]) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
-    from mgpu_check.suite.data_parallel import passing as data_parallel
-
-    data_parallel.assert_exceptions_named([gpus[index] for index in order], position, kind)
+    NamedFunction(f"{PASSING}:assert_exceptions_named")([gpus[index] for index in order], position, kind)
 
 
 @examples(14, quick=4)
@@ -125,27 +113,21 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> None:
     """Models train like on one device: MLP, LeNet, residual block, embedding, attention, tied weights, lists, mixed
     dtypes."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_models_train([gpus[index] for index in order], [*runs, *rare])
+    NamedFunction(f"{TRAINING}:assert_models_train")([gpus[index] for index in order], [*runs, *rare])
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp", "residual")))
 def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Frozen parameters get no gradient and stay unchanged."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_frozen_parameters_kept([gpus[index] for index in order], runs)
+    NamedFunction(f"{TRAINING}:assert_frozen_parameters_kept")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("counting",), least=3))
 def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Buffers are updated by the first device's shard, in training only, and all replicas start from them."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_statistics_of_the_first_device([gpus[index] for index in order], runs)
+    NamedFunction(f"{TRAINING}:assert_statistics_of_the_first_device")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=3)
@@ -153,33 +135,25 @@ def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Gradients of two forward passes before one backward pass add up, and later passes see in-place parameter
     changes."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_backward_of_several_calls([gpus[index] for index in order], runs)
+    NamedFunction(f"{TRAINING}:assert_backward_of_several_calls")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",)))
 def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Forward hooks of layers run on each replica, and hooks of parameters get the whole gradient."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_hooks_called([gpus[index] for index in order], runs)
+    NamedFunction(f"{TRAINING}:assert_hooks_called")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(("mlp", "listed")))
 def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Second-order gradients, such as those of a gradient penalty, match one device."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_second_gradients([gpus[index] for index in order], runs)
+    NamedFunction(f"{TRAINING}:assert_second_gradients")([gpus[index] for index in order], runs)
 
 
 @examples(14, quick=2)
 @given(order=ORDERS, rows=st.lists(st.integers(0, 12), min_size=9, max_size=25))
 def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], rows: list[int]) -> None:
     """The sparse gradient of an embedding is the sum over all replicas and stays sparse."""
-    from mgpu_check.suite.data_parallel import training as data_parallel_training
-
-    data_parallel_training.assert_sparse_gradients_added([gpus[index] for index in order], rows)
+    NamedFunction(f"{TRAINING}:assert_sparse_gradients_added")([gpus[index] for index in order], rows)

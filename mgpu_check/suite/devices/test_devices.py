@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.common.budget import DEPTH, MORE, examples
 
 if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
+
+COPIES = "mgpu_check.suite.devices.copies"
+CONTEXT = "mgpu_check.suite.devices.context"
+STREAMS = "mgpu_check.suite.devices.streams"
+RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
 
 
 @examples(3, quick=1)
@@ -95,9 +101,7 @@ def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) ->
 def test_samples_of_operators(gpus: tuple[torch.device, ...], seed: int, level: str) -> None:
     """Operators and their gradients match the CPU on the samples of torch's own tests, in each dtype and in several
     layouts."""
-    from mgpu_check.suite.devices.samples.checks import assert_samples_agree
-
-    assert_samples_agree(gpus, seed, level)
+    NamedFunction("mgpu_check.suite.devices.samples.checks:assert_samples_agree")(gpus, seed, level)
 
 
 @examples(3, quick=1)
@@ -117,9 +121,7 @@ def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> Non
 def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested
     regions."""
-    from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
-
-    assert_autocast_as_documented(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.operators.autocasting:assert_autocast_as_documented")(gpus, seed)
 
 
 @examples(2, quick=1)
@@ -127,136 +129,104 @@ def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> Non
 def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Copies around 64 KiB, 1 MiB and up to 4 MiB arrive whole between all devices and the host, and write nothing
     else."""
-    from mgpu_check.suite.devices.copies import assert_copies_whole
-
-    assert_copies_whole(gpus, seed, more=more)
+    NamedFunction(f"{COPIES}:assert_copies_whole")(gpus, seed, more=more)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_of_every_dtype(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Every copying call keeps every bit of each dtype and layout in both directions, NaN payloads included."""
-    from mgpu_check.suite.devices.copies import assert_copies_arrive
-
-    assert_copies_arrive(gpus, seed)
+    NamedFunction(f"{COPIES}:assert_copies_arrive")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_that_convert(gpus: tuple[torch.device, ...], seed: int) -> None:
     """A copy to another device and dtype gives the same values as a conversion on the CPU."""
-    from mgpu_check.suite.devices.copies import assert_casts_arrive
-
-    assert_casts_arrive(gpus, seed)
+    NamedFunction(f"{COPIES}:assert_casts_arrive")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Copies from and to pinned memory arrive, also if the host waits only for a stream or an event."""
-    from mgpu_check.suite.devices.copies import assert_pinned_copies_arrive
-
-    assert_pinned_copies_arrive(gpus, seed)
+    NamedFunction(f"{COPIES}:assert_pinned_copies_arrive")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
     """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes."""
-    from mgpu_check.suite.devices.modules import assert_modules_move
-
-    assert_modules_move(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.modules:assert_modules_move")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Documented copies have memory of their own, and documented views share the memory of their source."""
-    from mgpu_check.suite.devices.modules import assert_memory_owned
-
-    assert_memory_owned(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.modules:assert_memory_owned")(gpus, seed)
 
 
 def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:
     """The device "cuda" without an index is the current device, in any order of devices."""
-    from mgpu_check.suite.devices.context import assert_cuda_follows
-
-    assert_cuda_follows(gpus)
+    NamedFunction(f"{CONTEXT}:assert_cuda_follows")(gpus)
 
 
 def test_guards_restore(gpus: tuple[torch.device, ...]) -> None:
     """Guards of devices and streams restore the previous one, also when nested or left by an exception."""
-    from mgpu_check.suite.devices.context import assert_guards_restore
-
-    assert_guards_restore(gpus)
+    NamedFunction(f"{CONTEXT}:assert_guards_restore")(gpus)
 
 
 def test_threads_have_their_own_device(gpus: tuple[torch.device, ...]) -> None:
     """Each thread has a current device of its own."""
-    from mgpu_check.suite.devices.context import assert_threads_apart
-
-    assert_threads_apart(gpus)
+    NamedFunction(f"{CONTEXT}:assert_threads_apart")(gpus)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_host_waits_for_streams(gpus: tuple[torch.device, ...], seed: int) -> None:
     """After a wait for a stream, an event, or a stream that depends on them, the host sees the queued work done."""
-    from mgpu_check.suite.devices.streams import assert_host_waits
-
-    assert_host_waits(gpus, seed)
+    NamedFunction(f"{STREAMS}:assert_host_waits")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_streams_wait_for_each_other(gpus: tuple[torch.device, ...], seed: int) -> None:
     """A stream that waits for a stream of any device sees its writes, and memory in use is not allocated again."""
-    from mgpu_check.suite.devices.streams import assert_devices_wait
-
-    assert_devices_wait(gpus, seed)
+    NamedFunction(f"{STREAMS}:assert_devices_wait")(gpus, seed)
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_graphs_replay(gpus: tuple[torch.device, ...], seed: int) -> None:
     """CUDA graphs replay on the present values of their inputs, and graphed layers train."""
-    from mgpu_check.suite.devices.graphs import assert_graphs_replay
-
-    assert_graphs_replay(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.graphs:assert_graphs_replay")(gpus, seed)
 
 
 def test_events_tell_the_time(gpus: tuple[torch.device, ...]) -> None:
     """An event completes when its stream reaches it, and not before."""
-    from mgpu_check.suite.devices.streams import assert_events_tell
-
-    assert_events_tell(gpus)
+    NamedFunction(f"{STREAMS}:assert_events_tell")(gpus)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_generators_are_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Seeds affect the named devices only, and drawing on one device does not change the others."""
-    from mgpu_check.suite.devices.random_numbers import assert_generators_apart
-
-    assert_generators_apart(gpus, seed)
+    NamedFunction(f"{RANDOM_NUMBERS}:assert_generators_apart")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_states_of_generators_return(gpus: tuple[torch.device, ...], seed: int) -> None:
     """A restored generator state gives the same numbers again."""
-    from mgpu_check.suite.devices.random_numbers import assert_states_return
-
-    assert_states_return(gpus, seed)
+    NamedFunction(f"{RANDOM_NUMBERS}:assert_states_return")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Dropout follows its seed, drops the requested share, and drops the same elements in backward as in forward."""
-    from mgpu_check.suite.devices.random_numbers import assert_dropout_as_seeded
-
-    assert_dropout_as_seeded(gpus, seed)
+    NamedFunction(f"{RANDOM_NUMBERS}:assert_dropout_as_seeded")(gpus, seed)
 
 
 @examples(4, quick=1)
@@ -273,13 +243,9 @@ def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
 @given(seed=strategies.seeds())
 def test_map_location(gpus: tuple[torch.device, ...], seed: int) -> None:
     """`torch.load` puts tensors where each form of `map_location` says, bit for bit, and keeps shared memory shared."""
-    from mgpu_check.suite.devices.memory import assert_loads_arrive
-
-    assert_loads_arrive(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.memory:assert_loads_arrive")(gpus, seed)
 
 
 def test_memory_recovers(gpus: tuple[torch.device, ...]) -> None:
     """A device refuses an allocation that does not fit, keeps its data, counts both, and continues to work."""
-    from mgpu_check.suite.devices.memory import assert_memory_recovers
-
-    assert_memory_recovers(gpus)
+    NamedFunction("mgpu_check.suite.devices.memory:assert_memory_recovers")(gpus)

@@ -64,10 +64,6 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
     Rank r has r + 1 batches; a second run rotates these numbers among the ranks. With divide_by_initial_world_size the
     mean is over all ranks, without it over those that still train. All ranks end with the parameters and buffers of the
     rank that has trained longest. With throw_on_early_termination all ranks raise as soon as one has no batch left.
-
-    Raises:
-        GradientMismatch: a gradient or a buffer is wrong, or ranks did not stop together.
-        ReplicaMismatch: ranks end with different parameters.
     """
     with judged() as findings:
         for number, run in enumerate(runs):
@@ -159,9 +155,6 @@ def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that hooks of parameters and modules are called once a step.
 
     The hook of a parameter gets the rank's own gradient, before the mean.
-
-    Raises:
-        GradientMismatch: a gradient differs from that of one device with the same hook, or a hook was not called once.
     """
     with judged() as findings:
         for run in runs:

@@ -226,10 +226,6 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
 
     Args:
         more: whether the first run has each pair of options of PowerSGD, or one row of them.
-
-    Raises:
-        GradientMismatch: a gradient differs from that of one device, or the error was not kept.
-        ReplicaMismatch: compressed gradients differ between ranks.
     """
     with judged() as findings:
         for run in runs:
@@ -310,10 +306,6 @@ def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Seq
     Args:
         runs: runs of at least three steps, so that PowerSGD compresses and local steps occur.
         first: the ranks of one group; all others form the second group.
-
-    Raises:
-        GradientMismatch: a gradient differs from that of one device with the data of the group.
-        ReplicaMismatch: gradients or parameters differ within a group.
     """
     with judged() as findings, own_group(rank, first) as (members, place):
         what = f", in the group {members}"

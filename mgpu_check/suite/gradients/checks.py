@@ -59,10 +59,6 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
     """Assert that the hand-written step (`recipes.training.train_batch`) over `devices` trains as one device does.
 
     SGD has no momentum here, even if the spec has one.
-
-    Raises:
-        ReplicaMismatch: gradients or parameters differ between devices in some bit.
-        GradientMismatch: a gradient or parameter is off by more than the tolerance measured on this run.
     """
     training = TrainingSpec(training.model, training.batch, training.steps, seed=training.seed)
     with full_precision():

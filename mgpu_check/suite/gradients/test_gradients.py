@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.gradients.cases import TrainingSpec
 from mgpu_check.suite.gradients.strategies import trainings
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
+
+CHECKS = "mgpu_check.suite.gradients.checks"
 
 DISTRIBUTED = "mgpu_check.suite.gradients.checks:assert_distributed_agrees"
 # LeNet takes ten times as long as the MLP, so it is drawn less often.
@@ -44,18 +47,14 @@ def in_buckets(draw: st.DrawFn) -> tuple[TrainingSpec, bool]:
 @given(devices=strategies.device_counts(), training=trainings(PLAIN))
 def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """`nn.DataParallel` and one device agree in gradients and parameters, for even and uneven batches."""
-    from mgpu_check.suite.gradients.checks import assert_data_parallel_agrees
-
-    assert_data_parallel_agrees(training, gpus[:devices])
+    NamedFunction(f"{CHECKS}:assert_data_parallel_agrees")(training, gpus[:devices])
 
 
 @examples(24, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(("mlp", "lenet")))
 def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """A step by hand (loss summed per shard, gradients added up, SGD on bare parameters) agrees with one device."""
-    from mgpu_check.suite.gradients.checks import assert_step_by_hand_agrees
-
-    assert_step_by_hand_agrees(training, gpus[:devices])
+    NamedFunction(f"{CHECKS}:assert_step_by_hand_agrees")(training, gpus[:devices])
 
 
 @examples(30, quick=4)
@@ -89,9 +88,7 @@ def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) ->
 @given(devices=strategies.device_counts(), training=trainings(("convnet",), batch=UNEVEN, steps=NORMED_STEPS))
 def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """BatchNorm in DataParallel normalises shard by shard, and keeps the statistics of the first device only."""
-    from mgpu_check.suite.gradients.checks import assert_data_parallel_agrees
-
-    assert_data_parallel_agrees(training, gpus[:devices])
+    NamedFunction(f"{CHECKS}:assert_data_parallel_agrees")(training, gpus[:devices])
 
 
 @examples(24, quick=4)

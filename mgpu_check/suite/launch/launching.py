@@ -170,11 +170,7 @@ def _devices(count: int) -> str:
 
 
 def assert_rank_is_told(rank: Rank) -> None:
-    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees.
-
-    Raises:
-        RankDied: a variable is missing or wrong. ``ranks`` has this rank.
-    """
+    """Assert that this process has the environment variables of its rank, as under torchrun, and that torch agrees."""
     import torch.distributed as dist
 
     of_host: list[Any] = [None] * rank.size

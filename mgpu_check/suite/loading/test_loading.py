@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:
@@ -17,39 +18,34 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
+SAMPLING = "mgpu_check.suite.loading.sampling"
+LOADERS = "mgpu_check.suite.loading.loaders"
+
 
 def test_sampler_covers_the_dataset(gpus: tuple[torch.device, ...]) -> None:
     """`DistributedSampler` gives the ranks disjoint shares, up to its padding, for every length and world size."""
-    from mgpu_check.suite.loading.sampling import assert_sampler_covers
-
-    assert_sampler_covers()
+    NamedFunction(f"{SAMPLING}:assert_sampler_covers")()
 
 
 @examples(20, quick=2)
 @given(world=strategies.world_sizes(), seed=strategies.seeds())
 def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], world: int, seed: int) -> None:
     """The order of a sampler depends only on its seed and `set_epoch`, equally on all ranks."""
-    from mgpu_check.suite.loading.sampling import assert_sampler_shuffles
-
-    assert_sampler_shuffles(world, seed)
+    NamedFunction(f"{SAMPLING}:assert_sampler_shuffles")(world, seed)
 
 
 @examples(5, quick=1)
 @given(seed=strategies.seeds())
 def test_samplers_draw_from_their_generator(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Samplers and loaders with a generator draw a new order each epoch, and repeat all epochs from the same seed."""
-    from mgpu_check.suite.loading.drawing_samplers import assert_samplers_draw
-
-    assert_samplers_draw(seed)
+    NamedFunction("mgpu_check.suite.loading.drawing_samplers:assert_samplers_draw")(seed)
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> None:
     """A shuffling sampler gives all orders with the same frequency over many epochs."""
-    from mgpu_check.suite.loading.sampling import assert_orders_are_likely
-
-    assert_orders_are_likely(seed)
+    NamedFunction(f"{SAMPLING}:assert_orders_are_likely")(seed)
 
 
 @examples(3, quick=1)
@@ -64,25 +60,19 @@ def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
 @given(seed=strategies.seeds())
 def test_batch_samplers_cut_in_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
     """`BatchSampler` divides the order of any sampler into batches, for every length and batch size."""
-    from mgpu_check.suite.loading.sampling import assert_batch_sampler_covers
-
-    assert_batch_sampler_covers(seed)
+    NamedFunction(f"{SAMPLING}:assert_batch_sampler_covers")(seed)
 
 
 def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
     """A loader yields its whole share, with a smaller last batch unless drop_last is set, and has the right length."""
-    from mgpu_check.suite.loading.loaders import assert_last_batches
-
-    assert_last_batches()
+    NamedFunction(f"{LOADERS}:assert_last_batches")()
 
 
 @examples(2, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_options_of_loaders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """DataLoader yields the right batches with each pair of its options."""
-    from mgpu_check.suite.loading.loader_options import assert_loader_options_agree
-
-    assert_loader_options_agree(seed, more=more)
+    NamedFunction("mgpu_check.suite.loading.loader_options:assert_loader_options_agree")(seed, more=more)
 
 
 @examples(3, quick=1)
@@ -90,18 +80,14 @@ def test_options_of_loaders(gpus: tuple[torch.device, ...], seed: int, more: boo
 def test_workers_keep_the_order(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Batches of several workers arrive whole and in the sampler's order in each epoch, and errors of workers are
     raised."""
-    from mgpu_check.suite.loading.loaders import assert_workers_in_order
-
-    assert_workers_in_order(seed)
+    NamedFunction(f"{LOADERS}:assert_workers_in_order")(seed)
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Workers have different seeds in each epoch, and the same generator gives the same seeds again."""
-    from mgpu_check.suite.loading.loaders import assert_worker_seeds
-
-    assert_worker_seeds(seed)
+    NamedFunction(f"{LOADERS}:assert_worker_seeds")(seed)
 
 
 def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
@@ -117,9 +103,7 @@ def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
 @given(seed=strategies.seeds())
 def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Parts of a dataset, split by hand or by `random_split`, are disjoint, cover it, and are the same on all ranks."""
-    from mgpu_check.suite.loading.loaders import assert_partitions
-
-    assert_partitions(seed)
+    NamedFunction(f"{LOADERS}:assert_partitions")(seed)
 
 
 @examples(5, quick=1)
@@ -127,9 +111,7 @@ def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None
 def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
     """An epoch interrupted after any batch resumes with its remaining batches, by epoch, sampler state or generator
     state."""
-    from mgpu_check.suite.loading.loaders import assert_resumes
-
-    assert_resumes(seed)
+    NamedFunction(f"{LOADERS}:assert_resumes")(seed)
 
 
 @examples(3, quick=1)

@@ -9,65 +9,56 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.strategies import OperatorTable
 from mgpu_check.suite.common.budget import examples
 
 if TYPE_CHECKING:
     import torch
 
+CHECKS = "mgpu_check.suite.mismatch.checks"
+
 
 @examples(6, quick=1)
 @given(table=strategies.operator_tables(must_raise=True, without=("modules", "scalars")))
 def test_operators_refuse_operands_apart(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """An operator with operands on two devices raises an error that names both."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_each_refused(table.cases())
+    NamedFunction(f"{CHECKS}:assert_each_refused")(table.cases())
 
 
 @examples(6, quick=1)
 @given(table=strategies.operator_tables(must_raise=True, only="modules"))
 def test_modules_refuse_inputs_elsewhere(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """A module with its parameters on another device than its input raises an error that names both."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_each_refused(table.cases())
+    NamedFunction(f"{CHECKS}:assert_each_refused")(table.cases())
 
 
 @examples(6, quick=2)
 @given(table=strategies.operator_tables(must_raise=True, only="scalars"))
 def test_gpu_scalars_are_no_numbers(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """A 0-dim tensor on a GPU, or as the target of a write, must be on the device of the other operands."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_each_refused(table.cases())
+    NamedFunction(f"{CHECKS}:assert_each_refused")(table.cases())
 
 
 @examples(10, quick=3)
 @given(table=strategies.operator_tables(must_raise=False, without=("copies",)))
 def test_cpu_scalars_and_indices_work(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """A 0-dim tensor and an index on the CPU work with a tensor on any device."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_each_works(table.cases())
+    NamedFunction(f"{CHECKS}:assert_each_works")(table.cases())
 
 
 @examples(10, quick=3)
 @given(table=strategies.operator_tables(must_raise=False, only="copies"))
 def test_copies_cross_devices(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """Copies work between any two devices: copy_, assignment to a slice, to, load_state_dict."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_each_works(table.cases())
+    NamedFunction(f"{CHECKS}:assert_each_works")(table.cases())
 
 
 @examples(10, quick=3)
 @given(rows=st.integers(1, 7), seed=strategies.seeds())
 def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows: int, seed: int) -> None:
     """Each of these operators, with all operands on one device, gives the same result as on the CPU."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_right_on_each(gpus, rows, seed)
+    NamedFunction(f"{CHECKS}:assert_right_on_each")(gpus, rows, seed)
 
 
 @examples(20, quick=2)
@@ -76,9 +67,7 @@ def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows
 @example(shape=(5, 7), layout="strided", seed=0)
 def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int, ...], layout: str, seed: int) -> None:
     """A copy to another device keeps the bits of the source, for any dtype and layouts."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_copies_keep_bits(gpus, shape, layout, seed)
+    NamedFunction(f"{CHECKS}:assert_copies_keep_bits")(gpus, shape, layout, seed)
 
 
 @pytest.mark.gpus(2)
@@ -86,6 +75,4 @@ def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int,
 @given(rows=strategies.batch_sizes(2, empty=False))
 def test_data_parallel_wants_its_first_device(gpus: tuple[torch.device, ...], rows: int) -> None:
     """DataParallel refuses a module that is not on its first device, with an error that names both devices."""
-    from mgpu_check.suite.mismatch import checks
-
-    checks.assert_data_parallel_refuses(gpus, rows)
+    NamedFunction(f"{CHECKS}:assert_data_parallel_refuses")(gpus, rows)

@@ -21,12 +21,7 @@ from mgpu_check.torch_hooks.tensors import copied
 
 
 def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that `recipes.training.replicate` makes independent leaves, each on its device, without shared memory.
-
-    Raises:
-        ReplicaMismatch: a replica is on the wrong device, is not a leaf that requires gradients, or has wrong values;
-            or it changes with another replica or with its source. `.ranks` has the index of the device.
-    """
+    """Assert that `recipes.training.replicate` makes independent leaves, each on its device, without shared memory."""
     what = "replicate"
     source = {name: value.detach().to(devices[0]) for name, value in training.model().named_parameters()}
     before = {name: copied(value) for name, value in source.items()}
@@ -64,10 +59,6 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
     """Assert that the training loop of tutorials, `recipes.training.train`, gives the parameters of one device.
 
     The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two.
-
-    Raises:
-        ReplicaMismatch: the parameters differ between devices in some bit.
-        GradientMismatch: the parameters or the last gradients differ from those of one device.
     """
     start = training.model()
 
@@ -94,12 +85,8 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
 
 
 def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
-    """Assert that training by `recipes.parameter_server.KeyValueStore` gives one device's parameters, on all devices.
-
-    Raises:
-        ReplicaMismatch: the pulled values differ between devices, or the store keeps a value on the wrong device.
-        GradientMismatch: the pulled values differ from those of one device.
-    """
+    """Assert that training by `recipes.parameter_server.KeyValueStore` gives one device's parameters, on all
+    devices."""
     what = f"parameter server on {len(devices)} devices"
     store = parameter_server.KeyValueStore(devices, update_of(training))
     names = [name for name, _ in training.model().named_parameters()]
@@ -131,10 +118,6 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
 
     With SGD and momentum the results must be equal bit for bit; with Adam they may differ by the rounding of its
     elementwise arithmetic. Each parameter, its gradient and its state must stay on the device of the parameter.
-
-    Raises:
-        GradientMismatch: outputs, gradients, parameters or the optimizer's state differ from those of one device.
-        ReplicaMismatch: something has moved to another device.
     """
     places = ", ".join(map(str, devices))
 

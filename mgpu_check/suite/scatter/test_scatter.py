@@ -8,12 +8,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.strategies import Split, TensorSpec
 from mgpu_check.suite.common.budget import examples
 from mgpu_check.suite.scatter.strategies import given_sizes
 
 if TYPE_CHECKING:
     import torch
+
+DRAWN = "mgpu_check.suite.scatter.drawn"
+CHECKS = "mgpu_check.suite.scatter.checks"
 
 TUTORIAL = {
     (30, 1): [30],
@@ -34,27 +38,21 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 @given(split=strategies.splits(values=("distinct", "random", "special", "bits"), leaves=True))
 def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Shards of `nn.parallel.scatter` cover the batch in order, without overlap, each on its device."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_scattered(gpus, split)
+    NamedFunction(f"{DRAWN}:assert_scattered")(gpus, split)
 
 
 @examples(60, quick=24)
 @given(split=strategies.splits(kinds=()))
 def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: Split) -> None:
     """An uneven batch is split like by `torch.chunk`: the last shard is smaller, or there are fewer shards."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_sizes_of_chunk(gpus, split)
+    NamedFunction(f"{DRAWN}:assert_sizes_of_chunk")(gpus, split)
 
 
 @examples(40)
 @given(split=strategies.splits(leaves=True))
 def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Non-tensor arguments, positional or keyword, reach every device unchanged."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_leaves_everywhere(gpus, split)
+    NamedFunction(f"{DRAWN}:assert_leaves_everywhere")(gpus, split)
 
 
 @examples(40)
@@ -65,9 +63,7 @@ def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split)
 )
 def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, features: int) -> None:
     """The model inside DataParallel sees the sizes that PyTorch's tutorial prints: 30 over 2 is 15+15, and so on."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_sizes_of_tutorial(gpus[:count], size, features, TUTORIAL[size, count])
+    NamedFunction(f"{DRAWN}:assert_sizes_of_tutorial")(gpus[:count], size, features, TUTORIAL[size, count])
 
 
 @examples(90)
@@ -75,43 +71,33 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 @example(split=Split(TensorSpec((3, 2)), 3, target="cpu"))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Gathering the shards of a batch gives the batch, bit for bit, on the requested device."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_gather_restores(gpus, split)
+    NamedFunction(f"{DRAWN}:assert_gather_restores")(gpus, split)
 
 
 @examples(50)
 @given(inputs=strategies.splits(kinds=(), dims=(0,)), seed=strategies.seeds())
 def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: Split, seed: int) -> None:
     """`split_batch` puts each input and its label in one shard, on one device."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_labels_aligned(gpus, inputs, seed)
+    NamedFunction(f"{DRAWN}:assert_labels_aligned")(gpus, inputs, seed)
 
 
 @examples(60)
 @given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")))
 def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Slices, chunks or every n-th row give every device its part, and collecting the parts restores the batch."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_dealt_by_hand(gpus, split)
+    NamedFunction(f"{DRAWN}:assert_dealt_by_hand")(gpus, split)
 
 
 def test_every_container(gpus: tuple[torch.device, ...]) -> None:
     """Tuples, lists, dicts and named tuples, also nested, are scattered and gathered part by part."""
-    from mgpu_check.suite.scatter import checks
-
-    checks.assert_containers(gpus)
+    NamedFunction(f"{CHECKS}:assert_containers")(gpus)
 
 
 @examples(10, quick=1)
 @given(seed=strategies.seeds())
 def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Shards have the bits of the batch for every dtype and bit pattern, in any order of devices."""
-    from mgpu_check.suite.scatter import checks
-
-    checks.assert_any_bits(gpus, seed)
+    NamedFunction(f"{CHECKS}:assert_any_bits")(gpus, seed)
 
 
 @examples(4, quick=1)
@@ -119,18 +105,14 @@ def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> Non
 def test_large_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Shards around 64 KiB, 1 MiB and 4 MiB are right, and gathering restores the batch, from CPU, pinned memory or a
     device."""
-    from mgpu_check.suite.scatter import checks
-
-    checks.assert_large_batches(gpus, seed)
+    NamedFunction(f"{CHECKS}:assert_large_batches")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(sizes=given_sizes(), seed=strategies.seeds())
 def test_sizes_and_outputs_that_are_given(gpus: tuple[torch.device, ...], sizes: list[int], seed: int) -> None:
     """`comm.scatter` uses the given sizes, and `comm.scatter` and `comm.gather` fill given output tensors."""
-    from mgpu_check.suite.scatter import checks
-
-    checks.assert_given_sizes(gpus, sizes, seed)
+    NamedFunction(f"{CHECKS}:assert_given_sizes")(gpus, sizes, seed)
 
 
 @examples(50)
@@ -146,18 +128,14 @@ def test_gradient_returns_through_scatter(
 
     A shard without influence on the loss has a gradient of zeros.
     """
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_gradient_scattered(gpus, split, seed, used)
+    NamedFunction(f"{DRAWN}:assert_gradient_scattered")(gpus, split, seed, used)
 
 
 @examples(40)
 @given(split=strategies.splits(kinds=(), dtypes=FLOATS))
 def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: Split) -> None:
     """The gradient of a gathered batch returns to each shard, on its own device."""
-    from mgpu_check.suite.scatter import drawn
-
-    drawn.assert_gradient_gathered(gpus, split)
+    NamedFunction(f"{DRAWN}:assert_gradient_gathered")(gpus, split)
 
 
 @examples(20)

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from mgpu_check.asserts.findings import Findings
@@ -71,10 +66,6 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
 
     Args:
         more: whether to train with all rows of options, or with a sixth of them, by the seed of the training.
-
-    Raises:
-        GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
-        ShardError: parameters that are summoned, a norm, or a state that is loaded is wrong.
     """
     expected = one_device(training)
     wanted = own_results(training, expected, rank)

@@ -92,10 +92,6 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     repeat shards over one dimension of a mesh. The first step accumulates gradients over two micro-batches; one
     configuration skips the reduction after the first. FSDP divides gradients by the number of ranks, so the loss is
     multiplied by it. The norm from clipping must cover all gradients.
-
-    Raises:
-        GradientMismatch: outputs of this rank's samples, gradients, their norm or parameters differ.
-        ShardError: this rank holds more or less of the flat parameters than its part.
     """
     expected = one_device(training)
     wanted = own_results(training, expected, rank)
@@ -188,9 +184,6 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
 
     A model with another configuration loads the state dicts of model and optimizer, and must then train as on one
     device.
-
-    Raises:
-        GradientMismatch: parameters or momentum of the state differ, or the results of the second step.
     """
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]

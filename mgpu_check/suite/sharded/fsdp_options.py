@@ -102,10 +102,6 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
 
     Args:
         more: whether to train with all rows of options, or with an eighth of them, by the seed of the training.
-
-    Raises:
-        GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
-        ShardError: this rank does not hold its parts of the parameters.
     """
     expected = one_device(training, scale=scale_of(rank.size))
     wanted = own_results(training, expected, rank)

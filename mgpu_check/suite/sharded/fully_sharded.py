@@ -125,11 +125,6 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     before and after each step.
 
     The sum of gradients is also divided by numbers that are no power of two.
-
-    Raises:
-        GradientMismatch: outputs of this rank's samples, gradients or parameters differ, or a sum was divided by
-            another number.
-        ShardError: this rank does not hold its parts of the parameters.
     """
     expected = one_device(training, scale=scale_of(rank.size))
     wanted = own_results(training, expected, rank)
@@ -210,10 +205,6 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
     fraction, which the low precision drops. So a result shows whether the fraction took part in the computation, or was
     lost from the parameters. Whole numbers stay small enough for bfloat16. If only the reduction is in low precision,
     it drops the fraction of the gradients. Inputs and outputs in containers must be cast too.
-
-    Raises:
-        GradientMismatch: outputs, gradients or parameters differ.
-        ShardError: one of them has another dtype, or an output in a container is wrong.
     """
     with Findings() as findings:
         for low, reduced, windows in _PRECISIONS:
@@ -335,9 +326,6 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
 
     Clips by the 1-norm, by the 2-norm, by the maximum norm, and by value. The maximum norm is left out if a rank has no
     part of some parameter.
-
-    Raises:
-        GradientMismatch: a gradient is missing, or a norm or a clipped gradient differs by more than rounding.
     """
     exact = one_device(training, scale=scale_of(rank.size))
     x, y = own_part(training.batches()[0], rank)

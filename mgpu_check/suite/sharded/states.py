@@ -64,9 +64,6 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
 
     Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too,
     which are not sharded.
-
-    Raises:
-        GradientMismatch: parameters, buffers or momentum of the state differ, or the results of the second step.
     """
     what = f"full state dict on {rank.device}"
     model = sharded(training, rank)
@@ -261,10 +258,6 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     Args:
         directory: the directory of the checkpoint; it is removed.
         saved_by: the number of ranks that saved it, for the message.
-
-    Raises:
-        GradientMismatch: parameters, tensors of `async_save`, or the next step differ from those of one device.
-        ShardError: another saved value is wrong, or a tensor that was not saved loads without an error.
     """
     what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
     other = replace(training, seed=training.seed + 1)

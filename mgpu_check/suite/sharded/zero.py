@@ -94,10 +94,6 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     defaults of the optimizer. Parameters are tensors of their own, and then views of buckets. The last rank
     consolidates the state twice, and the second state must be the current one. A new optimizer loads this state and
     takes one more step.
-
-    Raises:
-        GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.
-        ReplicaMismatch: the ranks together do not keep the state of each parameter exactly once.
     """
     single = _with_gradients(training, torch.device("cpu"))
     groups, steps = _groups(single), DocumentedSteps(torch.optim.AdamW)

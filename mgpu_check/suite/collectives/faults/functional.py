@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ register(
         "lists of tensors"),
     FaultRow("gradient-of-the-root-only", "the gradient of a differentiable reduce reaches the root alone", _GRADIENTS,
         around(differentiable, "reduce"),
-        lambda real, own, dst, *args, **kwargs: _valued(
-            real(own.detach(), dst, *args, **kwargs), own * (dist.get_rank() == dst)),
-        "calls with a root"),
+        lambda real, own, dst, *args, **kwargs:
+            _valued(real(own.detach(), dst, *args, **kwargs), own * (dist.get_rank() == dst)), "calls with a root"),
     FaultRow("gradient-not-reduced", "the gradient of an all_reduce is that of one rank", _GRADIENTS,
         around(differentiable, "all_reduce"),
         lambda real, own, *args, **kwargs: _valued(real(own.detach(), *args, **kwargs), own), "backward"),
@@ -92,37 +92,38 @@ def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kw
     return torch.cat(parts, dim)
 
 
-@fault("a coalescing manager swaps the inputs of two collectives", _COALESCED,
-       by=around(c10d, "_coalescing_manager"), when="two of one shape, with outputs of their own")  # fmt: skip
-@contextlib.contextmanager
-def coalesced_inputs_exchanged(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    with real(group, *args, **kwargs) as managed:
-        yield managed
-        calls = c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), [])
-        if len(calls) > 1 and calls[0].tensor.shape == calls[1].tensor.shape and calls[0].dst_tensor is not None:
-            calls[0].tensor, calls[1].tensor = calls[1].tensor, calls[0].tensor
+def _coalescing(change: Callable[[Any], object]) -> AbstractContextManager[None]:
+    """Plant a change of the calls that a coalescing manager has collected, before it makes them."""
+
+    @contextlib.contextmanager
+    def manage(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with real(group, *args, **kwargs) as managed:
+            yield managed
+            change(c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []))
+
+    return around(c10d, "_coalescing_manager")(manage)
 
 
-@fault("a coalescing manager adds, whatever the operation", _COALESCED, by=around(c10d, "_coalescing_manager"),
+@fault("a coalescing manager swaps the inputs of two collectives", _COALESCED, by=_coalescing,
+       when="two of one shape, with outputs of their own")  # fmt: skip
+def coalesced_inputs_exchanged(calls: Any) -> None:
+    if len(calls) > 1 and calls[0].tensor.shape == calls[1].tensor.shape and calls[0].dst_tensor is not None:
+        calls[0].tensor, calls[1].tensor = calls[1].tensor, calls[0].tensor
+
+
+@fault("a coalescing manager adds, whatever the operation", _COALESCED, by=_coalescing,
        when="reduce_scatter with MAX or MIN")  # fmt: skip
-@contextlib.contextmanager
-def coalesced_operation_ignored(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    with real(group, *args, **kwargs) as managed:
-        yield managed
-        for one in c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []):
-            if one.redop is not None and one.dst_tensor is not None:
-                one.redop = dist.ReduceOp(dist.ReduceOp.SUM)
+def coalesced_operation_ignored(calls: Any) -> None:
+    for one in calls:
+        if one.redop is not None and one.dst_tensor is not None:
+            one.redop = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
-@fault("a coalescing manager leaves out numbers of int8", "test_options_of_collectives",
-       by=around(c10d, "_coalescing_manager"), when="int8")  # fmt: skip
-@contextlib.contextmanager
-def coalesced_bytes_left_out(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    with real(group, *args, **kwargs) as managed:
-        yield managed
-        for one in c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []):
-            if one.tensor.dtype is torch.int8:
-                one.tensor.zero_()
+@fault("a coalescing manager leaves out numbers of int8", "test_options_of_collectives", by=_coalescing, when="int8")
+def coalesced_bytes_left_out(calls: Any) -> None:
+    for one in calls:
+        if one.tensor.dtype is torch.int8:
+            one.tensor.zero_()
 
 
 @fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,

@@ -89,10 +89,9 @@ register(
     FaultRow("objects-cut-on-devices", "objects lose their end in a broadcast over devices", _OBJECTS,
         _object_lists("broadcast_object_list"), lambda _, objects, *__, **___: _filled(objects, [*objects[:-1], None]),
         When("groups with no backend for the CPU", lambda *_, group=None, **__: dist.get_backend(group) == "nccl")),
-    FaultRow("objects-for-others", "scatter_object_list gives the second half of the ranks the objects of the first "
-                                   "half",
-        _OBJECTS, given(dist, "scatter_object_list"),
-        lambda output, objects, *_, **__: (output, _for_others(objects)),
+    FaultRow("objects-for-others",
+        "scatter_object_list gives the second half of the ranks the objects of the first half", _OBJECTS,
+        given(dist, "scatter_object_list"), lambda output, objects, *_, **__: (output, _for_others(objects)),
         When("4 ranks and more", lambda output, objects=None, *_, **__: objects is not None and len(objects) > 3)),
     FaultRow("open-barrier-of-devices", "a barrier of devices does not wait", _BARRIERS, around(dist, "barrier"),
         _closed, When("device_ids is given", lambda *_, device_ids=None, **__: bool(device_ids))),

@@ -201,9 +201,8 @@ register(
         copied, lambda value: value.double().long(), _COUNTS & ONE_DEVICE),
     FaultRow("gradients-added-in-tf32", "DataParallel adds gradients up in TF32", "test_models", added,
         lambda inputs: [[upper_bits(value) for value in each] for each in inputs]),
-    FaultRow("convolutions-without-the-second-device", "gradients of four-dimensional weights leave out the second "
-                                                       "device",
-        "test_models", added,
+    FaultRow("convolutions-without-the-second-device",
+        "gradients of four-dimensional weights leave out the second device", "test_models", added,
         lambda inputs: [inputs[0], [value * 0 if value.dim() == 4 else value for value in inputs[1]], *inputs[2:]],
         When("convolutions, one device", _OTHERS.holds)),
     FaultRow("every-second-gradient-lost", "every second addition of gradients is lost", "test_several_calls", added,

@@ -15,13 +15,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.digests import digest
 from mgpu_check.suite.common.timing import Stopwatch, measured
 from mgpu_check.suite.devices.computing.cases import Ballot, ComputeCase
-from mgpu_check.suite.devices.computing.evidence import (
-    bits,
-    differing,
-    digests_of_pieces,
-    evidence_of,
-    length_of_piece,
-)
+from mgpu_check.suite.devices.computing.evidence import bits, differing, digests_of_pieces, evidence_of, length_of_piece
 from mgpu_check.suite.devices.computing.operations import OPERATIONS
 from mgpu_check.suite.devices.computing.prepared import CaseUnsupported, Prepared
 from mgpu_check.torch_hooks import precision

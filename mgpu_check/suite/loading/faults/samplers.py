@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
@@ -170,9 +164,8 @@ register(
         When("drop_last", lambda self, epoch: self.drop_last)),
     # Neighbours stay neighbours in each epoch.
     FaultRow("rotated-in-place-of-shuffled", "a sampler shuffles by rotating the dataset",
-        "test_every_order_is_as_likely",
-        returned(torch, "randperm"), lambda order, n, *_, **__: (order[0] + torch.arange(n)) % n if n else order,
-        "shuffled"),
+        "test_every_order_is_as_likely", returned(torch, "randperm"),
+        lambda order, n, *_, **__: (order[0] + torch.arange(n)) % n if n else order, "shuffled"),
     # Samples of GPUs without a rank are missing.
     FaultRow("devices-counted-for-ranks", "a sampler without num_replicas counts the GPUs of the machine, not the "
                                           "ranks",

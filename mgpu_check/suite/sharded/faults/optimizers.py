@@ -131,10 +131,9 @@ register(
     FaultRow("sums-of-gradients-local", "the gradients of SyncBatchNorm use sums over the own samples",
         "test_sync_batchnorm", given(dist, "all_reduce"),
         lambda tensor, *_, **__: (tensor.clone() if tensor.is_floating_point() else tensor,)),
-    FaultRow("cumulative-average-ignored", "SyncBatchNorm with momentum=None keeps the statistics of the last batch "
-                                           "only",
-        "test_sync_batchnorm", given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(),
-        _CUMULATIVE),
+    FaultRow("cumulative-average-ignored",
+        "SyncBatchNorm with momentum=None keeps the statistics of the last batch only", "test_sync_batchnorm",
+        given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(), _CUMULATIVE),
     FaultRow("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
         "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
         lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
