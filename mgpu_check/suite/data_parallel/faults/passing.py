@@ -49,9 +49,6 @@ def _are_few(real: object, self: Dp, args: Any, kwargs: object, devices: Sequenc
     return bool(args) and isinstance(args[0], torch.Tensor) and 1 < len(args[0]) < len(devices)
 
 
-# Outputs
-
-
 @outputs("outputs are gathered by the numbers of their devices", _GATHER, "device orders that do not ascend")
 def outputs_by_device_number(real: Any, self: Dp, parts: Sequence[Any], device: Any) -> Any:
     places = sorted(range(len(parts)), key=lambda place: self.device_ids[place])
@@ -77,9 +74,6 @@ def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: 
     return dim == 1 and bool(inputs) and inputs[0].dim() == 2 and inputs[0].shape[0] == inputs[0].shape[1]
 
 
-# Arguments
-
-
 @arguments("flags are all set on devices other than the first", _SCATTERED, "bool only, keyword arguments")
 def flags_all_set(made: Any, *given: Any) -> Any:
     args, (first, *others) = made
@@ -98,9 +92,6 @@ def text_for_the_first(made: Any, *given: Any) -> Any:
 def nested_keywords_whole(made: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
     for shard, device in zip(made[1], devices, strict=False):
         shard["more"] = mapped(kwargs["more"], partial(torch.Tensor.to, device=torch.device("cuda", device)))
-
-
-# Modes
 
 
 @modes("replicas are always in training mode", returned(DataParallel, "replicate"), "evaluation")
@@ -139,9 +130,6 @@ def autocast_in_bfloat16(results: list[Any], *args: Any) -> list[Any]:
     return [out.to(torch.bfloat16) if one else out for out, one in zip(results, half, strict=True)]
 
 
-# Exceptions
-
-
 @exceptions("exceptions name the previous replica", _APPLY, "replicas beyond the first")
 def wrong_replica_named(real: Any, self: Dp, *given: Any) -> Any:
     try:
@@ -162,9 +150,6 @@ def last_exception_lost(real: Any, self: Dp, replicas: Any, inputs: Any, kwargs:
         return real(self, replicas, inputs, kwargs)
     except Exception:
         return [*real(self, replicas[:-1], inputs[:-1], kwargs[:-1]), inputs[-1][0]]
-
-
-# The functional form
 
 
 @functional_form("data_parallel drops keyword arguments other than tensors", _FUNCTION, "numbers as keyword arguments")

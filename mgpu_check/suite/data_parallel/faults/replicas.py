@@ -58,9 +58,6 @@ _LISTS = When("nn.ParameterList, other devices", lambda replica, part: isinstanc
 _SPARSE = When("sparse gradients", lambda inputs, *args: inputs[-1].is_sparse and len(inputs) > 1)
 
 
-# Replicas
-
-
 @held("elements beyond the first 64 Ki of a parameter are not copied to the last device", copied,
     above(MANY) & ONE_DEVICE)  # fmt: skip
 def long_parameters_not_copied(value: torch.Tensor) -> torch.Tensor:
@@ -104,9 +101,6 @@ def shared_modules_apart(replicas: Any, *args: Any, **kwargs: Any) -> None:
             modules["twin"] = copy.copy(modules["twin"])
 
 
-# Gradients
-
-
 @models("elements beyond the first 64 Ki of the last device's gradient are lost", added,
     When("above 64 Ki elements, one device", _OTHERS.holds))  # fmt: skip
 def long_gradients_lost(inputs: Inputs) -> Inputs:
@@ -146,9 +140,6 @@ def lists_of_parameters_detached(replica: nn.Module, part: nn.Module) -> None:
     for name, value in [*vars(part).items()]:
         if isinstance(value, torch.Tensor):
             setattr(part, name, value.detach())
-
-
-# Buffers, modes and hooks
 
 
 @buffers("the module keeps the buffers of the last replica", returned(DataParallel, "parallel_apply"), "training")

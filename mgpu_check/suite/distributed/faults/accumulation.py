@@ -46,9 +46,6 @@ def _turned_off_within(self: DDP, restored: bool | None = None) -> Iterator[None
     self.require_backward_grad_sync = before if restored is None else restored
 
 
-# Uneven inputs
-
-
 def _kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Make ranks that joined early keep the values `values_of` of their own model at the end of ``join``."""
 
@@ -60,9 +57,6 @@ def _kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> contextli
                 value.copy_(before)
 
     return around(DDP, "_sync_final_model")(sync)
-
-
-# Hooks of gradients
 
 
 @fault("a full backward hook is called twice for the second step", "test_gradient_hooks",

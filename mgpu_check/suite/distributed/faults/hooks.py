@@ -38,9 +38,6 @@ _ALONE = When("post_local_gradient_allreduce=False", _is_local)
 _LOCAL_SGD = around(post_localSGD_hook, "post_localSGD_hook")
 
 
-# Averaging
-
-
 @fault("the last rank keeps the result of a communication hook in the third step for all later steps",
        "test_averaging_hooks", by=hooked, when="from the fourth step on, one rank")  # fmt: skip
 def third_result_kept(hook: Any, state: object, bucket: Any, model: DistributedDataParallel) -> Any:
@@ -53,9 +50,6 @@ def third_result_kept(hook: Any, state: object, bucket: Any, model: DistributedD
             results.append(result.clone())
 
     return changed(hook(state, bucket), third_at_most)
-
-
-# Compressing
 
 
 @fault("compressed gradients are divided after the sum instead of before", "test_compressing_hooks", by=_COMPRESSING,
@@ -71,9 +65,6 @@ def divided_after_the_sum(real: Any, dtype: torch.dtype, group: Any, bucket: Any
 def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
     factor = dist.get_world_size(group) / dist.get_world_size()
     return changed(real(dtype, group, bucket), lambda mean: mean.mul_(factor))
-
-
-# PowerSGD
 
 
 @low_rank_hook("PowerSGD loses the error feedback of buckets after the first", returned(powerSGD_hook, _POWER),
@@ -106,9 +97,6 @@ def left_out_of_a_batch() -> Iterator[None]:
         returned(powerSGD_hook, "batched_powerSGD_hook")(halve),
     ):
         yield
-
-
-# Local SGD
 
 
 @hooks_in_groups("post_localSGD_hook counts buckets as steps and becomes local too early",

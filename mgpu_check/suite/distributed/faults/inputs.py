@@ -31,9 +31,6 @@ _WHOLE_AVERAGE = When("momentum=None", lambda real, self, x: self.momentum is No
 _ASSIGNED_AGAIN = When("buffers that are replaced", lambda real, self: hasattr(self, "modules_buffers"))
 
 
-# Arguments and buffers
-
-
 @buffers("non-persistent buffers are not broadcast", returned(DDP, "_assign_modules_buffers"), "persistent=False")
 def unsaved_buffers_not_sent(result: None, self: DDP) -> None:
     saved = self.module.state_dict(keep_vars=True)
@@ -62,9 +59,6 @@ def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> N
             own.copy_(before[id(parameter)])
 
 
-# Two optimizers
-
-
 @fault("GradScaler updates its scale by the first optimizer only", "test_scaler",
        by=given(torch.amp.GradScaler, "update"), when="two optimizers, an infinity in the second")  # fmt: skip
 def scale_of_the_first_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,9 +68,6 @@ def scale_of_the_first_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_counted_in_half(made: Any, param: torch.Tensor, value: object, *rest: Any, key: object = None) -> bool:
     return (rest[2:] or [key])[0] == "step" and isinstance(made, torch.Tensor) and param.dtype.itemsize == 2
-
-
-# Averagers
 
 
 @model_averagers("if two periods are due, the average is over the smaller group",

@@ -63,9 +63,6 @@ _NOT_FIRST = of_model("ranks other than the first", lambda model: dist.get_rank(
 _UNUSED_BY_ALL = When("parameters that no rank uses", lambda self, *args, **kwargs: self.find_unused_parameters)
 
 
-# Models
-
-
 @models("the last rank adds the bucket of the previous step to its own", when="one rank, from the second step on")
 def stale_bucket() -> Iterator[None]:
     kept: WeakKeyDictionary[DistributedDataParallel, dict[int, torch.Tensor]] = WeakKeyDictionary()
@@ -104,9 +101,6 @@ def adam_in_bfloat16() -> Iterator[None]:
         yield
 
 
-# Buckets
-
-
 @buckets("the last element of a bucket is not reduced", communicating(), _LATER_BUCKET)
 def later_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[-1:] = 0
@@ -131,9 +125,6 @@ def large_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
 @buckets("one element of a gradient that is a bucket view is lost", communicating(_VIEWS), _VIEWS & _SMALL_BUCKET)
 def views_of_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
     buffer[:1] = 0
-
-
-# Which parameters
 
 
 @unused_parameters("the mean of a gradient counts only the ranks that used the parameter", communicating(_UNUSED),
@@ -178,9 +169,6 @@ def rebuilt_views_cut(buffer: torch.Tensor, *_: Any) -> None:
 def frozen_parameters_not_sent(real: Any, *, module: nn.Module, params_and_buffers_to_ignore: Any, **more: Any) -> None:
     frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
     real(module=module, params_and_buffers_to_ignore={*params_and_buffers_to_ignore, *frozen}, **more)
-
-
-# Groups
 
 
 register(

@@ -58,9 +58,6 @@ _UNTOLD = When("no device_ids, ranks other than the first", lambda *args, **kwar
 _ORDER_2 = When("order 2", lambda real, parameters, most, norm_type=2.0, **kwargs: norm_type == 2.0)
 
 
-# The start
-
-
 @state_of_the_start("elements beyond the first 64 Ki are not sent at the start", received, above(MANY))
 def long_parameters_cut(value: torch.Tensor) -> None:
     value.view(-1)[MANY:] = 0
@@ -76,9 +73,6 @@ def imaginary_parts_of_gradients_lost(value: torch.Tensor) -> None:
 def untold_device_not_synchronized(real: Any, *args: Any, **kwargs: Any) -> None:
     with replaced(distributed_module, "_sync_module_states", lambda **_: None):
         real(*args, **kwargs)
-
-
-# Buffers
 
 
 def _buffers(model: DDP, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -107,17 +101,11 @@ def flags_not_sent(result: None, self: DDP, *args: Any) -> None:
         value.logical_not_()
 
 
-# Dtypes and layouts
-
-
 @fault("the last rank's gradients in half precision are rounded to 4 bits", "test_mixed_dtypes",
        by=communicating(_HALF), when=dtype(torch.float16, torch.bfloat16) & LAST_RANK)  # fmt: skip
 def half_precision_rounded(buffer: torch.Tensor, *_: Any) -> torch.Tensor:
     mantissa, exponent = torch.frexp(buffer.float())
     return torch.ldexp((mantissa * 8).round() / 8, exponent).to(buffer.dtype)
-
-
-# Arguments and modes
 
 
 def _turned(value: Any, inside: bool = False) -> Any:
@@ -145,16 +133,10 @@ def evaluation_cut(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     out[-1] = 0
 
 
-# Checkpoints
-
-
 @checkpoint("parameters with one dimension are not loaded on the last rank", _LOADED, LAST_RANK & _BIASES)
 def biases_not_loaded(real: Any, self: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     own = {name: value.clone() for name, value in self.state_dict().items() if value.dim() == 1}
     return real(self, {**state, **own}, *args, **kwargs)
-
-
-# Precision
 
 
 @autocast("autocast is off within DDP on the last rank", _FORWARD, LAST_RANK)

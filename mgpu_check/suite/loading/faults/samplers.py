@@ -71,9 +71,6 @@ _LAST_OF_FIVE = When(
 _GIVEN = When("a generator is given", lambda self: self.generator is not None)
 
 
-# Shares
-
-
 @sampler_covers("padding repeats one sample for all ranks that need one", _share, _PADDED_TWICE)
 def padding_of_one_sample(sampler: Any, share: list[int]) -> list[int]:
     """An evaluation counts that sample too often."""
@@ -110,17 +107,11 @@ def last_sample_stays_behind(sampler: Any, share: list[int]) -> list[int]:
     return [*(one for one in share if one != last), last]
 
 
-# Ranks and worlds
-
-
 @rank_known("samplers shuffle by torch's global generator, which differs between ranks", _share, _SHUFFLED)
 def shuffled_by_the_global_generator(sampler: Any, share: list[int]) -> list[int]:
     """Shares overlap, and samples are missing."""
     order = torch.randperm(len(sampler.dataset)).tolist()
     return [order[(sampler.rank + sampler.num_replicas * place) % len(order)] for place in range(len(share))]
-
-
-# Batches
 
 
 @fault("batch samplers yield the same list object for every batch", "test_batch_samplers_cut_in_batches", by=_batches)
@@ -141,9 +132,6 @@ def len_without_the_last_batch(real: Any, self: Any) -> int:
     """A learning-rate schedule based on it ends too early."""
     full: int = len(self.sampler) // self.batch_size
     return full
-
-
-# Generators
 
 
 register(

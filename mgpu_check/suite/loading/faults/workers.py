@@ -75,9 +75,6 @@ def _is_sent_by_the_last(self: torch.Tensor, *args: Any, **named: Any) -> bool:
     return bool(named.get("non_blocking")) and rank is not None and rank.index == rank.size - 1
 
 
-# Order and batches
-
-
 @in_order("a LookupError of a worker ends the epoch silently", given(_ITERATOR, "_process_data"), _LOOKUP)
 def lookup_errors_end_the_epoch(self: Any, data: Any, *rest: Any) -> None:
     """The model trains only on the samples before it."""
@@ -126,9 +123,6 @@ def batches_of_the_last_rank_elsewhere(self: torch.Tensor, *args: Any, **named: 
     return self, torch.device("cuda", 0) if rank and rank.index else torch.device("cpu")
 
 
-# Seeds and streams
-
-
 @seeded("all workers have the seed of the first", _worker_arguments, "two workers or more")
 def workers_seeded_alike(args: list[Any]) -> None:
     """All workers draw the same augmentations."""
@@ -155,9 +149,6 @@ class _First:
 
     def __init__(self, told: Any) -> None:
         self.id, self.num_workers = 0, told.num_workers
-
-
-# Collation and pinning
 
 
 @pinned("the result of a batch's own pin_memory method is dropped",

@@ -74,9 +74,6 @@ def local_rank_of_the_place(real: Any, self: Any, mesh_dim: int) -> int:
     return place[mesh_dim]
 
 
-# Redistribution
-
-
 @redistribution("gathered tensors end with a slice of padding", returned(Shard, "_to_replicate_tensor"), _UNEVEN)
 def padding_gathered(whole: torch.Tensor, self: Shard, *args: Any) -> None:
     whole.narrow(self.dim, whole.shape[self.dim] - 1, 1).zero_()
@@ -92,9 +89,6 @@ def maxima_added_up(real: Any, self: Partial, *args: Any) -> torch.Tensor:
     _LARGE_PARTS)  # fmt: skip
 def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
     made.view(-1)[-1] = 0
-
-
-# Operators
 
 
 @fault("functions of partial tensors are applied to each part before the sum", "test_operators_on_dtensors",

@@ -59,9 +59,6 @@ _CONTAINERS = When(
 _INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))
 
 
-# Gradients and parameters of FSDP2
-
-
 @fully_shard("the all-gather of parameters returns a stale result on one rank",
     when="every fifth call, on the last rank")  # fmt: skip
 def stale_parameters_gathered() -> Iterator[None]:
@@ -169,9 +166,6 @@ def repeats_not_reduced() -> Iterator[None]:
         yield
 
 
-# Mixed precision
-
-
 @mixed_precision("parameters are kept in the precision of the computation", when="policies of float16 only")
 def parameters_kept_in_low_precision() -> Iterator[None]:
     low: list[torch.dtype | None] = [None]
@@ -213,17 +207,11 @@ def third_micro_batch_dropped(self: Any) -> None:
         new.zero_()
 
 
-# Clipping
-
-
 @fault("infinity norms of parts are added up instead of their maximum", "test_clipping",
        by=returned(clip_grad, "_get_total_norm"), when=_INFINITE)  # fmt: skip
 def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     ranks: int = tensors[0].device_mesh.size()
     return norm * ranks
-
-
-# FSDP1
 
 
 @flat_parameters("gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"),

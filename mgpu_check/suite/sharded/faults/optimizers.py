@@ -30,9 +30,6 @@ _AS_VIEWS = keyword("parameters_as_bucket_view", True)
 _VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as_bucket_view and is_last())
 
 
-# SyncBatchNorm
-
-
 @sync_batchnorm("SyncBatchNorm weighs all ranks alike", given(torch, "batch_norm_gather_stats_with_counts"),
     "different numbers of samples")  # fmt: skip
 def samples_not_counted(*args: Any) -> tuple[Any, ...]:
@@ -48,9 +45,6 @@ def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Te
     normed: torch.Tensor = real(self, x)
     mean.copy_(before)
     return normed
-
-
-# ZeroRedundancyOptimizer
 
 
 @zero_redundancy_optimizer("the last rank keeps a parameter from the previous step", around(_ZERO, "step"),

@@ -66,9 +66,6 @@ def momentum_not_given_out(result: None, self: torch.optim.Optimizer, state_dict
             entry["momentum_buffer"] = entry["momentum_buffer"] * 0
 
 
-# Checkpoints
-
-
 @distributed_checkpoint("tensors read from a checkpoint lack the last element",
     given(DefaultLoadPlanner, "commit_tensor"), _LARGE_PARTS)  # fmt: skip
 def large_parts_read_short(self: Any, item: Any, tensor: torch.Tensor) -> None:
