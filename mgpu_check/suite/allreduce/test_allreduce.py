@@ -69,9 +69,7 @@ def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) ->
 
 @examples(80)
 @given(
-    size=strategies.world_sizes(),
-    data=contributions(layouts=DENSE, operations=("min", "max", "product")),
-    place=PLACES,
+    size=strategies.world_sizes(), data=contributions(layouts=DENSE, operations=("min", "max", "product")), place=PLACES
 )
 def test_all_reduce_of_other_operations(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the minimum, maximum or product on every rank."""

@@ -167,10 +167,7 @@ class _OfRank:
 
     def _shift(self, target: torch.Tensor, given: torch.Tensor, group: _Members, me: int, by: int) -> None:
         to, of = (group.members[(me + step) % len(group.members)] for step in (by, -by))
-        exchange = [
-            dist.P2POp(dist.isend, given, to, group.handle),
-            dist.P2POp(dist.irecv, target, of, group.handle),
-        ]
+        exchange = [dist.P2POp(dist.isend, given, to, group.handle), dist.P2POp(dist.irecv, target, of, group.handle)]
         for one in dist.batch_isend_irecv(exchange):
             one.wait()
 

@@ -126,10 +126,7 @@ def test_messages_from_any_source(
 
 @examples(8, quick=2)
 @given(
-    size=calls.worlds(),
-    root=calls.members,
-    objects=st.lists(calls.OBJECTS, min_size=1, max_size=4),
-    seed=calls.seeds,
+    size=calls.worlds(), root=calls.members, objects=st.lists(calls.OBJECTS, min_size=1, max_size=4), seed=calls.seeds
 )
 def test_object_collectives(ranks: Ranks, size: int, root: int, objects: list[object], seed: int) -> None:
     """Collectives of Python objects deliver equal objects to the right ranks, for any size and kind."""

@@ -132,8 +132,7 @@ def assert_events_tell(devices: Sequence[torch.device]) -> None:
             behind.synchronize()
             if not (start.query() and end.query() and stream.query()):
                 raise DeviceMismatch(
-                    f"{device}: an event is not done after the host has waited for a later event",
-                    ranks=(device.index,),
+                    f"{device}: an event is not done after the host has waited for a later event", ranks=(device.index,)
                 )
             lasted, longer = start.elapsed_time(end), start.elapsed_time(behind)
             if not 0 < lasted <= longer + 1e-3:  # events have a resolution of half a microsecond

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
+AGREE = "mgpu_check.suite.common.agreement:assert_devices_agree"
+OPERATORS = "mgpu_check.suite.devices.operators"
 COPIES = "mgpu_check.suite.devices.copies"
 CONTEXT = "mgpu_check.suite.devices.context"
 STREAMS = "mgpu_check.suite.devices.streams"
@@ -26,50 +28,35 @@ RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
 @given(seed=strategies.seeds())
 def test_elementwise_results(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Elementwise functions and conversions match the CPU in each dtype, for all pairs of special values."""
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.elementwise import elementwise_cases
-
-    assert_devices_agree(gpus, elementwise_cases(seed))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.elementwise:elementwise_cases")(seed))
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_products(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Products and convolutions, by every function and in every floating dtype, keep all digits of factors and sums."""
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.products import product_cases
-
-    assert_devices_agree(gpus, product_cases(seed))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.products:product_cases")(seed))
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_reductions(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Sums, minima, maxima, sorts and searches are exact in each dtype."""
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.reductions import reduction_cases
-
-    assert_devices_agree(gpus, reduction_cases(seed))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.reductions:reduction_cases")(seed))
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_moves_keep_every_bit(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Operators that move elements within a device keep every bit of each dtype, contiguous or not."""
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.moves import move_cases
-
-    assert_devices_agree(gpus, move_cases(seed))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.moves:move_cases")(seed))
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Layers, losses and gradients are as close to float64 as their dtype allows."""
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.layers import layer_cases
-
-    assert_devices_agree(gpus, layer_cases(seed, more=more))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.layers:layer_cases")(seed, more=more))
 
 
 @examples(1)
@@ -79,20 +66,14 @@ def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: 
 
     A quick run steps a third of the optimizers. Line searches have no reference but torch itself on the CPU.
     """
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.optimizer_options import option_cases
-
-    assert_devices_agree(gpus, option_cases(seed, more=more))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.optimizer_options:option_cases")(seed, more=more))
 
 
 @examples(2, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Operators that read or write more than 4 MiB are right."""
-    from mgpu_check.suite.common.agreement import assert_devices_agree
-    from mgpu_check.suite.devices.operators.large import large_cases
-
-    assert_devices_agree(gpus, large_cases(seed, more=more))
+    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.large:large_cases")(seed, more=more))
 
 
 @pytest.mark.gpus(least=1, timeout=900)  # at standard it takes half a minute on an idle machine, at long some minutes
@@ -121,7 +102,7 @@ def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> Non
 def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested
     regions."""
-    NamedFunction("mgpu_check.suite.devices.operators.autocasting:assert_autocast_as_documented")(gpus, seed)
+    NamedFunction(f"{OPERATORS}.autocasting:assert_autocast_as_documented")(gpus, seed)
 
 
 @examples(2, quick=1)

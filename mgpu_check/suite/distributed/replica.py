@@ -226,11 +226,7 @@ class Replica:
     def judge_parameters(self) -> None:
         """Compare parameters after a step."""
         with self.findings.collected():
-            self.agree(
-                parameters_of(self.module),
-                parameters_of(self.one.held),
-                f"parameters after step {self.number}",
-            )
+            self.agree(parameters_of(self.module), parameters_of(self.one.held), f"parameters after step {self.number}")
 
     def judge_start(self) -> None:
         """Compare parameters and buffers with those of rank 0, right after the model was wrapped."""

@@ -67,10 +67,7 @@ def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[Trai
 
 
 @examples(30, quick=4)
-@given(
-    size=strategies.world_sizes(),
-    training=trainings(("mlp",), batch=st.integers(2, 24), windows=st.integers(2, 4)),
-)
+@given(size=strategies.world_sizes(), training=trainings(("mlp",), batch=st.integers(2, 24), windows=st.integers(2, 4)))
 def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """Gradients accumulated over micro-batches, with `no_sync` for all but the last, match those of the whole batch."""
     ranks.run(DISTRIBUTED, training, size=size)
@@ -93,8 +90,7 @@ def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int
 
 @examples(24, quick=4)
 @given(
-    size=strategies.world_sizes(),
-    training=trainings(("convnet",), batch=st.integers(4, 16), steps=st.integers(1, 3)),
+    size=strategies.world_sizes(), training=trainings(("convnet",), batch=st.integers(4, 16), steps=st.integers(1, 3))
 )
 def test_batchnorm_in_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """BatchNorm in DDP normalises shard by shard; each rank starts a step from rank 0's statistics and adds its own."""

@@ -92,11 +92,7 @@ def assert_pinned_by_themselves() -> None:
     )
     for how, workers, collate, places in ways:
         loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=size,
-            collate_fn=collate,
-            pin_memory=True,
-            num_workers=workers,
+            dataset, batch_size=size, collate_fn=collate, pin_memory=True, num_workers=workers
         )
         for number, (batch, indices) in enumerate(zip(loader, batches_of(range(length), size, False), strict=True)):
             what = f"pinned loader, {workers} workers, batches of a class of one's own, {how}: batch {number}"

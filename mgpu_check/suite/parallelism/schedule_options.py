@@ -24,13 +24,7 @@ _BY_ROWS, _BY_COLUMNS = TensorChunkSpec(0), TensorChunkSpec(1)
 _VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 _SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 _OPTIONS: Mapping[str, Sequence[Any]] = {
-    "schedule": (
-        *_SINGLE,
-        "ScheduleInterleaved1F1B",
-        "ScheduleInterleavedZeroBubble",
-        "ScheduleLoopedBFS",
-        *_VEE,
-    ),
+    "schedule": (*_SINGLE, "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", *_VEE),
     "micro_batches": (4, 2, 8),
     "scale_grads": (True, False),
     "args_chunk_spec": (None, (_BY_ROWS,)),

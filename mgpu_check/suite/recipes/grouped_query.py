@@ -52,11 +52,7 @@ def rows_of(heads: FusedHeads, rank: int, ranks: int) -> tuple[list[int], FusedH
     first = rank * heads.shared // ranks
     mine = heads._replace(queries=own, shared=kept)
     whole, local = _places(heads), _places(mine)
-    chosen = (
-        whole[0][rank * own : (rank + 1) * own],
-        whole[1][first : first + kept],
-        whole[2][first : first + kept],
-    )
+    chosen = (whole[0][rank * own : (rank + 1) * own], whole[1][first : first + kept], whole[2][first : first + kept])
     held = {
         place: head
         for places, found in zip(local, chosen, strict=True)

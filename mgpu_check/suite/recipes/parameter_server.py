@@ -47,10 +47,7 @@ class KeyValueStore:
 
 
 def push_and_pull(
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    update: Update,
-    homes: Sequence[int],
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], update: Update, homes: Sequence[int]
 ) -> None:
     """Push gradients to the home ranks of the parameters, update there, and pull the results. In place, on all ranks.
 

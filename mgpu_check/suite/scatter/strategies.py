@@ -28,12 +28,7 @@ def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
 
 @st.composite
 def sample_tensors(
-    draw: st.DrawFn,
-    size: int,
-    dim: int,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    values: Sequence[str] = ("distinct",),
+    draw: st.DrawFn, size: int, dim: int, *, dtypes: Sequence[str] = DTYPES, values: Sequence[str] = ("distinct",)
 ) -> TensorSpec:
     """Draw a tensor of 1 to 4 dimensions with `size` elements along `dim`, which may be negative."""
     least = -dim if dim < 0 else dim + 1

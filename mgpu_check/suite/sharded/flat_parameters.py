@@ -50,11 +50,7 @@ class Way:
         return "FullyShardedDataParallel, " + ", ".join(word for word in said if word)
 
 
-_WAYS = (
-    Way("FULL_SHARD", unsynchronized=True, ahead=True),
-    Way("SHARD_GRAD_OP", named=False),
-    Way("HYBRID_SHARD"),
-)
+_WAYS = (Way("FULL_SHARD", unsynchronized=True, ahead=True), Way("SHARD_GRAD_OP", named=False), Way("HYBRID_SHARD"))
 
 
 def _wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShardedDataParallel:

@@ -23,12 +23,7 @@ _RULES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "default decay": lambda: {"avg_fn": swa_utils.get_ema_avg_fn()},
     "default decay by lists": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn()},
 }
-_DECAYS = {
-    "decay by parameter": 0.5,
-    "decay by lists": 0.75,
-    "default decay": 0.999,
-    "default decay by lists": 0.999,
-}
+_DECAYS = {"decay by parameter": 0.5, "decay by lists": 0.75, "default decay": 0.999, "default decay by lists": 0.999}
 """Rule -> the share of an average that an update keeps. The other rules take the mean."""
 _AVERAGES: Mapping[str, Sequence[Any]] = {
     "rule": tuple(_RULES),

@@ -37,8 +37,7 @@ _UNREDUCED = When(
     "two dimensions, set_requires_all_reduce(False)", lambda result, self, *args: not self.all_reduce_grads
 )
 _SECOND_OF_PAIR = When(
-    "reshard_after_forward=2, one of two ranks",
-    lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1,
+    "reshard_after_forward=2, one of two ranks", lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1
 )
 # The first assignment is the initial value of the parameter, not a gradient.
 _COLUMNS = When(
@@ -127,10 +126,7 @@ def fetched_too_early() -> Iterator[None]:
             value.copy_(old)
         before[self] = now
 
-    with (
-        given(FSDPParamGroup, "_prefetch_unshard")(prefetch),
-        returned(FSDPParamGroup, "wait_for_unshard")(exchange),
-    ):
+    with given(FSDPParamGroup, "_prefetch_unshard")(prefetch), returned(FSDPParamGroup, "wait_for_unshard")(exchange):
         yield
 
 
