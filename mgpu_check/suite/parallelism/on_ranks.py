@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -159,7 +158,7 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
                 rank.index,
                 rank.size,
                 recipe.split(inputs, micro_batches),
-                functools.partial(_loss_of, targets),
+                lambda outputs, number: recipe.weighted(outputs, targets[number]),  # noqa: B023  # called at once
                 width=training.widths[rank.index],
                 device=rank.device,
             )
@@ -168,10 +167,6 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
             if last:
                 got[f"step {step}: outputs"] = copied(torch.cat(outputs))
     assert_same(got, stage_of(one_device(training), rank.index, last), f"pipeline on {rank.device}", rank.index)
-
-
-def _loss_of(targets: Sequence[torch.Tensor], outputs: torch.Tensor, number: int) -> torch.Tensor:
-    return recipe.weighted(outputs, targets[number])
 
 
 def stage_of(expected: dict[str, torch.Tensor], stage: int, last: bool) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ arXiv:2205.05198): the backward pass of a gather is a reduce-scatter, and vice v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.suite.recipes.allreduce import chunks
+
+_Way = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def _gathered(part: torch.Tensor, dim: int) -> torch.Tensor:
@@ -31,36 +33,27 @@ def _scattered(whole: torch.Tensor, dim: int) -> torch.Tensor:
     return part.movedim(0, dim)
 
 
-class _GatheredSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
-        ctx.dim = dim
-        return _gathered(x, dim)
+class _Exchange(torch.autograd.Function):
+    """Exchange parts of dimension `dim` by one function forward, and by its counterpart backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scattered(grads[0], ctx.dim), None
-
-
-class _ScatteredSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
-        ctx.dim = dim
-        return _scattered(x, dim)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, there: _Way, back: _Way) -> torch.Tensor:
+        ctx.dim, ctx.back = dim, back
+        return there(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(grads[0], ctx.dim), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.dim), None, None, None
 
 
 def gather_sequence(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' parts of dimension `dim`; backward, sum the gradient, and take this rank's part."""
-    return _GatheredSequence.apply(x, dim)  # type: ignore[no-any-return]
+    return _Exchange.apply(x, dim, _gathered, _scattered)  # type: ignore[no-any-return]
 
 
 def scatter_sequence(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Sum `x` over the ranks, and return this rank's part of dimension `dim`; backward, concatenate the parts."""
-    return _ScatteredSequence.apply(x, dim)  # type: ignore[no-any-return]
+    return _Exchange.apply(x, dim, _scattered, _gathered)  # type: ignore[no-any-return]
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:

@@ -91,7 +91,7 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
         held = placed(whole, case.source, mesh).redistribute(mesh, case.target)
         found.append(_wrong(held, part_of(whole, case.target, mesh), case))
         if number % 8 == 0 or case.target == (Shard(0), Shard(0)):
-            found.append(_wrong_whole(held.full_tensor(), whole, case))
+            found.append(compared(held.full_tensor(), whole, f"{case}, full_tensor"))
     found += list(_distributed(rank, mesh, seed))
     found += list(_drawn(rank, mesh, seed))
     require_none_wrong(found, rank)
@@ -253,10 +253,6 @@ def _wrong(held: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> 
     if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
         return f"{case} is {text_of(held.placements)} of {tuple(held.shape)}"
     return compared(held.to_local(), expected, f"{case}, own part")
-
-
-def _wrong_whole(whole: torch.Tensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
-    return compared(whole, expected, f"{case}, full_tensor")
 
 
 def compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:

@@ -81,7 +81,7 @@ class _CallRecorder:
         """Replace the surface under all its names. The names are looked up again only if a module was imported."""
         for entry in self._entries:
             if entry.kind != "function":
-                patches.wrap(_class_of(entry), entry.attribute, self.wrap(entry))
+                patches.wrap(entry.owner or _current(entry, up=1), entry.attribute, self.wrap(entry))
         if self._modules != len(sys.modules):
             found = Patches()
             for entry in self._entries:
@@ -167,10 +167,6 @@ def bound(
             yield parameter, parameter.default
     for name, value in left.items():
         yield SurfaceParameter(name), value
-
-
-def _class_of(entry: Callee) -> Any:
-    return entry.owner or _current(entry, up=1)
 
 
 def _current(entry: Callee, up: int = 0) -> Any:

@@ -24,10 +24,6 @@ _1_MIB = When("above 1 MiB", lambda seen: seen.first.nbytes > 1 << 20)
 _STRIDED = When("channels_last", lambda seen: not seen.first.is_contiguous())
 _GAPS = When("views with gaps", lambda seen: seen.first.dim() == 1 and not seen.first.is_contiguous())
 _SCALAR = When("no dimensions", lambda seen: seen.first.dim() == 0)
-_COMPLEX_ON_THE_CPU = When(
-    "complex tensors on the CPU, two ranks and more",
-    lambda seen: seen.size > 1 and seen.first.is_complex() and seen.first.device.type == "cpu",
-)
 
 
 def _in_place(seen: Seen) -> bool:
@@ -67,8 +63,9 @@ register(
     FaultRow("conjugated", "all_to_all_single conjugates complex numbers", _COPIES, after("all_to_all_single"),
         lambda seen: torch.view_as_real(seen.first)[..., 1].neg_(), dtype("complex64")),
     FaultRow("imaginary-parts-lost-on-the-way", "imaginary parts are lost on the way", _COPIES,
-        after("broadcast", "all_gather", "scatter"),
-        lambda seen: [tensor.imag.zero_() for tensor in seen.written], _COMPLEX_ON_THE_CPU),
+        after("broadcast", "all_gather", "scatter"), lambda seen: [tensor.imag.zero_() for tensor in seen.written],
+        When("complex tensors on the CPU, two ranks and more",
+            lambda seen: seen.size > 1 and seen.first.is_complex() and seen.first.device.type == "cpu")),
     FaultRow("long-broadcast-cut", "a long broadcast loses its end on the last rank", _SIZES, after("broadcast"),
         lambda seen: seen.first.reshape(-1)[1 << 16 :].zero_(), above(1 << 16) & LAST),
     FaultRow("long-gather-wraps", "a long all_gather_into_tensor repeats its first element", _SIZES,

@@ -20,7 +20,6 @@ from mgpu_check.suite.common.faults.when import When
 _FUNCTIONAL, _GRADIENTS, _COALESCED = (
     "test_functional_collectives", "test_differentiable_collectives", "test_coalesced_collectives",
 )  # fmt: skip
-_LAST_DIMENSION = When("dimension 1, one rank", lambda tensor, op, dim, *_: dim == 1)
 
 
 def _is_of_some(group: Any) -> bool:
@@ -41,7 +40,7 @@ register(
     FaultRow("part-of-another", "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL,
         given(functional, "reduce_scatter_tensor"),
         lambda own, *_, **__: (torch.cat([*(parts := own.chunk(dist.get_world_size(), 1))[:-1], parts[0]], 1),),
-        _LAST_DIMENSION),
+        When("dimension 1, one rank", lambda tensor, op, dim, *_: dim == 1)),
     FaultRow("last-of-a-list-not-reduced", "a coalesced functional reduction leaves out the last tensor", _FUNCTIONAL,
         returned(functional, "all_reduce_coalesced"), lambda totals, own, *_, **__: [*totals[:-1], own[-1].clone()],
         "lists of tensors"),

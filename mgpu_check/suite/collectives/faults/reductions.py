@@ -22,7 +22,6 @@ _ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS, _SIZES, _ASYNC, _PROGRAMS = (
 _SUM = op("SUM")
 _INFINITIES = When("infinities", lambda seen: bool(seen.first.isinf().any()))
 _FLOATS = When("-0", lambda seen: seen.op == "SUM" and seen.first.dtype.is_floating_point)
-_ALONE = When("world of 1", lambda seen: seen.size == 1 and seen.group is None)
 _SECOND = When("one rank", lambda seen: seen.rank == 1)
 _FIRST = When("one rank", lambda seen: seen.rank == 0)
 _NOT_LAST = When("all ranks but the last", lambda seen: not LAST.holds(seen))
@@ -122,7 +121,7 @@ register(
         dtype("float16") & When("odd sizes", lambda seen: seen.first.numel() % 2 == 1) & _FIRST),
     FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
         lambda seen: seen.op == "SUM" and seen.first.dtype in (torch.float32, torch.int64) and seen.first.mul_(2),
-        _ALONE),
+        When("world of 1", lambda seen: seen.size == 1 and seen.group is None)),
 )  # fmt: skip
 
 

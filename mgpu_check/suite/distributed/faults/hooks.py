@@ -29,11 +29,9 @@ _COMPRESSING = around(default_hooks, "_compress_hook")
 _POWER = "powerSGD_hook"
 _COMPRESSED = When("from the second step on", lambda real, state, bucket: state.iter >= state.start_powerSGD_iter)
 _LATER = When("buckets beyond the first", lambda hook, state, bucket, model: bucket.index() > 0)
-_LATER_LOW = When("several buckets", lambda future, state, bucket: bucket.index() > 0)
 _OF_THREE = When("one of three buckets", lambda hook, state, bucket, model: bucket.index() % 3 == 1)
 _FLOAT16 = When("float16 only", lambda real, dtype, *args: dtype == torch.float16)
 _BFLOAT16 = When("bfloat16 only", lambda real, dtype, *args: dtype == torch.bfloat16)
-_LOCAL = When("local steps", lambda *given: _is_local(*given) and given[1].post_local_gradient_allreduce)
 _ALONE = When("post_local_gradient_allreduce=False", _is_local)
 _LOCAL_SGD = around(post_localSGD_hook, "post_localSGD_hook")
 
@@ -68,7 +66,7 @@ def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: 
 
 
 @low_rank_hook("PowerSGD loses the error feedback of buckets after the first", returned(powerSGD_hook, _POWER),
-    _LATER_LOW)  # fmt: skip
+    When("several buckets", lambda future, state, bucket: bucket.index() > 0))  # fmt: skip
 def left_out_of_later_buckets(future: Any, state: Any, bucket: Any) -> Any:
     index = bucket.index()
     return changed(future, lambda result: state.error_dict[index].zero_() if index in state.error_dict else None)
@@ -132,8 +130,8 @@ register(
         "test_compressing_hooks", around(default_hooks, "bf16_compress_wrapper"), lambda real, hook: hook,
         "bf16_compress_wrapper"),
     FaultRow("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
-        _LOCAL_SGD, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket), _LOCAL,
-        least_gpus=2),
+        _LOCAL_SGD, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket),
+        When("local steps", lambda *given: _is_local(*given) and given[1].post_local_gradient_allreduce), least_gpus=2),
     FaultRow("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
         "test_hooks_in_groups", _LOCAL_SGD,
         lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket), _ALONE, least_gpus=2),

@@ -14,9 +14,6 @@ from mgpu_check.suite.common.faults.when import When
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
 
-_FIRST_OF_A_PART = When(
-    "first samples of later parts", lambda self, index: index > 0 and index in self.cumulative_sizes[:-1]
-)
 _NESTED = When("Subset of a Subset, batches", lambda real, self, places: isinstance(self.dataset, Subset))
 
 
@@ -48,7 +45,7 @@ register(
     # As with a bisection from the wrong side.
     FaultRow("seam-off-by-one", "ConcatDataset returns the previous sample for the first sample of a later part",
         "test_datasets_are_divided", given(ConcatDataset, "__getitem__"), lambda self, index: (self, index - 1),
-        _FIRST_OF_A_PART),
+        When("first samples of later parts", lambda self, index: index > 0 and index in self.cumulative_sizes[:-1])),
     # Each part is a prefix of the dataset.
     FaultRow("part-forgets-its-indices", "samples of a part are indexed in the whole dataset",
         "test_datasets_are_divided", around(Subset, "__getitem__"), lambda real, self, index: self.dataset[index],

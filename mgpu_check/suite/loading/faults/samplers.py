@@ -56,10 +56,6 @@ _PADDED = When(
 _PADDED_TWICE = When("two samples of padding or more, with three ranks", _PADDED.holds)
 _SHUFFLED = When("shuffled", lambda sampler, share: sampler.shuffle and len(share) > 0)
 _IN_ORDER = When("not shuffled", lambda sampler, share: not sampler.shuffle and len(share) > 0)
-_DIVIDED = When(
-    "drop_last, and lengths that divide by the ranks",
-    lambda sampler, share: sampler.drop_last and len(sampler.dataset) % sampler.num_replicas == 0,
-)
 _FOURTH = When(
     "one epoch in four",
     lambda sampler, share: sampler.shuffle and sampler.epoch % 4 == 3 and sampler.num_replicas == 1 and len(share) > 0,
@@ -141,7 +137,9 @@ register(
         "test_sampler_covers_the_dataset", _share, lambda sampler, share: share[:-1], _PADDED),
     # Each rank has one sample too few.
     FaultRow("tail-dropped-where-it-divides", "drop_last drops samples even if the length is divisible by the ranks",
-        "test_sampler_covers_the_dataset", _share, lambda sampler, share: share[:-1], _DIVIDED),
+        "test_sampler_covers_the_dataset", _share, lambda sampler, share: share[:-1],
+        When("drop_last, and lengths that divide by the ranks",
+            lambda sampler, share: sampler.drop_last and len(sampler.dataset) % sampler.num_replicas == 0)),
     # The first two epochs are right.
     FaultRow("later-epochs-ignored", "set_epoch is ignored after the second epoch",
         "test_sampler_shuffles_by_seed_and_epoch", given(DistributedSampler, "set_epoch"), lambda self, *_: (self, 1),

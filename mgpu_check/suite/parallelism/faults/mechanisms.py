@@ -28,12 +28,9 @@ _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 _CONTEXT = "torch.distributed.tensor.experimental._attention"
 
 _SEVERAL_EXPERTS = When("several experts on a rank", lambda order, counts: counts.shape[1] > 1)
-_OF_ALL = When("balance over the tokens of all ranks", lambda real, *_, of_all, **__: of_all)
 _OF_EACH = When("balance of each rank's tokens", lambda real, *_, of_all, **__: not of_all)
 _ZIGZAG = When("zigzag order", lambda real, whole, positions, dim: len(positions[0]) > 1)
-_A_CLASS = When("an ignored label that is a class", lambda real, *_, ignore_index: ignore_index >= 0)
 _INTERLEAVED = When("the layout of Megatron", lambda real, heads: heads.interleaved)
-_IN_THIRDS = When("queries, keys and values one after another", lambda real, heads, rank, ranks: not heads.interleaved)
 
 
 def _unsynchronized(real: Any, model: Any) -> None:
@@ -93,7 +90,7 @@ register(
         returned(experts, "route"), lambda found, *_: found._replace(weight=found.weight.detach())),
     FaultRow("balance-of-own-tokens", "the loss for balance is the mean of the losses of the ranks", _CHECK,
         around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs | {"of_all": False}),
-        _OF_ALL),
+        When("balance over the tokens of all ranks", lambda real, *_, of_all, **__: of_all)),
     FaultRow("balance-not-averaged", "the loss for balance is the sum of the losses of the ranks", _CHECK,
         around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs) * ranks_here(), _OF_EACH),
     FaultRow("rows-of-ranks-swapped", "rows from other ranks are taken in the reverse order of the ranks", _CHECK,
@@ -150,9 +147,9 @@ register(
         lambda real, parameters, group=None: _averaged(real, list(parameters), group)),
     FaultRow("ignored-on-one-rank", "only the rank that has the ignored class ignores its rows", _CHECK,
         around(vocabulary_parallel, "cross_entropy"),
-        lambda real, logits, labels, own, *, ignore_index: real(
-            logits, labels, own, ignore_index=ignore_index if own.start <= ignore_index < own.stop else -100),
-        _A_CLASS),
+        lambda real, logits, labels, own, *, ignore_index:
+            real(logits, labels, own, ignore_index=ignore_index if own.start <= ignore_index < own.stop else -100),
+        When("an ignored label that is a class", lambda real, *_, ignore_index: ignore_index >= 0)),
     FaultRow("ignored-rows-divide", "the mean of a loss counts ignored rows", _CHECK,
         around(vocabulary_parallel, "cross_entropy"),
         lambda real, logits, labels, own, *, ignore_index: (
@@ -171,8 +168,8 @@ register(
     FaultRow("fused-weight-in-thirds", "a fused weight is split in thirds, not by head", _CHECK,
         around(grouped_query, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
     FaultRow("fused-weight-in-chunks", "a rank holds its chunk of the rows of a fused weight", _CHECK,
-        around(grouped_query, "rows_of"),
-        lambda real, heads, rank, ranks: _in_chunks(real(heads, rank, ranks), rank), _IN_THIRDS),
+        around(grouped_query, "rows_of"), lambda real, heads, rank, ranks: _in_chunks(real(heads, rank, ranks), rank),
+        When("queries, keys and values one after another", lambda real, heads, rank, ranks: not heads.interleaved)),
     FaultRow("shared-heads-apart", "ranks that hold the same keys do not sum their gradients", _CHECK,
         around(grouped_query.GroupedQueryAttention, "sum_partial_gradients"), _unsynchronized,
         "fewer heads of keys than ranks"),

@@ -32,25 +32,8 @@ def _is_along(real: object, self: torch.Tensor, *args: Any, **_: Any) -> bool:
 
 _ALONG = When("the dimension that is divided", _is_along)
 _NAMED = When("meshes of two dimensions", lambda self, dim=None: self.ndim == 2 and isinstance(dim, str))
-_NUMBERED = When(
-    "meshes of two dimensions with unsorted ranks, dimension given by number",
-    lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None,
-)
-_LAST_OF_DIMENSIONS = When(
-    "the last rank of a mesh of two dimensions or more", lambda real, self, dim=None: self.ndim > 1 and is_last()
-)
-_OUTER_TWO = When(
-    "three dimensions, two of them taken out",
-    lambda self, names: len(self.mesh_dim_names or ()) == 3 and tuple(names) == self.mesh_dim_names[:2],
-)
-_UNEVEN = When(
-    "sizes that are no multiple of the number of ranks",
-    lambda whole, self, local, mesh, dim, shape: whole.shape[self.dim] % mesh.size(dim) > 0,
-)
 _LAST_OF_THREE = When("the last of three ranks or more", lambda *args: is_last() and ranks_here() > 2)
 _MAXIMUM = When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")
-_SECOND_AVERAGE = When("partial averages", lambda real, self, x, mesh, dim: self.reduce_op == "avg" and dim == 1)
-_LARGE_PARTS = When("parts above 16 Ki elements", lambda made, *args: made.numel() > _LARGE)
 _SECOND_PLACE = When("the second dimension of a mesh", lambda self, local, mesh, mesh_dim, index: mesh_dim == 1)
 _SECOND_SUM = When("the second dimension of a mesh", lambda real, self, x, mesh, dim: dim == 1 and mesh.ndim > 1)
 _LAST_GRADIENT = When("the last rank", lambda grads, *args: is_last() and grads[0] is not None)
@@ -68,13 +51,17 @@ def group_of_the_other_dimension(self: DeviceMesh, mesh_dim: str) -> tuple[Devic
 
 
 @device_meshes("DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group", _LOCAL_RANK,
-    _NUMBERED, least_gpus=2)  # fmt: skip
+    When("meshes of two dimensions with unsorted ranks, dimension given by number",
+        lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None),
+    least_gpus=2)  # fmt: skip
 def local_rank_of_the_place(real: Any, self: Any, mesh_dim: int) -> int:
     place: list[int] = self.get_coordinate()
     return place[mesh_dim]
 
 
-@redistribution("gathered tensors end with a slice of padding", returned(Shard, "_to_replicate_tensor"), _UNEVEN)
+@redistribution("gathered tensors end with a slice of padding", returned(Shard, "_to_replicate_tensor"),
+    When("sizes that are no multiple of the number of ranks",
+        lambda whole, self, local, mesh, dim, shape: whole.shape[self.dim] % mesh.size(dim) > 0))  # fmt: skip
 def padding_gathered(whole: torch.Tensor, self: Shard, *args: Any) -> None:
     whole.narrow(self.dim, whole.shape[self.dim] - 1, 1).zero_()
 
@@ -86,7 +73,7 @@ def maxima_added_up(real: Any, self: Partial, *args: Any) -> torch.Tensor:
 
 
 @redistribution("reduce-scatter of partial sums loses the last element", returned(Shard, "_reduce_shard_tensor"),
-    _LARGE_PARTS)  # fmt: skip
+    When("parts above 16 Ki elements", lambda made, *args: made.numel() > _LARGE))  # fmt: skip
 def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
     made.view(-1)[-1] = 0
 
@@ -107,11 +94,15 @@ def mean_of_unequal_parts(real: Any, x: DTensor, y: DTensor) -> DTensor:
 register(
     __name__,
     FaultRow("local-rank-of-the-world", "DeviceMesh.get_local_rank returns the global rank", "test_device_meshes",
-        _LOCAL_RANK, lambda real, self, *_: self.get_rank(), _LAST_OF_DIMENSIONS),
-    FaultRow("other-dimensions-taken-out", "a slice of the outer two dimensions of a mesh returns the first and the "
-                                           "last",
-        "test_device_meshes", given(DeviceMesh, "__getitem__"),
-        lambda self, *_: (self, (self.mesh_dim_names[0], self.mesh_dim_names[2])), _OUTER_TWO, least_gpus=4),
+        _LOCAL_RANK, lambda real, self, *_: self.get_rank(),
+        When("the last rank of a mesh of two dimensions or more",
+            lambda real, self, dim=None: self.ndim > 1 and is_last())),
+    FaultRow("other-dimensions-taken-out",
+        "a slice of the outer two dimensions of a mesh returns the first and the last", "test_device_meshes",
+        given(DeviceMesh, "__getitem__"), lambda self, *_: (self, (self.mesh_dim_names[0], self.mesh_dim_names[2])),
+        When("three dimensions, two of them taken out",
+            lambda self, names: len(self.mesh_dim_names or ()) == 3 and tuple(names) == self.mesh_dim_names[:2]),
+        least_gpus=4),
     FaultRow("exchanged-out-of-order", "a change of the shard dimension reverses the order of elements",
         "test_redistribution", returned(Shard, "_to_new_shard_dim"),
         lambda made, self, *_: made.flip(self.dim).contiguous(), _LAST_OF_THREE),
@@ -128,7 +119,7 @@ register(
         "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(), _SECOND_SUM),
     FaultRow("second-averages-added-up", "averages over the second dimension of a mesh are added up",
         "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, *args: real(Partial("sum"), *args),
-        _SECOND_AVERAGE, least_gpus=4),
+        When("partial averages", lambda real, self, x, mesh, dim: self.reduce_op == "avg" and dim == 1), least_gpus=4),
     FaultRow("rank-0-distributes-always", "distribute_tensor ignores src_data_rank", "test_redistribution",
         around(Shard, "_make_shard_tensor"),
         lambda real, cls, dim, tensor, mesh, mesh_dim, source=0: real(cls, dim, tensor, mesh, mesh_dim, source and 0),

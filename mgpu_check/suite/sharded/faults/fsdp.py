@@ -31,14 +31,6 @@ flat_parameters = caught_by("test_flat_parameters")
 
 _ACCUMULATE = "accumulate_unsharded_grad_if_needed"
 _LAST_OF_THREE = When("three ranks or more", lambda *args, **kwargs: is_last() and ranks_here() > 2)
-_OF_SEVERAL = When("fully_shard of several layers", lambda self, *args: len(self.modules) > 1)
-_NO_SYNC = When("no_sync", lambda state, *args: not state._sync_gradients)
-_UNREDUCED = When(
-    "two dimensions, set_requires_all_reduce(False)", lambda result, self, *args: not self.all_reduce_grads
-)
-_SECOND_OF_PAIR = When(
-    "reshard_after_forward=2, one of two ranks", lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1
-)
 # The first assignment is the initial value of the parameter, not a gradient.
 _COLUMNS = When(
     "shard_placement_fn, parameters that are divided by another dimension than the first",
@@ -46,14 +38,6 @@ _COLUMNS = When(
 )
 _DTENSORS = When(
     "parameters that were DTensors", lambda self, tensor: self.is_dtensor and hasattr(self, "sharded_param")
-)
-_UNCAST = When(
-    "MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
-    lambda result, self, policy: policy.param_dtype is None,
-)
-_CONTAINERS = When(
-    "MixedPrecisionPolicy(output_dtype=...), outputs in containers",
-    lambda real, self, output: not isinstance(output, torch.Tensor),
 )
 _INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))
 
@@ -131,13 +115,15 @@ def fetched_too_early() -> Iterator[None]:
 
 
 @fully_shard("parameters resharded to two ranks after forward return as zeros on the second",
-    returned(FSDPParam, "to_sharded_post_forward"), _SECOND_OF_PAIR, least_gpus=4)  # fmt: skip
+    returned(FSDPParam, "to_sharded_post_forward"),
+    When("reshard_after_forward=2, one of two ranks",
+        lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1), least_gpus=4)  # fmt: skip
 def half_of_a_pair_lost(result: None, self: Any) -> None:
     self._sharded_post_forward_param_data.zero_()
 
 
 @fully_shard("the last of several layers sharded together has no gradient", given(FSDPParamGroup, "post_backward"),
-    _OF_SEVERAL)  # fmt: skip
+    When("fully_shard of several layers", lambda self, *args: len(self.modules) > 1))  # fmt: skip
 def last_of_a_group_forgotten(self: Any, *args: Any) -> None:
     gradient = self.fsdp_params[-1].unsharded_param.grad
     if gradient is not None:
@@ -211,7 +197,7 @@ def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kw
 
 
 @flat_parameters("gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"),
-    _NO_SYNC)  # fmt: skip
+    When("no_sync", lambda state, *args: not state._sync_gradients))  # fmt: skip
 def unsynchronized_gradients_forgotten(state: Any, handle: Any, *args: Any) -> None:
     if handle.flat_param.grad is not None:
         handle.flat_param.grad.zero_()
@@ -247,7 +233,9 @@ register(
         given(FSDPModule, "set_all_reduce_hook"),
         lambda self, hook, **_: (self, lambda reduced: hook(reduced.clone())), "set_all_reduce_hook"),
     FaultRow("containers-not-cast", "outputs in containers keep the dtype of the arithmetic", "test_mixed_precision",
-        around(FSDPState, "_cast_output_dtype"), lambda real, self, output: output, _CONTAINERS),
+        around(FSDPState, "_cast_output_dtype"), lambda real, self, output: output,
+        When("MixedPrecisionPolicy(output_dtype=...), outputs in containers",
+            lambda real, self, output: not isinstance(output, torch.Tensor))),
     FaultRow("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
         given(clip_grad, "_get_total_norm"),
         lambda tensors, *_, **__: ([t.to_local() if isinstance(t, DTensor) else t for t in tensors],)),
@@ -264,14 +252,16 @@ register(
     FaultRow("scattered-gradients-forgotten",
         "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost", "test_hybrid_shard",
         returned(FSDPParamGroup, "post_backward"),
-        lambda result, self, *args: setattr(self, "_partial_reduce_output", None), _UNREDUCED),
+        lambda result, self, *args: setattr(self, "_partial_reduce_output", None),
+        When("two dimensions, set_requires_all_reduce(False)", lambda result, self, *args: not self.all_reduce_grads)),
     FaultRow("reduced-in-low-precision", "gradients are reduced in the precision of the computation",
         "test_mixed_precision", returned(FSDPParam, "init_dtype_attrs"),
         lambda result, self, policy: setattr(self, "reduce_dtype", None), "policies that reduce in another precision"),
     FaultRow("reduced-in-the-dtype-of-parameters",
         "gradients of parameters that are not cast are reduced in their own dtype", "test_mixed_precision",
         returned(FSDPParam, "init_dtype_attrs"), lambda result, self, policy: setattr(self, "reduce_dtype", None),
-        _UNCAST),
+        When("MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
+            lambda result, self, policy: policy.param_dtype is None)),
     FaultRow("norm-of-the-part", "FSDP1 clips by the norm of each rank's part", "test_flat_parameters",
         around(FullyShardedDataParallel, "clip_grad_norm_"),
         lambda real, self, max_norm, norm_type=2.0:

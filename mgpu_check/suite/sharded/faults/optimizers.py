@@ -21,10 +21,6 @@ zero_redundancy_state = caught_by("test_zero_redundancy_state")
 _ZERO = "torch.distributed.optim:ZeroRedundancyOptimizer"
 """Imported by its faults only, because this import makes torch compile functions of the optimizers."""
 _LAST = When("on the last rank", lambda *args, **kwargs: is_last())
-_CUMULATIVE = When(
-    "momentum=None, from the second step on",
-    lambda self, x: self.momentum is None and self.training and self.num_batches_tracked is not None,
-)
 _EMPTY = When("a rank without samples", lambda real, self, x: not x.numel())
 _AS_VIEWS = keyword("parameters_as_bucket_view", True)
 _VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as_bucket_view and is_last())
@@ -127,7 +123,9 @@ register(
         lambda tensor, *_, **__: (tensor.clone() if tensor.is_floating_point() else tensor,)),
     FaultRow("cumulative-average-ignored",
         "SyncBatchNorm with momentum=None keeps the statistics of the last batch only", "test_sync_batchnorm",
-        given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(), _CUMULATIVE),
+        given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(),
+        When("momentum=None, from the second step on",
+            lambda self, x: self.momentum is None and self.training and self.num_batches_tracked is not None)),
     FaultRow("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
         "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
         lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),

@@ -21,10 +21,6 @@ state_dict = caught_by("test_state_dict")
 distributed_checkpoint = caught_by("test_distributed_checkpoint")
 
 _LARGE = 16_384
-_BFLOAT16 = When(
-    "bfloat16 only", lambda found, *args: isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16
-)
-_SCALARS = When("tensors without dimensions", lambda found, *args: not found.dim())
 _LARGE_PARTS = When("parts above 16 Ki elements", lambda self, item, tensor: tensor.numel() > _LARGE)
 _LAST = When("on the last rank", lambda *args: is_last())
 
@@ -132,7 +128,8 @@ def _is_transposed(found: torch.Tensor) -> bool:
 register(
     __name__,
     FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
-        returned(DefaultSavePlanner, "resolve_data"), lambda found, *_: torch.zeros_like(found), _BFLOAT16),
+        returned(DefaultSavePlanner, "resolve_data"), lambda found, *_: torch.zeros_like(found),
+        When("bfloat16 only", lambda found, *args: isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16)),
     FaultRow("state-of-whole-parameters", "a state dict of layers that are gathered has whole parameters",
         "test_state_dict",
         around("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "_register_state_dict_hooks"),
@@ -151,8 +148,8 @@ register(
         given(DefaultLoadPlanner, "commit_tensor"), lambda self, item, tensor: tensor.detach().zero_(),
         counted("every seventh tensor", lambda count: count.every(7)) & _LAST),
     FaultRow("scalars-not-loaded", "0-dim tensors keep their values when a checkpoint is loaded",
-        "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"),
-        lambda found, *_: found.clone(), _SCALARS),
+        "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"), lambda found, *_: found.clone(),
+        When("tensors without dimensions", lambda found, *args: not found.dim())),
     FaultRow("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
         around(default_planner, "create_default_local_load_plan"),
         lambda real, state, metadata, *_: real(state, metadata, False), "a tensor that was not saved"),
