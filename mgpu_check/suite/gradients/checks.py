@@ -85,15 +85,8 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
         )
 
 
-def assert_distributed_agrees(
-    training: TrainingSpec,
-    rank: Rank,
-    *,
-    evaluation: bool = False,
-    gradient_as_bucket_view: bool = False,
-    bucket_cap_mb: float | None = None,
-) -> None:
-    """Assert, on every rank, that DDP trains as one device does. A collective.
+def assert_distributed_agrees(training: TrainingSpec, rank: Rank, *, evaluation: bool = False, **options: Any) -> None:
+    """Assert, on every rank, that DDP with these options trains as one device does. A collective.
 
     Ranks start with different parameters, because DDP must give them those of rank 0. Gradients and parameters must
     agree on all ranks bit for bit, and rank 0 compares its own with one device. With BatchNorm, in training, the run on
@@ -105,7 +98,7 @@ def assert_distributed_agrees(
             evaluation changes statistics.
     """
     with full_precision():
-        model, start = _train(training, rank, evaluation, gradient_as_bucket_view, bucket_cap_mb)
+        model, start = _train(training, rank, evaluation, **options)
         results = reference.observed(model)
         # Run all collectives first, so that a rank that raises does not leave others waiting.
         gathered = {} if evaluation else _gather_statistics(model, rank)
@@ -145,25 +138,20 @@ def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> Non
             with findings.collected():
                 assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {_steps(step)}")
 
-        _train(training, rank, False, False, None, after=compare)
+        _train(training, rank, False, after=compare)
 
 
 def _train(
     training: TrainingSpec,
     rank: Rank,
     evaluation: bool,
-    gradient_as_bucket_view: bool,
-    bucket_cap_mb: float | None,
     after: Callable[[int, nn.Module], None] = lambda step, model: None,
+    **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
     """Train this rank's part under DDP; return the trained model, and the initial model of rank 0."""
     own = training.initial(rank.index).to(rank.device)
-    parallel = DistributedDataParallel(
-        own,
-        device_ids=[rank.device] if rank.device.type == "cuda" else None,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        bucket_cap_mb=bucket_cap_mb,
-    ).train(not evaluation)
+    device_ids = [rank.device] if rank.device.type == "cuda" else None
+    parallel = DistributedDataParallel(own, device_ids=device_ids, **options).train(not evaluation)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=training.rate, momentum=training.momentum)
     after(0, own)
     for step, (inputs, labels) in enumerate(training.batches(), start=1):

@@ -13,13 +13,8 @@ _LARGEST = {"float16": 2048, "bfloat16": 256, "int16": 2**15 - 1, "int8": 127, "
 _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
 
 
-def _ascending(case: ComputeCase, device: torch.device) -> torch.Tensor:
-    """Return size² ascending numbers of the case's dtype, all different if the dtype has as many."""
-    return _numbers(case, torch.arange(case.size**2, device=device))
-
-
 def _numbers(case: ComputeCase, places: torch.Tensor) -> torch.Tensor:
-    """Return the ascending numbers at `places`."""
+    """Return those at `places` of size² ascending numbers, all different if the case's dtype has as many."""
     count = case.size**2
     most = _LARGEST.get(case.dtype, 2**24)
     low = 0 if case.dtype == "uint8" else -min(most, count // 2)
@@ -37,7 +32,8 @@ def _permutation(case: ComputeCase, device: torch.device) -> torch.Tensor:
 def _mixed_up(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (ascending numbers, permutation, permuted numbers)."""
     require(case.dtype, device)
-    ascending, permutation = _ascending(case, device), _permutation(case, device)
+    ascending = _numbers(case, torch.arange(case.size**2, device=device))
+    permutation = _permutation(case, device)
     return ascending, permutation, ascending[permutation]
 
 

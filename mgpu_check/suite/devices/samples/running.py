@@ -48,10 +48,9 @@ def results(
         return device if _is_device(value) else value
 
     first, args, options = tree_map(placed, (sample.input, sample.args, sample.kwargs))
-    made = tree_leaves(sample.output_process_fn_grad(call(first, *args, **options)))
-    found = [
-        one if isinstance(one, torch.Tensor) else torch.tensor(one, device=device) for one in made if _has_value(one)
-    ]
+    returned = tree_leaves(sample.output_process_fn_grad(call(first, *args, **options)))
+    made = [one for one in returned if isinstance(one, (torch.Tensor, bool, int, float, complex))]
+    found = [one if isinstance(one, torch.Tensor) else torch.tensor(one, device=device) for one in made]
     leaves = [one for one in tree_leaves((first, args, options)) if isinstance(one, torch.Tensor) and one.requires_grad]
     ends = [one for one in found if one.requires_grad]
     gradients: Sequence[torch.Tensor | None] = ()
@@ -60,10 +59,6 @@ def results(
         gradients = torch.autograd.grad(ends, leaves, weights, allow_unused=True)
     none = torch.empty(0, dtype=torch.bool)
     return [_dense(one) for one in found], [none if one is None else _dense(one) for one in gradients]
-
-
-def _has_value(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, bool, int, float, complex))
 
 
 def _is_device(value: Any) -> bool:
