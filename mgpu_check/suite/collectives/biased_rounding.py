@@ -38,7 +38,7 @@ def elements_for(count: int) -> int:
 
 
 def most_ranks(dtype: torch.dtype) -> int:
-    """Return the largest number of ranks for which a dtype has a bit left for fractions."""
+    """Return the largest number of ranks whose sum leaves a bit of a dtype for fractions."""
     return int(2 ** (significand_bits(dtype) - 2) - 1)
 
 

@@ -17,7 +17,7 @@ BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
 _KINDS = 6
 """The number of kinds of objects; as many consecutive numbers give one of each kind."""
 _HELD = 0.06
-"""Seconds for which a barrier is watched, enough for a rank that does not wait to leave it."""
+"""Seconds to watch a barrier, enough for a rank that does not wait to leave it."""
 
 
 def object_of(seed: int, rank: int, number: int = 0) -> object:

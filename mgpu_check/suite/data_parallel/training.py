@@ -88,7 +88,7 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
 
-    All replicas must start with the module's buffers, of int64, float32 and bool, on which their outputs depend.
+    All replicas must start with the module's buffers, of int64, float32 and bool: their outputs depend on these.
     BatchNorm with momentum=None must average its statistics over all batches.
     """
     with exact_arithmetic():

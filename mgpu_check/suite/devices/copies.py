@@ -17,7 +17,7 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 _HOST = torch.device("cpu")
 _MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1
-"""Bytes: just above 64 KiB, 1 MiB and 4 MiB, sizes at which drivers and libraries change their method of copying."""
+"""Bytes: just above 64 KiB, 1 MiB and 4 MiB, where drivers and libraries change their method of copying."""
 _BORDERS = (1, _MIDDLE - 2, _MIDDLE, _ABOVE)
 
 _CASTS = (

@@ -15,7 +15,7 @@ _CYCLES = 2_000_000
 """Cycles that a stream sleeps, about 1 to 2 ms, so that work without a right wait runs too early."""
 _ELEMENTS = (1 << 16) + 3
 _CLOCKS_APART = 0.02, 0.05
-"""Share, and milliseconds, by which the clocks of host and device may differ: a wrong unit differs by far more."""
+"""Greatest difference of the clocks of host and device, as a share and in ms: a wrong unit differs by far more."""
 
 Wait = Callable[[torch.cuda.Stream, torch.cuda.Event], object]
 

@@ -1,4 +1,4 @@
-"""Check the averagers of local SGD: the steps in which ranks average their parameters, and the ranks that take part."""
+"""Check the averagers of local SGD: the steps that average parameters, and the ranks that take part."""
 
 from __future__ import annotations
 

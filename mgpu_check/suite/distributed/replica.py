@@ -89,7 +89,7 @@ class Replica:
         Args:
             what: the variant of this run, for messages.
             prepare: freezes, casts or marks parts of the model before it is wrapped.
-            forwards: the function by which ranks call the model, or one function for each rank.
+            forwards: the function that calls the model on a rank, or one function for each rank.
         """
         self.run, self.findings = run, findings
         self.place = place if isinstance(place, Place) else Place.of(place)
@@ -111,7 +111,7 @@ class Replica:
 
     @property
     def forward(self) -> Forward:
-        """The function by which this rank calls the model."""
+        """The function that calls the model on this rank."""
         return self.forwards if callable(self.forwards) else self.forwards[self.place.index]
 
     def shards(self, batch: Rows) -> list[Rows]:

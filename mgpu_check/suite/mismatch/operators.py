@@ -41,7 +41,7 @@ ON_TWO_GPUS = frozenset({CUDA_CUDA})
 
 @dataclass(frozen=True)
 class Rule:
-    """The placements for which an operator raises, and the devices that its error names.
+    """The placements that make an operator raise, and the devices that its error names.
 
     Attributes:
         raises: the placements of (first operand, second operand) that must raise; all others must work.

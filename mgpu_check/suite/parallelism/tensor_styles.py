@@ -112,7 +112,7 @@ def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str,
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    """Return this rank's part of a DTensor, and any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 
     return x.to_local() if isinstance(x, DTensor) else x

@@ -60,7 +60,7 @@ def _together(row: Mapping[str, Any]) -> bool:
         return False
     if row.get("overwrite") is False and row.get("use_collectives") is False:
         return False  # a rank that comes late finds the checkpoint of the others
-    # Plans are cached for the class of the planner, whatever the number of ranks, and sent to the coordinator. The
+    # Plans are cached for the class of the planner, for any number of ranks, and sent to the coordinator. The
     # second save goes to the same directory.
     caching = row.get("enable_plan_caching")
     alone = row.get("no_dist") or row.get("use_collectives") is False

@@ -114,7 +114,7 @@ def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, place: list[int], kind:
 
 
 def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:
-    """Describe an error in the order or the sum of a group's ranks; "" if there is none. A collective of the group."""
+    """Describe an error in the order or the sum of a group's ranks; "" without one. A collective of the group."""
     held = torch.tensor([rank.index], device=rank.device)
     gathered = [torch.empty_like(held) for _ in members]
     # all_gather shows the order of the ranks in the group.

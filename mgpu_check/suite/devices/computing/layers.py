@@ -25,7 +25,7 @@ def _image(case: ComputeCase) -> tuple[int, int, int]:
 
 
 def convolution_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare a 3x3 convolution in which all channels but two cancel, as in `products.factors`.
+    """Prepare a 3x3 convolution whose channels cancel but for two, as in `products.factors`.
 
     Channels are [x, y, -x] and filters [z, w, z]. Each filter w has one tap per input channel, so the result is a sum
     of two shifted images. With a stride of 2 cuDNN cannot use Winograd's or Fourier's algorithms, which round.
@@ -70,7 +70,7 @@ def _sequence(case: ComputeCase) -> tuple[int, int, int]:
 
 
 def attention_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
-    """Prepare attention in which each query attends equally to some keys, and to no others.
+    """Prepare attention whose queries attend equally to some keys, and to no others.
 
     Keys are rows of a Hadamard matrix or their negatives, and queries are multiples of such rows. So a query has a
     large score for keys with its row. For others its score is 0 or less, and the exponential underflows to 0 (from

@@ -157,7 +157,7 @@ def _raise_by_one(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _exchanged(x: Tensor) -> list[Tensor]:
-    """Return two parameters, of which an optimizer has stepped each with its own state."""
+    """Return two parameters that one optimizer has stepped, each with its own state."""
     if not x.is_cuda:
         # The second step of each has a buffer of 1 + momentum times the gradient, which stays.
         return [part - 0.125 * 2.5 * (part + 1) for part in (x, x * 2)]

@@ -51,7 +51,7 @@ _SCALER: _Options = {
 }
 """Options of GradScaler and of the steps with it.
 
-`infinite` is the step in which the last optimizer has an infinite gradient, `new_scale` the one given to `update`.
+`infinite` is the step with an infinite gradient of the last optimizer, `new_scale` the one given to `update`.
 """
 _SHARE = 32
 """A run of few examples takes every 32nd row, and one at least."""

@@ -120,7 +120,7 @@ def _continued(x: torch.Tensor) -> list[torch.Tensor]:
     scales = [step(first), step(first)]
     second = torch.amp.GradScaler(kind)
     second.load_state_dict(first.state_dict())
-    scales.append(step(second))  # the third step of the interval, in which the scale grows
+    scales.append(step(second))  # the scale grows in the third step of the interval
     second.set_growth_factor(4.0)
     second.set_backoff_factor(0.25)
     second.set_growth_interval(1)

@@ -22,7 +22,7 @@ from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import name_of
 
 _ENOUGH = 100
-"""Wrong cases after which a run stops: an operator that is wrong in each dtype has fewer."""
+"""Wrong cases that stop a run: an operator that is wrong in each dtype has fewer."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def results(
     """Return the results and the gradients of an operator on copies of a sample's operands.
 
     Args:
-        change: takes each operand on the CPU and returns another; None leaves them as they are.
+        change: takes each operand on the CPU and returns another; None leaves them unchanged.
     """
     positions = iter(range(1 << 20))
 
@@ -131,7 +131,7 @@ def allowed(
     """
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
     if not real.is_floating_point:
-        real = torch.float32  # the dtype in which torch computes fractions of integers
+        real = torch.float32  # torch computes fractions of integers in this dtype
     units = ulps_of(real)  # beyond the effect of rounding each step once; reductions in the samples have few terms
     roundoff = unit_roundoff(real)
     generator = torch.Generator(_CPU).manual_seed(0)
