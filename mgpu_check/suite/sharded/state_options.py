@@ -85,7 +85,7 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
             findings.require([*whole] == kept, f"{what}: has {[*whole]}, expected {kept}", ranks=[rank.index])
             for name, value in whole.items():
                 right = same_bits(expected[f"step 1: {name}"].float(), value)
-                findings.require(right, f"{what}: {name} is {value}, another value than after the step", ranks=[rank.index])
+                findings.require(right, f"{what}: {name} is {value}, not the value after the step", ranks=[rank.index])
                 place = "cpu" if row["cpu_offload"] else rank.device.type
                 there = parameters[name].device.type == place
                 findings.require(there, f"{what}: {name} is on {parameters[name].device}", ranks=[rank.index])
