@@ -33,7 +33,7 @@ def _scattered(whole: torch.Tensor, dim: int) -> torch.Tensor:
     return part.movedim(0, dim)
 
 
-class _Exchange(torch.autograd.Function):
+class _SequenceExchange(torch.autograd.Function):
     """Exchange parts of dimension `dim` by one function forward, and by its counterpart backward."""
 
     @staticmethod
@@ -48,12 +48,12 @@ class _Exchange(torch.autograd.Function):
 
 def gather_sequence(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' parts of dimension `dim`; backward, sum the gradient, and take this rank's part."""
-    return _Exchange.apply(x, dim, _gathered, _scattered)  # type: ignore[no-any-return]
+    return _SequenceExchange.apply(x, dim, _gathered, _scattered)  # type: ignore[no-any-return]
 
 
 def scatter_sequence(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Sum `x` over the ranks, and return this rank's part of dimension `dim`; backward, concatenate the parts."""
-    return _Exchange.apply(x, dim, _scattered, _gathered)  # type: ignore[no-any-return]
+    return _SequenceExchange.apply(x, dim, _scattered, _gathered)  # type: ignore[no-any-return]
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
