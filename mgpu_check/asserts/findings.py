@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,23 @@ from mgpu_check.errors import CheckFailure, GradientMismatch
 
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
+
+_first_suffices = ContextVar("first_suffices", default=False)
+
+
+@contextlib.contextmanager
+def first_suffices() -> Iterator[None]:
+    """Within the context, let checks end at their first finding: only whether they fail matters, not their report."""
+    token = _first_suffices.set(True)
+    try:
+        yield
+    finally:
+        _first_suffices.reset(token)
+
+
+def enough(found: Sequence[object]) -> bool:
+    """Return whether a check may end with these findings. Ranks must not end before their last collective."""
+    return bool(found) and _first_suffices.get()
 
 
 class Findings:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_check.asserts.findings import enough
 from mgpu_check.suite.common.faults import registry
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import counted
@@ -55,6 +56,13 @@ def test_an_unknown_fault_is_named_with_the_valid_ones():
         planted("no-such"),
     ):
         pass
+
+
+def test_checks_may_end_at_their_first_finding_while_a_fault_is_planted():
+    with planted("vdot-is-dot"):
+        assert enough(["a finding"])
+        assert not enough([])
+    assert not enough(["a finding"])
 
 
 def test_an_unknown_property_is_refused():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mgpu_check.asserts.findings import first_suffices
 from mgpu_check.errors import DeviceMismatch, ShardError
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.agreement import Case, Window, assert_devices_agree, difference
@@ -84,6 +85,12 @@ def test_what_raises_or_lands_elsewhere_is_wrong(node: Devices) -> None:
         assert_devices_agree(node, [Case("f", raising, (torch.ones(3),))])
     with pytest.raises(DeviceMismatch, match="its result is on cuda:0"):
         assert_devices_agree(node, [Case("f", lambda a: a.to(node[0]), (torch.ones(3),), expected=torch.ones(3))])
+
+
+def test_cases_after_a_wrong_one_are_not_run_where_the_first_finding_suffices(node: Devices) -> None:
+    later = Case("later", lambda a: pytest.fail("it is run"), (torch.ones(3),))
+    with first_suffices(), pytest.raises(DeviceMismatch, match="cuda:2 alone is wrong in matmul"):
+        assert_devices_agree(node, [SUM, _product(2), later])
 
 
 NAN = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)

@@ -11,6 +11,7 @@ import torch
 
 from mgpu_check.asserts.bits import index_of
 from mgpu_check.asserts.covered import covered
+from mgpu_check.asserts.findings import enough
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.operators import Function, Kind
 from mgpu_check.torch_hooks.precision import repeatable
@@ -131,6 +132,8 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
             for place in places:
                 if what := _judged(case, place, right):
                     wrong.append(WrongCase(place.device, str(case), what))
+            if enough(wrong):
+                break
     covered(cases=count, dtype=list(dtypes), elements=elements)
     if wrong:
         raise named_wrong(wrong, devices, count)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from mgpu_check.asserts.findings import first_suffices
 from mgpu_check.suite.common.faults.when import When
 
 PROPERTIES = (
@@ -169,7 +170,7 @@ def all_faults() -> dict[str, Fault]:
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Plant the fault `name` in this process for the duration of the context.
+    """Plant the fault `name` in this process for the duration of the context. Checks may end at their first finding.
 
     Raises:
         ValueError: the name is unknown.
@@ -177,5 +178,5 @@ def planted(name: str) -> Iterator[None]:
     faults = all_faults()
     if name not in faults:
         raise ValueError(f"fault {name!r} is unknown; choose one of {', '.join(faults)}")
-    with faults[name].plant():
+    with first_suffices(), faults[name].plant():
         yield

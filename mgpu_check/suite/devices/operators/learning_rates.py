@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,25 +221,23 @@ _SCHEDULERS = (
 )
 
 
-def learning_rate_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
-    """Yield the rates of each scheduler with each pair of values of its options; without `more`, only some rows.
+def learning_rate_cases(seed: int = 0, *, more: bool = True) -> list[Iterator[Case]]:
+    """Return for each scheduler its rates with each pair of values of its options; without `more`, only some rows.
 
     Further options are whether the rates are tensors, and whether another scheduler continues from a state.
     """
     schedulers = _SCHEDULERS if more else _SCHEDULERS[seed % 4 :: 4]
+    return [_cases_of(scheduler, seed + number, more=more) for number, scheduler in enumerate(schedulers)]
+
+
+def _cases_of(scheduler: _Scheduler, seed: int, *, more: bool) -> Iterator[Case]:
+    # Older versions of torch take the initial rate of SequentialLR for the current one, if it is a tensor.
+    tensors = (False,) if scheduler.make is _sequence else _WAYS
+    options = {**scheduler.values, "tensors": tensors, "loaded": _WAYS}
     x = torch.zeros(3, dtype=torch.float64)
-    for number, scheduler in enumerate(schedulers):
-        # Older versions of torch take the initial rate of SequentialLR for the current one, if it is a tensor.
-        tensors = (False,) if scheduler.make is _sequence else _WAYS
-        options = {**scheduler.values, "tensors": tensors, "loaded": _WAYS}
-        for row in drawn_rows(options, seed=seed + number, more=more, share=16):
-            name = scheduler.make.__name__.strip("_")
-            yield Case(
-                f"{name} with {words_of(row, options)}",
-                lambda x, s=scheduler, row=row: _rates(s, row, x),
-                (x,),
-                "close",
-            )
+    for row in drawn_rows(options, seed=seed, more=more, share=16):
+        name = f"{scheduler.make.__name__.strip('_')} with {words_of(row, options)}"
+        yield Case(name, functools.partial(_rates, scheduler, row), (x,), "close")
 
 
 def _rates(scheduler: _Scheduler, row: Mapping[str, Any], x: Tensor) -> Tensor:

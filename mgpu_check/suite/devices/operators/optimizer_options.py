@@ -12,6 +12,7 @@ from torch import Tensor
 from mgpu_check.suite.common.agreement import Case
 from mgpu_check.suite.common.documented_steps import DocumentedLBFGS, DocumentedSteps
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.turns import in_turns
 from mgpu_check.suite.common.values import small
 from mgpu_check.suite.devices.operators.averaging import averaging_cases
 from mgpu_check.suite.devices.operators.documented_scaling import RATE, STEPS, documented_scaling, scaled_parts
@@ -97,21 +98,29 @@ def option_cases(seed: int = 0, *, more: bool = True) -> Iterator[Case]:
     Each pair of values of two options of one of them occurs. Without `more`, some rows of some optimizers are left, by
     seed.
     """
-    for number, kind in enumerate(KINDS if more else KINDS[seed % 3 :: 3]):
-        fused = ("fused",) if kind.name in FUSED else ()
-        options = {**kind.values, "form": ("default", *kind.forms, *fused), **_OTHERS}
-        for row in drawn_rows(
-            options, functools.partial(_together, kind), seed=seed + 5 * number, more=more, share=_SHARE
-        ):
-            x = small((5, 13), row["dtype"], seed)
-            yield Case(
-                f"{kind.name} with {words_of(row, options)}", functools.partial(_stepped, kind, row), (x,), "close"
-            )
+    kinds = enumerate(KINDS if more else KINDS[seed % 3 :: 3])
+    return in_turns(
+        [
+            *(_stepping(kind, seed, 5 * number, more=more) for number, kind in kinds),
+            _scaling(seed, more=more),
+            averaging_cases(seed, more=more),
+            *learning_rate_cases(seed, more=more),
+        ]
+    )
+
+
+def _stepping(kind: OptimizerKind, seed: int, number: int, *, more: bool) -> Iterator[Case]:
+    fused = ("fused",) if kind.name in FUSED else ()
+    options = {**kind.values, "form": ("default", *kind.forms, *fused), **_OTHERS}
+    for row in drawn_rows(options, functools.partial(_together, kind), seed=seed + number, more=more, share=_SHARE):
+        x = small((5, 13), row["dtype"], seed)
+        yield Case(f"{kind.name} with {words_of(row, options)}", functools.partial(_stepped, kind, row), (x,), "close")
+
+
+def _scaling(seed: int, *, more: bool) -> Iterator[Case]:
     for row in drawn_rows(_SCALER, _in_turn, seed=seed, more=more, share=_SHARE):
         x = small((3, 7), row["dtype"], seed)
         yield Case(f"GradScaler with {words_of(row, _SCALER)}", functools.partial(_scaled, row), (x,), "close")
-    yield from averaging_cases(seed, more=more)
-    yield from learning_rate_cases(seed, more=more)
 
 
 def _stepped(kind: OptimizerKind, row: Mapping[str, Any], x: Tensor) -> list[Tensor]:

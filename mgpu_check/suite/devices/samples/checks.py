@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from mgpu_check.asserts.covered import covered
+from mgpu_check.asserts.findings import enough
 from mgpu_check.simulated.state import active_node
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
+from mgpu_check.suite.common.turns import in_turns
 from mgpu_check.suite.devices.samples.rules import AMOUNTS, EXACT, OWN_LAYOUT, UNDETERMINED, Amount, named, reason_for
 from mgpu_check.suite.devices.samples.running import LAYOUTS, allowed, results, sizes
 from mgpu_check.suite.devices.samples.source import SampledOperator, operators
@@ -113,11 +115,12 @@ def assert_samples_agree(devices: Sequence[torch.device], seed: int, level: str)
     mine = list(operators().values())[seed % amount.share :: amount.share]
     with repeatable(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated operators, whose results count too
-        for operator in mine:
-            tally.untried.add(operator.name)  # until it runs
-            for dtype in operator.dtypes:
-                if len(tally.cases) < _ENOUGH:
-                    tally.add(operator, dtype, seed, amount)
+        tally.untried.update(operator.name for operator in mine)  # until they run
+        # One dtype of each operator after the other: an operator that is wrong in each dtype is found soon.
+        for operator, dtype in in_turns([(one, dtype) for dtype in one.dtypes] for one in mine):
+            if len(tally.cases) >= _ENOUGH or enough(tally.wrong):
+                break
+            tally.add(operator, dtype, seed, amount)
     covered(**tally.facts())
     if tally.wrong:
         error = named_wrong(tally.wrong, devices, tally.runs)
