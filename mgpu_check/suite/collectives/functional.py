@@ -49,15 +49,18 @@ def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -
     size, me, group = team.size, team.place, team.group
     parts = [numbers_of(other, size, seed, dtype) for other in range(size)]
     mine = parts[me].to(team.rank.device)
+    by_columns = _by_columns(mine)
     reductions = _reductions(parts, seed)
     given = {op: inputs[me].to(team.rank.device) for op, (inputs, _) in reductions.items()}
+    given = {op: one if number == seed % 2 else _by_columns(one) for number, (op, one) in enumerate(given.items())}
     for op, (_, right) in reductions.items():
         account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(given[op], op, group), right)
     for root in team.roots(seed)[:1]:
-        account.compare(f"functional broadcast from {root}", functional.broadcast(mine, root, group), parts[root])
+        account.compare(f"functional broadcast from {root}", functional.broadcast(by_columns, root, group), parts[root])
     for dim in (0, 1):
-        got = functional.all_gather_tensor(mine, dim, group)
-        account.compare(f"functional all_gather_tensor, dimension {dim}, {dtype}", got, torch.cat(parts, dim))
+        for layout, own in (("", mine), (" of a transposed input", by_columns)):
+            what = f"functional all_gather_tensor{layout}, dimension {dim}, {dtype}"
+            account.compare(what, functional.all_gather_tensor(own, dim, group), torch.cat(parts, dim))
         for op, (_, right) in reductions.items():
             got = functional.reduce_scatter_tensor(given[op], op, dim, group)
             what = f"functional reduce_scatter_tensor {op}, dimension {dim}, {dtype}"
@@ -90,6 +93,12 @@ def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -
         for number, (got, width) in enumerate(zip(results, widths, strict=True)):
             account.compare(f"functional {name}, tensor {number}", got, right[:, :width])
     account.compare("the input of functional collectives", mine, parts[me])
+    account.compare("the transposed input of functional collectives", by_columns, parts[me])
+
+
+def _by_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose columns lie one after another."""
+    return matrix.t().contiguous().t()
 
 
 def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
