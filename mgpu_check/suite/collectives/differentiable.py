@@ -41,7 +41,7 @@ def _differentiate(
 ) -> None:
     parts = [numbers_of(other, team.size, seed, torch.float32).requires_grad_() for other in range(team.size)]
     results = right_of(parts)
-    weights = [torch.full_like(result, 1.0 + other) for other, result in enumerate(results)]
+    weights = [_weights(result, other) for other, result in enumerate(results)]
     torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
     me, device = team.place, team.rank.device
     mine = parts[me].detach().to(device).requires_grad_()
@@ -51,6 +51,11 @@ def _differentiate(
     gradient, right = mine.grad, parts[me].grad
     assert gradient is not None and right is not None
     account.compare(f"the gradient of {what}", gradient, right)
+
+
+def _weights(result: torch.Tensor, place: int) -> torch.Tensor:
+    """Return small whole numbers that differ between elements and places, so that a gradient in another order shows."""
+    return torch.arange(result.numel()).view(result.shape) % 5 + 1.0 + place
 
 
 _Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
