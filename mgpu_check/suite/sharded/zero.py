@@ -116,11 +116,11 @@ def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, tor
     optimizer = ZeroRedundancyOptimizer(
         _groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE, weight_decay=_DECAY / 2, **view
     )
+    last = rank.size - 1
+    optimizer.consolidate_state_dict(to=last)  # before the changes, which it would hand to the rank's own optimizer
     for group in optimizer.param_groups:
         group["lr"] /= 2
         group["weight_decay"] /= 2
-    last = rank.size - 1
-    optimizer.consolidate_state_dict(to=last)
     optimizer.step()
     kept = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
     total = torch.tensor([kept], device=rank.device)

@@ -72,6 +72,16 @@ def left_out_of_later_buckets(future: Any, state: Any, bucket: Any) -> Any:
     return changed(future, lambda result: state.error_dict[index].zero_() if index in state.error_dict else None)
 
 
+@low_rank_hook(
+    "PowerSGD without a warm start loses its error feedback",
+    given(powerSGD_hook, _POWER),
+    When("warm_start=False", lambda state, bucket: not state.warm_start),
+)
+def left_out_of_cold_starts(state: Any, bucket: Any) -> None:
+    for kept in state.error_dict.values():
+        kept.zero_()
+
+
 @low_rank_hook("PowerSGD adds its error feedback to the next gradient twice", given(powerSGD_hook, _POWER),
     "from the second compressed step on")  # fmt: skip
 def left_out_added_twice(state: Any, bucket: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,12 @@ register(
         "context_parallel, causal, not balanced"),
     FaultRow("balanced-order-kept", "results of context_parallel are gathered in the order of the ranks", _CHECK,
         around(_CONTEXT, "context_parallel_unshard"), _in_order_of_ranks, "context_parallel, balanced"),
+    FaultRow("balanced-order-kept-in-one", "results are put in order only if their sequence is the third dimension",
+        _CHECK, around(_CONTEXT, "context_parallel_unshard"),
+        lambda real, mesh, buffers, dims: [
+            (real if dim == 2 else functools.partial(_in_order_of_ranks, real))(mesh, [one], [dim])[0]
+            for one, dim in zip(buffers, dims, strict=True)
+        ], "context_parallel, balanced"),
     FaultRow("second-halves-replaced", "gradients of half of a part replace those of other blocks", _CHECK,
         around(_RING, "_partial_update"), lambda real, *args, add, **kwargs: real(*args, add=False, **kwargs),
         "context_parallel, balanced"),

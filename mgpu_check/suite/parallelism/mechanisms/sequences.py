@@ -103,8 +103,10 @@ class ContextOfTorch(DividedStep):
                 q, k, v = (one.detach().clone().requires_grad_() for one in (q, k, v))
                 outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal != "not causal")
                 weighted(outputs, factors).backward()
-                found = [outputs.detach(), *map(gradient_or_zeros, (q, k, v))]
-                whole = attention.context_parallel_unshard(mesh, found, [2] * 4)
+                # The outputs with the sequence before the heads, as a model has them outside of its attention.
+                found = [outputs.detach().transpose(1, 2), *map(gradient_or_zeros, (q, k, v))]
+                whole = attention.context_parallel_unshard(mesh, found, [1, 2, 2, 2])
+                whole[0] = whole[0].transpose(1, 2)
         finally:
             options.enable_load_balance, options.rotate_method = before
         return dict(zip(("outputs", *(f"gradient of {name}" for name in "qkv")), whole, strict=True))

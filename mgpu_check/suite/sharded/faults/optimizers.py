@@ -104,6 +104,13 @@ def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dic
         group["weight_decay"] = decay
 
 
+@zero_redundancy_state(
+    "a step resets the changes of a scheduler, which a consolidation would have kept", given(_ZERO, "_local_step")
+)
+def changes_lost_in_step(self: Any, *args: Any, **kwargs: Any) -> None:
+    self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+
 @zero_redundancy_state("the first consolidated state is returned by all later calls",
     around(_ZERO, "consolidate_state_dict"), "the second consolidation")  # fmt: skip
 def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
