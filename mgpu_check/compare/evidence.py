@@ -15,6 +15,7 @@ from mgpu_check.compare.first_difference import FirstDifference, updates
 from mgpu_check.compare.obstacles import drawing
 from mgpu_check.compare.options import UPDATE_RULE, other_options
 from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.within_step import factor_within
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Start
 from mgpu_check.numerics.factors import common_factor
@@ -120,16 +121,22 @@ def _loads(difference: FirstDifference) -> ByRank:
 
 def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
     world, apart = difference.aligned.world, difference.apart["gradient"]
+    factor = attempts.piece(_factor_within if apart else _factor, difference, None)
+    micro_batches = attempts.piece(_micro_batches, difference, 1)
+    undivided = attempts.piece(_undivided, difference, 1.0)
     if apart:
         told = (
             f"at step {difference.step + 1} the gradients that the optimizer uses differ between ranks: {few(apart, 3)}"
         )
-        return Evidence(world, gradients_apart=told)
+        if factor is None:
+            return Evidence(world, gradients_apart=told)
+        return Evidence(world, factor=factor, micro_batches=micro_batches, undivided=undivided)
     return Evidence(
         world,
         norms=attempts.piece(_norms, difference, ByRank()),
-        factor=attempts.piece(_factor, difference, None),
-        micro_batches=attempts.piece(_micro_batches, difference, 1),
+        factor=factor,
+        micro_batches=micro_batches,
+        undivided=undivided,
         normalizes=attempts.piece(_normalizes, difference, ""),
         may_draw=attempts.piece(_may_draw, difference, ""),
         uneven=attempts.piece(_uneven, difference, ""),
@@ -151,6 +158,18 @@ def _factor(difference: FirstDifference) -> Factor | None:
     return Factor(factor, _NEAR, told, rough=True, where=call_at_fault(difference))
 
 
+def _factor_within(difference: FirstDifference) -> Factor | None:
+    apart = difference.apart["gradient"]
+    factor = factor_within(difference.aligned, difference.step, apart, least=_NEAR, of_largest=_LEFT)
+    if not factor:
+        return None
+    told = (
+        f"the optimizer reduces the gradients within step {difference.step + 1}; before it, their mean over the ranks "
+        f"is {factor:.4g} times the gradient of one device"
+    )
+    return Factor(factor, _NEAR, told, rough=True)
+
+
 def _norms(difference: FirstDifference) -> ByRank:
     """Return the norms of the first clip_grad_norm_ call whose norms differ between ranks.
 
@@ -168,6 +187,18 @@ def _norms(difference: FirstDifference) -> ByRank:
 
 def _micro_batches(difference: FirstDifference) -> int:
     return max(len(trace.steps[difference.step].losses) for trace in difference.aligned.ranks)
+
+
+def _undivided(difference: FirstDifference) -> float:
+    """Return the micro-batches of a rank relative to one device, if their losses add up to as much; else 1."""
+    number, aligned = difference.step, difference.aligned
+    counts = {len(trace.steps[number].losses) for trace in aligned.ranks}
+    one, mean, _ = aligned.losses(number)
+    of_one = len(aligned.one.steps[number].losses)
+    if len(counts) > 1 or not one or mean is None or not of_one:
+        return 1.0
+    ratio = counts.pop() / of_one
+    return ratio if abs(mean / one - ratio) <= _NEAR * ratio else 1.0
 
 
 def _normalizes(difference: FirstDifference) -> str:

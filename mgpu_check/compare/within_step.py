@@ -14,6 +14,7 @@ from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.partial import mean_of
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary, Trace
+from mgpu_check.numerics.factors import common_factor
 
 _NEAR = 1e-2
 """Relative deviation of a state's norm and sum: other rows than supposed almost always cause more."""
@@ -36,6 +37,33 @@ def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Colle
         and _alike(aligned, step, name)
         and (name in in_states or _changed(aligned, step, name))
     ]
+
+
+def factor_within(
+    aligned: Aligned, step: int, apart: Collection[str], *, least: float, of_largest: float
+) -> float | None:
+    """Return the factor of the mean gradient over the ranks, relative to one device; None without a common factor.
+
+    It is also None if the ranks do not reduce these gradients within the step.
+
+    Args:
+        apart: parameters whose gradients differ between ranks.
+        least, of_largest: see `mgpu_check.numerics.factors.common_factor`.
+    """
+    pairs: list[tuple[float, float]] = []
+    for name in apart:
+        expected, here = aligned.found(step, "gradient", name)
+        known = [value for value in here.values() if value is not None]
+        if expected is None or len(known) < aligned.world or not _alike(aligned, step, name):
+            return None
+        if not _changed(aligned, step, name):
+            return None
+        mean = mean_of(known, [1 / len(known)] * len(known))
+        if expected.norm:
+            pairs += [
+                (g / expected.norm, e / expected.norm) for g, e in zip(mean.samples, expected.samples, strict=True)
+            ]
+    return common_factor(pairs, least=least, of_largest=of_largest)
 
 
 def _alike(aligned: Aligned, step: int, name: str) -> bool:

@@ -104,6 +104,8 @@ class Evidence:
         norms: the norm that clipping found on each rank, for gradients that are equal in the end.
         factor: the factor that explains all differences.
         micro_batches: backward passes in a step.
+        undivided: backward passes of a rank in a step, relative to one device, if the losses of the step add up to as
+            much; else 1.
         normalizes: the modules that normalize by statistics of the batch.
         draws: ranks draw random numbers for their own parts of the batch.
         numbers_apart: ranks draw different random numbers, but as many as one device.
@@ -131,6 +133,7 @@ class Evidence:
     norms: ByRank = ByRank()
     factor: Factor | None = None
     micro_batches: float = 1
+    undivided: float = 1
     normalizes: str = ""
     draws: str = ""
     numbers_apart: str = ""

@@ -82,6 +82,26 @@ def test_the_number_of_micro_batches():
     assert mistakes(change) == ("accumulation-factor",)
 
 
+def four_micro_batches(training):
+    training.micro = 4
+
+
+def undivided(training):
+    training.micro = 2
+    training.loss = lambda number: 0.5 / (1 + number)
+    training.gradient = lambda number: [0.5 * g for g in gradients(number)]
+
+
+def test_micro_batches_that_one_device_has_more_of():
+    def divided(training):
+        undivided(training)
+        four_micro_batches(training)
+        training.loss = lambda number: 1.0 / (1 + number)
+
+    assert mistakes(undivided, one=four_micro_batches) == ("accumulation-factor",)
+    assert mistakes(divided, one=four_micro_batches) == ("world-size-factor",)
+
+
 def test_a_learning_rate_by_world_size():
     def change(training):
         training.rate = RATE * training.world

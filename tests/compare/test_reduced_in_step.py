@@ -50,3 +50,22 @@ def test_steps_smaller_than_the_tolerance_do_not_hide_that_nothing_is_reduced():
 
     found = verdict(own, one=slow)
     assert (found.kind, found.report.mistakes) == ("differs", ("gradients-not-synchronized",))
+
+
+@pytest.mark.parametrize(
+    ("factor", "reduces", "mistakes"),
+    [
+        (0.5, True, ("world-size-factor",)),
+        (0.5, False, ("gradients-not-synchronized",)),
+        (1.7, True, ()),
+    ],
+)
+def test_a_factor_of_gradients_that_are_reduced_within_the_step(factor, reduces, mistakes):
+    def own(training):
+        sign = 1 if training.rank == 0 else -1
+        training.gradient = lambda number: [factor * (g + sign * 0.5 * g.flip(0)) for g in gradients(number)]
+        if reduces:
+            training.reduced = lambda number: [factor * g for g in gradients(number)]
+
+    found = verdict(own)
+    assert (found.kind, found.report.mistakes) == ("differs", mistakes)

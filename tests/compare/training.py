@@ -47,7 +47,7 @@ class Training:
         self.columns: Callable[[int], list[int]] = lambda number: []
         self.loss = lambda number: 1.0 / (1 + number)
         self.gradient = gradients
-        self.after = self.gradient
+        self.reduced: Callable[[int], list[torch.Tensor]] = lambda number: self.gradient(number)
         self.events: list[dict[str, Any]] = []
         self.micro = 1
         self.change = lambda made: None
@@ -60,7 +60,7 @@ class Training:
         for number in range(self.steps):
             before = {n: summary(v) for n, v in zip(NAMES, values, strict=True)} if not number else {}
             found = self.gradient(number)
-            values = [v - self.rate * g for v, g in zip(values, found, strict=True)]
+            values = [v - self.rate * g for v, g in zip(values, self.reduced(number), strict=True)]
             made.steps.append(
                 Step(
                     0,

@@ -41,6 +41,19 @@ mistake(
 )
 
 
+@on_evidence(Precedence.SUMS + 245)  # before the world size, which may be this ratio
+def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
+    """Detect a factor that is the ratio of two numbers of micro-batches, and also that of the summed losses."""
+    factor, ratio = evidence.factor, evidence.undivided
+    if factor is None or ratio == 1 or abs(factor.value - ratio) > factor.near * ratio:
+        return None
+    told = (
+        f"{factor.told}; a rank has {ratio:.4g} times as many micro-batches as one device, and its losses add up to "
+        "as much"
+    )
+    return Finding("accumulation-factor", told)
+
+
 @on_evidence(Precedence.SUMS + 250)
 def off_by_world_size(evidence: Evidence) -> Finding | None:
     """Detect a factor that is a power of the world size."""
