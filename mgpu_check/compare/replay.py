@@ -7,7 +7,9 @@ and buffers are those of rank 0, and so are the learning rates.
 
 from __future__ import annotations
 
+import operator
 import os
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,19 +71,30 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
 
 def _seed_otherwise() -> None:
     """Change the seeds that the script sets: numbers that are replayed do not depend on them."""
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            other = (value + _OTHER_SEED) % 2**32 if isinstance(value, int) else value
-            return original(other, *args, **kwargs)
-
-        return seed
-
     patches = Patches()
     for function in {torch.manual_seed, torch.random.manual_seed}:
-        patches.replace(function, around(function))
+        patches.replace(function, with_other_seeds(function))
     patches.apply()
     for module, _ in replay_numbers.generators():
-        patches.wrap(module, "seed", around)
+        patches.wrap(module, "seed", with_other_seeds)
         module.seed(0)
     torch.manual_seed(0)
+
+
+def with_other_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that sets another seed than it is given; None, a seed of the system, stays."""
+
+    def other(value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            number = operator.index(value)  # also of NumPy
+        except TypeError:  # a text, or several numbers
+            number = zlib.crc32(repr(value).encode())
+        return (number + _OTHER_SEED) % 2**32
+
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        others = {name: other(value) if name in ("seed", "a") else value for name, value in kwargs.items()}
+        return original(*map(other, args[:1]), *args[1:], **others)
+
+    return seed

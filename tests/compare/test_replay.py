@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
+from mgpu_check.compare.replay import with_other_seeds
 from mgpu_check.compare.replay_numbers import RecordedNumbers, ReplayedNumbers
 from mgpu_check.compare.replay_points import tensors_of
 from mgpu_check.compare.replay_recording import RankRecording, epoch_of
@@ -114,6 +115,18 @@ def test_other_seeds_are_those_of_numpy_too(tmp_path):
             assert numpy.random.get_state()[1][0] == 1 + replay._OTHER_SEED
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("kind", [int, str, float, "int64", "uint32", lambda value: (value, value)])
+def test_other_seeds_of_any_kind(kind):
+    np = pytest.importorskip("numpy")
+    own = getattr(np, kind)(7) if isinstance(kind, str) else kind(7)
+    seeds = []
+    seed = with_other_seeds(lambda a=None, version=2: seeds.append((a, version)))
+    seed(own), seed(a=own), seed(own, version=1), seed(), seed(None)
+    first = seeds[0][0]
+    assert seeds == [(first, 2), (first, 2), (first, 1), (None, 2), (None, 2)]
+    assert isinstance(first, int) and 0 <= first < 2**32 and first not in (7, own)
 
 
 def test_generators_of_the_scripts_own():
