@@ -13,6 +13,7 @@ from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.errors import CheckFailure, RankHang
 from mgpu_check.gates.batch_parts import run_hypotheses
+from mgpu_check.gates.expectations import Effort
 from mgpu_check.gates.experiments import changes_tried
 from mgpu_check.gates.program import wants_world_size
 from mgpu_check.gates.relations import RANDOM, allowed_for, close, repeats
@@ -24,6 +25,8 @@ from mgpu_check.numerics.compare import difference
 _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000
+_ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)
+"""Efforts that show whether a scaled-down batch is right: a wrong result would be accepted by no measurement."""
 _ENDS = (CheckFailure, RankHang)
 """Errors that end a run without evidence."""
 
@@ -154,8 +157,10 @@ class SecondLook:
         if self._scenario.change not in ("", "scaled"):
             return None
         small = replace(self._scenario, change="scaled", factor=_SMALL)
+        trials = self._trials
         try:
-            return self._trials.compared(self._trials.expected(small), self._trials.on_ranks(small)).holds
+            seen = trials.on_ranks(small, whole=True)
+            return any(trials.compared(trials.expected(small, effort=effort), seen).holds for effort in _ENOUGH)
         except _ENDS:
             return None
 
@@ -207,7 +212,9 @@ class SecondLook:
             return
         permuted = replace(case, change="permuted")
         try:
-            one, other = trials.expected(case, deep=True), trials.expected(permuted)
+            # Without one device, all ranks run for each measurement.
+            effort = Effort.IN_FULL if trials.one_device else Effort.WIDENED
+            one, other = trials.expected(case, deep=True), trials.expected(permuted, effort=effort)
             there = trials.on_ranks(permuted)
         except _ENDS:
             return
