@@ -106,7 +106,7 @@ def splits(
     Args:
         dims: the dimensions to split along, simplest first; may be negative.
         dtypes: see `batches`. The default also gives complex dtypes if the drawn dimension is not negative.
-        values, leaves, kinds: see `batches`.
+        values: see `batches`; so are `leaves` and `kinds`.
     """
     total = draw(all_devices())
     devices = draw(st.one_of(device_counts(), st.just(total)))
