@@ -10,7 +10,7 @@ QUICK = ("accept", "--gpus=2", "--gpu-level=quick", "--memory=0.05")
 
 
 def test_gpus_that_compute_nothing_are_rejected(machine: Machine) -> None:
-    ran = machine.has(2, memory=MEMORY).command("mgpu_check", *QUICK, "-k", "inventory or memory or health")
+    ran = machine.has(2, memory=MEMORY).command("mgpu_check", *QUICK, "-k", "inventory or address")
     text = ran.stdout.str()
     assert ran.ret == 1, text
     assert "REJECTED" in text
