@@ -71,14 +71,27 @@ class Findings:
         """
         return on_any_rank(rank, bool(self.found))
 
+    def enough(self, rank: Rank) -> bool:
+        """Return whether all ranks may end together with the findings of any of them, as `first_suffices` allows.
 
-def run_all(checks: Iterable[Callable[[], object]]) -> None:
-    """Run all checks, even after one has found an error, and then raise the first finding."""
+        A collective within `first_suffices`.
+        """
+        return _first_suffices.get() and self.anywhere(rank)
+
+
+def run_all(checks: Iterable[Callable[[], object]], rank: Rank | None = None) -> None:
+    """Run all checks, even after one has found an error, and then raise the first finding.
+
+    With `rank` the checks are collectives of all ranks. Within `first_suffices` they end together at the first finding
+    of any rank.
+    """
     __tracebackhide__ = True
     with Findings() as findings:
         for check in checks:
             with findings.collected():
                 check()
+            if rank is not None and findings.enough(rank):
+                break
 
 
 def on_any_rank(rank: Rank, true: bool) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mgpu_check import Ranks
-from mgpu_check.asserts.findings import Findings, run_all
+from mgpu_check.asserts.findings import Findings, first_suffices, run_all
 from mgpu_check.engine.failures import account_of
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, GradientMismatch, RankFailure, ShardError
@@ -389,6 +389,23 @@ def test_all_checks_run_and_the_first_finding_is_raised() -> None:
     with pytest.raises(ShardError, match="the first"):
         run_all(functools.partial(check, words) for words in ("the first", "the second"))
     assert done == ["the first", "the second"]
+
+
+def checks_run(rank: Rank) -> list[int]:
+    done: list[int] = []
+
+    def check(number: int) -> None:
+        done.append(number)
+        if (number, rank.index) == (1, 1):
+            raise ShardError("of one rank")
+
+    with contextlib.suppress(ShardError), first_suffices():
+        run_all((functools.partial(check, number) for number in range(3)), rank)
+    return done
+
+
+def test_ranks_end_together_where_the_first_finding_suffices(ranks: Ranks) -> None:
+    assert ranks.run(checks_run, size=2) == [[0, 1], [0, 1]]
 
 
 def test_a_finding_is_not_lost_to_the_error_that_follows_from_it() -> None:

@@ -38,6 +38,8 @@ def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
     with judged() as findings:
         for run in runs:
             train(run, rank, findings)
+            if findings.enough(rank):
+                break
 
 
 def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -102,6 +104,8 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
                 given["device_mesh"] = init_device_mesh("cuda", (rank.size,))
             prepare = as_it_is if row.get("init_sync", True) else _like_the_first(run)
             train(run, rank, findings, what=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **given)
+            if findings.enough(rank):
+                break
 
 
 def _like_the_first(run: WholeRun) -> Callable[[nn.Module], None]:

@@ -80,7 +80,7 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
             options=others,
         )
         checks.append(check)
-    run_all([*checks, functools.partial(_assert_uneven_parts_are_joined, rank)])
+    run_all([*checks, functools.partial(_assert_uneven_parts_are_joined, rank)], rank)
 
 
 def _assert_uneven_parts_are_joined(rank: Rank) -> None:

@@ -37,7 +37,7 @@ _SCHEDULES = {
 def assert_parallelized_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that modules and an embedding under `parallelize_module` train as on one device. A collective."""
     checks = (assert_parallelized_modules_agree, assert_parallelized_embedding_agrees)
-    run_all(partial(check, training, rank) for check in checks)
+    run_all((partial(check, training, rank) for check in checks), rank)
 
 
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
@@ -154,7 +154,7 @@ def assert_schedules_agree(training: ExactTraining, rank: Rank, most: int) -> No
     for name, stages in schedules:
         if stages == 1 and most == 2:
             checks.append(partial(assert_schedule_agrees, large, name, 4, rank, stages, scaled=False))
-    run_all(checks)
+    run_all(checks, rank)
 
 
 def assert_schedule_agrees(

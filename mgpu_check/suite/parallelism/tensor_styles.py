@@ -49,7 +49,7 @@ def _numbers(*shape: int, seed: int) -> torch.Tensor:
 def assert_styles_agree(rank: Rank, seed: int) -> None:
     """Assert that all these styles agree with one device. A collective."""
     checks = (assert_sequence_parallel_agrees, assert_prepared_modules_agree, assert_losses_in_parallel_agree)
-    run_all(partial(check, rank, seed) for check in checks)
+    run_all((partial(check, rank, seed) for check in checks), rank)
 
 
 def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:

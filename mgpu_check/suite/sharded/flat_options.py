@@ -91,6 +91,8 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
             if not reached and row["strategy"] != "NO_SHARD" and not row["ignored"]:
                 reached = True
                 _judge_access(model, optimizer, got, training, what, findings, rank)
+            if findings.enough(rank):
+                break
 
 
 def _wrapped(training: ExactTraining, rank: Rank, row: Mapping[str, Any]) -> FullyShardedDataParallel:

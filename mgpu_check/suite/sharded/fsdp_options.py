@@ -113,6 +113,8 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
                 return  # others could wait for the parts that this rank lacks
             with findings.collected():
                 assert_same(got, wanted, what, rank.index)
+            if findings.enough(rank):
+                break
 
 
 def _trained(
