@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mgpu_check.suite.common.tensors import DTYPES, LAYOUTS, TensorSpec, layouts_for
 
 
-def seeds() -> st.SearchStrategy[int]:
+def seeds(*, zero: bool = False) -> st.SearchStrategy[int]:
     """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable.
 
     A test draws a seed in place of data for one of these reasons. Sizes, roots, positions and orders have strategies of
@@ -20,9 +20,14 @@ def seeds() -> st.SearchStrategy[int]:
     - The example is a table of all operators, dtypes, sizes or layouts. The first example must have all of it, and a
       failure names the wrong case and its first wrong element, so no smaller example would say more.
     - The seed itself is under test, as that of a generator or a sampler.
+
+    Args:
+        zero: let the first example, which Hypothesis makes of the first value of each argument, have the seed 0. By
+            default Hypothesis rejects this example, because a test of one example would draw 0 in every run. Use it in
+            tests of several examples whose first one must have all devices.
     """
-    # Hypothesis tries the smallest example first: a test of one example would draw 0 in every run.
-    return st.integers(0, 999).filter(bool)
+    numbers = st.integers(0, 999)
+    return numbers if zero else numbers.filter(bool)
 
 
 def dtypes(choices: Sequence[str] = DTYPES) -> st.SearchStrategy[str]:
