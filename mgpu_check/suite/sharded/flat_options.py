@@ -19,6 +19,7 @@ from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.sharded.flat_parameters import PREFIX, Way, quiet, step_of, whole_of
+from mgpu_check.suite.sharded.fsdp_options import cast_by_hand
 from mgpu_check.torch_hooks.tensors import copied
 
 _DOUBLE = torch.float64
@@ -74,6 +75,8 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
             what = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
             model = _wrapped(training, rank, row)
+            if row["dtypes"] == "inputs not cast":
+                cast_by_hand(model.module, what, findings)
             way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
             optimizer = sgd(training, model)
             before = optimizer.register_step_pre_hook(
@@ -81,9 +84,9 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
             )
             got: dict[str, torch.Tensor] = {}
             for step, batch in enumerate(training.batches(), 1):
-                x, y = own_part(batch, rank)
-                given = x.double() if row["dtypes"] == "inputs not cast" else x
-                outputs = step_of(model, optimizer, (given, y), rank.size, way, windows=2 if step == 1 else 1)
+                outputs = step_of(
+                    model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1
+                )
                 got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs).float()}
             before.remove()
             with findings.collected():
