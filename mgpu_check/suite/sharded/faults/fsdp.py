@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.utils import clip_grad
 
 from mgpu_check.suite.common.faults.breaking import around, given, optimized, returned
@@ -227,7 +228,7 @@ register(
         "cast_forward_inputs=False"),
     FaultRow("flat-inputs-cast-anyway", "FSDP1 casts inputs in spite of cast_root_forward_inputs=False",
         "test_options_of_flat_parameters", around(runtime, "_root_cast_forward_input"),
-        lambda real, state, _, args, kwargs: runtime._cast_forward_inputs(
+        lambda real, state, _, args, kwargs: _cast_forward_inputs(
             state.mixed_precision.param_dtype, *args, **kwargs),
         "cast_root_forward_inputs=False"),
     FaultRow("hook-of-flat-copy", "the communication hook of FSDP1 gets a copy of the gradients",
