@@ -88,7 +88,8 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
         """
         import sys
         assert "torch" not in sys.modules
-        import neighbour, torch
+        import gc, neighbour, torch
+        assert gc.isenabled() and gc.get_freeze_count() > 100_000  # later collections spare the objects of torch
         print(__name__, sys.argv[1:], neighbour.value, torch.cuda.device_count(), torch.ones(1).to("cuda:2").device)
         sys.exit(5)
         """,

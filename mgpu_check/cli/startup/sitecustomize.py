@@ -89,13 +89,6 @@ def _record(settings: dict[str, Any]) -> None:
     )
 
 
-def _age() -> None:
-    """Move all objects to the oldest generation, as the collections would have done that did not run."""
-    if not gc.get_freeze_count():  # otherwise the program has frozen objects, which must stay frozen
-        gc.freeze()
-        gc.unfreeze()
-
-
 class _AfterTorch:
     """A finder that finds torch through the other finders, and makes its loader call `then` after the import."""
 
@@ -122,7 +115,7 @@ class _AfterTorch:
                     act()
             finally:
                 if collecting:
-                    _age()
+                    gc.freeze()  # later collections, and those at exit, would visit all objects of torch again
                     gc.enable()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # on this loader only
