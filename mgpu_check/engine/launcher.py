@@ -134,7 +134,7 @@ class LocalLauncher:
         shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
         self._preload, self._more = (*PRELOAD, *shared, *preload), tuple(more)
         self._another = functools.partial(LocalLauncher, preload, simulate, keep=keep, more=more)
-        self._hash_seed, self._keep = hash_seed, keep
+        self._hash_seed, self._keep, self._simulated = hash_seed, keep, simulate is not None
         self._second: LocalLauncher | None = None
         self._server: subprocess.Popen[bytes] | KeptServer | None = None
         self._control: socket.socket | None = None
@@ -162,7 +162,7 @@ class LocalLauncher:
         if self._keep is not None:
             files = control, log.fileno()
             return attach(*self.keeper(), files, keep=self._keep, directory=directory, preload=self._more)
-        interpreter, environment = hash_seeds.interpreter("forkserver", self._hash_seed)
+        interpreter, environment = self._interpreter("forkserver")
         return subprocess.Popen(
             [*interpreter, str(control), str(os.getpid()), directory, *self._preload, *self._more],
             pass_fds=[control],
@@ -174,8 +174,15 @@ class LocalLauncher:
         )
 
     def keeper(self) -> tuple[list[str], Sequence[str], dict[str, str]]:
-        interpreter, environment = hash_seeds.interpreter("keeper", self._hash_seed)
+        interpreter, environment = self._interpreter("keeper")
         return interpreter, self._preload, environment
+
+    def _interpreter(self, program: str) -> tuple[list[str], dict[str, str]]:
+        interpreter, environment = hash_seeds.interpreter(program, self._hash_seed)
+        if self._simulated:
+            # OpenMP reads this when torch is imported; ranks do not see it. Spinning threads would slow other ranks.
+            environment.setdefault("OMP_WAIT_POLICY", "passive")
+        return interpreter, environment
 
     def store(self, name: str) -> str:
         self.start()

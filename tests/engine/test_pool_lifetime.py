@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,24 @@ def test_the_fork_server_is_replaced_too():
         assert len(set(pids(pool)) - set(ranks)) == 2
     finally:
         pool.close()
+
+
+@pytest.mark.gpus(1)
+def test_threads_of_simulated_ranks_do_not_spin(ranks, monkeypatch):
+    """The fork server has the variable, which OpenMP reads there. Ranks have the environment of this process."""
+    name = "OMP_WAIT_POLICY"
+
+    def body():
+        return os.getppid(), os.environ.get(name)
+
+    ((server, seen),) = ranks.run(body)
+    assert f"{name}=".encode() in Path(f"/proc/{server}/environ").read_bytes()
+    assert seen == os.environ.get(name)
+    monkeypatch.setenv(name, "active")
+    assert LocalLauncher(simulate="cpu").keeper()[2][name] == "active"
+    monkeypatch.delenv(name)
+    assert LocalLauncher(simulate="cpu").keeper()[2][name] == "passive"
+    assert name not in LocalLauncher().keeper()[2]
 
 
 def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
