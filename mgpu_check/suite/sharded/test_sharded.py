@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
+from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import MORE, examples
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.strategies import exact_trainings
@@ -130,7 +131,10 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_fully_shard(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """A model under `fully_shard` trains like on one device with each pair of its options."""
-    ranks.run("mgpu_check.suite.sharded.fsdp_options:assert_options_agree", training, more=more, size=size)
+    timeout = 5 * active().rank_timeout if more else None  # forty trainings take a minute on a busy machine
+    ranks.run(
+        "mgpu_check.suite.sharded.fsdp_options:assert_options_agree", training, more=more, size=size, timeout=timeout
+    )
 
 
 @examples(6, quick=1)
