@@ -78,6 +78,22 @@ SCRIPTS = (
         "train_gpt2.py --input_bin=@/train.bin --model=d12 --batch_size=1 --sequence_length=16 "
         "--total_batch_size=64 --write_tensors=0 --overfit_single_batch=0 --num_iterations=3",
         "tokens",
+        mistakes=(
+            Mistake(
+                "no sync",
+                "train_gpt2.py",
+                "model.require_backward_grad_sync = (micro_step == grad_accum_steps - 1)",
+                "model.require_backward_grad_sync = False",
+                ("gradients-not-synchronized",),
+            ),
+            Mistake(
+                "loader",
+                "train_gpt2.py",
+                "self.process_rank = process_rank",
+                "self.process_rank = 0",
+                ("dataset-not-split",),
+            ),
+        ),
     ),
     Script("modded-nanogpt", "modded-nanogpt", "train_gpt.py", code=2, words=("ModuleNotFoundError",)),
     Script(
@@ -93,7 +109,7 @@ SCRIPTS = (
                 "scripts/base_train.py",
                 "loss = loss / grad_accum_steps",
                 "loss = loss",
-                ("differs: step 1",),
+                ("accumulation-factor",),
             ),
             Mistake(
                 "sum",
@@ -157,11 +173,28 @@ SCRIPTS = (
         "classes",
         packages="lib_mae",
         options=("--float32",),
+        mistakes=(
+            Mistake(
+                "not wrapped",
+                "main_pretrain.py",
+                "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[args.gpu], find_unused_parameters=True)\n"
+                "        model_without_ddp = model.module",
+                "pass",
+                ("different-initialization",),
+            ),
+            Mistake(
+                "sampler",
+                "main_pretrain.py",
+                "num_replicas=num_tasks, rank=global_rank",
+                "num_replicas=1, rank=0",
+                ("dataset-not-split",),
+            ),
+        ),
     ),
     Script(
         "DINO",
         "dino",
-        "main_dino.py --data_path=@/train --arch=vit_tiny --out_dim=64 --batch_size_per_gpu=2 --local_crops_number=2 "
+        "main_dino.py --data_path=@/train --arch=vit_tiny --patch_size=32 --out_dim=64 --batch_size_per_gpu=2 --local_crops_number=2 "
         "--use_fp16=false --num_workers=1 --epochs=1 --warmup_epochs=0",
         "classes",
         environment={"TORCH_HOME": "@"},
@@ -179,9 +212,27 @@ SCRIPTS = (
     Script(
         "Barlow Twins",
         "barlowtwins",
-        "main.py @ --batch-size=8 --workers=1 --epochs=1 --projector=64-64",
+        "main.py @ --batch-size=4 --workers=1 --epochs=1 --projector=64-64",
         "classes",
+        code=1,  # no gradient flows through its all_reduce, and DistributedDataParallel takes the mean of the parts
+        words=("world-size-factor", "0.5"),
         options=("--float32",),
+        mistakes=(
+            Mistake(
+                "not wrapped",
+                "main.py",
+                "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[gpu])",
+                "pass",
+                ("different-initialization",),
+            ),
+            Mistake(
+                "batch norm",
+                "main.py",
+                "model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+                "pass",
+                ("batch-statistics-per-rank",),
+            ),
+        ),
     ),
     Script(
         "EDM",
