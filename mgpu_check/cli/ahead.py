@@ -117,10 +117,11 @@ class RunAhead:
         self._results = Results(self._scratch.path)
         self._ended, ended = os.pipe()
         session.config.add_cleanup(lambda: self._end(session.config))
+        parent = os.getpid()
         self._second = os.fork()
         if self._second == 0:
             os.close(self._ended)
-            _be_second(session, self._results, ended)
+            _be_second(session, self._results, ended, parent)
         os.close(ended)
 
     def _fits(self, session: pytest.Session) -> bool:
@@ -187,10 +188,12 @@ class RunAhead:
         self._scratch = self._results = None
 
 
-def _be_second(session: pytest.Session, results: Results, ended: int) -> NoReturn:
+def _be_second(session: pytest.Session, results: Results, ended: int, parent: int) -> NoReturn:
     """Run checks from the last one backwards until one has been claimed by pytest's process."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     end_with_parent()
+    if os.getppid() != parent:
+        os._exit(0)
     _leave_output(session.config)
     own = session.config.stash[SESSION]
     own.disown()
