@@ -152,6 +152,8 @@ def joint_draw(name: str, parts: Sequence[Any], own: Any, rows: SampleRows) -> t
         return torch.cat([part + start for part, start in zip(parts, starts, strict=True)])
     if first.numel() == 1 and own.numel() == 1:
         raise NotJoinedError("it is one number for all samples, and another one on each rank")
+    if (dimension := _dimension_of_samples(parts, own)) is not None:
+        return torch.cat(list(parts), dimension)
     padded: list[str] = []
     joined = rows.join(parts, padded)
     if joined.shape[1:] != own.shape[1:] or own.shape[0] not in (joined.shape[0], first.shape[0]):
@@ -164,3 +166,17 @@ def joint_draw(name: str, parts: Sequence[Any], own: Any, rows: SampleRows) -> t
         value[start : start + len(part)][tuple(slice(size) for size in part.shape)] = part
         start += len(part)
     return value
+
+
+def _dimension_of_samples(parts: Sequence[torch.Tensor], own: torch.Tensor) -> int | None:
+    """Return the only dimension along which the parts add up to the shape of `own`; None if it is the first."""
+    if any(part.dim() != own.dim() for part in parts):
+        return None
+    sizes = [sum(some) for some in zip(*(part.shape for part in parts), strict=True)]
+    found = [d for d in range(own.dim()) if sizes[d] == own.shape[d] and _elsewhere(own, d) == _elsewhere(parts[0], d)]
+    same = len(found) == 1 and len({tuple(_elsewhere(part, found[0])) for part in parts}) == 1
+    return found[0] if same and found[0] else None
+
+
+def _elsewhere(tensor: torch.Tensor, dimension: int) -> list[int]:
+    return [size for d, size in enumerate(tensor.shape) if d != dimension]

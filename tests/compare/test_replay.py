@@ -21,6 +21,7 @@ from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.replay import with_other_seeds
+from mgpu_check.compare.replay_draws import joint_draw
 from mgpu_check.compare.replay_numbers import RecordedNumbers, ReplayedNumbers
 from mgpu_check.compare.replay_points import tensors_of
 from mgpu_check.compare.replay_recording import RankRecording, epoch_of
@@ -115,6 +116,16 @@ def test_other_seeds_are_those_of_numpy_too(tmp_path):
             assert numpy.random.get_state()[1][0] == 1 + replay._OTHER_SEED
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 3), (3, 2, 5), (2, 3, 5)])
+def test_draws_whose_samples_are_in_another_dimension(shape):
+    at = shape.index(3)
+    parts = [torch.randn(shape), torch.randn(shape)]
+    own = torch.cat([torch.randn(shape)] * 2, at)
+    assert torch.equal(joint_draw("randn", parts, own, SampleRows(False)), torch.cat(parts, at))
+    with pytest.raises(NotJoinedError, match="ranks draw the shape"):
+        joint_draw("randn", parts, torch.cat([own, own], at)[..., :1], SampleRows(False))
 
 
 @pytest.mark.parametrize("kind", [int, str, float, "int64", "uint32", lambda value: (value, value)])
