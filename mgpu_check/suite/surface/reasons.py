@@ -77,8 +77,10 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("it accepts strided tensors only, the default", "torch.distributed.tensor.[a-z]*", "layout"),
     LeftOut("it accepts meshes of one dimension only", "torch.distributed.tensor.parallel.parallelize_module",
         "device_mesh", "mesh?of?2"),
-    LeftOut("arithmetic of Python numbers, without a device", "torch.optim.lr_scheduler.* "
-        "torch.optim.swa_utils.SWALR*"),
+    LeftOut("the suite continues a schedule from its state instead, which has the epoch",
+        "torch.optim.*", "last_epoch"),
+    LeftOut("deprecated: all schedulers but CosineAnnealingWarmRestarts count their steps",
+        "torch.optim.lr_scheduler.*.step", "epoch"),
     LeftOut("the acceptance reads it from the driver", _of(_CUDA, "temperature power_draw utilization clock_rate "
         "memory_usage device_memory_used list_gpu_processes")),
     LeftOut("it replaces the allocator of the process, or its memory, which the simulated node refuses",

@@ -55,7 +55,7 @@ register(
     FaultRow("gradient-not-reduced", "the gradient of an all_reduce is that of one rank", _GRADIENTS,
         around(differentiable, "all_reduce"),
         lambda real, own, *args, **kwargs: _valued(real(own.detach(), *args, **kwargs), own), "backward"),
-    FaultRow("rows-of-the-gradient-reversed", "the gradient of all_gather_tensor_autograd has reversed rows",
+    FaultRow("rows-of-the-gradient-reversed", "all_gather_tensor_autograd reverses the rows of its gradient",
         _GRADIENTS, given(functional, "all_gather_tensor_autograd"),
         lambda own, *_, **__: (own.detach() + (own - own.detach()).flip(0),), "backward"),
     FaultRow("source-gets-its-own-gradient",

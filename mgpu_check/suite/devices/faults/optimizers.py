@@ -194,4 +194,7 @@ register(
     FaultRow("statistics-of-the-first-batch", "update_bn takes the first batch only, on each device",
         "test_options_of_optimizers", around("torch.optim.swa_utils", "update_bn"),
         lambda update, loader, *args, **kwargs: update(loader[:1], *args, **kwargs), "several batches"),
+    FaultRow("given-epoch-late", "CosineAnnealingWarmRestarts takes a given epoch for the one before",
+        "test_options_of_optimizers", around(_SCHEDULER + "CosineAnnealingWarmRestarts", "step"),
+        lambda real, self, epoch=None: real(self, epoch and epoch - 1), "epochs that are given"),
 )  # fmt: skip

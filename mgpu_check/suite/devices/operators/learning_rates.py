@@ -264,5 +264,13 @@ def _rates(scheduler: _Scheduler, row: Mapping[str, Any], x: Tensor) -> Tensor:
                 one.load_state_dict(state)
         if step < _STEPS:
             optimizer.step()
-            schedule.step(*(_METRICS[step : step + 1] if scheduler.make is lr_scheduler.ReduceLROnPlateau else ()))
+            schedule.step(*_given(scheduler, step))
     return x.new_tensor(found)
+
+
+def _given(scheduler: _Scheduler, step: int) -> Sequence[float]:
+    """Return what a step of the scheduler gets: a metric, the next epoch, or nothing."""
+    if scheduler.make is lr_scheduler.ReduceLROnPlateau:
+        return _METRICS[step : step + 1]
+    jumps = scheduler.make is lr_scheduler.CosineAnnealingWarmRestarts and step % 2
+    return [step + 1] if jumps else []
