@@ -138,8 +138,8 @@ SCRIPTS = (
             Mistake(
                 "sampler",
                 "src/open_clip_train/data.py",
-                "len(dataset)\n    sampler = DistributedSampler(dataset)",
-                "len(dataset)\n    sampler = DistributedSampler(dataset, 1, 0)",
+                "shared_epoch)\n\n    num_samples = len(dataset)\n    sampler = DistributedSampler(dataset)",
+                "shared_epoch)\n\n    num_samples = len(dataset)\n    sampler = DistributedSampler(dataset, 1, 0)",
                 ("dataset-not-split",),
             ),
         ),
