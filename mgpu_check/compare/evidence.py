@@ -164,8 +164,8 @@ def _factor_within(difference: FirstDifference) -> Factor | None:
     if not factor:
         return None
     told = (
-        f"the optimizer reduces the gradients within step {difference.step + 1}; before it, their mean over the ranks "
-        f"is {factor:.4g} times the gradient of one device"
+        f"ranks have different gradients before step {difference.step + 1} and equal parameters after it; the mean of "
+        f"these gradients is {factor:.4g} times the gradient of one device"
     )
     return Factor(factor, _NEAR, told, rough=True)
 

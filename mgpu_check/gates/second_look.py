@@ -26,7 +26,7 @@ _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000
 _ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)
-"""Efforts that show whether a scaled-down batch is right: a wrong result would be accepted by no measurement."""
+"""Efforts that show whether a scaled-down batch is right: every effort rejects a wrong result."""
 _ENDS = (CheckFailure, RankHang)
 """Errors that end a run without evidence."""
 

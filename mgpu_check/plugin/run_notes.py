@@ -29,6 +29,6 @@ class RunNotes:
 
     def add(self, told: Mapping[str, Any]) -> None:
         """Add the notes that another process has `told`. Its positions at Ctrl-C are its own."""
-        self.remarks += told.get("remarks", [])
+        self.remarks += [line for line in told.get("remarks", []) if line not in self.remarks]
         self.deaths += told.get("deaths", [])
         self.waits += told.get("waits", [])

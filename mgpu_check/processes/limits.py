@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -17,6 +18,16 @@ def available_memory() -> int | None:
         return None
     most, used = limit_of_group("memory.max"), limit_of_group("memory.current")
     return available if most is None or used is None else min(available, most - used)
+
+
+def available_processors() -> int:
+    """Return how many processors this process may keep busy: by its affinity, and by the quota of its control group."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        quota, period = map(int, (_CGROUPS / "cpu.max").read_text(encoding="ascii").split())
+    except (OSError, ValueError):  # no such file, or "max 100000"
+        return count
+    return max(1, min(count, quota // period))
 
 
 def limit_of_group(name: str) -> int | None:

@@ -78,19 +78,50 @@ def test_a_pass_is_reported_in_its_place(pytester, run):
 @pytest.mark.parametrize(
     "last",
     [
-        "assert os.getpid() == HERE",
         "os.getpid() == HERE or pytest.skip('there')",
         "os.getpid() == HERE or warnings.warn('there')",
-        "os.getpid() == HERE or request.addfinalizer(lambda: 1 / 0)",
         "os.getpid() == HERE or os._exit(1)",
     ],
-    ids=["failed", "skipped", "warned", "failed at its end", "died"],
+    ids=["skipped", "warned", "died"],
 )
 def test_other_ends_than_a_pass_run_again(pytester, run, last):
     result = run(last=last)
     assert len({*pids(pytester.path, "last")}) == 2
     result.assert_outcomes(passed=3, warnings=0)
     assert result.ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize(
+    ("last", "outcomes"),
+    [
+        ("assert os.getpid() == HERE, 'there'", {"passed": 2, "failed": 1}),
+        ("os.getpid() == HERE or request.addfinalizer(lambda: 1 / 0)", {"passed": 3, "errors": 1}),
+    ],
+    ids=["call", "teardown"],
+)
+def test_a_failure_that_does_not_repeat_is_reported(pytester, run, last, outcomes):
+    result = run(last=last)
+    assert len({*pids(pytester.path, "last")}) == 2
+    result.assert_outcomes(**outcomes)
+    result.stdout.fnmatch_lines(["failed in a second process, and passed when it was repeated here"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_examples_are_drawn_again(pytester, run):
+    drawn = """
+from hypothesis import given, settings, strategies as st
+
+@settings(max_examples=3, database=None)
+@given(st.integers())
+def test_drawn(number):
+    note(f"drawn-{os.getpid()}")
+    with open(f"numbers-{os.getpid()}", "a") as file:
+        file.write(f"{number}\\n")
+    assert os.getpid() == HERE
+"""
+    run(more=drawn)
+    second, first = sorted(pytester.path.glob("numbers-*"), key=lambda path: len(path.read_text().split()))
+    assert second.read_text().split()[0] == first.read_text().split()[0]
 
 
 def test_a_failure_is_reported_once_and_ends_the_run(pytester, run):
@@ -108,7 +139,34 @@ def test_leaves(rank):
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
 """
     result = run(more=left)
-    assert "test_leaves left behind" in result.stdout.str()
+    assert result.stdout.str().count("test_leaves left behind") == 1
+
+
+def test_a_rank_that_dies_idle_fails_the_run(run):
+    dies = """
+def test_kills():
+    pid = pathlib.Path("pid").read_text()
+    os.kill(int(pid), 9)
+    deadline = time.monotonic() + 120
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+@pytest.mark.ranks(1)
+def test_pid(rank):
+    pathlib.Path("pid").write_text(str(os.getpid()))
+"""
+    result = run(more=dies)
+    result.assert_outcomes(passed=5)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*rank 0* died *test_pid*"])
+
+
+def test_without_a_second_process_all_checks_run_here(pytester, warm):
+    pytester.makepyfile(CHECKS.replace("{last}", "pass").replace('until("last")', "pass"))
+    program = "import os\ndef fork(): raise BlockingIOError(11, 'no more processes')\nos.fork = fork\n" + PROGRAM
+    pytester.run(sys.executable, "-c", program, "--gpus=2", "--simulate").assert_outcomes(passed=3)
+    assert pids(pytester.path, "first") == pids(pytester.path, "last")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -130,7 +188,7 @@ def test_no_process_survives(pytester, monkeypatch, number):
     assert left == {}
 
 
-@pytest.mark.parametrize("option", ["-s", "--setup-show", "--hypothesis-show-statistics"])
+@pytest.mark.parametrize("option", ["-s", "-pno:capture", "--setup-show", "--timeout=60", "-olog_cli=true"])
 def test_options_that_need_one_process(pytester, warm, option):
     pytester.makepyfile(CHECKS.replace("{last}", "pass").replace('until("last")', "pass"))
     pytester.run(sys.executable, "-c", PROGRAM, "--gpus=2", "--simulate", option).assert_outcomes(passed=3)

@@ -51,6 +51,8 @@ def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
         f"{factor.told}; a rank has {ratio:.4g} times as many micro-batches as one device, and its losses add up to "
         "as much"
     )
+    if evidence.size in (ratio, 1 / ratio):
+        told += "; or the loss has a factor of the world size, which is the same number"
     return Finding("accumulation-factor", told)
 
 
