@@ -54,7 +54,7 @@ _ONLY_HERE = (
 
 
 @dataclass
-class Outcome:
+class RanAhead:
     """How a check ended in the second process.
 
     Attributes:
@@ -90,16 +90,16 @@ class Results:
             return False
         return True
 
-    def put(self, name: object, outcome: Outcome) -> None:
+    def put(self, name: object, outcome: RanAhead) -> None:
         new = self._directory / "new"
         new.write_bytes(pickle.dumps(outcome))
         new.rename(self._directory / f"{name}.{'passed' if outcome.passed else 'ended'}")
 
-    def take(self, name: object) -> Outcome | None:
+    def take(self, name: object) -> RanAhead | None:
         """Return the outcome that the second process has put; None if it has not."""
         for kind in ("passed", "ended"):
             with contextlib.suppress(FileNotFoundError):
-                outcome: Outcome = pickle.loads((self._directory / f"{name}.{kind}").read_bytes())
+                outcome: RanAhead = pickle.loads((self._directory / f"{name}.{kind}").read_bytes())
                 self._taken += outcome.passed
                 return outcome
         return None
@@ -110,7 +110,7 @@ class Results:
 
 
 @dataclass
-class Second:
+class SecondProcess:
     """The second process, as pytest's process sees it.
 
     Attributes:
@@ -125,7 +125,7 @@ class Second:
     pipe: int
     awaited: bool = False
 
-    def outcome(self, number: int, session: GpuSession) -> Outcome:
+    def outcome(self, number: int, session: GpuSession) -> RanAhead:
         """Wait for the outcome of a check that it has claimed; an empty one if it ends before."""
         session.forget_test()
         self.awaited = True
@@ -134,7 +134,7 @@ class Second:
             session.on_example()  # shows that the run goes on
             if select.select([self.pipe], [], [], 1.0)[0]:
                 if not os.read(self.pipe, 1):
-                    found = self.results.take(number) or Outcome()
+                    found = self.results.take(number) or RanAhead()
                     break
             elif Clock.now() > deadline:
                 os.kill(self.pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ class Second:
         session.notes.add(found.notes)
         return found
 
-    def end(self) -> Outcome | None:
+    def end(self) -> RanAhead | None:
         """End it, and return what it has put at last; None if it was killed."""
         try:
             os.kill(self.pid, signal.SIGTERM)  # ignored when all checks have run
@@ -168,7 +168,7 @@ class RunAhead:
     def __init__(self, fewest: int = _FEWEST) -> None:
         self._fewest = fewest
         self._numbers: dict[pytest.Item, int] = {}
-        self._second: Second | None = None
+        self._second: SecondProcess | None = None
 
     def waiting(self) -> int:
         """Return the number of checks that have passed ahead of their turn and are not reported yet."""
@@ -191,7 +191,7 @@ class RunAhead:
             finally:
                 os.close(end)
             undo.pop_all()
-            self._second = Second(scratch, results, pid, pipe)
+            self._second = SecondProcess(scratch, results, pid, pipe)
             self._numbers = {item: number for number, item in enumerate(session.items)}
             session.config.add_cleanup(self._clean_up)
 
@@ -256,7 +256,7 @@ class RunAhead:
         return str(last.notes["interrupted"]) if second.awaited else ""
 
 
-def _reports(outcome: Outcome, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+def _reports(outcome: RanAhead, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
     """Return the reports of a check: those of the second process, or of a run in this one."""
     told: list[pytest.TestReport] = [
         item.config.hook.pytest_report_from_serializable(config=item.config, data=report) for report in outcome.reports
@@ -324,16 +324,16 @@ def _run_backwards(session: pytest.Session, results: Results, end: int) -> None:
     own.finish(interrupted)
     if trouble:
         own.notes.remarks.append(trouble)
-    results.put("last", Outcome(notes=own.notes.told()))
+    results.put("last", RanAhead(notes=own.notes.told()))
 
 
-def _outcome_of(item: pytest.Item) -> Outcome:
+def _outcome_of(item: pytest.Item) -> RanAhead:
     config = item.config
     warned: list[object] = []
     collect = SimpleNamespace(call_historic=lambda kwargs: warned.append(kwargs))
     with catch_warnings_for_item(config, SimpleNamespace(pytest_warning_recorded=collect), "runtest", item):
         reports = runtestprotocol(item, log=False)
-    return Outcome(
+    return RanAhead(
         [config.hook.pytest_report_to_serializable(config=config, report=report) for report in reports],
         passed=not warned and all(report.passed for report in reports),
         failed=any(report.failed for report in reports),
