@@ -78,11 +78,10 @@ def test_a_pass_is_reported_in_its_place(pytester, run):
 @pytest.mark.parametrize(
     "last",
     [
-        "os.getpid() == HERE or pytest.skip('there')",
-        "os.getpid() == HERE or warnings.warn('there')",
-        "os.getpid() == HERE or os._exit(1)",
+        pytest.param("os.getpid() == HERE or pytest.skip('there')", id="skipped", marks=pytest.mark.slow),
+        pytest.param("os.getpid() == HERE or warnings.warn('there')", id="warned"),
+        pytest.param("os.getpid() == HERE or os._exit(1)", id="died"),
     ],
-    ids=["skipped", "warned", "died"],
 )
 def test_other_ends_than_a_pass_run_again(pytester, run, last):
     result = run(last=last)
@@ -95,7 +94,10 @@ def test_other_ends_than_a_pass_run_again(pytester, run, last):
     ("last", "outcomes"),
     [
         ("assert os.getpid() == HERE, 'there'", {"passed": 2, "failed": 1}),
-        ("os.getpid() == HERE or request.addfinalizer(lambda: 1 / 0)", {"passed": 3, "errors": 1}),
+        pytest.param(
+            *("os.getpid() == HERE or request.addfinalizer(lambda: 1 / 0)", {"passed": 3, "errors": 1}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["call", "teardown"],
 )
@@ -169,7 +171,9 @@ def test_without_a_second_process_all_checks_run_here(pytester, warm):
     assert pids(pytester.path, "first") == pids(pytester.path, "last")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_no_process_survives(pytester, monkeypatch, number):
     pytester.makepyfile(CHECKS.replace("{last}", "time.sleep(3600)").replace('until("last")', "time.sleep(3600)"))
     monkeypatch.setenv("MGPU_AHEAD_TEST", str(pytester.path))
@@ -188,7 +192,13 @@ def test_no_process_survives(pytester, monkeypatch, number):
     assert left == {}
 
 
-@pytest.mark.parametrize("option", ["-s", "-pno:capture", "--setup-show", "--timeout=60", "-olog_cli=true"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "-pno:capture",
+        *(pytest.param(option, marks=pytest.mark.slow) for option in ("-s", "--timeout=60", "-olog_cli=true")),
+    ],
+)
 def test_options_that_need_one_process(pytester, warm, option):
     pytester.makepyfile(CHECKS.replace("{last}", "pass").replace('until("last")', "pass"))
     pytester.run(sys.executable, "-c", PROGRAM, "--gpus=2", "--simulate", option).assert_outcomes(passed=3)
