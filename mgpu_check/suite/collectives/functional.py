@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # they have no public name yet
+from torch.torch_version import TorchVersion
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.runner import coalescing, named
 from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbers_of
+from mgpu_check.version import torch_version
 
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
+ANY_LAYOUT = TorchVersion(torch_version()) >= "2.13"
+"""Earlier versions of torch refuse transposed inputs of all_gather_tensor and reduce_scatter_tensor."""
 _Parts = Sequence[torch.Tensor]
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -52,17 +57,21 @@ def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -
     by_columns = _by_columns(mine)
     reductions = _reductions(parts, seed)
     given = {op: inputs[me].to(team.rank.device) for op, (inputs, _) in reductions.items()}
-    given = {op: one if number == seed % 2 else _by_columns(one) for number, (op, one) in enumerate(given.items())}
+    turn = seed // len(given)  # as the seed also selects the reductions
+    given = {op: _by_columns(one) if (turn + at) % 2 else one for at, (op, one) in enumerate(given.items())}
     for op, (_, right) in reductions.items():
         account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(given[op], op, group), right)
-    for root in team.roots(seed)[:1]:
-        account.compare(f"functional broadcast from {root}", functional.broadcast(by_columns, root, group), parts[root])
+    layouts = {"": mine, " of a transposed input": by_columns}
+    for root, (layout, own) in itertools.product(team.roots(seed)[:1], layouts.items()):
+        what = f"functional broadcast{layout} from {root}"
+        account.compare(what, functional.broadcast(own, root, group), parts[root])
     for dim in (0, 1):
-        for layout, own in (("", mine), (" of a transposed input", by_columns)):
+        for layout, own in itertools.islice(layouts.items(), 2 if ANY_LAYOUT else 1):
             what = f"functional all_gather_tensor{layout}, dimension {dim}, {dtype}"
             account.compare(what, functional.all_gather_tensor(own, dim, group), torch.cat(parts, dim))
         for op, (_, right) in reductions.items():
-            got = functional.reduce_scatter_tensor(given[op], op, dim, group)
+            own = given[op] if ANY_LAYOUT else given[op].contiguous()
+            got = functional.reduce_scatter_tensor(own, op, dim, group)
             what = f"functional reduce_scatter_tensor {op}, dimension {dim}, {dtype}"
             account.compare(what, got, right.chunk(size, dim)[me].contiguous())
     turned = [(place + 1 + seed) % size for place in range(size)]

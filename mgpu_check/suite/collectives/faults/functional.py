@@ -13,6 +13,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional as differentiable
 
+from mgpu_check.suite.collectives.functional import ANY_LAYOUT
 from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
@@ -31,16 +32,25 @@ def _valued(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.Tensor:
     return gradient_of + (value - gradient_of.detach())
 
 
+def _as_rows(own: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+    return (own.t().reshape(own.shape),)
+
+
 register(
     __name__,
     FaultRow("functional-dimension-ignored", "all_gather_tensor joins along the first dimension", _FUNCTIONAL,
         around(functional, "all_gather_tensor"),
         lambda real, own, dim, *args, **kwargs: real(own, 0, *args, **kwargs).reshape(own.shape[0], -1),
         When("dimension 1", lambda real, own, dim, *_, **__: dim == 1)),
-    FaultRow("columns-gathered-as-rows", "all_gather_tensor reads a transposed input as if it were contiguous",
-        _FUNCTIONAL, given(functional, "all_gather_tensor"),
-        lambda own, *_, **__: (own.t().reshape(own.shape),),
-        When("dimension 1, transposed", lambda own, dim, *_, **__: dim == 1 and not own.is_contiguous())),
+    *(
+        FaultRow("columns-gathered-as-rows", "all_gather_tensor reads a transposed input as if it were contiguous",
+            _FUNCTIONAL, given(functional, "all_gather_tensor"), _as_rows,
+            When("dimension 1, transposed", lambda own, dim, *_, **__: dim == 1 and not own.is_contiguous()))
+        for _ in range(ANY_LAYOUT)
+    ),
+    FaultRow("columns-broadcast-as-rows", "broadcast reads a transposed input as if it were contiguous", _FUNCTIONAL,
+        given(functional, "broadcast"), _as_rows,
+        When("a transposed input", lambda own, *_, **__: not own.is_contiguous())),
     FaultRow("part-of-another", "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL,
         given(functional, "reduce_scatter_tensor"),
         lambda own, *_, **__: (torch.cat([*(parts := own.chunk(dist.get_world_size(), 1))[:-1], parts[0]], 1),),
