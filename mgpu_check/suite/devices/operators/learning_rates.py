@@ -244,7 +244,8 @@ def _rates(scheduler: _Scheduler, row: Mapping[str, Any], x: Tensor) -> Tensor:
     """Return the rates of two groups and their momentum, at first and after each step."""
     own = {name: row[name] for name in scheduler.values}
     if not x.is_cuda:
-        found = [scheduler.rate(SimpleNamespace(**own), base, t) for t in range(_STEPS + 1) for base in _BASES]
+        epochs = [_epoch(scheduler, step) for step in range(_STEPS + 1)]
+        found = [scheduler.rate(SimpleNamespace(**own), base, epoch) for epoch in epochs for base in _BASES]
         return x.new_tensor([one if isinstance(one, tuple) else (one, _MOMENTUM) for one in found])
 
     def made() -> tuple[torch.optim.Optimizer, Any]:
@@ -268,9 +269,17 @@ def _rates(scheduler: _Scheduler, row: Mapping[str, Any], x: Tensor) -> Tensor:
     return x.new_tensor(found)
 
 
+def _jumps(scheduler: _Scheduler) -> bool:
+    """Return whether every second step of the scheduler gets the next epoch but one."""
+    return scheduler.make is lr_scheduler.CosineAnnealingWarmRestarts
+
+
+def _epoch(scheduler: _Scheduler, steps: int) -> int:
+    return steps + steps // 2 if _jumps(scheduler) else steps
+
+
 def _given(scheduler: _Scheduler, step: int) -> Sequence[float]:
-    """Return what a step of the scheduler gets: a metric, the next epoch, or nothing."""
+    """Return what a step of the scheduler gets: a metric, an epoch, or nothing."""
     if scheduler.make is lr_scheduler.ReduceLROnPlateau:
         return _METRICS[step : step + 1]
-    jumps = scheduler.make is lr_scheduler.CosineAnnealingWarmRestarts and step % 2
-    return [step + 1] if jumps else []
+    return [_epoch(scheduler, step + 1)] if _jumps(scheduler) and step % 2 else []
