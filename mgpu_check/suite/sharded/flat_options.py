@@ -18,8 +18,8 @@ from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.sharded.casting import cast_by_hand
 from mgpu_check.suite.sharded.flat_parameters import PREFIX, Way, quiet, step_of, whole_of
-from mgpu_check.suite.sharded.fsdp_options import cast_by_hand
 from mgpu_check.torch_hooks.tensors import copied
 
 _DOUBLE = torch.float64
@@ -75,10 +75,10 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
             what = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
             model = _wrapped(training, rank, row)
-            if row["dtypes"] == "inputs not cast":
-                cast_by_hand(model.module, what, findings)
             way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
             optimizer = sgd(training, model)
+            if row["dtypes"] == "inputs not cast":
+                cast_by_hand(model.module, optimizer, rank, what, findings)
             before = optimizer.register_step_pre_hook(
                 lambda *_, model=model, row=row: _reduce_ignored(model, row, rank)
             )

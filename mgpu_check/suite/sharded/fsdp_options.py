@@ -28,9 +28,10 @@ from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.sharded.casting import cast_by_hand
 from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_ahead
 from mgpu_check.suite.sharded.fully_sharded import mesh_of, scale_of, sharded
-from mgpu_check.torch_hooks.tensors import copied, name_of
+from mgpu_check.torch_hooks.tensors import copied
 
 _OFFLOADED: Mapping[str, Callable[[], OffloadPolicy]] = {
     "no": OffloadPolicy,
@@ -124,9 +125,9 @@ def _trained(
     mesh = mesh_of(rank, row["dimensions"])
     model = _sharded(training, rank, mesh, row)
     layers = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
-    if row["dtypes"] == "inputs not cast":
-        cast_by_hand(model[0], what, findings)
     optimizer = sgd(training, model)
+    if row["dtypes"] == "inputs not cast":
+        cast_by_hand(model[0], optimizer, rank, what, findings)
     whole = _whole(row)
     if whole:
         optimizer.param_groups[0]["foreach"] = False  # a list cannot have DTensors and other tensors
@@ -148,17 +149,6 @@ def _trained(
             assert value.grad is not None
             got |= {f"step {step}: {name}": copied(value), f"step {step}: gradient of {name}": copied(value.grad)}
     return got
-
-
-def cast_by_hand(module: nn.Module, what: str, findings: Findings) -> None:
-    """Cast the inputs of a module, and require that they arrive as the program gave them, in float32."""
-
-    def cast(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        (x,) = arguments
-        findings.require(x.dtype is _SINGLE, f"{what}: inputs of float32 arrive as {name_of(x.dtype)}")
-        return x.double()
-
-    module.register_forward_pre_hook(cast)
 
 
 def _whole(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
             with findings.collected():
                 assert_same(got, wanted, what, rank.index)
             if findings.enough(rank):
-                break
+                return
         _judge_divisors(mesh, rank, findings)
 
 

@@ -27,6 +27,7 @@ FEW = strategies.large_worlds(most=3)
 """Worlds of at most three ranks, for checks of operators: each rank derives the sharding by itself, so more ranks are
 slow and show nothing more."""
 TRAININGS = exact_trainings()
+_OF_ALL_ROWS = 5  # times the timeout, because all forty rows of options take a minute on a busy machine
 
 
 @examples(4, quick=1)
@@ -131,7 +132,7 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_fully_shard(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """A model under `fully_shard` trains like on one device with each pair of its options."""
-    timeout = 5 * active().rank_timeout if more else None  # forty trainings take a minute on a busy machine
+    timeout = _OF_ALL_ROWS * active().rank_timeout if more else None
     ranks.run(
         "mgpu_check.suite.sharded.fsdp_options:assert_options_agree", training, more=more, size=size, timeout=timeout
     )

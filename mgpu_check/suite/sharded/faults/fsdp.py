@@ -18,7 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.utils import clip_grad
 
 from mgpu_check.suite.common.faults.breaking import around, given, optimized, returned
@@ -222,13 +221,17 @@ register(
     FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
         given(FSDPParam, "to_sharded_dtensor"),
         lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
-    FaultRow("inputs-cast-anyway", "fully_shard casts inputs in spite of cast_forward_inputs=False",
-        "test_options_of_fully_shard", around(FSDPState, "_cast_forward_inputs"),
-        lambda real, self, args, kwargs: (tuple(x.to(self._mp_policy.param_dtype or x.dtype) for x in args), kwargs),
-        "cast_forward_inputs=False"),
+    *(
+        FaultRow("inputs-cast-anyway", "fully_shard casts inputs in spite of cast_forward_inputs=False",
+            "test_options_of_fully_shard", around(FSDPState, "_cast_forward_inputs"),
+            lambda real, self, args, kwargs: (
+                tuple(x.to(self._mp_policy.param_dtype or x.dtype) for x in args), kwargs),
+            "cast_forward_inputs=False")
+        for _ in range(hasattr(FSDPState, "_cast_forward_inputs"))
+    ),
     FaultRow("flat-inputs-cast-anyway", "FSDP1 casts inputs in spite of cast_root_forward_inputs=False",
         "test_options_of_flat_parameters", around(runtime, "_root_cast_forward_input"),
-        lambda real, state, _, args, kwargs: _cast_forward_inputs(
+        lambda real, state, _, args, kwargs: torch.distributed.utils._cast_forward_inputs(
             state.mixed_precision.param_dtype, *args, **kwargs),
         "cast_root_forward_inputs=False"),
     FaultRow("hook-of-flat-copy", "the communication hook of FSDP1 gets a copy of the gradients",
