@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +64,15 @@ def _in_order_of_ranks(real: Any, *args: Any) -> Any:
         return real(*args)
     finally:
         options.enable_load_balance = before
+
+
+def _in_order_of_ranks_in_one(real: Any, mesh: Any, buffers: Any, dims: Any) -> list[Any]:
+    """Leave buffers in the order of the ranks unless their sequence is the third dimension."""
+    found: list[Any] = []
+    for buffer, dim in zip(buffers, dims, strict=True):
+        one = mesh, [buffer], [dim]
+        found += real(*one) if dim == 2 else _in_order_of_ranks(real, *one)
+    return found
 
 
 def _averaged(real: Any, parameters: list[torch.nn.Parameter], group: Any) -> None:
@@ -140,10 +148,7 @@ register(
         around(_CONTEXT, "context_parallel_unshard"), _in_order_of_ranks, "context_parallel, balanced"),
     FaultRow("balanced-order-kept-in-one", "results are put in order only if their sequence is the third dimension",
         _CHECK, around(_CONTEXT, "context_parallel_unshard"),
-        lambda real, mesh, buffers, dims: [
-            (real if dim == 2 else functools.partial(_in_order_of_ranks, real))(mesh, [one], [dim])[0]
-            for one, dim in zip(buffers, dims, strict=True)
-        ], "context_parallel, balanced"),
+        _in_order_of_ranks_in_one, "context_parallel, balanced"),
     FaultRow("second-halves-replaced", "gradients of half of a part replace those of other blocks", _CHECK,
         around(_RING, "_partial_update"), lambda real, *args, add, **kwargs: real(*args, add=False, **kwargs),
         "context_parallel, balanced"),
