@@ -74,7 +74,8 @@ class Findings:
     def enough(self, rank: Rank) -> bool:
         """Return whether all ranks may end together with the findings of any of them, as `first_suffices` allows.
 
-        A collective within `first_suffices`.
+        Within `first_suffices` it is a collective: an all_reduce of one int64. No planted fault may alter it, or ranks
+        would not end together.
         """
         return _first_suffices.get() and self.anywhere(rank)
 
