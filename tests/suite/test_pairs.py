@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from mgpu_check.suite.common.pairs import drawn_rows, in_pairs, words_of
-from mgpu_check.suite.common.turns import in_turns
 
 OPTIONS = {"a": (1, 2), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 0, 1)}
 
@@ -54,7 +53,3 @@ def test_more_shares_than_rows_still_leave_one_row():
 def test_a_row_is_named_by_what_differs_from_the_first_values():
     assert words_of({"a": 1, "b": True, "c": "x", "d": 0}, OPTIONS) == "b=True, d=0"
     assert words_of({"a": 1, "b": False}, OPTIONS) == "the first value of each option"
-
-
-def test_groups_take_turns():
-    assert [*in_turns(["adf", "", "be", "c"])] == [*"abcdef"]
