@@ -15,7 +15,8 @@ from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 
 
 def assert_subgroups_divide(rank: Rank) -> None:
-    """Assert that subgroups divide the world as requested, and that ranks get their own and all in order. A collective.
+    """Assert that subgroups divide the world as requested: each rank gets its own group and all groups in order. A
+    collective.
 
     Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and
     `new_group` of ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if

@@ -118,7 +118,6 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
         DeviceMismatch: naming the wrong devices, the case, and the first wrong element with the expected value. For
             each device it counts the wrong cases.
     """
-    __tracebackhide__ = True
     count, wrong = 0, list[WrongCase]()
     places = [Places(device) for device in devices]
     dtypes: dict[str, None] = {}

@@ -131,7 +131,8 @@ def _average(order: Devices, seed: int) -> None:
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that two forward passes before a backward pass add their gradients, and that later ones see new values."""
+    """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed
+    parameters."""
     with exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):

@@ -81,7 +81,8 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
 
 
 def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that an embedding that `parallelize_module` divides, in two ways, works as on one device. A collective.
+    """Assert that an embedding that `parallelize_module` divides by rows or by columns works as on one device. A
+    collective.
 
     The last part is smaller than the others, but not empty, which torch refuses. Every row is looked up, and some rows
     twice. Only one rank has the right values, and the others get theirs from it.

@@ -197,7 +197,6 @@ def assert_gradients_are(
     Raises:
         GradientMismatch: names parameter, element and values.
     """
-    __tracebackhide__ = True
     got = {name: value.grad for name, value in model.named_parameters()}
     ranks = () if rank is None else (rank,)
     where = what if rank is None else f"{what}, rank {rank}"

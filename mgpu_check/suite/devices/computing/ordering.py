@@ -14,7 +14,10 @@ _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
 
 
 def _numbers(case: ComputeCase, places: torch.Tensor) -> torch.Tensor:
-    """Return those at `places` of size² ascending numbers, all different if the case's dtype has as many."""
+    """Return the numbers at `places` of an ascending sequence of size² numbers.
+
+    They differ if the dtype has as many numbers.
+    """
     count = case.size**2
     most = _LARGEST.get(case.dtype, 2**24)
     low = 0 if case.dtype == "uint8" else -min(most, count // 2)

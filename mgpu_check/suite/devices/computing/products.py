@@ -104,7 +104,8 @@ def result_dtype(dtype: str) -> torch.dtype:
 
 
 def _sides(case: ComputeCase, most: int) -> tuple[int, int, int]:
-    """Return m, k, n near the size: multiples of 16, as narrow dtypes need, but odd m and n in a third of others."""
+    """Return m, k, n near the size: multiples of 16, as narrow dtypes need, but odd m and n in a third of the cases of
+    other dtypes."""
     size = case.size // 16 * 16
     m, k, n = size, min(size, most), size
     if case.seed % 3 == 1:

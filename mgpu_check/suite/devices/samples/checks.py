@@ -24,7 +24,7 @@ from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import name_of
 
 _ENOUGH = 100
-"""Wrong cases that stop a run: an operator that is wrong in each dtype has fewer."""
+"""Wrong cases that stop a run. They are of many operators, because operators take turns."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def assert_samples_agree(devices: Sequence[torch.device], seed: int, level: str)
     with repeatable(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated operators, whose results count too
         tally.untried.update(operator.name for operator in mine)  # until they run
-        # One dtype of each operator after the other: an operator that is wrong in each dtype is found soon.
+        # In turns, so that an operator that is wrong in each dtype is found soon.
         for operator, dtype in in_turns([(one, dtype) for dtype in one.dtypes] for one in mine):
             if len(tally.cases) >= _ENOUGH or enough(tally.wrong):
                 break
