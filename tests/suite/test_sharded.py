@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
 from mgpu_check.suite.recipes import training as recipe
 from mgpu_check.suite.sharded import dtensor_operators, operator_rows
+from mgpu_check.suite.sharded.casting import cast_by_hand
 from mgpu_check.suite.sharded.redistribution import part_of
 
 
@@ -47,6 +50,23 @@ def test_meshes_are_as_square_as_can_be():
     assert [near_square(ranks) for ranks in range(1, 10)] == [
         *((1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (2, 3), (1, 7), (2, 4), (3, 3))
     ]
+
+
+def test_a_module_that_is_cast_by_hand_gets_inputs_of_float32_in_each_step():
+    module, findings = torch.nn.Linear(2, 2, dtype=torch.float64), Findings()
+    optimizer = torch.optim.SGD(module.parameters())
+    cast_by_hand(module, optimizer, Rank(1, 2, 1, 0, torch.device("cpu")), "a model", findings)
+    module(torch.ones(1, 2))
+    optimizer.step()
+    assert not findings.found
+    optimizer.step()
+    module(torch.ones(1, 2).double())
+    optimizer.step()
+    assert [str(one) for one in findings.found] == [
+        "a model, rank 1: its module was not called",
+        "a model, rank 1: inputs of float32 arrived as float64",
+    ]
+    assert [one.ranks for one in findings.found] == [(1,), (1,)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
