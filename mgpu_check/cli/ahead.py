@@ -50,7 +50,7 @@ _ONLY_HERE = (
     *("usepdb", "trace", "collectonly", "gpu_replay", "hypothesis_show_statistics", "setupshow", "timeout", "basetemp"),
     *("log_file", "log_cli_level"),
 )
-"""Options of pytest and its plugins for which each check must run in pytest's process."""
+"""Options of pytest and its plugins that need each check in pytest's process."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class RanAhead:
 
 
 class Results:
-    """What the two processes share: who runs which check, and how those of the second one ended.
+    """The files that both processes share: who runs which check, and how those of the second one ended.
 
     Args:
         directory: an empty directory. A file `N.claimed` says that a process runs check number N; `N.passed` or
@@ -105,7 +105,7 @@ class Results:
         return None
 
     def waiting(self) -> int:
-        """Return the number of passes that nobody has taken."""
+        """Return the number of passes that are not taken yet."""
         return sum(name.endswith(".passed") for name in os.listdir(self._directory)) - self._taken
 
 
@@ -131,7 +131,7 @@ class SecondProcess:
         self.awaited = True
         deadline = Clock.now() + _PATIENCE * session.settings.rank_timeout
         while (found := self.results.take(number)) is None:
-            session.on_example()  # shows that the run goes on
+            session.on_example()  # shows that the run continues
             if select.select([self.pipe], [], [], 1.0)[0]:
                 if not os.read(self.pipe, 1):
                     found = self.results.take(number) or RanAhead()
@@ -262,7 +262,7 @@ def _reports(outcome: RanAhead, item: pytest.Item, nextitem: pytest.Item | None)
         item.config.hook.pytest_report_from_serializable(config=item.config, data=report) for report in outcome.reports
     ]
     if outcome.passed:
-        # The check before it has left the fixtures that both have in common.
+        # The fixtures that this check shares with the one before are still set up. If their teardown fails, pytest ends.
         item.session._setupstate.teardown_exact(nextitem)
         return told
     here = runtestprotocol(item, log=False, nextitem=nextitem)

@@ -325,7 +325,7 @@ class GpuSession:
         return ", ".join(f"cuda:{device.index} {device.name} {device.uuid}".rstrip() for device in own)
 
     def disown(self) -> None:
-        """In a process forked from pytest's, leave the ranks and leases of that one alone, and start others on demand.
+        """In a process forked from pytest's, leave its ranks and leases alone, and start others on demand.
 
         A failing check ends at its first failing example, because only pytest's process reports it.
         """
