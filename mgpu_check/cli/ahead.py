@@ -262,7 +262,7 @@ def _reports(outcome: RanAhead, item: pytest.Item, nextitem: pytest.Item | None)
         item.config.hook.pytest_report_from_serializable(config=item.config, data=report) for report in outcome.reports
     ]
     if outcome.passed:
-        # The fixtures that this check shares with the one before are still set up. If their teardown fails, pytest ends.
+        # Fixtures that this check shares with the one before are still set up. If their teardown fails, pytest ends.
         item.session._setupstate.teardown_exact(nextitem)
         return told
     here = runtestprotocol(item, log=False, nextitem=nextitem)
