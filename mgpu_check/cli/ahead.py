@@ -83,11 +83,13 @@ class Results:
         self._taken = 0
 
     def claim(self, number: int) -> bool:
-        """Return whether this process may run the check, because the other one does not."""
+        """Return whether this process may run the check, because the other one does not, or because a disk is full."""
         try:
             os.close(os.open(self._directory / f"{number}.claimed", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
+        except OSError:
+            pass  # it may run twice, and pytest reports its own run
         return True
 
     def put(self, name: object, outcome: RanAhead) -> None:
@@ -213,17 +215,14 @@ class RunAhead:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Report a check that the second process runs, after its end. Others run as always."""
         number = self._numbers.pop(item, None)
-        if self._second is None or number is None:
+        if self._second is None or number is None or self._second.results.claim(number):
             return None
-        with contextlib.suppress(OSError):  # it runs twice if the claim cannot be written
-            if not self._second.results.claim(number):
-                item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-                outcome = self._second.outcome(number, item.config.stash[SESSION])
-                for report in _reports(outcome, item, nextitem):
-                    item.ihook.pytest_runtest_logreport(report=report)
-                item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-                return True
-        return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        outcome = self._second.outcome(number, item.config.stash[SESSION])
+        for report in _reports(outcome, item, nextitem):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
