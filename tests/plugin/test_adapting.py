@@ -41,6 +41,9 @@ class Base(MultiProcessTestCase):
     def join(self):
         store = dist.FileStore(self.file_name, self.world_size)
         dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size, store=store)
+        # A rank that ends closes its connections, even those that another rank is still making.
+        store.set(f"joined {self.rank}", "")
+        store.wait([f"joined {rank}" for rank in range(self.world_size)])
 """
 
 SPAWNED = f"""{BASE}
