@@ -26,6 +26,7 @@ from _pytest.warnings import catch_warnings_for_item
 
 from mgpu_check.engine.rank_side.coverage import coverage_here
 from mgpu_check.plugin.launched import is_launched
+from mgpu_check.plugin.run_notes import RunNotes
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes.clock import Clock
@@ -291,10 +292,9 @@ def _draw_alike(session: pytest.Session) -> None:
 
 def _be_second(session: pytest.Session, results: Results, end: int, parent: int) -> NoReturn:
     """Run checks from the last one backwards until one has been claimed by pytest's process."""
-    own = session.config.stash[SESSION]
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        own.disown()
+        session.config.stash[SESSION].disown()
         end_with_parent()
         if os.getppid() == parent:
             _run_backwards(session, results, end)
@@ -311,7 +311,7 @@ def _run_backwards(session: pytest.Session, results: Results, end: int) -> None:
             if not results.claim(number):
                 break
             outcome = _outcome_of(item)
-            outcome.notes, own.notes = own.notes.told(), type(own.notes)()
+            outcome.notes, own.notes = own.notes.told(), RunNotes()
             results.put(number, outcome)
             os.write(end, b".")
     except KeyboardInterrupt:

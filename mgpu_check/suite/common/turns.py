@@ -14,8 +14,6 @@ def in_turns(groups: Iterable[Iterable[_Case]]) -> Iterator[_Case]:
 
     A defect of one group is found after few cases, so `selftest` takes less time.
     """
-    absent = object()
-    for turn in itertools.zip_longest(*groups, fillvalue=absent):
-        for case in turn:
-            if case is not absent:
-                yield case  # type: ignore[misc]
+    apart = ([(case,) for case in group] for group in groups)
+    for turn in itertools.zip_longest(*apart, fillvalue=()):
+        yield from itertools.chain.from_iterable(turn)
