@@ -104,6 +104,13 @@ _TABLE = (
         strikes=lambda loss, even, size: loss in ("weighted nll_loss", "nll_loss with ignored classes") and size > 1,
         fixed="2.14.1",
     ),
+    KnownDefect(
+        "dtensor-fills-each-part",
+        "fill_ of a partial DTensor fills the part of each rank, so the sum of the parts is a multiple of the value",
+        "https://github.com/pytorch/pytorch/issues/163374",
+        shown_by=("test_sharded.py::test_operators_on_dtensors",),
+        strikes=lambda size: size > 1,
+    ),
 )
 
 KNOWN_DEFECTS = {defect.name: defect for defect in _TABLE}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
@@ -100,8 +101,16 @@ def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):
 
     named = "neg of (S(0)) raised ValueError: no such thing"
     assert described(("neg", refuse), ("abs", refuse)) == [named]
-    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.12.1+cu130")
-    assert described(("pad", lack), ("neg", refuse)) == [named], "older versions may lack it"
-    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
-    assert len(described(("pad", lack), ("neg", refuse))) == 1
     assert "pad of (S(0)) raised NotImplementedError" in described(("pad", lack))[0]
+    heard: list[Any] = []
+    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.12.1+cu130")
+    with heard_by(heard.append):
+        assert described(("interpolate", lack), ("neg", refuse)) == [named], "older versions lack it"
+    assert heard == [{"left_out": "interpolate: this torch refuses some placements"}]
+    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
+    assert len(described(("interpolate", lack), ("neg", refuse))) == 1
+
+
+def test_each_operator_that_older_versions_lack_is_a_row():
+    names = {name for name, _ in (*operator_rows.OF_ONE, *operator_rows.OF_ALIKE)}
+    assert names.issuperset(name for lacking in operator_rows._SINCE.values() for name in lacking)

@@ -41,10 +41,10 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 _Captured = tuple[Callable[[], None], torch.Tensor]
 
 
-def _options(function: Any, **options: Any) -> dict[str, Any]:
-    """Return the options that this version of torch has."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in known}
+def _options() -> dict[str, Any]:
+    """Return the option that this version of torch may lack. The simulated `capture_begin` always has it."""
+    name = "check_input_liveness"
+    return {name: True} if name in inspect.signature(torch.cuda.graph).parameters else {}
 
 
 def _in_context(x: torch.Tensor) -> _Captured:
@@ -56,9 +56,8 @@ def _in_context(x: torch.Tensor) -> _Captured:
 
 def _in_context_with_options(x: torch.Tensor) -> _Captured:
     graph = torch.cuda.CUDAGraph()
-    options = _options(torch.cuda.graph.__init__, check_input_liveness=True)
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local", **options):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local", **_options()):
         result = _computed(x)
     return graph.replay, result
 
@@ -67,12 +66,11 @@ def _by_hand(x: torch.Tensor) -> _Captured:
     first, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(keep_graph=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    options = _options(graph.capture_begin, check_input_liveness=True)
     with torch.cuda.stream(stream):
         first.capture_begin()
         _computed(x)
         first.capture_end()
-        graph.capture_begin(pool=first.pool(), capture_error_mode="relaxed", **options)
+        graph.capture_begin(pool=first.pool(), capture_error_mode="relaxed", **_options())
         result = _computed(x)
         graph.capture_end()
     first.reset()

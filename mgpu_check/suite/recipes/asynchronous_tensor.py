@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 
 
-def _group() -> str:
+def _operators() -> Any:
     from torch.distributed import _symmetric_memory  # registers the operators
 
     assert _symmetric_memory.lib
+    return torch.ops.symm_mem
+
+
+def _group() -> str:
     assert dist.group.WORLD is not None
     name: str = dist.group.WORLD.group_name
     return name
@@ -23,13 +27,13 @@ def _group() -> str:
 
 def _gathered_product(part: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all ranks, and their product with `factor`."""
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(part.contiguous(), [factor], 0, _group())
+    whole, products = _operators().fused_all_gather_matmul(part.contiguous(), [factor], 0, _group())
     return whole, products[0]
 
 
 def _scattered_product(whole: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of the sum over the ranks of their products."""
-    made: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(whole.contiguous(), factor, "sum", 0, _group())
+    made: torch.Tensor = _operators().fused_matmul_reduce_scatter(whole.contiguous(), factor, "sum", 0, _group())
     return made
 
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from mgpu_check.asserts.covered import covered
-from mgpu_check.asserts.known_defects import known_defect
+from mgpu_check.asserts.known_defects import is_known, known_defect
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.sharded.operator_rows import OF_ALIKE, OF_ONE, may_be_refused
+from mgpu_check.suite.sharded.operator_rows import OF_ALIKE, OF_ONE, lacks
 from mgpu_check.suite.sharded.redistribution import part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
 
@@ -45,7 +45,8 @@ _Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placem
 
 def _calls(wholes: list[torch.Tensor], seed: int) -> Iterator[_Call]:
     for number, (name, unary) in enumerate(OF_ONE, seed):
-        places = _DIVIDED[:2] if "norm" in name else _DIVIDED  # torch has no gradient for norms of partial tensors
+        # Torch has no gradient for norms of partial tensors. Versions that do not sum in `clone` refuse to add in place.
+        places = _DIVIDED[:2] if "norm" in name or name == "in place" else _DIVIDED
         yield name, unary, wholes[:1], (places[number % len(places)],)
     pairs = [pair for pair in itertools.product(_PLACES, repeat=2) if pair != (Replicate(), Replicate())]
     for number, (name, binary) in enumerate(OF_ALIKE):
@@ -55,17 +56,34 @@ def _calls(wholes: list[torch.Tensor], seed: int) -> Iterator[_Call]:
 def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
     """Yield a description of each call, "" if it is right, up to one that raises: ranks may then be out of step."""
     for name, call, wholes, places in calls:
+        if lacks(name):
+            covered(left_out=f"{name}: this torch refuses some placements")
+            continue
         what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
         try:
-            yield _wrong(what, call, wholes, places, mesh)
+            wrong = _wrong(what, call, wholes, places, mesh)
+            yield "" if name == "filled" and _fills_each_part(what, call, wholes, places, mesh, wrong) else wrong
         except Exception as error:
-            if may_be_refused(name, error):
-                covered(refused=name)
-                continue
             if type(error).__module__ != "builtins":
                 raise  # full memory and broken connections have types of their own, which show their cause
             yield f"{what} raised {type(error).__name__}: {error}"
             return
+
+
+def _fills_each_part(
+    what: str,
+    call: Callable[..., torch.Tensor],
+    wholes: list[torch.Tensor],
+    places: tuple[Placement, ...],
+    mesh: DeviceMesh,
+    wrong: str,
+) -> bool:
+    """Return whether `fill_` of a partial copy has the result of a known defect, which a copy without parts avoids."""
+    if placed(wholes[0], places, mesh).clone().placements != (Partial("sum"),):
+        return False
+    if wrong and _wrong(what, call, wholes, places, mesh, lambda x: x.new_full(x.shape, 2.0 * mesh.size()) + x):
+        return False
+    return is_known("dtensor-fills-each-part", failed=bool(wrong), size=mesh.size())
 
 
 def _numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -80,10 +98,11 @@ def _wrong(
     wholes: list[torch.Tensor],
     places: tuple[Placement, ...],
     mesh: DeviceMesh,
+    reference: Callable[..., torch.Tensor] | None = None,
 ) -> str:
-    """Describe the error of a call; "" if it is right."""
+    """Describe the error of a call; "" if it is right: as on whole tensors, or as the `reference` is on them."""
     leaves = [whole.clone().requires_grad_() for whole in wholes]
-    right = call(*leaves)
+    right = (reference or call)(*leaves)
     given = [placed(whole, [place], mesh).requires_grad_() for whole, place in zip(wholes, places, strict=True)]
     got = call(*given)
     if not isinstance(got, DTensor):

@@ -140,11 +140,23 @@ OF_ALIKE: tuple[tuple[str, _Binary], ...] = (
 )  # fmt: skip
 """Functions of two matrices of the same shape."""
 
-_SINCE_2_13 = ("index_add", "index_fill", "interpolate", "pad", "pad of rows")
-"""Rows whose operators have sharding strategies from torch 2.13 on only."""
+_SINCE = {
+    "2.12": (
+        "nansum", "aminmax", "max over 0", "min over 1", "var_mean", "cumsum over 0", "cumsum over 1", "logcumsumexp",
+        "median", "median over 1", "kthvalue", "sort over 1", "topk over 0", "topk over 1", "cross", "max_pool2d",
+        "index_select of rows", "index_select of columns", "columns by a list", "index_add", "index_fill",
+        "pad of rows", "roll", "roll of rows", "flip", "flip of rows", "diagonal", "add in place", "copy",
+        "layer_norm with a weight",
+    ),
+    "2.13": ("interpolate",),
+}  # fmt: skip
+"""Version of torch -> rows that older versions refuse for some placements, in the forward or the backward pass.
+
+A partial weight of `layer_norm` is not refused: its gradients are wrong.
+"""
 
 
-def may_be_refused(name: str, error: Exception) -> bool:
-    """Return whether this version of torch lacks the sharding strategy of a row, and says so."""
-    older = TorchVersion(torch_version()) < "2.13"
-    return older and name in _SINCE_2_13 and "not have a sharding strategy registered" in str(error)
+def lacks(name: str) -> bool:
+    """Return whether this version of torch has the operator of a row for some placements only, or for none."""
+    here = TorchVersion(torch_version())
+    return any(here < since and name in names for since, names in _SINCE.items())
