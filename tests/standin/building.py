@@ -68,7 +68,7 @@ def build(directory: Path | None = None) -> Path:
             "-fPIC",
             "-shared",
             "-std=gnu11",
-            f"-I{_headers(site)}",
+            *(f"-I{directory}" for directory in _headers(site)),
             "-Wall",
             "-Wextra",
             "-Wno-missing-field-initializers",
@@ -130,10 +130,11 @@ def _compiler() -> str:
     raise CannotBuild("the stand-in for CUDA needs a C compiler, and finds no cc, gcc or clang: install gcc, or set CC")
 
 
-def _headers(site: Path) -> Path:
-    for found in (*sorted(site.glob("nvidia/cu*/include")), site / "triton/backends/nvidia/include"):
-        if (found / "cuda_runtime_api.h").exists() and (found / "crt").exists() and (found / "cuda.h").exists():
-            return found
+def _headers(site: Path) -> list[Path]:
+    """Return the directories of the headers of CUDA: first of the version that torch is built for, then triton's."""
+    found = [*sorted(site.glob("nvidia/cu*/include")), site / "triton/backends/nvidia/include"]
+    if all(any((one / name).exists() for one in found) for name in ("cuda.h", "cuda_runtime_api.h", "crt")):
+        return found
     raise CannotBuild(
         f"the stand-in for CUDA needs the headers of CUDA, which triton's wheel brings; none under {site}"
     )

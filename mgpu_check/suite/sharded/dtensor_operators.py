@@ -45,7 +45,7 @@ _Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placem
 
 def _calls(wholes: list[torch.Tensor], seed: int) -> Iterator[_Call]:
     for number, (name, unary) in enumerate(OF_ONE, seed):
-        # Torch has no gradient for norms of partial tensors. Versions that do not sum in `clone` refuse to add in place.
+        # Norms of partial tensors have no gradient. Before 2.12 and since 2.14 torch refuses to add to one in place.
         places = _DIVIDED[:2] if "norm" in name or name == "in place" else _DIVIDED
         yield name, unary, wholes[:1], (places[number % len(places)],)
     pairs = [pair for pair in itertools.product(_PLACES, repeat=2) if pair != (Replicate(), Replicate())]
