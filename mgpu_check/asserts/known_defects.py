@@ -82,6 +82,27 @@ _TABLE = (
         ),
     ),
     KnownDefect(
+        "nccl-reduce-scatter-alone",
+        "in a group of one rank, reduce_scatter on a device ignores the factor of PREMUL_SUM, and writes nothing to a "
+        "tensor that is not contiguous",
+        "https://github.com/pytorch/pytorch/pull/170922",
+        shown_by=("test_collectives.py::test_reductions_of_every_dtype", "test_collectives.py::test_layouts"),
+        strikes=lambda function, op, place, contiguous, size: (
+            function.startswith("reduce_scatter")
+            and (place, size) == ("device", 1)
+            and (op == "PREMUL_SUM" or not contiguous)
+        ),
+    ),
+    KnownDefect(
+        "lazy-signs-between-devices",
+        "copy_ between the CPU and a GPU drops a lazy negation or conjugation",
+        "https://github.com/pytorch/pytorch/issues/146286",
+        shown_by=("test_devices.py::test_copies_of_every_dtype",),
+        strikes=lambda call, source, target: (
+            call.startswith(("copy_", "assignment")) and (source == "cpu") != (target == "cpu")
+        ),
+    ),
+    KnownDefect(
         "batched-power-sgd-refuses",
         "batched_powerSGD_hook raises AssertionError in its first compressed step: it passes a matrix where a batch "
         "is needed",

@@ -134,9 +134,14 @@ def _free(directory: Path) -> int | None:
 
 def _driver() -> str:
     try:
-        found = re.search(r"Module\D*(\d+[\d.]*)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+        return version_of_driver(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
     except OSError:
         return ""
+
+
+def version_of_driver(text: str) -> str:
+    """Return the version in the text of NVIDIA's kernel module, such as "580.159.04"; "" without one."""
+    found = re.search(r"Module .*?\b(\d+\.\d[\d.]*)", text)
     return found[1] if found else ""
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.utils._foreach_utils
 
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
+from mgpu_check.simulated.wrappers import is_distributed
 from mgpu_check.torch_hooks.patches import Patches, around
 
 Function = Callable[..., torch.Tensor]
+_Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor | None]], list[int]]]
 
 
 @around
@@ -94,6 +97,40 @@ def _pad_packed_sequence(
     return (tag(padded, data.device) if on_device else padded), lengths
 
 
+@around
+def _recurrent(original: Callable[..., object], input: torch.Tensor, *args: object) -> object:
+    """Wrap recurrent networks, which compare an input on the host with their parameters in C++."""
+    if not isinstance(input, SimulatedTensor):
+        weights = next((number for number, value in enumerate(args) if isinstance(value, list)), len(args))
+        for kind, values in (("hidden", args[:weights]), ("parameter", args[weights:])):
+            for other in tensors_in(values):
+                if isinstance(other, SimulatedTensor):
+                    raise RuntimeError(
+                        f"Input and {kind} tensors are not at the same device, found input tensor at {input.device} "
+                        f"and {kind} tensor at {other.device}"
+                    )
+    return original(input, *args)
+
+
+@around
+def _grouped(
+    original: Callable[..., _Groups], lists: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False
+) -> _Groups:
+    """Wrap the grouping by device and dtype for multi-tensor functions: C++ would read the backing device."""
+    if not any(isinstance(t, SimulatedTensor) or is_distributed(t) for t in lists[0]):
+        return original(lists, with_indices)
+    groups: _Groups = {}
+    for number, first in enumerate(lists[0]):
+        assert first is not None  # as in C++
+        tensors, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        for group, given in zip(tensors, lists, strict=True):
+            if given:  # a list that an optimizer does not need is empty
+                group.append(given[number])
+        if with_indices:
+            indices.append(number)
+    return groups
+
+
 def install_composites(patches: Patches) -> None:
     patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
     patches.replace(torch.istft, _istft(torch.istft))
@@ -105,5 +142,9 @@ def install_composites(patches: Patches) -> None:
         patches.replace(function, _quantile(function))
         patches.wrap(torch.Tensor, name, _quantile)
     patches.wrap(torch._VF, "_pad_packed_sequence", _pad_packed_sequence)
+    for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
+        patches.wrap(torch._VF, name, _recurrent)
+    grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+    patches.replace(grouped, _grouped(grouped))
     unflatten = torch._utils._unflatten_dense_tensors
     patches.replace(unflatten, _unflatten(unflatten))

@@ -12,6 +12,7 @@ import torch.utils._python_dispatch
 
 from mgpu_check.simulated import hardware
 from mgpu_check.simulated.generators import drawing
+from mgpu_check.simulated.memory import BLOCK
 from mgpu_check.simulated.recording import recorder_of
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.streams import host_waits
@@ -88,6 +89,10 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
         with drawing(generator) as drawn:  # type: ignore[arg-type]  # `make` refuses any other type
             made = make(*args, device=node.backing, **kwargs)
             drawn.append(made)
+    if type(made) is SimulatedTensor and made.device != device:
+        # For a tensor on 'meta', torch has run functions of Python, with the backing device as a simulated one.
+        made = raw(made)
+        made.untyped_storage().__dict__.pop(BLOCK, None)
     if hardware.present is not None and make.__name__ not in EMPTY:
         _on_hardware(hardware.present, make.__name__, device, made)
     if type(made) is not SimulatedTensor:  # it is simulated if an argument is, as in torch.full((2,), scalar_on_device)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from mgpu_check.cli.doctor_facts import PACKAGES, GpuFacts, HostFacts, of_host
+from mgpu_check.cli.doctor_facts import PACKAGES, GpuFacts, HostFacts, of_host, version_of_driver
 from mgpu_check.cli.doctor_probes import PROBES, examine
 from mgpu_check.devices.inventory import Device, Inventory
 
@@ -113,6 +113,17 @@ def test_a_port_that_another_process_has_is_found(monkeypatch):
 def test_the_driver_is_named():
     found = examine(HEALTHY, dataclasses.replace(GPUS, driver="570.86.15"), 4)
     assert "4 x H100, with driver 570.86.15; torch is built for 13.0" in [one.fact for one in found]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (dvs-builder@U22)\n",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan  7 01:37:41 UTC 2025\nGCC version:  12.2.0\n",
+    ],
+)
+def test_the_version_of_the_driver_is_read(text):
+    assert version_of_driver(text) in ("580.159.04", "570.86.15")
 
 
 def test_ranks_can_run_here(command, monkeypatch):

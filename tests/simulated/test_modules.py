@@ -55,6 +55,27 @@ def test_a_module_computes_as_on_the_cpu(name, mode):
             torch.testing.assert_close(first(net(x.cuda(1))).cpu(), first(reference(x)))
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_network_names_the_device_that_its_input_is_not_on(kind):
+    net, steps = kind(3, 2).to("cuda:1"), [torch.ones(3, 3), torch.ones(2, 3)]
+    words = "found input tensor at cpu and parameter tensor at cuda:1"
+    for inputs in (steps[0], nn.utils.rnn.pack_sequence(steps)):
+        with pytest.raises(RuntimeError, match=words):
+            net(inputs)
+    with pytest.raises(RuntimeError, match="found input tensor at cpu and hidden tensor at cuda:2"):
+        kind(3, 2)(
+            steps[0], (torch.zeros(1, 2, device="cuda:2"),) * 2 if kind is nn.LSTM else torch.zeros(1, 2).cuda(2)
+        )
+
+
+def test_tensors_are_grouped_by_their_device():
+    lists = [[torch.ones(2, device=device) for device in ("cuda:2", "cpu", "cuda:2")], [], [None, None, None]]
+    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(lists, with_indices=True)
+    assert list(groups) == [(torch.device("cuda:2"), torch.float32), (torch.device("cpu"), torch.float32)]
+    (grouped, empty, absent), indices = groups[torch.device("cuda:2"), torch.float32]
+    assert grouped == lists[0][::2] and empty == [] and absent == [None, None] and indices == [0, 2]
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_packed_sequences_are_padded_on_their_device(kind, ordered):

@@ -22,6 +22,25 @@ def test_green_collectives(rank):
     assert [y.item() for y in got] == [0, 1]
 
 
+@pytest.mark.ranks(2)
+def test_green_tensors_from_meta_are_on_the_device_of_the_rank(rank):
+    like = torch.empty(3, device="meta")
+    module = torch.nn.Linear(3, 2, device="meta").to_empty(device=rank.device)
+    made = [torch.zeros_like(like, device=rank.device), like.new_empty(4, device=rank.device), module.weight]
+    assert {one.device for one in made} == {rank.device}
+    before = torch.cuda.memory_allocated(rank.device)
+    large = torch.empty_like(torch.empty(1 << 20, device="meta"), device=rank.device)
+    assert torch.cuda.memory_allocated(rank.device) - before == large.nbytes
+
+
+@pytest.mark.ranks(2)
+def test_green_gradients_are_clipped_on_the_device_of_the_rank(rank):
+    weights = torch.nn.Parameter(torch.ones(3, device=rank.device))
+    weights.grad = torch.ones_like(weights)
+    torch.nn.utils.clip_grad_norm_([weights], 1.0)
+    torch.optim.AdamW([weights], lr=0.1).step()
+
+
 @pytest.mark.ranks(2, timeout=3)
 def test_red_kernel_that_never_ends(rank):
     if rank.index == 1:

@@ -3,19 +3,34 @@ collectives, which all lists of them follow."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from mgpu_check.acceptance.collectives import test_collectives as acceptance
+from mgpu_check.asserts import known_defects
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import RankFailure
 from mgpu_check.suite.collectives import call_strategies as calls
 from mgpu_check.suite.collectives import differentiable, functional
-from mgpu_check.suite.collectives.cases import COPIED, COPYING, FUNCTIONS, NOT_CALLED, REDUCING, form_of, left_out
+from mgpu_check.suite.collectives.calls import assert_collectives_match
+from mgpu_check.suite.collectives.cases import (
+    COPIED,
+    COPYING,
+    FUNCTIONS,
+    NOT_CALLED,
+    REDUCING,
+    CollectiveCall,
+    form_of,
+    left_out,
+)
 from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.collectives.program_cases import STEPS
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
@@ -93,3 +108,30 @@ def test_a_transfer_gives_each_member_its_sources(name):
             sources = [transfer.sources(member, count, root) for member in range(count)]
             assert {giver for one in sources for giver in one} == {m for m in range(count) if transfer.gives(m, root)}
             assert [bool(one) for one in sources] == [transfer.takes(member, root) for member in range(count)]
+
+
+def on_one_rank(call: CollectiveCall, result: str, rank: Rank) -> list[str]:
+    """Run a call whose function reduces wrongly on a device, and return the known defects that have shown."""
+
+    @functools.wraps(dist.reduce_scatter)  # its parameters are read
+    def reduce_scatter(output, inputs, *args, **kwargs):
+        if result == "one more":
+            output.copy_(inputs[0] + 1)
+        elif output.is_contiguous():
+            output.copy_(inputs[0])
+
+    met: list[known_defects.Met] = []
+    with mock.patch.object(dist, "reduce_scatter", reduce_scatter), known_defects.reported_to(met.append):
+        assert_collectives_match(rank, [call])
+    return [one.name for one in met if one.failed]
+
+
+ALONE = [{"op": "PREMUL_SUM"}, {"layout": "channels_last", "elements": 24}]
+
+
+@pytest.mark.parametrize("given", ALONE, ids=str)
+def test_a_rank_alone_that_only_copies_meets_a_known_defect(ranks, given):
+    call = CollectiveCall("reduce_scatter", "float32", **given)
+    assert ranks.run(on_one_rank, call, "copied", size=1) == [["nccl-reduce-scatter-alone"]]
+    with pytest.raises(RankFailure, match=r"reduce_scatter .* is wrong on rank 0 of 1"):
+        ranks.run(on_one_rank, call, "one more", size=1)

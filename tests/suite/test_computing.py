@@ -13,7 +13,7 @@ from mgpu_check.devices.observations import Subject
 from mgpu_check.suite.common.counters import integers
 from mgpu_check.suite.common.digests import digest, digests
 from mgpu_check.suite.devices.computing import cases as compute
-from mgpu_check.suite.devices.computing import examine, freivalds, products, shapes
+from mgpu_check.suite.devices.computing import examine, freivalds, layers, products, shapes
 from mgpu_check.suite.devices.computing.cases import ComputeCase
 from mgpu_check.suite.devices.computing.evidence import bits, digests_of_pieces, evidence_of
 from mgpu_check.suite.devices.computing.operations import OPERATIONS
@@ -159,6 +159,20 @@ def test_freivalds_finds_rows_and_columns():
     assert seen["indices"] == [[5, 7], [9, 40]] and seen["share of NaN"] == 0.5
     with pytest.raises(ValueError, match=r"k=50, n=60 .* not exact in float64"):
         freivalds.wrong_rows(a * 2**20, b * 2**20, right, 3)
+
+
+def test_freivalds_draws_fewer_numbers_for_larger_sums():
+    a, b = torch.full((2, 4), 2.0**20), torch.full((4, 4), 2.0**20)  # as many sums as 16384 columns of 256 have
+    right = a.double() @ b.double()
+    assert not freivalds.wrong_rows(a, b, right, 3).any()
+    right[1, 2] += 1
+    assert freivalds.wrong_rows(a, b, right, 3).tolist() == [False, True]
+
+
+def test_scores_of_attention_fit_into_the_memory_of_a_large_gpu():
+    for dtype in ("float32", "float64"):
+        heads, tokens, width = layers._sequence(ComputeCase("attention known by algebra", dtype, 16384, 0))
+        assert heads * tokens**2 * 8 * 3 < 140 << 30 and heads * tokens * width > 1 << 24
 
 
 def test_freivalds_sees_a_wrong_element_whatever_it_draws(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.links.speed import measure_copies
 from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.asserts.known_defects import Met, reported_to
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.simulated import simulated_node
@@ -207,3 +208,16 @@ def test_the_first_line_of_wrong_copies_names_the_first_of_them(monkeypatch):
     first, second, *_ = str(caught.value).splitlines()
     assert first == "the copy cuda:1 -> cuda:0: engine, 9 bytes: 6 of 9 bytes are wrong"
     assert second == "1 of 2 ways copy wrong data (cuda:1 -> cuda:0), the others are right"
+
+
+def test_a_copy_that_drops_a_lazy_sign_meets_a_known_defect():
+    values = torch.arange(6.0)
+    lost, shifted = (lambda x, device: (-x).to(device)), (lambda x, device: (x + 1).to(device))
+    with simulated_node(1):
+        there, host, met = values.to("cuda:0"), torch.device("cpu"), list[Met]()
+        with reported_to(met.append):
+            assert copies._is_sign_lost("copy_", lost, there, host, values)
+            assert not copies._is_sign_lost("copy_", shifted, there, host, values)
+            assert not copies._is_sign_lost("to(device)", lost, there, host, values)
+            assert not copies._is_sign_lost("copy_", lost, there, there.device, values)
+    assert met == [Met("lazy-signs-between-devices", True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import types
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 import mgpu_check.suite.mismatch.operators as apart
+from mgpu_check.asserts.bits import same_bits
 from mgpu_check.suite.common import operators, torch_later
-from mgpu_check.suite.common.operators import BINARY, CALLS, FUNCTIONS, UNARY, ElementwiseOperator
+from mgpu_check.suite.common.operators import BINARY, CALLS, FLOATS, FUNCTIONS, UNARY, ElementwiseOperator
+from mgpu_check.suite.common.values import anything
 from mgpu_check.suite.devices.computing import cases, elementwise
 from mgpu_check.suite.devices.computing.cases import COMPUTATIONS, FAMILIES, ComputeCase
 from mgpu_check.suite.devices.computing.operations import OPERATIONS
@@ -73,6 +76,15 @@ def test_operators_of_one_name_have_one_call():
     assert CALLS["add"](x, y).tolist() == [3.0, 6.0]
     for row in (*BINARY, *UNARY):
         assert CALLS[row.name].__code__.co_code == row.call.__code__.co_code, row.name
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_roots_are_rounded_as_ieee_754_says(dtype):
+    (row,) = (row for row in UNARY if row.reference is not None)
+    x = anything(3000, getattr(torch, dtype), 5)
+    roots = [math.sqrt(value) if value >= 0 else math.nan for value in x.tolist()]
+    right = torch.tensor(roots, dtype=torch.float64).to(x.dtype)
+    assert row.name == "sqrt" and same_bits(row.reference(x).nan_to_num(), right.nan_to_num())
 
 
 def test_tables_are_read_without_torch():

@@ -17,6 +17,7 @@ from mgpu_check.suite.common.operators import Kind
 from mgpu_check.suite.common.tensors import DTYPES, TensorSpec
 from mgpu_check.suite.mismatch.cases import OperatorCase
 from mgpu_check.suite.mismatch.operators import OPERATORS, Operands
+from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import indices_of
 
 
@@ -79,18 +80,19 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
 def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> None:
     """Assert that each operator of the table, with all operands on one device, gives the result of the CPU."""
     wrong: list[WrongCase] = []
-    for operator, row in OPERATORS.items():
-        expected = _alone(operator, torch.device("cpu"), rows, seed)
-        kind: Kind = "close" if row.rounds else "numbers"
-        for device in devices:
-            try:
-                got = _alone(operator, device, rows, seed)
-            except Exception as error:
-                what = f"it raised {type(error).__name__}: {error}"
-            else:
-                what = _different(got, expected, device, kind)
-            if what:
-                wrong.append(WrongCase(device, f"{operator} of float32, {rows} rows", what))
+    with repeatable():  # without TF32, which cuDNN uses by default
+        for operator, row in OPERATORS.items():
+            expected = _alone(operator, torch.device("cpu"), rows, seed)
+            kind: Kind = "close" if row.rounds else "numbers"
+            for device in devices:
+                try:
+                    got = _alone(operator, device, rows, seed)
+                except Exception as error:
+                    what = f"it raised {type(error).__name__}: {error}"
+                else:
+                    what = _different(got, expected, device, kind)
+                if what:
+                    wrong.append(WrongCase(device, f"{operator} of float32, {rows} rows", what))
     if wrong:
         raise named_wrong(wrong, devices, len(OPERATORS))
 

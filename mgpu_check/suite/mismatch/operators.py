@@ -272,9 +272,9 @@ OPERATORS: Mapping[str, OperatorRow] = {
     "conv2d bias": OperatorRow(
         _of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)), Rule(names="types")
     ),
-    "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES)),
-    "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES)),
-    "nll_loss": OperatorRow(_indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4)),
+    "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES), rounds=True),
+    "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES), rounds=True),
+    "nll_loss": OperatorRow(_indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4), rounds=True),
     "nll_loss weight": OperatorRow(_weighing(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"))),
     "cross_entropy": OperatorRow(
         _indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4), rounds=True

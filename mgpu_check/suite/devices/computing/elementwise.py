@@ -54,11 +54,11 @@ def _same(expected: torch.Tensor) -> Judge:
 def exact(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the operators of the table that have the name of the operation."""
     require(case.dtype, device)
-    calls = [
-        (row.call, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.accepted == case.operation
-    ]
+    rows = [(row, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.accepted == case.operation]
+    calls = [(row.call, count) for row, count in rows]
+    right = [(row.reference if row.reference and device.type == "cuda" else row.call, count) for row, count in rows]
     there, here = ([_patterns(case, number, where) for number in range(2)] for where in (device, _HOST))
-    return Prepared(lambda: _called(calls, there), _same(_called(calls, here)))
+    return Prepared(lambda: _called(calls, there), _same(_called(right, here)))
 
 
 def _called(calls: Sequence[tuple[Function, int]], operands: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from mgpu_check.suite.common.counters import integers
 from mgpu_check.suite.devices.computing.evidence import evidence_of
 
-_CHOICES = 1024
+_CHOICES, _FEWEST = 1024, 128
 _VECTORS = 2
 _ROWS = 1024
 _LOOKED_AT = 32
@@ -19,23 +19,25 @@ _EXACT = 2**53
 def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> torch.Tensor:
     """Return a mask of the rows of `c` that differ from the product of `a` and `b`: bool, (m,), in O(n²).
 
-    The check compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, 1024]. It never calls a right row
-    wrong, and always finds a row with one wrong element. It misses a row with several with probability at most 1024^-2,
-    about 10^-6: if all numbers of x but one are fixed, at most one value of the last number hides the difference.
+    The check compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, r]. Here r is 1024, or less if sums
+    would not be exact in float64. It never calls a right row wrong, and always finds a row with one wrong element. It
+    misses a row with several with probability at most r^-2, about 10^-6 for 1024: if all numbers of x but one are
+    fixed, at most one value of the last number hides the difference.
     Source: R. Freivalds, *Probabilistic machines can use less running time*, IFIP 1977.
 
     Args:
         a, b, c: whole numbers, of shapes (m, k), (k, n) and (m, n), of any dtype, on one device; `c` may hold NaN.
 
     Raises:
-        ValueError: sums could be inexact in float64: k·n·max|a|·max|b|·1024 must be less than 2^53.
+        ValueError: sums could be inexact in float64: k·n·max|a|·max|b|·128 must be less than 2^53.
     """
     most = float(a.double().abs().max()) * float(b.double().abs().max())
-    if most * a.shape[1] * b.shape[1] * _CHOICES >= _EXACT:
+    exact = int((_EXACT - 1) // max(1.0, most * a.shape[1] * b.shape[1]))
+    if exact < _FEWEST:
         raise ValueError(
             f"wrong_rows: k={a.shape[1]}, n={b.shape[1]} and products up to {most:g} are not exact in float64"
         )
-    x = integers((b.shape[1], _VECTORS), 1, _CHOICES, seed=seed, device=a.device, dtype=torch.float64)
+    x = integers((b.shape[1], _VECTORS), 1, min(_CHOICES, exact), seed=seed, device=a.device, dtype=torch.float64)
     there = _times(a, _times(b, x))
     return (_times(c, x) != there).any(dim=1)
 

@@ -15,6 +15,8 @@ from mgpu_check.suite.devices.computing.products import LARGEST, require
 
 _TAPS = 9
 _HEAD = 64
+_SCORES = 8
+"""Most scores of attention in memory, as a multiple of the elements of a matrix of the case."""
 
 
 def _image(case: ComputeCase) -> tuple[int, int, int]:
@@ -66,7 +68,10 @@ def convolution_of_random_numbers(case: ComputeCase, device: torch.device) -> Pr
 def _sequence(case: ComputeCase) -> tuple[int, int, int]:
     """Return the number of heads over all batches, of tokens, and of elements of a head."""
     tokens = 1 << max(5, min(11, int(math.log2(case.size))))
-    return max(1, case.size**2 // (tokens * _HEAD)), tokens, _HEAD
+    heads = case.size**2 // (tokens * _HEAD)
+    if case.dtype in ("float32", "float64"):  # no fused kernel: the scores of all heads are in memory, several times
+        heads = min(heads, _SCORES * case.size**2 // tokens**2)
+    return max(1, heads), tokens, _HEAD
 
 
 def attention_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:

@@ -77,9 +77,10 @@ def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], tor
         left, right = a.to(kind), b.t().contiguous().to(other).t()
         one = torch.ones((), device=a.device)
         return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
-    left, right = a.to(kind), b.to(kind)
     if kind == torch.int8:
+        left, right = a.to(kind), b.t().contiguous().to(kind).t()  # cuBLAS takes no other layout on newer GPUs
         return lambda: torch._int_mm(left, right)
+    left, right = a.to(kind), b.to(kind)
     return lambda: torch.matmul(left, right)
 
 

@@ -41,7 +41,8 @@ def elementwise_cases(seed: int = 0) -> Iterator[Case]:
 def _cases(row: ElementwiseOperator, operands: Callable[[torch.dtype], tuple[torch.Tensor, ...]]) -> Iterator[Case]:
     for name in row.dtypes:
         made = operands(getattr(torch, name))
-        yield Case(f"{row.name} of {name}", row.call, made, row.compared, changes=row.changes)
+        right = None if row.reference is None else row.reference(*made)
+        yield Case(f"{row.name} of {name}", row.call, made, row.compared, right, changes=row.changes)
 
 
 def _masked_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

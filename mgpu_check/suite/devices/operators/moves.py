@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -13,6 +14,9 @@ from mgpu_check.suite.common.values import ALL, anything, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
 _ROWS, _COLUMNS = 14, 9
+
+_THROUGH_FLOAT32 = ("gather", "scatter")
+"""Moves that change the bits of a NaN of a narrow float on the CPU, which converts it."""
 
 _CHANGING = ("index_put", "assignment by a mask", "assignment to a slice")
 
@@ -76,6 +80,12 @@ def _layouts(dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor 
     yield ", with gaps", Window(data.view(2 * _ROWS, 2 * _COLUMNS), lambda storage: storage[1::2, ::2])
 
 
+def _without_nan(case: Case) -> Case:
+    matrix, index = case.operands
+    assert isinstance(matrix, torch.Tensor)
+    return replace(case, operands=(torch.where(matrix.isnan(), 0, matrix), index))
+
+
 def move_cases(seed: int = 0) -> Iterator[Case]:
     """Yield each move in each dtype on arbitrary bits of a contiguous matrix, and some moves in other layouts."""
     index = torch.arange(_ROWS, device="cpu") * 5 % _ROWS
@@ -86,9 +96,11 @@ def move_cases(seed: int = 0) -> Iterator[Case]:
                     continue
                 if dtype.is_complex and name == "pad":
                     continue  # it fills with a real number
-                yield Case(
+                case = Case(
                     f"{name} of {name_of(dtype)}{layout}", call, (operand, index), "bits", changes=name in _CHANGING
                 )
+                through_float32 = name in _THROUGH_FLOAT32 and dtype in (torch.float16, torch.bfloat16)
+                yield _without_nan(case) if through_float32 else case
         yield from _added(dtype, seed)
     yield Case("one_hot", lambda i: F.one_hot(i, 20), (index,))
     yield Case("nonzero", lambda i: torch.nonzero(i % 3), (index,))
