@@ -31,7 +31,8 @@ def as_finding(error: BaseException) -> BaseException:
 
 
 def _call(frame: traceback.FrameSummary) -> str:
-    """Return the source of the expression that raised, in one line; the name of the function if there is no source."""
+    """Return the source of the expression that raised, in one line; the name of the function if it raised the error
+    itself, or if there is no source."""
     first, last = frame.lineno or 0, frame.end_lineno or frame.lineno or 0
     lines = [linecache.getline(frame.filename, number).encode() for number in range(first, last + 1)]
     if not first or not all(lines):
@@ -40,4 +41,6 @@ def _call(frame: traceback.FrameSummary) -> str:
         lines[-1] = lines[-1][: frame.end_colno]
         lines[0] = lines[0][frame.colno :]
     text = " ".join(b" ".join(lines).decode(errors="replace").split())
+    if text.startswith("raise "):
+        return frame.name
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
