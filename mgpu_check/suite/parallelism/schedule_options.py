@@ -38,7 +38,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
 """Options of schedules, the default first."""
 _OF_SEVERAL = ("backward_requires_autograd", "defer_pp_recv")
 _DEFERS = "defer_pp_recv" in inspect.signature(pipelining.ScheduleLoopedBFS).parameters
-_TAKES_UNEVEN = not hasattr(pipelining.PipelineStage, "_validate_fwd_input")
+TAKES_UNEVEN = not hasattr(pipelining.PipelineStage, "_validate_fwd_input")
 """Whether a stage accepts inputs of other shapes than the first: torch 2.11 compares them."""
 
 
@@ -85,7 +85,7 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
             options=others,
         )
         checks.append(check)
-    if _TAKES_UNEVEN:
+    if TAKES_UNEVEN:
         checks.append(functools.partial(_assert_uneven_parts_are_joined, rank))
     else:
         covered(left_out="uneven micro-batches of a stage alone: this torch refuses them")

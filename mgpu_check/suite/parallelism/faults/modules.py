@@ -14,6 +14,7 @@ from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last, ranks_here
 from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.parallelism.schedule_options import TAKES_UNEVEN
 
 _MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
 _MEAN, _SUM = 1, 2
@@ -170,11 +171,14 @@ register(
     FaultRow("specified-chunks-reversed", "parts of keyword arguments that are specified come in reverse order",
         "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
         lambda found, *given: (found[0], found[1][::-1]) if given[4] else None, "kwargs_chunk_spec"),
-    FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
-        "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
-        lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
-        When("micro-batches of several lengths",
-             lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1)),
+    *(
+        FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
+            "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
+            lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
+            When("micro-batches of several lengths",
+                 lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1))
+        for _ in range(TAKES_UNEVEN)
+    ),
     FaultRow("gradients-divided-all-the-same",
         "gradients are divided by the number of micro-batches even with scale_grads=False", _SCHEDULES,
         around(f"{_SCHEDULE}:PipelineScheduleMulti", "__init__"),

@@ -15,6 +15,7 @@ from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import LAST_RANK, is_last, ranks_here
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.sharded.operator_rows import lacks
 
 device_meshes = caught_by("test_device_meshes")
 redistribution = caught_by("test_redistribution")
@@ -145,9 +146,12 @@ register(
     FaultRow("local-sums-not-added", "local_map takes partial outputs for whole ones", "test_making_dtensors",
         around("torch.distributed.tensor.experimental", "local_map"),
         lambda real, function, out_placements, **kwargs: real(function, out_placements=[Replicate()], **kwargs)),
-    FaultRow("turned-within-parts", "running sums, reversals and turns stay within the part of a rank",
-        "test_operators_on_dtensors", around(torch.Tensor, "cumsum", "flip", "roll"), partial_operands_not_reduced,
-        _ALONG),
+    *(
+        FaultRow("turned-within-parts", "running sums, reversals and turns stay within the part of a rank",
+            "test_operators_on_dtensors", around(torch.Tensor, "cumsum", "flip", "roll"), partial_operands_not_reduced,
+            _ALONG)
+        for _ in range(not lacks("flip"))
+    ),
     FaultRow("place-within-a-part", "argmax and argmin return the place within the part of a rank",
         "test_operators_on_dtensors", around(torch.Tensor, "argmax", "argmin"),
         lambda real, x, *dim, **options: DTensor.from_local(
