@@ -142,11 +142,11 @@ OF_ALIKE: tuple[tuple[str, _Binary], ...] = (
 
 _SINCE = {
     "2.12": (
-        "nansum", "aminmax", "max over 0", "min over 1", "var_mean", "cumsum over 0", "cumsum over 1", "logcumsumexp",
-        "median", "median over 1", "kthvalue", "sort over 1", "topk over 0", "topk over 1", "cross", "max_pool2d",
-        "index_select of rows", "index_select of columns", "columns by a list", "index_add", "index_fill",
-        "pad of rows", "roll", "roll of rows", "flip", "flip of rows", "diagonal", "add in place", "copy",
-        "layer_norm with a weight",
+        "glu", "nansum", "aminmax", "max over 0", "min over 1", "var_mean", "cumsum over 0",
+        "cumsum over 1", "logcumsumexp", "median", "median over 1", "kthvalue", "sort over 1", "topk over 0",
+        "topk over 1", "cross", "max_pool2d", "index_select of rows", "index_select of columns", "columns by a list",
+        "index_add", "index_fill", "pad of rows", "roll", "roll of rows", "flip", "flip of rows", "diagonal",
+        "add in place", "copy", "layer_norm with a weight",
     ),
     "2.13": ("interpolate",),
 }  # fmt: skip
