@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.known_defects import Met
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
@@ -109,6 +112,26 @@ def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):
     assert heard == [{"left_out": "interpolate: this torch refuses some placements"}]
     monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
     assert len(described(("interpolate", lack), ("neg", refuse))) == 1
+
+
+def filled_without_a_sum(rank: Rank) -> tuple[list[str], list[Met]]:
+    """Return what is wrong with a partial DTensor that is filled with 2 and 5, and the known defects that were met."""
+    mesh = init_device_mesh("cuda", (rank.size,))
+    met: list[Met] = []
+    with pytest.MonkeyPatch.context() as patch, known_defects.reported_to(met.append):
+        patch.setattr(DTensor, "clone", lambda x: x * 1)  # torch 2.12 and 2.13 sum in clone
+        calls = [
+            ("filled", lambda x, value=value: x.clone().fill_(value) + x, [torch.ones(2, 3)], (Partial(),))
+            for value in (2.0, 5.0)
+        ]
+        return list(dtensor_operators._described(calls, mesh)), met
+
+
+@pytest.mark.gpus(2)
+def test_a_partial_dtensor_that_is_filled_is_a_known_defect(ranks):
+    for (known, unexplained), met in ranks.run(filled_without_a_sum):
+        assert known == "" and met == [Met("dtensor-fills-each-part", True)]
+        assert "6 of 6 elements differ: got 11.0, expected 6.0" in unexplained
 
 
 def test_each_operator_that_older_versions_lack_is_a_row():
