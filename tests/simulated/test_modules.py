@@ -69,11 +69,12 @@ def test_a_recurrent_network_names_the_device_that_its_input_is_not_on(kind):
 
 
 def test_tensors_are_grouped_by_their_device():
-    lists = [[torch.ones(2, device=device) for device in ("cuda:2", "cpu", "cuda:2")], [], [None, None, None]]
+    tensors: list[torch.Tensor | None] = [torch.ones(2, device=device) for device in ("cuda:2", "cpu", "cuda:2")]
+    lists: list[list[torch.Tensor | None]] = [tensors, [], [None, None, None]]
     groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(lists, with_indices=True)
     assert list(groups) == [(torch.device("cuda:2"), torch.float32), (torch.device("cpu"), torch.float32)]
     (grouped, empty, absent), indices = groups[torch.device("cuda:2"), torch.float32]
-    assert grouped == lists[0][::2] and empty == [] and absent == [None, None] and indices == [0, 2]
+    assert grouped == tensors[::2] and empty == [] and absent == [None, None] and indices == [0, 2]
 
 
 @pytest.mark.parametrize("ordered", [True, False])
