@@ -1,7 +1,8 @@
-"""Measure the engine against torch's own harnesses, in one run on one machine: ``python benchmarks/engine.py``.
+"""Measure the engine and the harnesses of others in one run on one machine: ``python benchmarks/engine.py [WORD ...]``.
 
-Prints a table; ``--json FILE`` writes the figures too. Needs `expecttest`, which torch's harnesses import. A figure is
-the median over ``--repeat`` runs, in seconds; those of a run that are compared come from the same minute.
+Measures the rows whose name has one of the words; all rows without a word. All rows run in turns, ``--repeat`` times.
+A figure is the median of the turns, in seconds. ``--json FILE`` writes the figures too. The harnesses of others need
+``pip install expecttest mpi4py mpich pytest-isolate-mpi mpi-pytest``.
 """
 
 from __future__ import annotations
@@ -9,97 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# Every test file is run in a directory with this conftest: it writes down when each test began and ended.
-CONFTEST = """
-import json, os, pathlib, time
-
-def note(**what):
-    with open(os.environ["BENCH_LOG"], "a") as file:
-        file.write(json.dumps({"time": time.time(), **what}) + "\\n")
-
-def processor_time(pid):
-    threads = [*pathlib.Path(f"/proc/{pid}/task").iterdir()]
-    own = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
-    return own + sum(processor_time(child) for thread in threads for child in (thread / "children").read_text().split())
-
-ends = []
-
-def pytest_collection_finish(session): ends[:] = [item.nodeid for item in session.items[:1] + session.items[-1:]]
-def pytest_runtest_logstart(nodeid): note(event="start", test=nodeid.rpartition("::")[2])
-def pytest_runtest_logfinish(nodeid):
-    note(event="end", test=nodeid.rpartition("::")[2])
-    if nodeid in ends: note(event="processors", seconds=processor_time(os.getpid()))
-def pytest_runtest_logreport(report):
-    if report.failed: note(event="failed", test=report.nodeid.rpartition("::")[2])
-"""
-
-TRIVIAL = """
-    x = torch.ones(3) * (%s + 1)
-    dist.all_reduce(x)
-    assert x[0] == 10
-"""
-
-OURS = (
-    """
-import pytest, torch, torch.distributed as dist
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("i", range({count}))
-def test_all_reduce(rank, i):
-"""
-    + TRIVIAL % "rank.index"
-)
-
-SPAWNED = """
-import torch, torch.distributed as dist
-from torch.testing._internal.common_distributed import MultiProcessTestCase
-
-class TestSpawned(MultiProcessTestCase):
-    world_size = 4
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def body(self):
-        dist.init_process_group("gloo", store=dist.FileStore(self.file_name, 4), rank=self.rank, world_size=4)
-        x = torch.ones(3) * (self.rank + 1)
-        dist.all_reduce(x)
-        assert x[0] == 10
-
-for i in range({count}):
-    setattr(TestSpawned, f"test_all_reduce_{{i:02d}}", lambda self: self.body())
-"""
-
-CONTINUOUS = """
-import torch, torch.distributed as dist
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
-
-class TestContinuous(MultiProcContinuousTest):
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls): return "gloo"
-
-    @classmethod
-    def device_type(cls): return "cpu"
-
-    def body(self):
-        x = torch.ones(3) * (self.rank + 1)
-        dist.all_reduce(x)
-        assert x[0] == 10
-
-for i in range({count}):
-    setattr(TestContinuous, f"test_all_reduce_{{i:02d}}", lambda self: self.body())
-"""
+from harnesses import CONFTEST, HARNESSES, Harness
 
 EXAMPLES = """
 import json, os, time, pytest, torch, torch.distributed as dist
@@ -180,17 +100,27 @@ def test_next(rank):
 
 
 class Run:
-    """One pytest process on one generated test file."""
+    """One run of pytest on one generated test file, by default with all installed plugins.
 
-    def __init__(self, source: str, *arguments: str) -> None:
+    Args:
+        before: words before the command.
+        hooks: more of the conftest.
+        plugin: the only plugin that pytest loads.
+    """
+
+    def __init__(
+        self, source: str, *arguments: str, before: list[str] | None = None, hooks: str = "", plugin: str | None = None
+    ) -> None:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            (directory / "conftest.py").write_text(CONFTEST)
+            (directory / "conftest.py").write_text(CONFTEST + hooks)
             (directory / "test_it.py").write_text(source)
             log = directory / "log"
             environment = {k: v for k, v in os.environ.items() if not k.startswith("MGPU_CHECK_")}
-            environment["BENCH_LOG"] = str(log)
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+            environment |= {"BENCH_LOG": str(log), "BENCH_PID": str(os.getpid())}
+            if plugin is not None:
+                environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": plugin}
+            command = [*(before or []), sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
             self.started = time.time()
             ran = subprocess.run(
                 command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=900
@@ -217,14 +147,16 @@ class Run:
         return self
 
 
-def harness(source: str, count: int, *arguments: str) -> dict[str, float]:
+def measured(harness: Harness) -> dict[str, float]:
     """Return the time of the first test (with the start of pytest), of each further one, and of the end of the run.
 
     Processor time is that of all processes of the run: on a busy machine it is more exact than
     seconds.
     """
-    run = Run(source.format(count=count), *arguments).passed()
+    source = harness.source.format(count=harness.count)
+    run = Run(source, *harness.arguments, before=harness.before(), hooks=harness.hooks, plugin=harness.plugin).passed()
     ends = run.times("end")
+    assert len(ends) >= harness.count, run.output
     before, after = (entry["seconds"] for entry in run.events if entry["event"] == "processors")
     return {
         "first": ends[0] - run.started,
@@ -234,9 +166,31 @@ def harness(source: str, count: int, *arguments: str) -> dict[str, float]:
     }
 
 
-def median(measure: Callable[[], dict[str, float]], repeat: int) -> dict[str, float]:
-    runs = [measure() for _ in range(repeat)]
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+def import_torch() -> dict[str, float]:
+    started = time.time()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return {"seconds": time.time() - started}
+
+
+def suite() -> dict[str, float]:
+    """Return the seconds of the checks of the packaged suite at the level quick, their set-up and teardown included."""
+    command = [sys.executable, "-m", "mgpu_check", "--gpus=4", "--simulate", "--gpu-level=quick"]
+    started = time.time()
+    run = subprocess.run([*command, "-vv", "--durations=0"], capture_output=True, text=True, check=False)
+    ended = time.time()
+    if run.returncode != 0:
+        raise SystemExit(f"the packaged suite failed:\n{run.stdout}{run.stderr}")
+    checks: dict[str, float] = {}
+    for seconds, name in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +.*::(.+)$", run.stdout, re.MULTILINE):
+        checks[name] = checks.get(name, 0.0) + float(seconds)
+    longest = sorted(checks, key=lambda name: checks[name])[:-6:-1]
+    return {
+        "seconds": ended - started,
+        "checks": len(checks),
+        "median": statistics.median(checks.values()),
+        "mean": statistics.mean(checks.values()),
+        **{name: checks[name] for name in longest},
+    }
 
 
 def examples() -> dict[str, float]:
@@ -285,32 +239,57 @@ def _private_memory() -> int:
         return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_"))
 
 
+def median(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure, over the runs that have it."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: statistics.median(run[name] for run in runs if name in run) for name in names}
+
+
+def compared(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return what the goals are about: the first test as a ratio to `import torch`, further ones as ratios to ours."""
+    ours, alone = figures.get("mgpu-check"), figures.get("import torch")
+    lines = []
+    if ours and alone:
+        lines.append(f"first test: {ours['first'] / alone['seconds']:.2f} x import torch (goal: 1.15)")
+    for name in HARNESSES if ours else ():
+        if name in figures and figures[name] is not ours:
+            lines.append(f"further test, {name}: {figures[name]['further'] / ours['further']:.1f} x ours (goal: 5)")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each figure (default: 3)")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="measure the rows whose name has one of the words")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="turns (default: 3)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
-    parser.add_argument("--no-peers", action="store_true", help="leave torch's own harnesses out: they take minutes")
     options = parser.parse_args()
-    repeat = options.repeat
-    figures: dict[str, dict[str, float]] = {}
-    measures: dict[str, Callable[[], dict[str, float]]] = {
-        "mgpu-check": lambda: harness(OURS, 40, "--gpus=4", "--simulate"),
-    }
-    if not options.no_peers:
-        measures["MultiProcContinuousTest"] = lambda: harness(CONTINUOUS, 40, "-W", "ignore")
-        measures["MultiProcessTestCase"] = lambda: harness(SPAWNED, 3, "-W", "ignore")
+    measures: dict[str, Callable[[], dict[str, float]]] = {"import torch": import_torch}
+    measures |= {name: (lambda harness=harness: measured(harness)) for name, harness in HARNESSES.items()}
     measures |= {
         "example": examples,
         "shrink": shrink,
         "killed": killed,
         **{f"{size} ranks": (lambda size=size: ranks(size)) for size in (4, 16, 64)},
+        "packaged suite": suite,
     }
-    for name, measure in measures.items():
-        figures[name] = median(measure, repeat)
-        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures[name].items())
-        print(f"{name:<24} {shown}", flush=True)
+    for name, harness in HARNESSES.items():
+        if missing := harness.missing():
+            print(f"{name}: not measured, because {' and '.join(missing)} cannot be imported")
+            del measures[name]
+    words = options.words or [""]
+    chosen = {name: measure for name, measure in measures.items() if any(word in name for word in words)}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
+    for turn in range(options.repeat):
+        for name, measure in chosen.items():
+            runs[name].append(measure())
+            print(f"turn {turn + 1}: {name}", file=sys.stderr)
+    figures = {name: median(results) for name, results in runs.items()}
+    for name, row in figures.items():
+        print(f"{name:<42} " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    for line in compared(figures):
+        print(line)
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+        Path(options.json).write_text(json.dumps({"medians": figures, "turns": runs}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
