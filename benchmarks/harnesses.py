@@ -222,6 +222,7 @@ class Harness:
         count: tests; few where each takes seconds.
         plugin: of pytest. No other plugin is loaded.
         arguments: of pytest.
+        warm_up: the arguments of a run before it, in the same directory; empty for none.
         ranks: processes of pytest that mpiexec starts; 0 without mpiexec.
         hooks: for the conftest.
         needs: modules.
@@ -231,6 +232,7 @@ class Harness:
     count: int
     plugin: str = ""
     arguments: tuple[str, ...] = ()
+    warm_up: tuple[str, ...] = ()
     ranks: int = 0
     hooks: str = ""
     needs: tuple[str, ...] = ()
@@ -255,8 +257,12 @@ PYTEST_MPI = {"plugin": "pytest_mpi.plugin", "needs": ("pytest_mpi", "mpi4py")}
 IN_ONE = {"plugin": "xdist.plugin,pytest_mpi.plugin", "needs": ("xdist", "pytest_mpi", "mpi4py")}
 """In one mpiexec, mpi-pytest asks for an option of pytest-xdist if that is installed."""
 
+PLUGIN, NODE = "mgpu_check.plugin.plugin", ("--gpus=4", "--simulate")
+KEPT, END = (*NODE, "--gpu-keep-warm"), (*NODE, "--gpu-keep-warm=0")
+
 HARNESSES = {
-    "mgpu-check": Harness(OURS, 40, "mgpu_check.plugin.plugin", ("--gpus=4", "--simulate")),
+    "mgpu-check": Harness(OURS, 40, PLUGIN, NODE),
+    "mgpu-check, second run with --gpu-keep-warm": Harness(OURS, 40, PLUGIN, END, KEPT),
     "torch MultiProcContinuousTest": Harness(CONTINUOUS, 40, **TORCH),
     "torch MultiProcessTestCase": Harness(SPAWNED, 3, **TORCH),
     "DeepSpeed DistributedTest, reuse_dist_env": Harness(POOLED % True, 20, hooks=HOOKS),
