@@ -1,8 +1,9 @@
-"""Measure runs that torchrun has launched on this host: ``python benchmarks/launched.py [RANKS ...]`` (default: 2 4 8).
+"""Measure runs that torchrun has launched on this host: ``python benchmarks/launched.py [PROCESSES[xRANKS] ...]``.
 
-For each number of simulated ranks it prints the seconds from the start of torchrun to the end of the first collective,
-the processor time of all processes until then, and the private memory of each kind of process after it. A run is ended
-if less than ``--spare`` GiB of memory would be left.
+The default is ``2 4 8 8x4 8x16``: that many launched processes, each with one simulated rank or several. For each run it
+prints the seconds from the start of torchrun to the end of the first collective, the processor time of all processes
+until then, and the private memory of each kind of process after it. A run is ended if less than ``--spare`` GiB of
+memory would be left.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ def kinds(processes: dict[str, dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-def measure(ranks: int, spare: float) -> str:
+def measure(launched: int, each: int, spare: float) -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "test_it.py").write_text(TEST)
         log = directory / "log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "mgpu_check", "pytest", f"--gpus={ranks}", "--simulate", "--rank-timeout=300"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launched}"]
+        command += ["-m", "mgpu_check", "pytest", f"--gpus={launched * each}", "--simulate", "--rank-timeout=300"]
         code = "import os, sys; os.environ['BENCH_PID'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
         started = time.time()
         process = subprocess.Popen(
@@ -130,11 +131,12 @@ def available() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ranks", nargs="*", type=int, default=[2, 4, 8], metavar="RANKS", help="numbers of ranks")
+    parser.add_argument("runs", nargs="*", default=["2", "4", "8", "8x4", "8x16"], metavar="PROCESSES[xRANKS]")
     parser.add_argument("--spare", type=float, default=3.0, metavar="GIB", help="memory to leave (default: 3)")
     options = parser.parse_args()
-    for ranks in options.ranks:
-        print(f"{ranks:>4} ranks: {measure(ranks, options.spare)}", flush=True)
+    for run in options.runs:
+        launched, _, each = run.partition("x")
+        print(f"{run:>6}: {measure(int(launched), int(each or 1), options.spare)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,10 +66,14 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
         raise Misfit(str(wrong)) from None
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
     gpus = len(slots) if settings.gpus is None else settings.gpus
+    each, left = divmod(gpus, len(slots))
+    if settings.simulate == "cpu" and each > 1 and not left:
+        slots = launcher.place(each)
     if gpus > len(slots):
+        more = ", or a multiple of it" if settings.simulate == "cpu" else ""
         raise Misfit(
             f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one "
-            f"for each GPU, or use --gpus={len(slots)}"
+            f"for each GPU, or use --gpus={len(slots)}{more}"
         )
     slots = slots[:gpus]
     pool.set_slots(slots)

@@ -32,7 +32,7 @@ class RemoteHost:
 
     Attributes:
         name: its own name; if another host has the same name, with its boot id or its index.
-        ranks: launched ranks there; slot `i` belongs to ``ranks[i]``.
+        ranks: launched ranks there, in the order of their slots.
     """
 
     name: str
@@ -89,9 +89,16 @@ class AgentLauncher:
             here.sort(key=lambda agent: (agent.told["local_rank"] or 0, agent.rank))
             name = names[index]
             self.hosts.append(RemoteHost(name, tuple(agent.rank for agent in here)))
-            for device, agent in enumerate(here):
-                self._rank_at[Slot(index, device)] = agent.rank
-                connections.host_names[agent.rank] = name
+            connections.host_names |= {agent.rank: name for agent in here}
+        return self.place(1)
+
+    def place(self, each: int) -> list[Slot]:
+        """Give each agent a number of slots, and return all slots in the order of hosts."""
+        self._rank_at = {
+            Slot(index, device): rank
+            for index, host in enumerate(self.hosts)
+            for device, rank in enumerate(rank for rank in host.ranks for _ in range(each))
+        }
         return list(self._rank_at)
 
     def _missing(self, missing: list[int]) -> str:
