@@ -67,10 +67,12 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
     gpus = len(slots) if settings.gpus is None else settings.gpus
     each, left = divmod(gpus, len(slots))
-    if settings.simulate == "cpu" and each > 1 and not left:
+    # The ranks of a process share its hash seed, so a world on one host needs two processes to have two seeds.
+    shared = settings.simulate == "cpu" and all(len(host.ranks) > 1 for host in launcher.hosts)
+    if shared and each > 1 and not left:
         slots = launcher.place(each)
     if gpus > len(slots):
-        more = ", or a multiple of it" if settings.simulate == "cpu" else ""
+        more = " or a multiple of it" if shared else ""
         raise Misfit(
             f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one "
             f"for each GPU, or use --gpus={len(slots)}{more}"

@@ -223,6 +223,13 @@ def test_without_node_indices_hosts_go_by_name(connections: Connections):
         assert launcher.host_name(0) == ""  # one machine
 
 
+def test_an_agent_has_several_slots_and_neighbours_are_in_different_agents(connections: Connections):
+    with join(connections, 0, node=0, host="one"), join(connections, 1, node=0, host="one"):
+        launcher = gather(connections)
+        assert launcher.place(2) == [Slot(0, device) for device in range(4)]
+        assert [launcher._rank_at[Slot(0, device)] for device in range(4)] == [0, 1, 0, 1]
+
+
 def test_hosts_of_one_name_are_told_apart_by_their_boot_ids(connections: Connections):
     nowhere = {"node": None, "local_rank": None, "host": "same"}
     with join(connections, 0, boot="1f0c9a3e-6c1d", **nowhere), join(connections, 1, boot="77aa0b1c-0000", **nowhere):

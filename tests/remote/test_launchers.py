@@ -64,16 +64,20 @@ def of_classic_variables(port: int, size: int = 2) -> list[Mapping[str, str]]:
             *(of_classic_variables, ["--trust-network"], [(0, 0, 0, "0", 2.0), (1, 1, 0, "1", 2.0)]),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            *(of_classic_variables, [], [(i, i, 0, str(i % 2), 4.0) for i in range(4)]), marks=pytest.mark.slow
+        ),
     ],
-    ids=["srun", "classic variables"],
+    ids=["srun", "classic variables", "several ranks in each process"],
 )
 def test_ranks_are_where_the_launcher_put_them(
     variables, options: Sequence[str], expected: Sequence[object], tmp_path: Path, launched_by: LaunchedBy
 ):
     own = {KEY_FILE: ""} if options else {}
     port = free_port()
+    processes = [{**each, **own} for each in variables(port)]
     launch = launched_by(
-        [{**each, **own} for each in variables(port)],
+        processes,
         TESTS.replace("EXPECTED", repr(expected)),
         tmp_path,
         f"--gpus={len(expected)}",
@@ -86,12 +90,13 @@ def test_ranks_are_where_the_launcher_put_them(
     assert bool(re.search(r"mgpu_check pytest .*--trust-network", run.output)) is bool(options)
     assert (tmp_path / "agent-key").exists() is not bool(options)
     assert run.verdicts == {"test_places": "passed", "test_hangs": "failed"}, run.output
-    assert run.codes == [1, *[0] * (len(expected) - 1)]
+    assert run.codes == [1, *[0] * (len(processes) - 1)]
 
 
 def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path, launched_by: LaunchedBy):
     run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=3").wait()
     assert "--gpus=3 (--gpus), but 2 ranks were launched" in run.output
+    assert "use --gpus=2 or a multiple of it" in run.output
     assert run.codes == [4, 0]
 
 

@@ -93,11 +93,14 @@ class AgentLauncher:
         return self.place(1)
 
     def place(self, each: int) -> list[Slot]:
-        """Give each agent a number of slots, and return all slots in the order of hosts."""
+        """Give each agent a number of slots, and return all slots in the order of hosts.
+
+        Neighbours are in different agents of their host, so that they have different hash seeds.
+        """
         self._rank_at = {
-            Slot(index, device): rank
+            Slot(index, device): host.ranks[device % len(host.ranks)]
             for index, host in enumerate(self.hosts)
-            for device, rank in enumerate(rank for rank in host.ranks for _ in range(each))
+            for device in range(each * len(host.ranks))
         }
         return list(self._rank_at)
 
