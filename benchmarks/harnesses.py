@@ -34,7 +34,6 @@ def root(pid):
     return pid if parent == int(os.environ["BENCH_PID"]) else root(parent)
 
 def processor_time(pid):
-    "Of a process, its descendants, and those of them that have ended."
     ended = sum(map(int, fields(pid)[13:15])) / os.sysconf("SC_CLK_TCK")
     threads = [*pathlib.Path(f"/proc/{pid}/task").iterdir()]
     own = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
@@ -52,7 +51,7 @@ def pytest_runtest_logreport(report):
     if report.failed: note(event="failed", test=report.nodeid.rpartition("::")[2])
 """
 
-# What DeepSpeed's tests/conftest.py does for its class `DistributedTest`.
+# The hooks for `DistributedTest` in DeepSpeed's tests/conftest.py.
 HOOKS = """
 import pytest
 

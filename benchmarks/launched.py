@@ -1,9 +1,12 @@
 """Measure runs that torchrun has launched on this host: ``python benchmarks/launched.py [PROCESSES[xRANKS] ...]``.
 
-The default is ``2 4 8 8x4 8x16``: that many launched processes, each with one simulated rank or several. For each run it
-prints the seconds from the start of torchrun to the end of the first collective, the processor time of all processes
-until then, and the private memory of each kind of process after it. A run is ended if less than ``--spare`` GiB of
-memory would be left.
+The default is ``2 4 8 8x4 8x16``: that many launched processes, each with one simulated rank or several. It prints for
+each run:
+
+- the seconds and the processor time of all processes, from the start of torchrun to the end of the first collective;
+- the private memory of each kind of process after it.
+
+A run is ended if less than ``--spare`` GiB of memory would be left.
 """
 
 from __future__ import annotations
