@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_check.cli.codes import RIGHT, UNDECIDED, Parser
-from mgpu_check.cli.init_survey import ScriptArgument, Survey, TrainingScript, survey
+import pytest
+
+from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.cli.comparing import launched_by
+from mgpu_check.cli.init_documented import Command
+from mgpu_check.cli.init_source import ScriptArgument
+from mgpu_check.cli.init_survey import Survey, TrainingScript, survey
+from mgpu_check.errors import NotCompared
 
 _USAGE = "mgpu-check init [--gpus=N] [--output=FILE] [--no-run] [-- script.py [args...]]"
 _SAMPLES = 8  # of all ranks together: 1, 2, 4 and 8 ranks divide it
 _DIVIDED = f"{{{_SAMPLES}/W}}"
 _NAMED = 5  # entries
+_LONGEST = 200  # characters of a command
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to"
 
 
@@ -30,16 +36,18 @@ class _Fit:
     value: str
     assumes: str
     unless: str = r"(?!)"
+    integer: bool = False
 
     def fits(self, option: ScriptArgument) -> bool:
-        return bool(re.fullmatch(self.name, option.variable)) and not re.search(self.unless, option.variable)
+        named = re.fullmatch(self.name, option.variable) and not re.search(self.unless, option.variable)
+        return bool(named) and option.integer >= self.integer
 
 
 _BATCH = _Fit(
     r"(.*_)?(batch(_?size)?|bsz?)(_per_.*)?",
     _DIVIDED,
     f"{{}} is the batch of one rank, so that {_SAMPLES} samples are divided among all ranks",
-    unless="val|eval|test|global",
+    unless="val|eval|test|global|total",
 )
 _GLOBAL_BATCH = _Fit(
     r"(.*_)?(batch(_?size)?|bsz?)",
@@ -58,6 +66,8 @@ _SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)
 _ROWS = (
     _Fit(r"(n_?|num_|max_)?epochs?", "1", "one epoch has two optimizer steps"),
     _Fit(r"(n_?|num_)?(data_?|loader_)?(num_)?workers?|n_?j|dataloader_num_workers", "0", "loading needs no workers"),
+    _Fit(r"(random_?|manual_?)?seed", "1", "one device and all ranks start from one seed"),
+    _Fit(r"(n_?|num_)?(devices|gpus)", "{W}", "{} is the number of ranks", integer=True),
 )
 
 
@@ -65,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
     """Survey the current directory, write a test, and run it.
 
     Returns:
-        pytest's exit code; 0 with ``--no-run``; 2 if no script was found; 4 for wrong usage.
+        pytest's exit code; 0 with ``--no-run``; 2 if no script was found, or if nothing was compared; 4 for wrong
+        usage.
     """
     parser = Parser(
         prog="mgpu-check init",
@@ -82,32 +93,52 @@ def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--") if "--" in argv else len(argv)
     own, program = list(argv[:at]), list(argv[at + 1 :])
     given = parser.parse_args(own)
-    if given.output.exists():
+    if given.output.exists() and not _unchanged(given.output):
         parser.error(f"{given.output} exists; remove it, or name another file with --output=FILE")
-    found = survey(Path.cwd())
+    script, arguments = _named_script(program)
+    found = survey(Path.cwd(), script)
     print(f"mgpu-check init: {found.files} Python files" + (f", {found.unread} not readable" if found.unread else ""))
-    entry = _chosen(found, program, parser)
+    if script and found.named is None:
+        parser.error(f"there is no script {script} in {Path.cwd()}; give its path, with its arguments")
+    entry = found.named or next(iter(found.entries), None)
     if entry is None:
         print(
-            "no script that trains was found: none that starts by itself calls backward() or a Trainer\n"
+            "no script that trains was found: none that starts by itself calls backward() and step(), or a Trainer\n"
             f"do: name it, mgpu-check init -- train.py --args; or test a step or a loader: {_HOW_TO}/gate.md"
         )
         return UNDECIDED
-    words, assumed = fitted_arguments(entry, program[1:])
+    words, assumed = fitted_arguments(entry, arguments)
     _tell(entry, found, assumed)
-    if missing := _missing(entry, program[1:]):
+    example = f"mgpu-check init -- {entry.started} {_example(entry)}"
+    if missing := _missing(entry, words):
         print(f"nothing was written: the script needs {', '.join(missing)}")
-        print(f"do: give what it needs, as in mgpu-check init -- {entry.path} {missing[0]}…")
+        print(f"do: give what it needs, as in {example}")
         return UNDECIDED
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(_test(entry.path, words), encoding="utf-8")
+    given.output.write_text(_test(entry.started, words, assumed), encoding="utf-8")
     print(f"wrote {given.output}")
     command = ["pytest", f"--gpus={given.gpus}", "--simulate", str(given.output)]
     if given.no_run:
         print(f"run it: {shlex.join(command)}")
         return RIGHT
     print(f"running: {shlex.join(command)}", flush=True)
-    return subprocess.run([sys.executable, "-m", *command], check=False).returncode
+    seen = _ComparisonWatch()
+    code = int(pytest.main(command[1:], plugins=[seen]))
+    if code == RIGHT or (code == WRONG and seen.compared):
+        return code
+    print(f"no verdict: nothing was compared, for the reason above, and {given.output} is no test yet")
+    print(f"do: give the script what it lacks, as in {example}, which writes an unchanged test anew; or edit the test")
+    print(f"see: {_HOW_TO}/compare.md")
+    return UNDECIDED if code == WRONG else code
+
+
+class _ComparisonWatch:
+    """A plugin that sees whether the test compared the script."""
+
+    compared = True
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
+        self.compared = call.excinfo is not None and not isinstance(call.excinfo.value, NotCompared)
 
 
 def _gpus(text: str) -> int:
@@ -116,14 +147,15 @@ def _gpus(text: str) -> int:
     return int(text)
 
 
-def _chosen(found: Survey, program: Sequence[str], parser: Parser) -> TrainingScript | None:
-    if not program:
-        return found.entries[0] if found.entries else None
-    path = Path(program[0])
-    if not path.is_file():
-        parser.error(f"there is no script {program[0]} in {Path.cwd()}; give its path, with its arguments")
-    same = [entry for entry in found.entries if entry.path == path]
-    return same[0] if same else TrainingScript(path, (), (), frozenset(), False, 0)
+def _named_script(program: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the script of a command, as "train.py" or "-m package.train", and its arguments."""
+    launcher, _ = launched_by(program)
+    words = list(program[len(launcher) :])
+    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        del words[0]
+    if words[:1] in (["-m"], ["--module"]):
+        words[:2] = [shlex.join(["-m", *words[1:2]])]
+    return (words[0].removeprefix("./"), words[1:]) if words else ("", [])
 
 
 def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -134,14 +166,14 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
     """
     words, assumed, fits = list(given), [], list(_fits(entry))
     for option, row in fits:
-        if option.name not in _named(given) and option.name.startswith("--"):
+        if option.name not in _named(given) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
             assumed.append(row.assumes.format(option.name))
     if entry.training_arguments and not any("train_batch" in word for word in words):
         words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
         assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")
     elif not any(row in _SIZES for _, row in fits):
-        assumed.append("the script itself divides a global batch among its ranks")
+        assumed.append("the script itself divides a global batch among its ranks: no argument for its size was found")
     return words, assumed
 
 
@@ -173,10 +205,32 @@ def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     if others:
         more = f", and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         print(f"  not chosen: {', '.join(others[:_NAMED])}{more}; name one after -- to choose it")
+    if command := _documented(entry):
+        print(f"  {command.place} starts it with {_shortened(command.arguments)}")
     for line in assumed:
         print(f"  assumed: {line}")
-    if not entry.options:
+    if entry.needs:
+        print(f"  assumed: {entry.needs} is installed, as by pip install -e .")
+    if entry.subcommands:
+        print("  not read: what each of its subcommands needs; give them after --")
+    elif not entry.options:
         print("  not read: the arguments of the script, which its source does not list; give them after --")
+
+
+def _documented(entry: TrainingScript) -> Command | None:
+    """Return the first command of the repository's pages that gives the script arguments."""
+    return next((command for command in entry.documented if command.arguments), None)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _example(entry: TrainingScript) -> str:
+    """Return arguments that a user may give."""
+    if command := _documented(entry):
+        return f"{_shortened(command.arguments)} ({command.place})"
+    return " ".join(f"{name}=…" if name.startswith("-") else name.upper() for name in entry.required) or "--args"
 
 
 def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:
@@ -186,19 +240,31 @@ def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:
     return options + [name for name in entry.required if not name.startswith("-")][positional:]
 
 
-def _test(path: Path, words: Sequence[str]) -> str:
-    name = re.sub(r"\W+", "_", path.stem)
-    arguments = "".join(f"        {json.dumps(word)},\n" for word in words)
-    return f'''"""{path} trains the same model on several GPUs as on one. Written by `mgpu-check init`."""
+def _test(started: str, words: Sequence[str], assumed: Sequence[str]) -> str:
+    name = re.sub(r"\W+", "_", Path(started.rpartition(".")[2] if started.startswith("-m ") else started).stem)
+    arguments = "".join(f"        {json.dumps(word, ensure_ascii=False)},\n" for word in words)
+    comments = "".join(f"    # assumed: {line}\n" for line in assumed)
+    return f'''"""{started} trains the same model on several GPUs as on one. Written by `mgpu-check init`."""
 
 from mgpu_check import assert_script_scales
 
 
 def test_{name}(ranks):
     # W is the number of ranks. See {_HOW_TO}/compare.md
-    assert_script_scales(
+{comments}    assert_script_scales(
         ranks,
-        "{path}",
+        {json.dumps(started, ensure_ascii=False)},
 {arguments}        steps=2,
     )
 '''
+
+
+def _unchanged(path: Path) -> bool:
+    """Return whether a file is as `mgpu-check init` wrote it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        words = [str(ast.literal_eval(word)) for word in calls[0].args[1:]]
+        return text == _test(words[0], words[1:], re.findall(r"^    # assumed: (.*)$", text, re.MULTILINE))
+    except (SyntaxError, ValueError, OSError, IndexError):
+        return False

@@ -5,18 +5,23 @@ The files are parsed, never imported or run.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from mgpu_check.cli.init_documented import Command, commands, console_scripts, is_document
+from mgpu_check.cli.init_hydra import configured
+from mgpu_check.cli.init_source import ScriptArgument, SourceFile, facts, trains
 
 _MOST_FILES = 5000
 _MOST_BYTES = 1 << 20
+_NEAR = 2  # imports from a script: farther files are of libraries, whose options are not those of the script
 _NO_CODE_OF_THE_USER = {"build", "dist", "docs", "node_modules", "site-packages", "third_party", "vendor"}
 _NO_SCRIPTS = re.compile(r"(test_.*|.*_test|conftest|setup|noxfile|__init__)\.py")
-_TRAINERS = {"Trainer", "SFTTrainer", "LightningCLI"}
+_ASIDE = {"benchmark", "benchmarks", "experimental", "experiments"}
+_CHANGES_PATH = {"sys.path.append", "sys.path.insert", "setup_root"}
 _PARALLEL = {
     "init_process_group": "init_process_group",
     "DistributedDataParallel": "DistributedDataParallel",
@@ -29,39 +34,10 @@ _PARALLEL = {
     "Accelerator": "accelerate",
     "Fabric": "Lightning Fabric",
     "Trainer": "a Trainer",
+    "trainer.fit": "a Trainer",
     "deepspeed.initialize": "DeepSpeed",
 }
-_RANKS = re.compile(r"world|n_?gpus?|num_gpus|nprocs|num_processes|replicas|ranks", re.IGNORECASE)
-_LIKELY_NAME = re.compile(r"(pre|fine)?_?-?(train|main|run|tune)", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class ScriptArgument:
-    """An argument of a script, such as "--batch-size", and whether the script does not start without it."""
-
-    name: str
-    required: bool = False
-
-    @property
-    def variable(self) -> str:
-        """The variable that it sets, in lower case: "batch_size"."""
-        return self.name.lstrip("-").replace("-", "_").lower()
-
-
-@dataclass
-class _File:
-    """The facts of one file that a survey needs."""
-
-    imports: set[str] = field(default_factory=set)
-    calls: set[str] = field(default_factory=set)
-    options: list[ScriptArgument] = field(default_factory=list)
-    divided: set[str] = field(default_factory=set)  # names that the code divides by the number of ranks
-    guarded: bool = False  # has `if __name__ == "__main__"`
-    trains_when_run: bool = False  # calls `backward` outside of functions
-
-    @property
-    def trains(self) -> bool:
-        return not self.calls.isdisjoint({"backward", *_TRAINERS})
+_LIKELY_NAME = re.compile(r"(^|[_-])(pre|fine)?[_-]?(train|main|run|tune)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,23 +46,35 @@ class TrainingScript:
 
     Attributes:
         path: relative to the repository.
+        started: what a test starts: the path, "-m package.module", or the name of an installed program.
+        needs: the package that must be installed, because the script cannot import it from its place; else empty.
         parallel: what it uses on several devices, such as "DistributedDataParallel"; empty for one device.
         options: its arguments that are literals in the source.
         divided: names that the code divides by the number of ranks, in lower case.
         training_arguments: the `TrainingArguments` of transformers read its arguments.
+        hydra: Hydra reads its arguments.
+        subcommands: its first argument decides which others it has.
+        documented: the commands of the repository that start it.
         rank: how likely it is the script that the user means; the highest comes first.
     """
 
     path: Path
+    started: str
+    needs: str
     parallel: tuple[str, ...]
     options: tuple[ScriptArgument, ...]
     divided: frozenset[str]
     training_arguments: bool
+    hydra: bool
+    subcommands: bool
+    documented: tuple[Command, ...]
     rank: int
 
     @property
     def required(self) -> tuple[str, ...]:
         """The names of arguments without which the script does not start, apart from those of launchers."""
+        if self.subcommands:
+            return ()
         return tuple(option.name for option in self.options if option.required and "local" not in option.name)
 
 
@@ -97,29 +85,43 @@ class Survey:
     Attributes:
         files: number of files that were read.
         entries: the scripts, the likeliest first.
+        named: the script that the user named, if the repository has it.
         unread: number of files that Python cannot parse.
     """
 
     files: int
     entries: tuple[TrainingScript, ...]
+    named: TrainingScript | None = None
     unread: int = 0
 
 
-def survey(root: Path) -> Survey:
-    """Return the survey of a repository."""
-    files: dict[Path, _File] = {}
+def survey(root: Path, named: str = "") -> Survey:
+    """Return the survey of a repository.
+
+    Args:
+        named: a script as the user names it: a path, "-m package.module", or a program that the package installs.
+    """
+    files: dict[Path, SourceFile] = {}
     unread = 0
-    for path in _python_files(root):
+    documents = []
+    for path in _files(root):
+        if path.suffix != ".py":
+            documents.append(path)
+            continue
         try:
-            files[path] = _facts(ast.parse((root / path).read_bytes()))
-        except (SyntaxError, ValueError, OSError, RecursionError):  # of another Python, or no text
+            files[path] = facts((root / path).read_bytes())
+        except (SyntaxError, ValueError, OSError, RecursionError):
             unread += 1
     modules = {".".join(path.with_suffix("").parts): path for path in files}
-    entries = [entry for path in files if (entry := _entry(path, files, modules)) is not None]
-    return Survey(len(files), tuple(sorted(entries, key=lambda entry: (-entry.rank, str(entry.path)))), unread)
+    found = _Repository(root, files, modules, console_scripts(root, modules), list(commands(root, documents, modules)))
+    entries = [found.entry(path) for path in files if found.is_entry(path)]
+    order = {command.script: place for place, command in reversed([*enumerate(found.documented)])}
+    entries.sort(key=lambda it: (-it.rank, -len(it.documented), order.get(it.path, 0), str(it.path)))
+    return Survey(len(files), tuple(entries), found.named(named), unread)
 
 
-def _python_files(root: Path) -> Iterator[Path]:
+def _files(root: Path) -> Iterator[Path]:
+    """Yield the Python files of a repository, and the documents that may show how to start them."""
     count = 0
     for directory, names, found in os.walk(root):
         names[:] = sorted(
@@ -131,123 +133,122 @@ def _python_files(root: Path) -> Iterator[Path]:
         )
         for name in sorted(found):
             path = Path(directory, name)
-            if name.endswith(".py") and path.stat().st_size <= _MOST_BYTES and count < _MOST_FILES:
+            wanted = (name.endswith(".py") or is_document(name)) and path.is_file()
+            if wanted and path.stat().st_size <= _MOST_BYTES and count < _MOST_FILES:
                 count += 1
                 yield path.relative_to(root)
 
 
-def _entry(path: Path, files: Mapping[Path, _File], modules: Mapping[str, Path]) -> TrainingScript | None:
-    own = files[path]
-    if _NO_SCRIPTS.fullmatch(path.name) or "tests" in path.parts or not (own.guarded or own.trains_when_run):
-        return None
-    used = [own, *(files[other] for other in _reached(path, files, modules))]
-    if not any(file.trains for file in used):
-        return None
-    calls = set().union(*(file.calls for file in used))
-    parallel = tuple(dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in calls))
-    options = {option.name: option for file in reversed(used) for option in file.options}
-    return TrainingScript(
-        path,
-        parallel,
-        tuple(options.values()),
-        frozenset().union(*(file.divided for file in used)),
-        "HfArgumentParser" in calls,
-        rank=4 * bool(parallel) + 2 * own.trains + 2 * bool(_LIKELY_NAME.match(path.stem)) - len(path.parts),
-    )
+@dataclass(frozen=True)
+class _Repository:
+    root: Path
+    files: Mapping[Path, SourceFile]
+    modules: Mapping[str, Path]
+    programs: Mapping[Path, str]
+    documented: Sequence[Command]
 
+    def is_entry(self, path: Path) -> bool:
+        if _NO_SCRIPTS.fullmatch(path.name) or "tests" in path.parts:
+            return False
+        starts = self.files[path].starts or path in self.programs
+        return starts and trains(set().union(*(self.files[other].calls for other in self._used(path))))
 
-def _reached(path: Path, files: Mapping[Path, _File], modules: Mapping[str, Path]) -> list[Path]:
-    """Return the files of the repository that a script imports, directly or not, in the order of their discovery."""
-    found: dict[Path, None] = {}
-    waiting = [path]
-    while waiting:
-        at = waiting.pop(0)
-        package = at.parent.parts
-        for name in sorted(files[at].imports):
-            # As written, beside the script, and in each directory above it: a script's own directory is on its path.
-            for depth in range(len(package), -1, -1):
-                other = modules.get(".".join([*package[:depth], name]))
-                other = other or modules.get(".".join([*package[:depth], name, "__init__"]))
-                if other is not None and other != path and other not in found:
-                    found[other] = None
+    def named(self, name: str) -> TrainingScript | None:
+        """Return the script of a name that the user gave, whether or not it seems to train."""
+        if name.startswith("-m "):
+            path = self.modules.get(name[3:]) or self.modules.get(f"{name[3:]}.__main__") or Path(name)
+        else:
+            path = next((path for path, program in self.programs.items() if program == name), Path(name))
+        if path not in self.files:
+            return None
+        if path == Path(name):
+            return self.entry(path)
+        here = name.startswith("-m ") and path.parts[0] != "src"
+        return replace(self.entry(path), started=name, needs="" if here else _top(path))
+
+    def entry(self, path: Path) -> TrainingScript:
+        own = self.files[path]
+        used = self._used(path)
+        calls = set().union(*(self.files[other].calls for other, away in used.items() if away <= _NEAR))
+        parallel = tuple(dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in calls))
+        options = [option for other, away in used.items() if away <= _NEAR for option in self.files[other].options]
+        options = [*own.own_options, *own.options, *options, *self._configured(path)]
+        documented = tuple(command for command in self.documented if command.script == path)
+        started, needs = self._started(path)
+        return TrainingScript(
+            path,
+            started,
+            needs,
+            parallel,
+            tuple({option.name: option for option in reversed(options)}.values())[::-1],
+            frozenset().union(*(self.files[other].divided for other in used)),
+            training_arguments="HfArgumentParser" in calls,
+            hydra=own.configuration is not None,
+            subcommands="add_subparsers" in calls,
+            documented=documented,
+            rank=4 * bool(parallel)
+            + 2 * (path in self.programs or trains(own.calls))
+            + 2 * bool(_LIKELY_NAME.search(path.stem))
+            + 3 * (path in self.programs or any(command.first for command in documented))
+            - 2 * (not _ASIDE.isdisjoint(path.parts))
+            - ("spawn" in own.calls)
+            - len(path.parts),
+        )
+
+    def _configured(self, path: Path) -> list[ScriptArgument]:
+        return [ScriptArgument(key, integer=value.isdecimal()) for key, value in self._configuration(path)]
+
+    def _configuration(self, path: Path) -> list[tuple[str, str]]:
+        place = self.files[path].configuration
+        return [] if place is None else list(configured(self.root / path.parent / place[0], place[1]))
+
+    def _used(self, path: Path) -> dict[Path, int]:
+        """Return the files that a script uses, itself first, each with its distance in imports."""
+        targets = {value.rpartition(".")[0] for key, value in self._configuration(path) if key.endswith("_target_")}
+        found = {path: 0}
+        waiting = [path]
+        while waiting:
+            at = waiting.pop(0)
+            for name in sorted(self.files[at].imports | (targets if at == path else set())):
+                other, place = self._resolved(at, name)
+                if other is not None and other not in found:
+                    # A package that is installed is a library of the script: only its first files are near.
+                    found[other] = found[at] + (1 if place == Path() or place in at.parents else 2)
                     waiting.append(other)
-                if other is not None:
-                    break
-    return list(found)
+        return found
+
+    def _resolved(self, path: Path, name: str) -> tuple[Path | None, Path]:
+        """Return the file that an import means, and the directory that must be on the path for it."""
+        package = path.parent.parts
+        # Beside the file, and in each directory above it: a script's own directory is on its path.
+        for directory in [*(package[:depth] for depth in range(len(package), -1, -1)), ("src",)]:
+            module = ".".join([*directory, name])
+            if (other := self.modules.get(module) or self.modules.get(f"{module}.__init__")) is not None:
+                return other, Path(*directory)
+        return None, Path()
+
+    def _started(self, path: Path) -> tuple[str, str]:
+        """Return what a test starts, and the package that must be installed for it, if there is one."""
+        own = self.files[path]
+        if path in self.programs and not own.starts:
+            return self.programs[path], _top(path)
+        found = [self._resolved(path, name) for name in own.imports]
+        places = {place for other, place in found if other not in (None, path)}
+        away = sorted(places - {path.parent}, key=lambda place: len(place.parts))
+        if own.relative and not away:
+            away = [Path("src") if path.parts[0] == "src" else Path()]
+        if not away or not _CHANGES_PATH.isdisjoint(own.calls):
+            return str(path), ""
+        outside = away[0] not in path.parents
+        if outside or (path.parent in places and not own.relative):
+            return str(path), next(_top(other) for other, place in found if other and place == away[0])
+        parts = path.relative_to(away[0]).with_suffix("").parts
+        if not all(map(str.isidentifier, parts)):
+            return str(path), ""
+        module = ".".join(parts).removesuffix(".__main__")
+        return f"-m {module}", "" if away[0] == Path() else parts[0]
 
 
-def _facts(tree: ast.Module) -> _File:
-    made = _File()
-    for node, outside in _nodes(tree):
-        if isinstance(node, ast.Import):
-            made.imports |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            made.imports |= {module} | {f"{module}.{name.name}".lstrip(".") for name in node.names}
-        elif isinstance(node, ast.Call):
-            _call(node, made, outside)
-        elif isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
-            numerator, by = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
-            if _RANKS.search(_name(by)):
-                made.divided.add(_name(numerator).rpartition(".")[2].lower())
-        elif isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
-            made.guarded = True
-    made.imports.discard("")
-    if "exec" in made.calls:  # of a file that sets module variables from the command line, as nanoGPT's configurator
-        made.options += [
-            ScriptArgument(f"--{name.id}")
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.BinOp))
-            for name in node.targets
-            if isinstance(name, ast.Name)
-        ]
-    return made
-
-
-def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield all nodes, each with whether it runs when the file is run: it is outside of functions."""
-    waiting: list[tuple[ast.AST, bool]] = [(tree, True)]
-    while waiting:
-        node, outside = waiting.pop()
-        yield node, outside
-        outside = outside and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        waiting += [(child, outside) for child in ast.iter_child_nodes(node)]
-
-
-def _call(node: ast.Call, made: _File, outside: bool) -> None:
-    name = _name(node.func)
-    last = name.rpartition(".")[2]
-    made.calls |= {name, last}
-    if last == "backward" and outside:
-        made.trains_when_run = True
-    adds = last == "add_argument" or name in ("click.option", "click.argument")
-    if adds and (option := _option(node, positional=name != "click.option")) is not None:
-        made.options.append(option)
-
-
-def _option(node: ast.Call, positional: bool) -> ScriptArgument | None:
-    names = [word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
-    if not names:
-        return None
-    given = {word.arg: word.value for word in node.keywords if word.arg}
-    name = max(names, key=lambda word: (word.startswith("--"), len(word)))
-    if not name.startswith("-"):
-        optional = _literal(given.get("nargs")) in ("?", "*") or _literal(given.get("required")) is False
-        return ScriptArgument(name, positional and not optional and "default" not in given)
-    return ScriptArgument(name, _literal(given.get("required")) is True)
-
-
-def _literal(node: ast.expr | None) -> object:
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
-
-
-def _name(node: ast.expr) -> str:
-    """Return the dotted name of an expression: "args.batch_size", or "dist.get_world_size" for its call."""
-    if isinstance(node, ast.Call):
-        return _name(node.func)
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}".lstrip(".")
-    return node.id if isinstance(node, ast.Name) else ""
+def _top(path: Path) -> str:
+    """Return the package that a file belongs to: "project" of src/project/train.py."""
+    return path.parts[path.parts[0] == "src"].removesuffix(".py")

@@ -18,6 +18,7 @@ _ENTRIES = 1000  # a directory with more entries is probably a data set, and is 
 def fresh_directory(source: Path | None = None) -> Iterator[Path]:
     """Make a temporary directory like `source`, and remove it afterwards with everything in it.
 
+    Beside the copy are links to the entries beside `source`, so that a script finds its ``../data``.
     Subdirectories are real directories, so new files stay in the copy. Small files are copied. Large files, directories
     with many entries, hidden directories and virtual environments are linked to the originals.
 
@@ -28,7 +29,15 @@ def fresh_directory(source: Path | None = None) -> Iterator[Path]:
         source = source or Path.cwd()
         directory = made / (source.name or "root")
         _imitate(source, directory, made)
+        _link_beside(source, made)
         yield directory
+
+
+def _link_beside(source: Path, made: Path) -> None:
+    if os.access(source.parent, os.R_OK) and len(os.listdir(source.parent)) <= _ENTRIES:
+        for path in source.parent.iterdir():
+            if path not in (source, made) and not path.name.startswith("."):
+                (made / path.name).symlink_to(path)
 
 
 def _imitate(source: Path, target: Path, but: Path) -> None:

@@ -44,7 +44,7 @@ def assert_script_scales(
 
     Args:
         ranks: the fixture.
-        script: path of the script, or ``"-m package.module"``.
+        script: path of the script, ``"-m package.module"``, or the name of a Python program that is installed here.
         arguments: arguments of the script. ``{…}`` with W in it is replaced by its value, where W is the number of
             processes: ``"--batch-size={64/W}"``.
         size: number of ranks, at least 2; default ``ranks.size``.
@@ -115,12 +115,15 @@ def _checked(
     if not 0 < timeout < float("inf"):
         raise ValueError(f"assert_script_scales: timeout is {timeout!r}; give a number of seconds above 0")
     module = str(script).removeprefix("-m ").strip() if str(script).startswith("-m ") else ""
-    if not module and not Path(script).exists():
+    path = Path(script)
+    if not module and not path.exists() and len(path.parts) == 1:
+        path = Path(sys.executable).with_name(path.name)
+    if not module and not path.exists():
         raise ValueError(
-            f"assert_script_scales: there is no script {str(script)!r} in {Path.cwd()}; give its path, or "
-            "'-m package.module'"
+            f"assert_script_scales: there is no script {str(script)!r} in {Path.cwd()}; give its path, "
+            "'-m package.module', or the name of a Python program that is installed here"
         )
-    words = [*(("-m", module) if module else (str(script),)), *map(str, arguments)]
+    words = [*(("-m", module) if module else (str(path),)), *map(str, arguments)]
     for world in (1, size):
         fitted(words, world)
     return size, words

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from mgpu_check.cli.init import fitted_arguments, main
 from mgpu_check.cli.init_survey import survey
+from mgpu_check.errors import NotCompared, ScalingMismatch
 
 LOOP = "loss.backward()\noptimizer.step()\n"
 DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(model)\n"
@@ -17,13 +19,14 @@ DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP
 def repository(tmp_path, monkeypatch):
     """Write files, name -> text, into the current directory."""
 
-    def repository(**files):
+    def repository(named="", **files):
         monkeypatch.chdir(tmp_path)
         for name, text in files.items():
-            path = tmp_path / name.replace("__", "/").replace("_py", ".py")
+            name = name if "." in name else name.replace("__", "/").replace("_py", ".py")
+            path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text))
-        return survey(tmp_path)
+        return survey(tmp_path, named)
 
     return repository
 
@@ -39,23 +42,73 @@ def test_the_likeliest_script_comes_first(repository):
         evaluate_py=f"{LOOP}",
         train_py=f"{DDP}{LOOP}",
         tests__test_train_py=f"{DDP}{LOOP}",
-        model_py="def step(loss):\n    loss.backward()\n",
+        model_py="def step(loss):\n    loss.backward()\n    if model.__class__.__name__ == 'Net': optimizer.step()\n",
+        saliency_py="loss.backward()\n",
         broken_py="def (",
         venv__pyvenv_cfg="",
         build__train_py=LOOP,
     )
     assert [str(entry.path) for entry in found.entries] == ["train.py", "evaluate.py"]
     assert found.entries[0].parallel == ("DistributedDataParallel",) and found.entries[1].parallel == ()
-    assert (found.files, found.unread) == (4, 1)
+    assert (found.files, found.unread) == (5, 1)
 
 
 def test_a_script_whose_loop_is_in_another_module(repository):
     found = repository(
         main_py="from engine import loop\nif __name__ == '__main__':\n    loop()\n",
         engine_py="from lib.more import step\ndef loop(): step()\n",
-        lib__more_py="import torch.distributed as dist\ndist.init_process_group()\ndef step(): loss.backward()\n",
+        lib__more_py="import torch.distributed as dist\ndist.init_process_group()\n"
+        "def step():\n    loss.backward()\n    optimizer.step()\n",
     )
     assert [(str(entry.path), entry.parallel) for entry in found.entries] == [("main.py", ("init_process_group",))]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def train(): \n    loss.backward()\n    optimizer.step()\nfor epoch in range(2):\n    train()\n",
+        "trainer = instantiate(config)\ntrainer.fit(model)\n",
+        "import lightning\nif __name__ == '__main__':\n    lightning.Trainer().fit(model)\n",
+        "args = TrainingArguments()\nown = DPOTrainer(args)\nown.train()\n",
+        "with fabric.launch():\n    fabric.backward(loss)\n    optimizer.step()\n",
+    ],
+)
+def test_what_trains_when_it_is_run(repository, source):
+    assert [str(entry.path) for entry in repository(start_py=source).entries] == ["start.py"]
+
+
+def test_a_script_that_the_pages_start_comes_first(repository):
+    found = repository(
+        train_py=DDP + LOOP,
+        tools__main_py=DDP + LOOP,
+        benchmarks__train_py=DDP + LOOP,
+        other__main_py=DDP + LOOP,
+        README="Don't forget:\n\n    torchrun --nproc-per-node=<N> \\\n        tools/main.py --data <DIR> > log\n",
+    )
+    assert [str(entry.path) for entry in found.entries] == [
+        *("tools/main.py", "train.py", "other/main.py", "benchmarks/train.py")
+    ]
+    (command,) = found.entries[0].documented
+    assert (command.place, command.arguments) == ("README:3", "--data <DIR>")
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "started", "needs"),
+    [
+        ({"tools/go.py": "import lib.data", "lib/data.py": ""}, "tools/go.py", "-m tools.go", ""),
+        ({"tools/go.py": "import lib\nsys.path.insert(0, '.')", "lib.py": ""}, "tools/go.py", "tools/go.py", ""),
+        ({"tools/go.py": "import data", "tools/data.py": ""}, "tools/go.py", "tools/go.py", ""),
+        ({"tools/go.py": "import data, lib", "tools/data.py": "", "lib.py": ""}, "tools/go.py", "tools/go.py", "lib"),
+        ({"pkg/go.py": "from .data import f", "pkg/data.py": ""}, "pkg/go.py", "-m pkg.go", ""),
+        ({"src/pkg/go.py": "import pkg.x", "src/pkg/x.py": ""}, "src/pkg/go.py", "-m pkg.go", "pkg"),
+        ({"go.py": "import pkg.x", "src/pkg/x.py": ""}, "go.py", "go.py", "pkg"),
+        ({"pkg/go.py": "def main(): pass", "setup.py": "x = ['go = pkg.go:main']"}, "go", "go", "pkg"),
+        ({"pkg/__main__.py": LOOP, "setup.cfg": "go = pkg.__main__:main"}, "-m pkg", "-m pkg", ""),
+    ],
+)
+def test_how_a_script_is_started(repository, files, named, started, needs):
+    entry = repository(named, **files).named
+    assert (entry.started, entry.needs) == (started, needs)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +128,8 @@ def test_a_script_whose_loop_is_in_another_module(repository):
             "parser = HfArgumentParser(TrainingArguments)\nTrainer().train()\n",
             ["--output_dir=out", "--per_device_train_batch_size={8/W}"],
         ),
+        ("if __name__ == '__main__':\n    parser.add_argument('--bs')\n", ["--bs={8/W}"]),
+        (options('"--devices", type=int', '"--gpus"', '"--seed"'), ["--seed=1", "--devices={W}"]),
         ("import click\n@click.option('--batch', type=int)\ndef main(batch): pass\n", ["--batch={8/W}"]),
     ],
 )
@@ -86,30 +141,101 @@ def test_arguments_share_a_global_batch_among_the_ranks(repository, source, expe
     assert fitted_arguments(entry, [f"{name}=3"])[0][0] == f"{name}=3"
 
 
+def test_the_arguments_of_hydra(repository):
+    files = {
+        "src/train.py": """
+            @hydra.main(version_base=None, config_path="../configs", config_name="train.yaml")
+            def main(config):
+                trainer.fit(model)
+            if __name__ == "__main__":
+                main()
+            """,
+        "configs/train.yaml": """
+            defaults:
+              - _self_
+              - data: images.yaml  # comment
+              - trainer: default
+            seed: null
+            """,
+        "configs/data/images.yaml": "_target_: src.images.Images\nbatch_size: 64\nloader:\n  num_workers: 4\n",
+        "configs/data/texts.yaml": "train_batch: 64\n",
+        "configs/trainer/default.yaml": "devices: 1\n",
+        "src/images.py": "size = batch_size // trainer.world_size\n",
+    }
+    (entry,) = repository(**files).entries
+    words, _ = fitted_arguments(entry, ["seed=3"])
+    assert words == ["seed=3", "data.batch_size=8", "data.loader.num_workers=0", "trainer.devices={W}"]
+
+
+def test_the_arguments_of_other_scripts_are_not_those_of_this_one(repository):
+    used = "import argparse\nif __name__ == '__main__':\n    parser.add_argument('stage')\n"
+    found = repository(
+        train_py=f"import used\n{LOOP}", used_py=used, cli_py="p.add_subparsers()\np.add_argument('x')\n" + LOOP
+    )
+    assert [(str(entry.path), entry.required) for entry in found.entries] == [("train.py", ()), ("cli.py", ())]
+
+
 def test_a_test_is_written_once(repository, capsys):
-    repository(train_py=options('"--batch-size"', '"data"', '"--out", required=True') + DDP + LOOP)
+    repository(
+        train_py=options('"--batch-size", required=True', '"data"', '"to"', '"--out", required=True') + DDP + LOOP
+    )
     assert main(["--no-run"]) == 2
-    assert "nothing was written: the script needs --out, data" in capsys.readouterr().out
-    assert main(["--no-run", "--", "train.py", "samples", "--out=x"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was written: the script needs --out, data, to" in said
+    assert "as in mgpu-check init -- train.py --batch-size=… DATA TO --out=…\n" in said
+    assert main(["--no-run", "--", "torchrun", "--standalone", "./train.py", "samples", "here", "--out=x"]) == 0
     said = capsys.readouterr().out
     assert "script: train.py, which uses DistributedDataParallel" in said
     assert "assumed: --batch-size is the batch of one rank" in said
     assert "run it: pytest --gpus=2 --simulate tests/test_scaling.py" in said
-    with open("tests/test_scaling.py") as file:
-        written = file.read()
-    compile(written, "test_scaling.py", "exec")
+    path = Path("tests/test_scaling.py")
+    compile(path.read_text(), "test_scaling.py", "exec")
     for line in ('"train.py",', '"samples",', '"--out=x",', '"--batch-size={8/W}",', "steps=2,"):
-        assert f"        {line}\n" in written
-    with pytest.raises(SystemExit, match="4"):
-        main(["--no-run"])
-    assert "tests/test_scaling.py exists; remove it, or name another file" in capsys.readouterr().err
+        assert f"        {line}\n" in path.read_text()
+    assert "    # assumed: --batch-size is the batch of one rank" in path.read_text()
+    assert main(["--no-run", "--", "python3", "train.py", "other", "here", "--out=é"]) == 0  # it is as init wrote it
+    assert '        "other",\n        "here",\n        "--out=é",\n' in path.read_text()
+    for mine in (path.read_text() + "\n", "", "def ("):
+        path.write_text(mine)
+        with pytest.raises(SystemExit, match="4"):
+            main(["--no-run", "--", "train.py", "samples", "here", "--out=x"])
+        assert path.read_text() == mine
+        assert "tests/test_scaling.py exists; remove it, or name another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (None, 0, ""),
+        (
+            NotCompared("no data"),
+            2,
+            "mgpu-check init -- train.py --data=samples (README.md:1), which writes an unchanged",
+        ),
+        (ScalingMismatch("step 1"), 1, ""),
+    ],
+)
+def test_it_says_when_nothing_was_compared(repository, capsys, monkeypatch, error, code, words):
+    repository(train_py=LOOP, **{"README.md": "`python train.py --data=samples`"})
+
+    def run(arguments, plugins):
+        assert arguments == ["--gpus=2", "--simulate", "tests/test_scaling.py"]
+        if error is not None:
+            call = pytest.CallInfo.from_call(lambda: (_ for _ in ()).throw(error), "call")
+            plugins[0].pytest_exception_interact(call)
+        return int(error is not None)
+
+    monkeypatch.setattr(pytest, "main", run)
+    assert main([]) == code
+    said = capsys.readouterr().out
+    assert words in said and ("no verdict: nothing was compared" in said) == (code == 2)
 
 
 def test_without_a_script_it_says_what_to_do(repository, capsys):
     repository(model_py="class Model: pass\n")
     assert main([]) == 2
     assert "no script that trains was found" in capsys.readouterr().out
-    for wrong in (["--", "missing.py"], ["--gpus=3"]):
+    for wrong in (["--", "missing.py"], ["--", "-m", "missing"], ["--gpus=3"]):
         with pytest.raises(SystemExit, match="4"):
             main(wrong)
     assert "give 2, 4 or 8" in capsys.readouterr().err

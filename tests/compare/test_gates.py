@@ -97,6 +97,9 @@ def test_arguments_that_have_no_value_are_wrong_usage(word, words, tmp_path, cap
 
 
 def test_a_directory_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "beside").mkdir()
+    tmp_path = tmp_path / "own"
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("src", "data", ".git", "env"):
         tmp_path.joinpath(name).mkdir()
@@ -108,10 +111,11 @@ def test_a_directory_of_its_own(tmp_path, monkeypatch):
         (tmp_path / "data" / str(number)).touch()
     with fresh_directory() as made:
         assert sorted(os.listdir(made)) == sorted(os.listdir(tmp_path))
+        assert sorted(os.listdir(made.parent)) == ["beside", "own"] and (made.parent / "beside").is_symlink()
         (made / "src" / "small.py").write_text("new")
         (made / "src" / "other.py").touch()
         assert {p.name for p in made.iterdir() if p.is_symlink()} == {".git", "data", "env", "large.bin", "link"}
         assert (made / "large.bin").stat().st_size == 2**20 + 1 and (made / "link").read_text() == "old"
-    assert not made.exists() and not made.parent.exists()
+    assert not made.exists() and not made.parent.exists() and (tmp_path.parent / "beside").exists()
     assert os.listdir(tmp_path / "src") == ["small.py"] and (tmp_path / "src" / "small.py").read_text() == "old"
     assert len(os.listdir(tmp_path / "data")) == 1001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -74,6 +75,15 @@ def test_all_arguments_reach_the_comparison(judged):
     assert (plan.single, plan.several) == ({"GPUS": "1"}, {"GPUS": "4"})
     assert seen.remarks == ["train.py '--batch={8/W}': not compared, accepted by --unjudged: head: frozen"]
     assert judged(equal, script="-m package.train", size=2).plan.command[1:] == ["-m", "package.train"]
+
+
+def test_an_installed_program_is_a_script(judged, tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "project-train"
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    equal = ComparisonVerdict("equal", Report("equal"))
+    assert judged(equal, "--epochs=1", script="project-train").plan.command[1:] == [str(program), "--epochs=1"]
 
 
 def test_a_verdict_that_is_none_fails(judged):

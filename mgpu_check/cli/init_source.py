@@ -1,0 +1,153 @@
+"""Read what `mgpu-check init` needs of one Python file: its imports, calls and arguments. The file is not run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_TRAINER = re.compile(r"\w*Trainer")
+_TRAINS = re.compile(r"(.*\.)?(\w*trainer\.(fit|train)|LightningCLI)", re.IGNORECASE)
+_RANKS = re.compile(r"world|n_?gpus?|num_gpus|nprocs|num_processes|replicas|ranks", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ScriptArgument:
+    """An argument of a script, such as "--batch-size", or "data.batch_size" of Hydra.
+
+    Attributes:
+        required: the script does not start without it.
+        integer: its values are integers.
+    """
+
+    name: str
+    required: bool = False
+    integer: bool = False
+
+    @property
+    def variable(self) -> str:
+        """The variable that it sets, in lower case: "batch_size"."""
+        return self.name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+
+
+@dataclass
+class SourceFile:
+    """The facts of one file that a survey needs."""
+
+    imports: set[str] = field(default_factory=set)
+    calls: set[str] = field(default_factory=set)
+    options: list[ScriptArgument] = field(default_factory=list)
+    own_options: list[ScriptArgument] = field(default_factory=list)  # of the block of `__main__`
+    configuration: tuple[str, str] | None = None  # directory and name of Hydra's
+    divided: set[str] = field(default_factory=set)  # names that the code divides by the number of ranks
+    relative: bool = False  # has relative imports
+    starts: bool = False  # when it is run: it has a block of `__main__`, or calls its own functions outside of them
+
+
+def trains(calls: set[str]) -> bool:
+    """Return whether these calls train: a backward pass and a step of an optimizer, or a Trainer."""
+    if {"backward", "step"} <= calls or any(map(_TRAINS.fullmatch, calls)):
+        return True
+    return not calls.isdisjoint({"fit", "train"}) and any(map(_TRAINER.fullmatch, calls))
+
+
+def facts(source: bytes) -> SourceFile:
+    """Return the facts of a file.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: the file is of another Python, or no text.
+    """
+    made, tree = SourceFile(), ast.parse(source)
+    own = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    guarded, outside = False, set()
+    for node, place in _nodes(tree):
+        if isinstance(node, ast.Import):
+            made.imports |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            made.imports |= {module} | {f"{module}.{name.name}".lstrip(".") for name in node.names}
+            made.relative |= node.level > 0
+        elif isinstance(node, ast.Call):
+            name = _name(node.func)
+            made.calls |= {name, name.rpartition(".")[2]}
+            if place != "function":
+                outside.add(name.rpartition(".")[2])
+            _call(name, node, made, place)
+        elif isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
+            numerator, by = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
+            if _RANKS.search(_name(by)):
+                made.divided.add(_name(numerator).rpartition(".")[2].lower())
+        guarded |= place == "main"
+    made.imports.discard("")
+    made.starts = guarded or (trains(made.calls) and not outside.isdisjoint({*own, "backward", "fit", "train"}))
+    if "exec" in made.calls:  # of a file that sets module variables from the command line, as nanoGPT's configurator
+        made.options += [
+            ScriptArgument(f"--{name.id}")
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.BinOp))
+            for name in node.targets
+            if isinstance(name, ast.Name)
+        ]
+    return made
+
+
+def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Yield all nodes in their order, each with its place: "module", "main" in its block, or "function"."""
+    waiting: list[tuple[ast.AST, str]] = [(tree, "module")]
+    while waiting:
+        node, place = waiting.pop()
+        yield node, place
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            place = "function"
+        elif isinstance(node, ast.If) and place == "module" and _is_main(node.test):
+            place = "main"
+        waiting += [(child, place) for child in reversed(list(ast.iter_child_nodes(node)))]
+
+
+def _is_main(test: ast.expr) -> bool:
+    sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
+    return any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
+
+
+def _call(name: str, node: ast.Call, made: SourceFile, place: str) -> None:
+    given = {word.arg: word.value for word in node.keywords if word.arg}
+    if name == "hydra.main":
+        made.configuration = (_text(given.get("config_path")) or "", _text(given.get("config_name")) or "config")
+    adds = name.endswith("add_argument") or name in ("click.option", "click.argument")
+    if adds and (option := _option(node, given, positional=name != "click.option")) is not None:
+        (made.own_options if place == "main" else made.options).append(option)
+
+
+def _option(node: ast.Call, given: Mapping[str, ast.expr], positional: bool) -> ScriptArgument | None:
+    names = [word for word in map(_text, node.args) if word]
+    if not names:
+        return None
+    name = max(names, key=lambda word: (word.startswith("--"), len(word)))
+    required = _literal(given.get("required"))
+    integer = _name(given["type"]) == "int" if "type" in given else isinstance(_literal(given.get("default")), int)
+    if not name.startswith("-"):
+        optional = _literal(given.get("nargs")) in ("?", "*") or required is False
+        return ScriptArgument(name, positional and not optional and "default" not in given, integer)
+    return ScriptArgument(name, required is True, integer)
+
+
+def _text(node: ast.expr | None) -> str | None:
+    value = _literal(node)
+    return value if isinstance(value, str) else None
+
+
+def _literal(node: ast.expr | None) -> object:
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+
+
+def _name(node: ast.expr) -> str:
+    """Return the dotted name of an expression: "args.batch_size", or "dist.get_world_size" for its call."""
+    if isinstance(node, ast.Call):
+        return _name(node.func)
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}".lstrip(".")
+    return node.id if isinstance(node, ast.Name) else ""
