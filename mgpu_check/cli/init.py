@@ -201,6 +201,8 @@ def _fits(entry: TrainingScript) -> Iterator[tuple[ScriptArgument, _Fit]]:
 
 def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     print(f"script: {entry.path}, which uses {', '.join(entry.parallel) or 'one device, as far as its source shows'}")
+    if not entry.parallel:
+        print("  the test fails until ranks share the work, as with DistributedDataParallel")
     others = [str(other.path) for other in found.entries if other.path != entry.path]
     if others:
         more = f", and {len(others) - _NAMED} more" if len(others) > _NAMED else ""

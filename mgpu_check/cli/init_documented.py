@@ -1,4 +1,4 @@
-"""Find the commands with which a repository starts its scripts: in READMEs, Makefiles, shell scripts and packaging."""
+"""Find the commands that start the scripts of a repository: in READMEs, Makefiles, shell scripts and packaging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Command:
     Attributes:
         place: file and line, as "README.md:85".
         script: path of the script, relative to the repository.
-        arguments: of the script, as they are written there.
+        arguments: of the script, with spaces between them.
         first: where users look first: the README of the repository, a Makefile or a shell script.
     """
 

@@ -37,6 +37,7 @@ class SourceFile:
 
     imports: set[str] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)
     options: list[ScriptArgument] = field(default_factory=list)
     own_options: list[ScriptArgument] = field(default_factory=list)  # of the block of `__main__`
     configuration: tuple[str, str] | None = None  # directory and name of Hydra's
@@ -68,6 +69,8 @@ def facts(source: bytes) -> SourceFile:
             module = node.module or ""
             made.imports |= {module} | {f"{module}.{name.name}".lstrip(".") for name in node.names}
             made.relative |= node.level > 0
+        elif isinstance(node, ast.ClassDef):
+            made.classes.add(node.name)
         elif isinstance(node, ast.Call):
             name = _name(node.func)
             made.calls |= {name, name.rpartition(".")[2]}

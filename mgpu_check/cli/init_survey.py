@@ -35,6 +35,7 @@ _PARALLEL = {
     "Fabric": "Lightning Fabric",
     "Trainer": "a Trainer",
     "trainer.fit": "a Trainer",
+    "DataParallel": "DataParallel",
     "deepspeed.initialize": "DeepSpeed",
 }
 _LIKELY_NAME = re.compile(r"(^|[_-])(pre|fine)?[_-]?(train|main|run|tune)", re.IGNORECASE)
@@ -167,31 +168,33 @@ class _Repository:
         return replace(self.entry(path), started=name, needs="" if here else _top(path))
 
     def entry(self, path: Path) -> TrainingScript:
-        own = self.files[path]
+        script = self.files[path]
         used = self._used(path)
-        calls = set().union(*(self.files[other].calls for other, away in used.items() if away <= _NEAR))
-        parallel = tuple(dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in calls))
-        options = [option for other, away in used.items() if away <= _NEAR for option in self.files[other].options]
-        options = [*own.own_options, *own.options, *options, *self._configured(path)]
+        near = [self.files[other] for other, away in used.items() if away <= _NEAR]
+        calls = set().union(*(file.calls for file in near))
+        own = set().union(*(file.classes for file in near))  # a Trainer of the repository may train on one device
+        foreign = calls - own - ({"trainer.fit"} if "Trainer" in own else set())
+        parallel = dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in foreign)
+        options = [*script.own_options, *(option for file in near for option in file.options), *self._configured(path)]
         documented = tuple(command for command in self.documented if command.script == path)
         started, needs = self._started(path)
         return TrainingScript(
             path,
             started,
             needs,
-            parallel,
+            tuple(parallel),
             tuple({option.name: option for option in reversed(options)}.values())[::-1],
             frozenset().union(*(self.files[other].divided for other in used)),
             training_arguments="HfArgumentParser" in calls,
-            hydra=own.configuration is not None,
+            hydra=script.configuration is not None,
             subcommands="add_subparsers" in calls,
             documented=documented,
             rank=4 * bool(parallel)
-            + 2 * (path in self.programs or trains(own.calls))
+            + 2 * (path in self.programs or trains(script.calls))
             + 2 * bool(_LIKELY_NAME.search(path.stem))
             + 3 * (path in self.programs or any(command.first for command in documented))
             - 2 * (not _ASIDE.isdisjoint(path.parts))
-            - ("spawn" in own.calls)
+            - ("spawn" in script.calls)
             - len(path.parts),
         )
 

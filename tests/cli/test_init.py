@@ -77,6 +77,14 @@ def test_what_trains_when_it_is_run(repository, source):
     assert [str(entry.path) for entry in repository(start_py=source).entries] == ["start.py"]
 
 
+def test_a_trainer_of_the_repository_may_train_on_one_device(repository):
+    own = "class Trainer:\n    def fit(self):\n        loss.backward()\n        optimizer.step()\n"
+    found = repository(
+        one_py="from own import Trainer\ntrainer = Trainer()\ntrainer.fit()\n", own_py=own, two_py="Trainer().fit()\n"
+    )
+    assert {str(entry.path): entry.parallel for entry in found.entries} == {"two.py": ("a Trainer",), "one.py": ()}
+
+
 def test_a_script_that_the_pages_start_comes_first(repository):
     found = repository(
         train_py=DDP + LOOP,
