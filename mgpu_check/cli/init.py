@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,11 @@ _ACCUMULATION = _Fit(
     str(_SAMPLES),
     f"{{}} is divided by the number of ranks: {_SAMPLES} micro-batches",
 )
+_MICRO_BATCHES = _Fit(
+    _ACCUMULATION.name,
+    "{2*W}",
+    "{} is divided by the number of ranks: each has two micro-batches, which share the samples of one device",
+)
 _SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)
 """The rows that set the size of the global batch."""
 
@@ -108,14 +114,16 @@ def main(argv: Sequence[str]) -> int:
         )
         return UNDECIDED
     words, assumed = fitted_arguments(entry, arguments)
+    if entry.autocast:
+        assumed.append("autocast and GradScaler are off: rounding to narrower dtypes hides mistakes")
     _tell(entry, found, assumed)
-    example = f"mgpu-check init -- {entry.started} {_example(entry)}"
+    example = f"mgpu-check init -- {shlex.join(program) or f'{entry.started} {_example(entry)}'}"
     if missing := _missing(entry, words):
         print(f"nothing was written: the script needs {', '.join(missing)}")
-        print(f"do: give what it needs, as in {example}")
+        print(f"do: give what it needs, as in mgpu-check init -- {entry.started} {_example(entry)}")
         return UNDECIDED
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(_test(entry.started, words, assumed), encoding="utf-8")
+    given.output.write_text(_test(entry.started, words, assumed, entry.autocast), encoding="utf-8")
     print(f"wrote {given.output}")
     command = ["pytest", f"--gpus={given.gpus}", "--simulate", str(given.output)]
     if given.no_run:
@@ -127,7 +135,8 @@ def main(argv: Sequence[str]) -> int:
     if code == RIGHT or (code == WRONG and seen.compared):
         return code
     print(f"no verdict: nothing was compared, for the reason above, and {given.output} is no test yet")
-    print(f"do: give the script what it lacks, as in {example}, which writes an unchanged test anew; or edit the test")
+    print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
+    print(f"    {example}")
     print(f"see: {_HOW_TO}/compare.md")
     return UNDECIDED if code == WRONG else code
 
@@ -164,39 +173,47 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
     Args:
         given: the user's arguments, which are kept.
     """
-    words, assumed, fits = list(given), [], list(_fits(entry))
+    words, assumed, fits = list(given), [], [*_sizes(entry, given), *_others(entry)]
     for option, row in fits:
-        if option.name not in _named(given) and (option.name.startswith("--") or entry.hydra):
+        if not option.is_in(given) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
             assumed.append(row.assumes.format(option.name))
     if entry.training_arguments and not any("train_batch" in word for word in words):
         words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
         assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")
     elif not any(row in _SIZES for _, row in fits):
-        assumed.append("the script itself divides a global batch among its ranks: no argument for its size was found")
+        why = "its code does so" if any(map(_divides, entry.divided)) else "no argument for its size was found"
+        assumed.append(f"the script itself divides a global batch among its ranks: {why}")
     return words, assumed
 
 
-def _named(given: Sequence[str]) -> set[str]:
-    return {word.partition("=")[0] for word in given}
+def _divides(variable: str) -> bool:
+    return re.fullmatch(_GLOBAL_BATCH.name, variable) is not None
 
 
-def _fits(entry: TrainingScript) -> Iterator[tuple[ScriptArgument, _Fit]]:
-    """Return the options to set, each with its row. One row sets the size of the global batch."""
+def _sizes(entry: TrainingScript, given: Sequence[str]) -> list[tuple[ScriptArgument, _Fit]]:
+    """Return the options that set the size of the global batch, each with its row."""
     split = [option for option in entry.options if option.variable in entry.divided]
-    for row, options in (
-        (_ACCUMULATION, split),
-        (_GLOBAL_BATCH, split),
-        (_BATCH, entry.options),
-        (_GLOBAL_BATCH, entry.options),
-    ):
-        fitting = [option for option in options if row.fits(option)]
-        if fitting:
-            yield min(fitting, key=lambda option: len(option.name)), row
-            break
-    for row in _ROWS:
-        if (option := next((option for option in entry.options if row.fits(option)), None)) is not None:
-            yield option, row
+    accumulated, batch = _fitting(_ACCUMULATION, split), _fitting(_BATCH, entry.options)
+    if accumulated and batch and not (accumulated.is_in(given) or batch.is_in(given)):
+        # So that one device, with as many micro-batches as a rank, can be given their samples.
+        return [(accumulated, _MICRO_BATCHES), (batch, _BATCH)]
+    fits = [
+        (accumulated, _ACCUMULATION),
+        (_fitting(_GLOBAL_BATCH, split), _GLOBAL_BATCH),
+        (batch, _BATCH),
+        (_fitting(_GLOBAL_BATCH, entry.options), _GLOBAL_BATCH),
+    ]
+    return [(option, row) for option, row in fits if option is not None][:1]
+
+
+def _others(entry: TrainingScript) -> list[tuple[ScriptArgument, _Fit]]:
+    fits = [(_fitting(row, entry.options), row) for row in _ROWS]
+    return [(option, row) for option, row in fits if option is not None]
+
+
+def _fitting(row: _Fit, options: Sequence[ScriptArgument]) -> ScriptArgument | None:
+    return min(filter(row.fits, options), key=lambda option: len(option.name), default=None)
 
 
 def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
@@ -212,7 +229,8 @@ def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     for line in assumed:
         print(f"  assumed: {line}")
     if entry.needs:
-        print(f"  assumed: {entry.needs} is installed, as by pip install -e .")
+        lacks = importlib.util.find_spec(entry.needs) is None
+        print(f"  {'MISSING' if lacks else 'assumed'}: {entry.needs} is installed, as by pip install -e .")
     if entry.subcommands:
         print("  not read: what each of its subcommands needs; give them after --")
     elif not entry.options:
@@ -232,19 +250,21 @@ def _example(entry: TrainingScript) -> str:
     """Return arguments that a user may give."""
     if command := _documented(entry):
         return f"{_shortened(command.arguments)} ({command.place})"
-    return " ".join(f"{name}=…" if name.startswith("-") else name.upper() for name in entry.required) or "--args"
+    names = [option.name for option in entry.required]
+    return " ".join(f"{name}=…" if name.startswith("-") else name.upper() for name in names) or "--args"
 
 
 def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:
     """Return the names of the arguments that the script needs, and that were not given."""
     positional = sum(not word.startswith("-") for word in given)
-    options = [name for name in entry.required if name.startswith("-") and name not in _named(given)]
-    return options + [name for name in entry.required if not name.startswith("-")][positional:]
+    options = [option.name for option in entry.required if option.name.startswith("-") and not option.is_in(given)]
+    return options + [option.name for option in entry.required if not option.name.startswith("-")][positional:]
 
 
-def _test(started: str, words: Sequence[str], assumed: Sequence[str]) -> str:
-    name = re.sub(r"\W+", "_", Path(started.rpartition(".")[2] if started.startswith("-m ") else started).stem)
+def _test(started: str, words: Sequence[str], assumed: Sequence[str], autocast: bool) -> str:
+    name = re.sub(r"\W+", "_", re.split(r"[ .]", started)[-1] if started.startswith("-m ") else Path(started).stem)
     arguments = "".join(f"        {json.dumps(word, ensure_ascii=False)},\n" for word in words)
+    precision = "        float32=True,\n" if autocast else ""
     comments = "".join(f"    # assumed: {line}\n" for line in assumed)
     return f'''"""{started} trains the same model on several GPUs as on one. Written by `mgpu-check init`."""
 
@@ -257,7 +277,7 @@ def test_{name}(ranks):
         ranks,
         {json.dumps(started, ensure_ascii=False)},
 {arguments}        steps=2,
-    )
+{precision}    )
 '''
 
 
@@ -267,6 +287,7 @@ def _unchanged(path: Path) -> bool:
         text = path.read_text(encoding="utf-8")
         calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
         words = [str(ast.literal_eval(word)) for word in calls[0].args[1:]]
-        return text == _test(words[0], words[1:], re.findall(r"^    # assumed: (.*)$", text, re.MULTILINE))
+        assumed = re.findall(r"^    # assumed: (.*)$", text, re.MULTILINE)
+        return text in [_test(words[0], words[1:], assumed, autocast) for autocast in (False, True)]
     except (SyntaxError, ValueError, OSError, IndexError):
         return False

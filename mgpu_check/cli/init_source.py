@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _TRAINER = re.compile(r"\w*Trainer")
@@ -19,11 +19,17 @@ class ScriptArgument:
     Attributes:
         required: the script does not start without it.
         integer: its values are integers.
+        names: all its names, as "-b" and "--batch-size".
     """
 
     name: str
     required: bool = False
     integer: bool = False
+    names: tuple[str, ...] = ()
+
+    def is_in(self, words: Sequence[str]) -> bool:
+        """Return whether a command line sets this argument."""
+        return not {self.name, *self.names}.isdisjoint(word.partition("=")[0] for word in words)
 
     @property
     def variable(self) -> str:
@@ -132,7 +138,7 @@ def _option(node: ast.Call, given: Mapping[str, ast.expr], positional: bool) -> 
     if not name.startswith("-"):
         optional = _literal(given.get("nargs")) in ("?", "*") or required is False
         return ScriptArgument(name, positional and not optional and "default" not in given, integer)
-    return ScriptArgument(name, required is True, integer)
+    return ScriptArgument(name, required is True, integer, tuple(names))
 
 
 def _text(node: ast.expr | None) -> str | None:

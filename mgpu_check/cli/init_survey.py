@@ -54,6 +54,7 @@ class TrainingScript:
         divided: names that the code divides by the number of ranks, in lower case.
         training_arguments: the `TrainingArguments` of transformers read its arguments.
         hydra: Hydra reads its arguments.
+        autocast: it computes in narrower dtypes than float32, at least if arguments say so.
         subcommands: its first argument decides which others it has.
         documented: the commands of the repository that start it.
         rank: how likely it is the script that the user means; the highest comes first.
@@ -67,16 +68,17 @@ class TrainingScript:
     divided: frozenset[str]
     training_arguments: bool
     hydra: bool
+    autocast: bool
     subcommands: bool
     documented: tuple[Command, ...]
     rank: int
 
     @property
-    def required(self) -> tuple[str, ...]:
-        """The names of arguments without which the script does not start, apart from those of launchers."""
+    def required(self) -> tuple[ScriptArgument, ...]:
+        """The arguments without which the script does not start, apart from those of launchers."""
         if self.subcommands:
             return ()
-        return tuple(option.name for option in self.options if option.required and "local" not in option.name)
+        return tuple(option for option in self.options if option.required and "local" not in option.name)
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class _Repository:
             frozenset().union(*(self.files[other].divided for other in used)),
             training_arguments="HfArgumentParser" in calls,
             hydra=script.configuration is not None,
+            autocast=not calls.isdisjoint({"autocast", "GradScaler"}),
             subcommands="add_subparsers" in calls,
             documented=documented,
             rank=4 * bool(parallel)

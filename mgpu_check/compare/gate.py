@@ -10,6 +10,7 @@ from typing import Protocol
 
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.errors import NotCompared, ScalingMismatch
+from mgpu_check.processes.launched import FLOAT32
 
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md"
 
@@ -36,6 +37,7 @@ def assert_script_scales(
     steps: int | None = None,
     timeout: float = 300.0,
     fresh_directory: bool = True,
+    float32: bool = False,
     unjudged: Mapping[str, str] | None = None,
 ) -> None:
     """Assert that a training script trains the same model on several ranks as on one device.
@@ -51,6 +53,7 @@ def assert_script_scales(
         steps: number of optimizer steps to compare; default all.
         timeout: seconds without progress until a run is ended.
         fresh_directory: start each run in a fresh copy of the current directory, without files of other runs.
+        float32: turn autocast and GradScaler off in all runs: rounding to narrower dtypes masks differences.
         unjudged: parameters that need not be compared, as pattern -> reason. The summary repeats the reason,
             and all other remarks on a comparison that passes.
 
@@ -65,12 +68,15 @@ def assert_script_scales(
     # Here, because it imports torch, which this process may do without until it has a gate to run.
     from mgpu_check.compare.comparison import ComparisonPlan, compare
 
+    single, several = (
+        {**ranks._script_environment(world), **({FLOAT32: "1"} if float32 else {})} for world in (1, size)
+    )
     plan = ComparisonPlan(
         [sys.executable, *words],
         shlex.join(words),
         size,
-        ranks._script_environment(1),
-        ranks._script_environment(size),
+        single,
+        several,
         ranks._simulated,
         timeout,
         steps,

@@ -17,8 +17,8 @@ NUMBERS = (
     "and one device draw the same numbers"
 )
 FLOAT32 = (
-    "for the comparison, compute in float32: --float32 turns autocast and GradScaler off; the mistakes are the same "
-    "there, and rounding does not mask them"
+    "for the comparison, compute in float32: --float32, in a test float32=True, turns autocast and GradScaler off; the "
+    "mistakes are the same there, and rounding does not mask them"
 )
 LOSS = (
     "use a loss that depends on the parameters: a softmax over one class, as in cross_entropy with one output, is "

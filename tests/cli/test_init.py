@@ -130,13 +130,14 @@ def test_how_a_script_is_started(repository, files, named, started, needs):
         (
             "accumulation_steps = 5 * 8\nbatch_size = 12\nexec(open('configurator.py').read())\n"
             "accumulation_steps //= world_size\n",
-            ["--accumulation_steps=8"],
+            ["--accumulation_steps={2*W}", "--batch_size={8/W}"],
         ),
         (
             "parser = HfArgumentParser(TrainingArguments)\nTrainer().train()\n",
             ["--output_dir=out", "--per_device_train_batch_size={8/W}"],
         ),
         ("if __name__ == '__main__':\n    parser.add_argument('--bs')\n", ["--bs={8/W}"]),
+        (options('"--accum"') + "args.accum //= world_size\n", ["--accum=8"]),
         (options('"--devices", type=int', '"--gpus"', '"--seed"'), ["--seed=1", "--devices={W}"]),
         ("import click\n@click.option('--batch', type=int)\ndef main(batch): pass\n", ["--batch={8/W}"]),
     ],
@@ -185,20 +186,20 @@ def test_the_arguments_of_other_scripts_are_not_those_of_this_one(repository):
 
 def test_a_test_is_written_once(repository, capsys):
     repository(
-        train_py=options('"--batch-size", required=True', '"data"', '"to"', '"--out", required=True') + DDP + LOOP
+        train_py=options('"--batch-size", required=True', '"data"', '"to"', '"-o", "--out", required=True') + DDP + LOOP
     )
     assert main(["--no-run"]) == 2
     said = capsys.readouterr().out
     assert "nothing was written: the script needs --out, data, to" in said
     assert "as in mgpu-check init -- train.py --batch-size=… DATA TO --out=…\n" in said
-    assert main(["--no-run", "--", "torchrun", "--standalone", "./train.py", "samples", "here", "--out=x"]) == 0
+    assert main(["--no-run", "--", "torchrun", "--standalone", "./train.py", "samples", "here", "-o", "x"]) == 0
     said = capsys.readouterr().out
     assert "script: train.py, which uses DistributedDataParallel" in said
     assert "assumed: --batch-size is the batch of one rank" in said
     assert "run it: pytest --gpus=2 --simulate tests/test_scaling.py" in said
     path = Path("tests/test_scaling.py")
     compile(path.read_text(), "test_scaling.py", "exec")
-    for line in ('"train.py",', '"samples",', '"--out=x",', '"--batch-size={8/W}",', "steps=2,"):
+    for line in ('"train.py",', '"samples",', '"-o",', '"--batch-size={8/W}",', "steps=2,"):
         assert f"        {line}\n" in path.read_text()
     assert "    # assumed: --batch-size is the batch of one rank" in path.read_text()
     assert main(["--no-run", "--", "python3", "train.py", "other", "here", "--out=é"]) == 0  # it is as init wrote it
@@ -218,7 +219,7 @@ def test_a_test_is_written_once(repository, capsys):
         (
             NotCompared("no data"),
             2,
-            "mgpu-check init -- train.py --data=samples (README.md:1), which writes an unchanged",
+            "mgpu-check init -- train.py --data=samples (README.md:1)\n",
         ),
         (ScalingMismatch("step 1"), 1, ""),
     ],

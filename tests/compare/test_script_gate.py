@@ -12,6 +12,7 @@ from mgpu_check import NotCompared, ScalingMismatch, assert_script_scales
 from mgpu_check.compare import comparison
 from mgpu_check.compare.verdict import ComparisonVerdict, refused
 from mgpu_check.diagnosis.report import Finding, Report
+from mgpu_check.processes.launched import FLOAT32
 from tests.warm import COMPARED_ON_ONE_DEVICE
 
 FOUND = Finding("world-size-factor", "2 times", site="train.py:24")
@@ -75,6 +76,11 @@ def test_all_arguments_reach_the_comparison(judged):
     assert (plan.single, plan.several) == ({"GPUS": "1"}, {"GPUS": "4"})
     assert seen.remarks == ["train.py '--batch={8/W}': not compared, accepted by --unjudged: head: frozen"]
     assert judged(equal, script="-m package.train", size=2).plan.command[1:] == ["-m", "package.train"]
+
+
+def test_autocast_can_be_turned_off(judged):
+    plan = judged(ComparisonVerdict("equal", Report("equal")), float32=True).plan
+    assert (plan.single[FLOAT32], plan.several[FLOAT32]) == ("1", "1")
 
 
 def test_an_installed_program_is_a_script(judged, tmp_path, monkeypatch):
