@@ -6,6 +6,7 @@ micro-batch. The items of one kind and place are counted, so that the n-th item 
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import struct
@@ -33,6 +34,7 @@ _AROUND = (
     *(_OURS + part for part in ("simulated" + os.sep, "compare/watched", "compare/replay", "compare/tape")),
 )
 """Files whose frames may be between the code of the user and a draw of the user."""
+_DIRECTORY = os.getcwd()  # when the run starts: the script may change it
 
 
 class Tape:
@@ -168,10 +170,16 @@ def place() -> str:
     for frame in _frames():
         name = frame.f_code.co_filename
         if not name.startswith((_TORCH, _OURS, "<frozen ")):
-            found.append(f"{name}:{frame.f_lineno}")
+            found.append(f"{_within_run(name)}:{frame.f_lineno}")
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             break  # further frames start the script
     return " ".join(found)
+
+
+@functools.cache
+def _within_run(file: str) -> str:
+    """Return the path from the directory of the run: each run may have a directory of its own."""
+    return os.path.relpath(file, _DIRECTORY)
 
 
 def own_draw() -> bool:

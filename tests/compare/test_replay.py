@@ -43,7 +43,7 @@ def test_a_right_script_that_spawns_ranks_with_inputs_of_their_own_is_equal(comp
         f"def main(rank, world):\n{body}\n"
         "if __name__ == '__main__':\n    spawn(main, args=(int(sys.argv[1]),), nprocs=int(sys.argv[1]))\n"
     )
-    outcome = compare(spawned, code=0, arguments=["{W}"])
+    outcome = compare(spawned, "--fresh-directory", code=0, arguments=["{W}"])
     assert outcome.json["replayed"] and outcome.json["steps_equal"] == 2
     assert "equal: 2 steps on 2 ranks train the same 5 parameters" in outcome.text
     assert "replayed, because by itself the script is not comparable: step 1: the ranks together saw 8" in outcome.text
@@ -80,7 +80,7 @@ def test_ranks_that_each_get_the_whole_dataset_differ(compare, changed):
 
 def test_one_epoch_needs_no_set_epoch(compare, changed):
     one = ("for epoch in range(2):", "for epoch in range(1):"), ("        sampler.set_epoch(epoch)\n", "        pass\n")
-    outcome = compare(changed(RANDOM, *one), code=0)
+    outcome = compare(changed(RANDOM, *one), "--fresh-directory", code=0)
     assert outcome.json["replayed"] and outcome.json["mistakes"] == []
     assert "set_epoch was not called before the first epoch" in outcome.text
 
