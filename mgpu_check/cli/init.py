@@ -69,11 +69,12 @@ _MICRO_BATCHES = _Fit(
 _SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)
 """The rows that set the size of the global batch."""
 
+_DEVICES = _Fit(r"(n_?|num_)?(devices|gpus)", "{W}", "{} is the number of ranks", integer=True)
 _ROWS = (
     _Fit(r"(n_?|num_|max_)?epochs?", "1", "one epoch has two optimizer steps"),
     _Fit(r"(n_?|num_)?(data_?|loader_)?(num_)?workers?|n_?j|dataloader_num_workers", "0", "loading needs no workers"),
     _Fit(r"(random_?|manual_?)?seed", "1", "one device and all ranks start from one seed"),
-    _Fit(r"(n_?|num_)?(devices|gpus)", "{W}", "{} is the number of ranks", integer=True),
+    _DEVICES,
 )
 
 
@@ -178,6 +179,11 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
         if not option.is_in(given) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
             assumed.append(row.assumes.format(option.name))
+    devices = next((option.name for option, row in fits if row is _DEVICES), "")
+    strategies = [word for word in (*words, *(option.name for option in entry.options)) if ".strategy" in word]
+    if entry.hydra and devices and "a Trainer" in entry.parallel and not strategies:
+        words.append(f"++{devices.rpartition('.')[0]}.strategy=ddp")
+        assumed.append("one device has the strategy ddp too, so that its inputs are those of the ranks")
     if entry.training_arguments and not any("train_batch" in word for word in words):
         words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
         assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")

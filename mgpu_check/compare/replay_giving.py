@@ -114,7 +114,7 @@ class RankReplaying(Points):
     def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def iterate(loader: Any) -> Any:
-            where = place()
+            where = place(of_a_loop=True)
             self._kinds[where] += 1
             where = f"{where} {self._kinds[where]}"
             if self.active() and self._tapes.first("batch", where) is not None:

@@ -71,7 +71,7 @@ class RankRecording(Points):
                 own = original(loader)
             if torch.is_grad_enabled() and all(loader is not other for other, _ in self._loaders):
                 self._loaders.append((loader, int(getattr(own, "_base_seed", 0))))
-            where = place()
+            where = place(of_a_loop=True)
             self._kinds[where] += 1
             own._mgpu_check_place = f"{where} {self._kinds[where]}"
             return own

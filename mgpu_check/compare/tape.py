@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_check.compare.trace import write_all
+from mgpu_check.processes.frames import is_installed
 from mgpu_check.torch_hooks.nested import leaves, tensors_of, with_tensors
 from mgpu_check.torch_hooks.tensors import plain
 
@@ -164,12 +165,22 @@ def _items(fd: int) -> Iterator[tuple[int, str, str, int, int]]:
         start += head + body
 
 
-def place() -> str:
-    """Return the stack of the script outside of torch and mgpu-check, the innermost line first."""
+def place(of_a_loop: bool = False) -> str:
+    """Return the stack of the script outside of torch and mgpu-check, the innermost line first.
+
+    The lines of installed packages that call the innermost line of the user are left out: those of a Trainer differ
+    between one device and ranks.
+
+    Args:
+        of_a_loop: leave out all lines of installed packages, as those of a Trainer's loop over a loader.
+    """
     found = []
+    inside = not of_a_loop
     for frame in _frames():
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _OURS, "<frozen ")):
+        users = not is_installed(name)
+        if (users or inside) and not name.startswith((_TORCH, _OURS, "<frozen ")):
+            inside = inside and not users
             found.append(f"{_within_run(name)}:{frame.f_lineno}")
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             break  # further frames start the script

@@ -173,7 +173,10 @@ def test_the_arguments_of_hydra(repository):
     }
     (entry,) = repository(**files).entries
     words, _ = fitted_arguments(entry, ["seed=3"])
-    assert words == ["seed=3", "data.batch_size=8", "data.loader.num_workers=0", "trainer.devices={W}"]
+    assert words == [
+        *("seed=3", "data.batch_size=8", "data.loader.num_workers=0"),
+        *("trainer.devices={W}", "++trainer.strategy=ddp"),
+    ]
 
 
 def test_the_arguments_of_other_scripts_are_not_those_of_this_one(repository):

@@ -25,7 +25,7 @@ from mgpu_check.compare.replay_draws import joint_draw
 from mgpu_check.compare.replay_numbers import RecordedNumbers, ReplayedNumbers
 from mgpu_check.compare.replay_points import tensors_of
 from mgpu_check.compare.replay_recording import RankRecording, epoch_of
-from mgpu_check.compare.tape import Tape, Tapes, Unstored, write_joint
+from mgpu_check.compare.tape import Tape, Tapes, Unstored, place, write_joint
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
 
@@ -329,6 +329,25 @@ def test_rows_of_several_views_are_joined_view_by_view():
 
     assert order(views) == [1, 2, 3, 10, 20, 30]
     assert order(views, turned=True) == order([torch.zeros(2, 3), torch.zeros(1, 3)]) == [1, 2, 10, 20, 3, 30]
+
+
+def test_a_place_does_not_depend_on_the_trainer_that_calls_the_users_code():
+    def found(trainer, layer, of_a_loop=False):
+        installed = "/env/lib/python3.11/site-packages"
+        names = {"place": place}
+        for file, line, source in (
+            (f"{installed}/layers.py", layer, f"def forward(): return place({of_a_loop})"),
+            ("/users/model.py", 1, "def step(): return forward()"),
+            (f"{installed}/trainer.py", trainer, "def fit(): return step()"),
+            ("/users/train.py", 3, "found = fit()"),
+        ):
+            exec(compile("\n" * (line - 1) + source, file, "exec"), names)
+        return names["found"].replace("../", "")
+
+    assert found(10, 5) == found(20, 5) != found(10, 6)
+    assert found(10, 5).startswith("env/lib/python3.11/site-packages/layers.py:5 users/model.py:1 users/train.py:3 ")
+    assert found(10, 5, of_a_loop=True) == found(20, 6, of_a_loop=True)
+    assert found(10, 5, of_a_loop=True).startswith("users/model.py:1 users/train.py:3 ")
 
 
 def test_tapes_of_ranks(tmp_path):
