@@ -235,8 +235,8 @@ def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     for line in assumed:
         print(f"  assumed: {line}")
     if entry.needs:
-        lacks = importlib.util.find_spec(entry.needs) is None
-        print(f"  {'MISSING' if lacks else 'assumed'}: {entry.needs} is installed, as by pip install -e .")
+        installed = importlib.util.find_spec(entry.needs) is not None
+        print(f"  {'assumed' if installed else 'MISSING'}: the installed package {entry.needs}, as by pip install -e .")
     if entry.subcommands:
         print("  not read: what each of its subcommands needs; give them after --")
     elif not entry.options:
