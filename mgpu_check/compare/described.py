@@ -14,6 +14,11 @@ from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.tensors import name_of
 
 
+def in_training(module: nn.Module) -> bool:
+    """Return whether a model is in training mode: its wrapper may have another mode, as that of Lightning."""
+    return unwrapped(module).training
+
+
 def described(module: nn.Module) -> dict[str, Any]:
     """Return the class of a model, its wrapper, and its layers that use batch statistics or dropout."""
     model = unwrapped(module)

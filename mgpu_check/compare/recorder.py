@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.compare import constants, meeting, meshes, started, watched
-from mgpu_check.compare.described import described, forward_of, has_state, narrowed
+from mgpu_check.compare.described import described, forward_of, has_state, in_training, narrowed
 from mgpu_check.compare.entered import install as install_count
 from mgpu_check.compare.flow import Flow
-from mgpu_check.compare.naming import Names, unwrapped
+from mgpu_check.compare.naming import Names
 from mgpu_check.compare.output_recorder import OutputRecorder
 from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
 from mgpu_check.compare.perturb import Perturbation
@@ -106,11 +106,6 @@ def install(
     atexit.register(recorder.at_exit)
 
 
-def _trains(module: nn.Module) -> bool:
-    """Return whether a model is in training mode: its wrapper may have another mode, as that of Lightning."""
-    return unwrapped(module).training
-
-
 class ScriptRecorder:
     """Records the events and tensors of a script, step by step."""
 
@@ -173,7 +168,7 @@ class ScriptRecorder:
         if self._here.depth > 1:
             return
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
-        trains = _trains(module) and not is_capturing()
+        trains = in_training(module) and not is_capturing()
         self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
         if main:
             with torch.no_grad():
@@ -210,7 +205,7 @@ class ScriptRecorder:
         if not has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
-        if not (_trains(module) and torch.is_grad_enabled()) or next(module.parameters(), None) is None:
+        if not (in_training(module) and torch.is_grad_enabled()) or next(module.parameters(), None) is None:
             return
         self._notice_draws(module)
         if (kind := f"module {type(module).__name__}") not in self._told:

@@ -218,15 +218,8 @@ def test_models_micro_batches_and_optimizers(record):
     (clip,) = trace.of("clip")
     assert clip["after"] == 2 and clip["most"] == 0.25
     assert clip["norm"] > 0
-
-
-def test_a_model_has_samples_if_its_wrapper_is_in_another_mode(record):
-    """As under Lightning, which puts the model into training mode, and not DistributedDataParallel around it."""
-    run = record(
-        "import torch\nnet = torch.nn.DataParallel(torch.nn.Linear(2, 1))\nnet.eval()\nnet.module.train()\n"
-        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\nnet(torch.ones(4, 2)).sum().backward()\noptimizer.step()\n"
-    )
-    assert [len(part) for part in run.traces[0].steps[0].samples] == [4]
+    (other,) = record(script("wrapper_in_evaluation")).traces
+    assert [len(part) for part in other.steps[0].samples] == [4]
 
 
 def test_gradients_that_are_computed_within_the_step(record):

@@ -334,7 +334,7 @@ def test_rows_of_several_views_are_joined_view_by_view():
 def test_a_place_does_not_depend_on_the_trainer_that_calls_the_users_code():
     def found(trainer, layer, of_a_loop=False):
         installed = "/env/lib/python3.11/site-packages"
-        names = {"place": place}
+        names: dict[str, Any] = {"place": place}
         for file, line, source in (
             (f"{installed}/layers.py", layer, f"def forward(): return place({of_a_loop})"),
             ("/users/model.py", 1, "def step(): return forward()"),
