@@ -19,7 +19,7 @@ from mgpu_check.cli.comparing import launched_by
 from mgpu_check.cli.init_documented import Command
 from mgpu_check.cli.init_source import ScriptArgument
 from mgpu_check.cli.init_survey import Survey, TrainingScript, survey
-from mgpu_check.errors import NotCompared
+from mgpu_check.errors import ScalingMismatch
 
 _USAGE = "mgpu-check init [--gpus=N] [--output=FILE] [--no-run] [-- script.py [args...]]"
 _SAMPLES = 8  # of all ranks together: 1, 2, 4 and 8 ranks divide it
@@ -133,22 +133,26 @@ def main(argv: Sequence[str]) -> int:
     print(f"running: {shlex.join(command)}", flush=True)
     seen = _ComparisonWatch()
     code = int(pytest.main(command[1:], plugins=[seen]))
-    if code == RIGHT or (code == WRONG and seen.compared):
+    if (code == RIGHT and seen.passed) or (code == WRONG and seen.compared):
         return code
     print(f"no verdict: nothing was compared, for the reason above, and {given.output} is no test yet")
     print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
     print(f"    {example}")
     print(f"see: {_HOW_TO}/compare.md")
-    return UNDECIDED if code == WRONG else code
+    return UNDECIDED if code in (RIGHT, WRONG) else code
 
 
 class _ComparisonWatch:
     """A plugin that sees whether the test compared the script."""
 
-    compared = True
+    passed = False
+    compared = True  # as far as is known: workers of pytest-xdist keep their exceptions
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed |= report.when == "call" and report.passed
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
-        self.compared = call.excinfo is not None and not isinstance(call.excinfo.value, NotCompared)
+        self.compared = call.excinfo is not None and isinstance(call.excinfo.value, ScalingMismatch)
 
 
 def _gpus(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -225,6 +226,8 @@ def test_a_test_is_written_once(repository, capsys):
             "mgpu-check init -- train.py --data=samples (README.md:1)\n",
         ),
         (ScalingMismatch("step 1"), 1, ""),
+        (ValueError("8/W is no integer"), 2, "replaces the test if it is unchanged:"),
+        ("skipped", 2, "no verdict"),
     ],
 )
 def test_it_says_when_nothing_was_compared(repository, capsys, monkeypatch, error, code, words):
@@ -232,10 +235,12 @@ def test_it_says_when_nothing_was_compared(repository, capsys, monkeypatch, erro
 
     def run(arguments, plugins):
         assert arguments == ["--gpus=2", "--simulate", "tests/test_scaling.py"]
-        if error is not None:
-            call = pytest.CallInfo.from_call(lambda: (_ for _ in ()).throw(error), "call")
-            plugins[0].pytest_exception_interact(call)
-        return int(error is not None)
+        if error is None or error == "skipped":
+            plugins[0].pytest_runtest_logreport(SimpleNamespace(when="call", passed=error is None))
+            return 0
+        call = pytest.CallInfo.from_call(lambda: (_ for _ in ()).throw(error), "call")
+        plugins[0].pytest_exception_interact(call)
+        return 1
 
     monkeypatch.setattr(pytest, "main", run)
     assert main([]) == code
