@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from mgpu_check.plugin.requirements import Needs, needs_of
+from mgpu_check.processes.heap import freeze
 
 os.environ.pop("GITHUB_ACTIONS", None)  # with it, runs print annotations
 os.environ.pop("PYTHONHASHSEED", None)  # tox sets it, and gates then try no other
@@ -146,7 +147,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """End what `pytest_configure` has begun: tests and modules stay, and no collection is to look at them again."""
-    gc.freeze()
+    freeze()
     gc.enable()
 
 

@@ -385,7 +385,9 @@ class _Hidden:
         os.environ.clear()
         for name in ("hypothesis", *_OURS):
             importlib.import_module(name)
-        os.environ.update(environment)
+        # Hypothesis 6.130 warns of a generator that it makes after objects are frozen.
+        with sys.modules["hypothesis.internal.entropy"].deterministic_PRNG():
+            os.environ.update(environment)
         cls.asks = getattr(sys.modules["hypothesis._settings"], "is_in_ci", cls.asks)
         for package in ("hypothesis", "_hypothesis_globals", "mgpu_check"):
             if package in sys.modules:  # the second is in some versions of Hypothesis

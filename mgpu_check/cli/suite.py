@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import itertools
 import os
@@ -23,6 +22,7 @@ from mgpu_check.plugin.packaged import modules_of_ranks
 from mgpu_check.plugin.report.progress import Progress
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.plugin.stash import SESSION
+from mgpu_check.processes.heap import freeze
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import OPTIONS
 
@@ -190,7 +190,7 @@ class _SuitePlugin:
             config.stash[SESSION].pool.start()
 
     def pytest_collection_finish(self) -> None:
-        gc.freeze()  # collections would visit modules and tests, which stay, a hundred times
+        freeze()  # collections would visit modules and tests, which stay, a hundred times
 
 
 def _is_module(name: str) -> bool:

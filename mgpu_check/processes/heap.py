@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 
 # Constants of <malloc.h>.
@@ -37,6 +38,18 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        freeze()
         if collecting:
             gc.enable()
+
+
+def freeze() -> None:
+    """Exempt all objects from later garbage collections.
+
+    Hypothesis 6.130 makes its generator at the first example, and warns of it if the objects that refer to it are
+    exempt. So a Hypothesis that is imported makes it here.
+    """
+    if "hypothesis.core" in sys.modules:
+        with sys.modules["hypothesis.internal.entropy"].deterministic_PRNG():
+            pass
+    gc.freeze()

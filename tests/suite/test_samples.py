@@ -45,11 +45,11 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_the_import_changes_nothing_else():
-    profile = hypothesis.settings.get_current_profile_name()
+    default = hypothesis.settings.default
     script = torch._C.ScriptFunction.__call__
     assert len(source.operators()) > 500
     torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic  # the tests of torch forbid it
-    assert hypothesis.settings.get_current_profile_name() == profile
+    assert hypothesis.settings.default is default
     assert torch._C.ScriptFunction.__call__ is script
     assert getattr(sys.modules.get("expecttest"), "__file__", "") is not None
 
@@ -132,7 +132,7 @@ def test_different_seeds_try_all_operators_at_quick(node, monkeypatch):
 
 
 def test_a_sound_node_agrees_and_says_what_was_not_compared(node, monkeypatch):
-    only(monkeypatch, "cumprod", "linalg.qr", "rand_like", "native_group_norm", "nn.functional.rrelu", "argsort")
+    only(monkeypatch, "cumprod", "linalg.qr", "rand_like", "view", "nn.functional.rrelu", "argsort")
     facts: dict[str, Any] = {}
     with heard_by(facts.update):
         assert assert_samples_agree(node, 3, "standard") == facts["runs"] > 100
