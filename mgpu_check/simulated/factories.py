@@ -90,7 +90,7 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
             made = make(*args, device=node.backing, **kwargs)
             drawn.append(made)
     if type(made) is SimulatedTensor and made.device != device:
-        # For a tensor on 'meta', torch has run functions of Python, with the backing device as a simulated one.
+        # For a tensor on `meta`, torch runs functions of Python. These take the backing device for a simulated one.
         made = raw(made)
         made.untyped_storage().__dict__.pop(BLOCK, None)
     if hardware.present is not None and make.__name__ not in EMPTY:

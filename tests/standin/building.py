@@ -136,7 +136,8 @@ def _headers(site: Path) -> list[Path]:
     if all(any((one / name).exists() for one in found) for name in ("cuda.h", "cuda_runtime_api.h", "crt")):
         return found
     raise CannotBuild(
-        f"the stand-in for CUDA needs the headers of CUDA, which triton's wheel brings; none under {site}"
+        f"the stand-in for CUDA needs cuda.h, cuda_runtime_api.h and crt, which the wheels of torch and triton install; "
+        f"not all are under {site}"
     )
 
 

@@ -211,13 +211,16 @@ def test_the_first_line_of_wrong_copies_names_the_first_of_them(monkeypatch):
 
 
 def test_a_copy_that_drops_a_lazy_sign_meets_a_known_defect():
-    values = torch.arange(6.0)
-    lost, shifted = (lambda x, device: (-x).to(device)), (lambda x, device: (x + 1).to(device))
-    with simulated_node(1):
-        there, host, met = values.to("cuda:0"), torch.device("cpu"), list[Met]()
-        with reported_to(met.append):
-            assert copies._is_sign_lost("copy_", lost, there, host, values)
-            assert not copies._is_sign_lost("copy_", shifted, there, host, values)
-            assert not copies._is_sign_lost("to(device)", lost, there, host, values)
-            assert not copies._is_sign_lost("copy_", lost, there, there.device, values)
+    values, host, met = torch.arange(1.0, 7.0), torch.device("cpu"), list[Met]()
+    with simulated_node(1), reported_to(met.append):
+        there = values.to("cuda:0")
+        assert (
+            copies._arrived(lambda x, device: (-x).to(device), there, host, values, lost=-values) == copies._SIGN_LOST
+        )
+        spoiled = copies._arrived(lambda x, device: (1 - x).to(device), there, host, values, lost=-values)
+        assert spoiled not in ("", copies._SIGN_LOST)
+        assert copies._is_known("copy_", there, host)
+        assert not copies._is_known("to(device)", there, host)
+        assert not copies._is_known("copy_", there, there.device)
+        assert not copies._is_known("copy_", there.to(torch.complex64), host)
     assert met == [Met("lazy-signs-between-devices", True)]

@@ -109,7 +109,7 @@ def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):
     monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.12.1+cu130")
     with heard_by(heard.append):
         assert described(("interpolate", lack), ("neg", refuse)) == [named], "older versions lack it"
-    assert heard == [{"left_out": "interpolate: this torch refuses some placements"}]
+    assert heard == [{"left_out": "interpolate: this torch has it not for all placements"}]
     monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
     assert len(described(("interpolate", lack), ("neg", refuse))) == 1
 

@@ -195,25 +195,22 @@ class Started(Laid):
 
     def _only_copied(self) -> bool:
         """Return whether the memory is right if the first rank's values are copied, to contiguous tensors only."""
-        return self._is_left_with(self.blocks[0], lambda view: view.is_contiguous())
+        return self._explained_by(self.blocks[0], lambda view: view.is_contiguous())
 
     def _added_as_bytes(self) -> bool:
         """Return whether the memory is right if the backend adds booleans as bytes."""
-        return self._is_left_with(
+        return self._explained_by(
             functools.reduce(operator.add, (block.view(torch.uint8) for block in self.blocks)), lambda view: True
         )
 
-    def _is_left_with(self, block: torch.Tensor, writes: Callable[[torch.Tensor], bool]) -> bool:
+    def _explained_by(self, block: torch.Tensor, writes: Callable[[torch.Tensor], bool]) -> bool:
         """Return whether the memory is as it should be, with results from `block` in the tensors that `writes`
         selects."""
-        written = [
-            piece.reduced is not None and writes(self.memory.view(self.whole, number))
-            for number, piece in enumerate(self.pieces)
-        ]
+        written = [writes(self.memory.view(self.whole, number)) for number in range(len(self.pieces))]
         should = self.memory.filled(
             [
-                piece.before if piece.reduced is not None and not one else self._should(piece)
-                for piece, one in zip(self.pieces, written, strict=True)
+                piece.before if piece.reduced is not None and not is_written else self._should(piece)
+                for piece, is_written in zip(self.pieces, written, strict=True)
             ]
         )
         for number, piece in enumerate(self.pieces):

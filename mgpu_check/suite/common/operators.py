@@ -85,9 +85,9 @@ def _rounded_roots(a: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.sqrt(wide.numpy())).to(a.dtype)
 
 
-def _numbers(a: torch.Tensor) -> torch.Tensor:
-    """Replace NaN by one: on GPUs, a NaN of float16 loses its sign."""
-    return torch.where(torch.isnan(a), 1, a)
+def _with_sign(a: torch.Tensor) -> torch.Tensor:
+    """Replace NaN of float16 by one: on GPUs it loses its sign (https://github.com/pytorch/pytorch/issues/181806)."""
+    return torch.where(torch.isnan(a), 1, a) if a.dtype == torch.float16 else a
 
 
 BINARY: tuple[ElementwiseOperator, ...] = (
@@ -115,7 +115,7 @@ BINARY: tuple[ElementwiseOperator, ...] = (
     ElementwiseOperator("where", lambda a, b: torch.where(a < b, a, b), REAL, "bits"),
     ElementwiseOperator("logical_and", lambda a, b: torch.logical_and(a, b), REAL),
     ElementwiseOperator("logical_xor", lambda a, b: torch.logical_xor(a, b), REAL),
-    ElementwiseOperator("copysign", lambda a, b: torch.copysign(a, _numbers(b)), FLOATS),
+    ElementwiseOperator("copysign", lambda a, b: torch.copysign(a, _with_sign(b)), FLOATS),
     ElementwiseOperator("bitwise_and", lambda a, b: torch.bitwise_and(a, b), (*INTEGERS, *BOOL), accepted="bits"),
     ElementwiseOperator("bitwise_or", lambda a, b: torch.bitwise_or(a, b), (*INTEGERS, *BOOL), accepted="bits"),
     ElementwiseOperator("bitwise_xor", lambda a, b: torch.bitwise_xor(a, b), (*INTEGERS, *BOOL), accepted="bits"),
@@ -139,7 +139,7 @@ UNARY: tuple[ElementwiseOperator, ...] = (
     ElementwiseOperator("trunc", lambda a: torch.trunc(a), FLOATS, "numbers"),
     ElementwiseOperator("isnan", lambda a: torch.isnan(a), FLOATS),
     ElementwiseOperator("isfinite", lambda a: torch.isfinite(a), FLOATS),
-    ElementwiseOperator("signbit", lambda a: torch.signbit(_numbers(a)), FLOATS),
+    ElementwiseOperator("signbit", lambda a: torch.signbit(_with_sign(a)), FLOATS),
     ElementwiseOperator("nan_to_num", lambda a: torch.nan_to_num(a), FLOATS),
     ElementwiseOperator("relu", lambda a: F.relu(a), FLOATS, "numbers"),
     ElementwiseOperator("hardtanh", lambda a: F.hardtanh(a), FLOATS, "numbers"),

@@ -45,10 +45,10 @@ _Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placem
 
 def _calls(wholes: list[torch.Tensor], seed: int, ranks: int) -> Iterator[_Call]:
     for number, (name, unary) in enumerate(OF_ONE, seed):
-        # Norms of partial tensors have no gradient. Before 2.12 and since 2.14 torch refuses to add to one in place.
+        # Norms of partial tensors have no gradient. Before 2.12 and since 2.14 torch refuses `add_` to them.
         places = _DIVIDED[:2] if "norm" in name or name == "in place" else _DIVIDED
         if name == "rms_norm" and ranks == 1:
-            places = _DIVIDED[:1]  # on one rank torch refuses rows that are divided
+            places = _DIVIDED[:1]  # on one rank torch refuses `rms_norm` of divided columns
         yield name, unary, wholes[:1], (places[number % len(places)],)
     pairs = [pair for pair in itertools.product(_PLACES, repeat=2) if pair != (Replicate(), Replicate())]
     for number, (name, binary) in enumerate(OF_ALIKE):
@@ -59,7 +59,7 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
     """Yield a description of each call, "" if it is right, up to one that raises: ranks may then be out of step."""
     for name, call, wholes, places in calls:
         if lacks(name):
-            covered(left_out=f"{name}: this torch refuses some placements")
+            covered(left_out=f"{name}: this torch has it not for all placements")
             continue
         what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
         try:
@@ -80,11 +80,12 @@ def _fills_each_part(
     mesh: DeviceMesh,
     wrong: str,
 ) -> bool:
-    """Return whether `fill_` of a partial copy has the result of a known defect, which a copy without parts avoids."""
+    """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts."""
     copy = placed(wholes[0], places, mesh).clone()
     if not (isinstance(copy, DTensor) and copy.placements[0].is_partial()):
         return False
-    if wrong and _wrong(what, call, wholes, places, mesh, lambda x: x.new_full(x.shape, 2.0 * mesh.size()) + x):
+    otherwise = _wrong(what, call, wholes, places, mesh, lambda x: x.new_full(x.shape, 2.0 * mesh.size()) + x)
+    if wrong and otherwise:  # all ranks have computed both, because they call collectives
         return False
     return is_known("dtensor-fills-each-part", failed=bool(wrong), size=mesh.size())
 

@@ -157,6 +157,6 @@ A partial weight of `layer_norm` is not refused: its gradients are wrong.
 
 
 def lacks(name: str) -> bool:
-    """Return whether this version of torch has the operator of a row for some placements only, or for none."""
+    """Return whether this version of torch refuses a row for at least one placement, or has wrong gradients."""
     here = TorchVersion(torch_version())
     return any(here < since and name in names for since, names in _SINCE.items())

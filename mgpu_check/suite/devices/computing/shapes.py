@@ -21,7 +21,7 @@ _MOST = 16384  # terms of a product: the most with exact partial sums
 _MOST_OF = {"float8_e4m3fn": 4096, "float8_e5m2": 4096}
 _STEP = {"int8": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """dtype -> the number that divides each dimension, as the functions of torch for these dtypes need."""
-_LAYOUTS_OF = {"int8": ("nn", "nt"), "float8_e4m3fn": ("nt",), "float8_e5m2": ("nt",)}
+_LAYOUTS_OF = {"int8": ("nt",), "float8_e4m3fn": ("nt",), "float8_e5m2": ("nt",)}
 _SMALL = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33)
 _LONG = 8  # products with a long first, and with a long last dimension
 _BATCH = 3

@@ -204,7 +204,7 @@ def _cases(low: torch.dtype, seed: int) -> list[_AutocastCase]:
         turn = None if dtype == low else (seed + (low == torch.bfloat16)) % 2
         # Operators that run in float32 do so from either dtype, so each dtype tries half of them.
         for name, operation in list(operations.items())[turn :: 1 if turn is None else 2]:
-            # It asks `log_softmax` for the dtype of its operand, which autocast respects.
+            # `cross_entropy` calls `log_softmax` with the dtype of its operand, so that part runs in `low`.
             inside = low if name == "cross_entropy" else None
             call = partial(_within, low, operation)
             found.append(_AutocastCase(name, call, operands, operation(*exactly), dtype, inside))

@@ -1,4 +1,7 @@
-"""Yield cases of operators that only move elements; they must keep every bit in every dtype and layout."""
+"""Yield cases of operators that only move elements; they must keep every bit in every dtype and layout.
+
+Two moves get no NaN of narrow floats, whose bits the CPU changes, and with it a GPU that is simulated there.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def with_weights(build: Any, *args: Any, **options: Any) -> Function:
 
     def call(x: torch.Tensor) -> torch.Tensor:
         layer = build(*args, **options, device="meta")
-        # cuDNN has gradients only in training, where it rounds more often; there other layers drop out elements.
+        # cuDNN has gradients of recurrent networks only in training mode. In that mode other layers drop out elements.
         layer.train(isinstance(layer, nn.RNNBase) and x.requires_grad)
         steps = x.view(3, 4, _COLUMNS)[..., :4]
         result = _called(layer, x, (steps, steps, steps) if build is nn.MultiheadAttention else (steps,))
