@@ -69,10 +69,7 @@ def _sequence(case: ComputeCase) -> tuple[int, int, int]:
     """Return the number of heads over all batches, of tokens, and of elements of a head."""
     tokens = 1 << max(5, min(11, int(math.log2(case.size))))
     heads = case.size**2 // (tokens * _HEAD)
-    if case.dtype in (
-        "float32",
-        "float64",
-    ):  # the unfused kernel of `_attention` keeps the scores of all heads, several times
+    if case.dtype in ("float32", "float64"):  # the unfused kernel of `_attention` keeps the scores of all heads
         heads = min(heads, _SCORES * case.size**2 // tokens**2)
     return max(1, heads), tokens, _HEAD
 
