@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +209,10 @@ def test_a_test_is_written_once(repository, capsys):
     assert "    # assumed: --batch-size is the batch of one rank" in path.read_text()
     assert main(["--no-run", "--", "python3", "train.py", "other", "here", "--out=é"]) == 0  # it is as init wrote it
     assert '        "other",\n        "here",\n        "--out=é",\n' in path.read_text()
-    for mine in (path.read_text() + "\n", "", "def ("):
+    written = path.read_text()
+    assert re.search(r"Written by `mgpu-check init`, [0-9a-f]{8}\.", written.splitlines()[0])
+    an_argument_was_changed = written.replace('"other"', '"mine"')
+    for mine in (written + "\n", an_argument_was_changed, "", "def ("):
         path.write_text(mine)
         with pytest.raises(SystemExit, match="4"):
             main(["--no-run", "--", "train.py", "samples", "here", "--out=x"])
