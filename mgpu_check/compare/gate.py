@@ -86,7 +86,7 @@ def assert_script_scales(
     verdict = compare(plan, lambda line: None).verdict
     if verdict.kind == "differs":
         report = verdict.report
-        site = report.site or (f"{script}:1" if words[0] != "-m" else "")
+        site = report.site or (f"{script}:1" if Path(words[0]) == Path(script) else "")
         raise ScalingMismatch(str(report), ranks=verdict.ranks, mistakes=report.mistakes, site=site)
     if verdict.kind != "equal":
         raise NotCompared(f"{verdict.report}\n  see: {_HOW_TO}", names=verdict.not_compared)
@@ -122,7 +122,8 @@ def _checked(
         raise ValueError(f"assert_script_scales: timeout is {timeout!r}; give a number of seconds above 0")
     module = str(script).removeprefix("-m ").strip() if str(script).startswith("-m ") else ""
     path = Path(script)
-    if not module and not path.exists() and len(path.parts) == 1:
+    runs = path.is_file() or (path / "__main__.py").is_file()  # a directory may have the name of a program
+    if not module and not runs and len(path.parts) == 1:
         path = Path(sys.executable).with_name(path.name)
     if not module and not path.exists():
         raise ValueError(

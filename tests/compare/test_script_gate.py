@@ -88,8 +88,12 @@ def test_an_installed_program_is_a_script(judged, tmp_path, monkeypatch):
     program.parent.mkdir()
     program.touch()
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    tmp_path.joinpath("project-train").mkdir()  # as of a package whose program has its name
     equal = ComparisonVerdict("equal", Report("equal"))
     assert judged(equal, "--epochs=1", script="project-train").plan.command[1:] == [str(program), "--epochs=1"]
+    with pytest.raises(ScalingMismatch) as wrong:
+        judged(ComparisonVerdict("differs", Report("differs: step 1")), script="project-train")
+    assert wrong.value.site == ""
 
 
 def test_a_verdict_that_is_none_fails(judged):
