@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import shlex
@@ -113,7 +112,7 @@ def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
     The words are empty if `program` starts with no launcher.
     """
     name = Path(program[0]).name if program else ""
-    module = program.index("-m") + 1 if (_is_python(name) or name == "-m") and "-m" in program[:-1] else 0
+    module = program.index("-m") + 1 if (is_python(name) or name == "-m") and "-m" in program[:-1] else 0
     if name not in _LAUNCHERS and not (module and _LAUNCHING.match(program[module])):
         return [], "torchrun"
     row = _LAUNCHERS.get(name, "torchrun")
@@ -126,7 +125,7 @@ def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
 
 def _starts(word: str, modules: Sequence[str]) -> bool:
     """Return whether a script may start with a word: a Python file, a Python, or an option of a module."""
-    return word in modules or word.endswith(".py") or _is_python(Path(word).name)
+    return word in modules or word.endswith(".py") or is_python(Path(word).name)
 
 
 def _is_value(program: Sequence[str], index: int, following: int) -> bool:
@@ -136,7 +135,7 @@ def _is_value(program: Sequence[str], index: int, following: int) -> bool:
     """
     if not program[index].endswith(".py") or "=" in program[index]:
         return "=" in program[index]
-    starts = _is_python(Path(program[following]).name) and program[following + 1 : following + 2]
+    starts = is_python(Path(program[following]).name) and program[following + 1 : following + 2]
     return bool(starts) and program[index - 1].startswith("-") and "=" not in program[index - 1]
 
 
@@ -149,8 +148,16 @@ def _before_script(words: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _is_python(name: str) -> bool:
+def is_python(name: str) -> bool:
     return _PYTHON.fullmatch(name) is not None
+
+
+def after_options(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of a Python command without Python's own options: the script, or -m, and what follows."""
+    start = 0
+    while words[start:] and words[start].startswith("-") and words[start] != "-m":
+        start += 1 + (words[start] in ("-W", "-X"))  # which have a value
+    return words[start:]
 
 
 def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -176,11 +183,9 @@ def script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> l
     if launcher and program[0] == "--module":
         program = ["-m", *program[1:]]
     name = Path(program[0]).name if program else ""
-    python = _is_python(name) and not Path(program[0]).is_dir()
+    python = is_python(name) and not Path(program[0]).is_dir()
     words = program[1:] if python else program
-    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words)) if python else []
-    rest = words[len(options) :]
-    if python and not rest:
+    if python and not after_options(words):
         parser.error(f"no script given for {name}: name one, or a module with -m")
     command = simulate.program_command(program, parser)
     if command[0] != sys.executable and not python:

@@ -6,8 +6,10 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
-from mgpu_check.cli.comparing import launched_by
+from mgpu_check.cli.comparing import after_options, is_python, launched_by
 from mgpu_check.cli.init_documented import Command
 from mgpu_check.cli.init_source import ScriptArgument
 from mgpu_check.cli.init_survey import Survey, TrainingScript, survey
@@ -101,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--") if "--" in argv else len(argv)
     own, program = list(argv[:at]), list(argv[at + 1 :])
     given = parser.parse_args(own)
-    if given.output.exists() and not _unchanged(given.output):
+    if os.path.lexists(given.output) and not _unchanged(given.output):
         parser.error(f"{given.output} exists; remove it, or name another file with --output=FILE")
     script, arguments = _named_script(program)
     found = survey(Path.cwd(), script)
@@ -124,8 +126,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"nothing was written: the script needs {', '.join(missing)}")
         print(f"do: give what it needs, as in mgpu-check init -- {entry.started} {_example(entry)}")
         return UNDECIDED
+    try:
+        text = _test(entry.started, words, assumed, entry.autocast)
+    except UnicodeEncodeError as error:
+        parser.error(f"the command has bytes that are no UTF-8 text: {error.object[error.start : error.end]!a}")
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(_test(entry.started, words, assumed, entry.autocast), encoding="utf-8")
+    given.output.write_text(text, encoding="utf-8")
     print(f"wrote {given.output}")
     command = ["pytest", f"--gpus={given.gpus}", "--simulate", str(given.output)]
     if given.no_run:
@@ -166,8 +172,8 @@ def _named_script(program: Sequence[str]) -> tuple[str, list[str]]:
     """Return the script of a command, as "train.py" or "-m package.train", and its arguments."""
     launcher, _ = launched_by(program)
     words = list(program[len(launcher) :])
-    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
-        del words[0]
+    if words and is_python(Path(words[0]).name):
+        words = list(after_options(words[1:]))
     if words[:1] in (["-m"], ["--module"]):
         words[:2] = [shlex.join(["-m", *words[1:2]])]
     return (words[0].removeprefix("./"), words[1:]) if words else ("", [])
@@ -240,12 +246,22 @@ def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     for line in assumed:
         print(f"  assumed: {line}")
     if entry.needs:
-        installed = importlib.util.find_spec(entry.needs) is not None
-        print(f"  {'assumed' if installed else 'MISSING'}: the installed package {entry.needs}, as by pip install -e .")
+        state = "assumed" if _installed(entry.needs) else "MISSING"
+        print(f"  {state}: the installed package {entry.needs}, as by pip install -e .")
     if entry.subcommands:
         print("  not read: what each of its subcommands needs; give them after --")
     elif not entry.options:
         print("  not read: the arguments of the script, which its source does not list; give them after --")
+
+
+def _installed(package: str) -> bool:
+    """Return whether a script can import a package."""
+    kept = sys.path[:]  # starts with the current directory under `python -m mgpu_check`
+    sys.path[:] = kept[kept[0] in ("", str(Path.cwd())) :]
+    try:
+        return package.isidentifier() and importlib.util.find_spec(package) is not None
+    finally:
+        sys.path[:] = kept
 
 
 def _documented(entry: TrainingScript) -> Command | None:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from pathlib import Path
 
 from mgpu_check.cli.init_documented import Command, commands, console_scripts, is_document
@@ -111,9 +112,9 @@ def survey(root: Path, named: str = "") -> Survey:
         if path.suffix != ".py":
             documents.append(path)
             continue
-        try:
-            files[path] = facts((root / path).read_bytes())
-        except (SyntaxError, ValueError, OSError, RecursionError):
+        if read := _read(root / path):
+            files[path] = read
+        else:
             unread += 1
     modules = {".".join(path.with_suffix("").parts): path for path in files}
     found = _Repository(root, files, modules, console_scripts(root, modules), list(commands(root, documents, modules)))
@@ -121,6 +122,14 @@ def survey(root: Path, named: str = "") -> Survey:
     order = {command.script: place for place, command in reversed([*enumerate(found.documented)])}
     entries.sort(key=lambda it: (-it.rank, -len(it.documented), order.get(it.path, 0), str(it.path)))
     return Survey(len(files), tuple(entries), found.named(named), unread)
+
+
+def _read(path: Path) -> SourceFile | None:
+    """Return the facts of a file, or None if it cannot be parsed."""
+    try:
+        return facts(path.read_bytes())
+    except (SyntaxError, ValueError, OSError, RecursionError):
+        return None
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -159,15 +168,24 @@ class _Repository:
     def named(self, name: str) -> TrainingScript | None:
         """Return the script of a name that the user gave, whether or not it seems to train."""
         if name.startswith("-m "):
-            path = self.modules.get(name[3:]) or self.modules.get(f"{name[3:]}.__main__") or Path(name)
+            module = name[3:]
+            here = [path for end in ("", ".__main__") if (path := self.modules.get(f"{module}{end}"))]
+            installed = [path for end in ("", ".__main__") if (path := self.modules.get(f"src.{module}{end}"))]
         else:
-            path = next((path for path, program in self.programs.items() if program == name), Path(name))
-        if path not in self.files:
-            return None
-        if path == Path(name):
+            here = []
+            installed = [path for path, program in self.programs.items() if program == name]
+        for path in [*here, *installed]:
+            return replace(self.entry(path), started=name, needs="" if here else _top(path))
+        path = Path(os.path.relpath(self.root / name, self.root))
+        if path in self.files:
             return self.entry(path)
-        here = name.startswith("-m ") and path.parts[0] != "src"
-        return replace(self.entry(path), started=name, needs="" if here else _top(path))
+        if not (self.root / path).is_file():
+            return None
+        # The survey left it out: it is elsewhere, no Python file by its name, or of another Python.
+        read = _read(self.root / path)
+        entry = replace(self, files={**self.files, path: read or SourceFile()}).entry(path)
+        parallel = entry.parallel if read else ("code that init cannot parse",)
+        return replace(entry, started=name, needs="", parallel=parallel)
 
     def entry(self, path: Path) -> TrainingScript:
         script = self.files[path]
@@ -211,16 +229,18 @@ class _Repository:
     def _used(self, path: Path) -> dict[Path, int]:
         """Return the files that a script uses, itself first, each with its distance in imports."""
         targets = {value.rpartition(".")[0] for key, value in self._configuration(path) if key.endswith("_target_")}
-        found = {path: 0}
-        waiting = [path]
+        found: dict[Path, int] = {}
+        waiting = [(0, path)]
         while waiting:
-            at = waiting.pop(0)
+            away, at = heappop(waiting)
+            if at in found:
+                continue
+            found[at] = away
             for name in sorted(self.files[at].imports | (targets if at == path else set())):
                 other, place = self._resolved(at, name)
                 if other is not None and other not in found:
                     # A package that is installed is a library of the script: only its first files are near.
-                    found[other] = found[at] + (1 if place == Path() or place in at.parents else 2)
-                    waiting.append(other)
+                    heappush(waiting, (away + (1 if place == Path() or place in at.parents else 2), other))
         return found
 
     def _resolved(self, path: Path, name: str) -> tuple[Path | None, Path]:
@@ -247,7 +267,8 @@ class _Repository:
             return str(path), ""
         outside = away[0] not in path.parents
         if outside or (path.parent in places and not own.relative):
-            return str(path), next(_top(other) for other, place in found if other and place == away[0])
+            needed = next(other for other, place in found if other and place == away[0])
+            return str(path), needed.relative_to(away[0]).parts[0].removesuffix(".py")
         parts = path.relative_to(away[0]).with_suffix("").parts
         if not all(map(str.isidentifier, parts)):
             return str(path), ""

@@ -114,11 +114,41 @@ def test_a_script_that_the_pages_start_comes_first(repository):
         ({"go.py": "import pkg.x", "src/pkg/x.py": ""}, "go.py", "go.py", "pkg"),
         ({"pkg/go.py": "def main(): pass", "setup.py": "x = ['go = pkg.go:main']"}, "go", "go", "pkg"),
         ({"pkg/__main__.py": LOOP, "setup.cfg": "go = pkg.__main__:main"}, "-m pkg", "-m pkg", ""),
+        ({"src/pkg/go.py": ""}, "-m pkg.go", "-m pkg.go", "pkg"),
+        ({"src/pkg/__main__.py": ""}, "-m pkg", "-m pkg", "pkg"),
+        ({"src/go.py": ""}, "-m src.go", "-m src.go", ""),
+        (
+            {"v1.0/sub/go.py": "import lib, x", "v1.0/sub/x.py": "", "v1.0/lib.py": ""},
+            *("v1.0/sub/go.py", "v1.0/sub/go.py", "lib"),
+        ),
+        ({"vendor/go.py": ""}, "vendor/go.py", "vendor/go.py", ""),
+        ({"broken.py": "def ("}, "broken.py", "broken.py", ""),
+        ({"bin/go.": "import lib", "lib.py": ""}, "bin/go.", "bin/go.", ""),
+        ({"../go.py": ""}, "../go.py", "../go.py", ""),
     ],
 )
 def test_how_a_script_is_started(repository, files, named, started, needs):
     entry = repository(named, **files).named
     assert (entry.started, entry.needs) == (started, needs)
+
+
+def test_a_script_is_named_as_in_a_shell(repository, tmp_path, capsys):
+    repository(train_py=DDP + LOOP, broken_py="def (")
+    for words in (["python3", "-u", "-X", "dev", "train.py"], [str(tmp_path / "train.py")], ["sub/../train.py"]):
+        assert main(["--no-run", "--", *words]) == 0
+        assert '        "train.py",\n        steps=2' in Path("tests/test_scaling.py").read_text()
+    capsys.readouterr()
+    assert main(["--no-run", "--", "broken.py"]) == 0
+    assert (
+        "script: broken.py, which uses code that init cannot parse\n  not chosen: train.py" in capsys.readouterr().out
+    )
+
+
+def test_the_current_directory_installs_nothing(repository, tmp_path, monkeypatch, capsys):
+    repository(**{"tools/go.py": "import data, lib\n" + LOOP, "tools/data.py": "", "lib.py": ""})
+    monkeypatch.syspath_prepend(tmp_path)  # as by python -m
+    main(["--no-run", "--", "tools/go.py"])
+    assert "MISSING: the installed package lib" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -189,6 +219,12 @@ def test_the_arguments_of_other_scripts_are_not_those_of_this_one(repository):
     assert [(str(entry.path), entry.required) for entry in found.entries] == [("train.py", ()), ("cli.py", ())]
 
 
+def test_the_nearest_way_to_a_file_counts(repository):
+    files = {"src/pkg/far.py": "import used", "way.py": "import used", "used.py": options('"--batch-size"')}
+    (entry,) = repository(train_py="import pkg.far, way\n" + LOOP, **files).entries
+    assert [option.name for option in entry.options] == ["--batch-size"]
+
+
 def test_a_test_is_written_once(repository, capsys):
     repository(
         train_py=options('"--batch-size", required=True', '"data"', '"to"', '"-o", "--out", required=True') + DDP + LOOP
@@ -209,6 +245,12 @@ def test_a_test_is_written_once(repository, capsys):
     assert "    # assumed: --batch-size is the batch of one rank" in path.read_text()
     assert main(["--no-run", "--", "python3", "train.py", "other", "here", "--out=é"]) == 0  # it is as init wrote it
     assert '        "other",\n        "here",\n        "--out=é",\n' in path.read_text()
+    with pytest.raises(SystemExit, match="4"):
+        main(["--no-run", "--output=new.py", "--", "train.py", "a", "b", "--out=\udcff"])
+    assert "bytes that are no UTF-8 text: '\\udcff'" in capsys.readouterr().err and not Path("new.py").exists()
+    Path("link.py").symlink_to("elsewhere.py")
+    with pytest.raises(SystemExit, match="4"):
+        main(["--no-run", "--output=link.py", "--", "train.py", "a", "b", "--out=x"])
     written = path.read_text()
     assert re.search(r"Written by `mgpu-check init`, [0-9a-f]{8}\.", written.splitlines()[0])
     an_argument_was_changed = written.replace('"other"', '"mine"')
