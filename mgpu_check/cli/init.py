@@ -192,7 +192,7 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
             assumed.append(row.assumes.format(option.name))
     devices = next((option.name for option, row in fits if row is _DEVICES), "")
     strategies = [word for word in (*words, *(option.name for option in entry.options)) if ".strategy" in word]
-    if entry.hydra and devices and "a Trainer" in entry.parallel and not strategies:
+    if entry.hydra and "." in devices and "a Trainer" in entry.parallel and not strategies:
         words.append(f"++{devices.rpartition('.')[0]}.strategy=ddp")
         assumed.append("one device has the strategy ddp too, so that its inputs are those of the ranks")
     if entry.training_arguments and not any("train_batch" in word for word in words):

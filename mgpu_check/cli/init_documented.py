@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,7 @@ _DOCUMENT = re.compile(r"README.*|Makefile|.*\.sh")
 _STARTER = re.compile(
     r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|mpiexec|mpirun|srun)\s(?:\\\n|<[^<>\n]*>|[^\n`|>&;#])*"
 )
-_CONSOLE = re.compile(r"""(?:^[ \t]*(?:scripts\.)?|["'])([\w-]+)["']?\s*=\s*["']?([\w.]+):[\w.]+""", re.MULTILINE)
-_PACKAGING = ("pyproject.toml", "setup.cfg", "setup.py")
+_CONSOLE = re.compile(r"""(?:[\s"',=:()\[\]]|#.*)*+([\w.-]+)\s*=\s*([\w.]+:[\w.]+)""")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,14 @@ def is_document(name: str) -> bool:
     return _DOCUMENT.fullmatch(name) is not None
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file, or "" if there is none that can be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def commands(root: Path, documents: Iterable[Path], modules: Mapping[str, Path]) -> Iterator[Command]:
     """Yield the commands that start a script of the repository.
 
@@ -44,7 +52,7 @@ def commands(root: Path, documents: Iterable[Path], modules: Mapping[str, Path])
         modules: dotted name -> path of a Python file of the repository.
     """
     for document in sorted(documents, key=lambda path: (len(path.parts), path)):
-        text = (root / document).read_text(encoding="utf-8", errors="replace")
+        text = text_of(root / document)
         for found in _STARTER.finditer(text):
             words = found[0].replace("\\\n", " ").split()
             for index, word in enumerate(words[1:], 1):
@@ -69,10 +77,30 @@ def _script(word: str, before: str, document: Path, modules: Mapping[str, Path])
 def console_scripts(root: Path, modules: Mapping[str, Path]) -> dict[Path, str]:
     """Return path -> name of the programs that the package installs, as "train" of `train = "package.cli:main"`."""
     found: dict[Path, str] = {}
-    for name in _PACKAGING:
-        if (root / name).is_file():
-            for program, module in _CONSOLE.findall((root / name).read_text(encoding="utf-8", errors="replace")):
-                path = modules.get(module) or modules.get(f"src.{module}") or modules.get(f"{module}.__init__")
-                if path is not None:
-                    found.setdefault(path, program)
+    for program, target in _programs(root):
+        module = target.partition(":")[0]
+        path = modules.get(module) or modules.get(f"src.{module}") or modules.get(f"{module}.__init__")
+        if path is not None:
+            found.setdefault(path, program)
     return found
+
+
+def _programs(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each program that the package installs, and the function that it calls."""
+    try:
+        project = tomllib.loads(text_of(root / "pyproject.toml"))
+    except ValueError:
+        project = {}
+    for keys in (("project", "scripts"), ("tool", "poetry", "scripts")):
+        table: object = project
+        for key in keys:
+            table = table.get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            yield from ((program, target) for program, target in table.items() if isinstance(target, str))
+    for name in ("setup.cfg", "setup.py"):
+        text = text_of(root / name)
+        for start in re.finditer("console_scripts", text):
+            at = start.end()
+            while entry := _CONSOLE.match(text, at):  # up to the next group of entry points
+                yield entry[1], entry[2]
+                at = entry.end()

@@ -9,26 +9,35 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_DEFAULT = re.compile(r"\s*-\s*(?:([\w/]+)\s*:\s*)?([\w/]+)(?:\.yaml)?\s*(?:#.*)?")
+from mgpu_check.cli.init_documented import text_of
+
+_DEFAULT = re.compile(r"\s*-\s*(?:(?:override|optional)\s+)*(?:([\w/]+)\s*:\s*)?([\w/]+)(?:\.yaml)?\s*(?:#.*)?")
 _ENTRY = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:#.*)?")
 
 
-def configured(directory: Path, name: str, package: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+def configured(
+    root: Path, name: str, groups: Sequence[str] = (), seen: set[Path] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield key and value of the entries of a configuration, as "data.batch_size" and "64".
 
     Args:
-        package: the groups that lead to this file.
+        root: the directory of the whole configuration.
+        groups: the directories from there to this file, which are the package of its entries.
+        seen: files that were read.
     """
-    path = directory / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if not path.is_file():
+    path = root.joinpath(*groups, name if name.endswith(".yaml") else f"{name}.yaml")
+    seen = set() if seen is None else seen
+    if path in seen:
         return
+    seen.add(path)
     above: list[tuple[int, str]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text_of(path).splitlines():
         if above and above[0][1] == "defaults" and (default := _DEFAULT.fullmatch(line)):
-            group = default[1] or ""
-            yield from configured(directory / group, default[2], [*package, *group.split("/")] if group else package)
+            wanted = "/".join(filter(None, default.groups()))  # "data/images"; "/data/images" starts at the root
+            *directories, file = wanted.strip("/").split("/")
+            yield from configured(root, file, [*(() if wanted[0] == "/" else groups), *directories], seen)
         elif entry := _ENTRY.fullmatch(line):
             while above and above[-1][0] >= len(entry[1]):
                 above.pop()
             above.append((len(entry[1]), entry[2]))
-            yield ".".join([*package, *(key for _, key in above)]), entry[3]
+            yield ".".join([*groups, *(key for _, key in above)]), entry[3]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 _TRAINER = re.compile(r"\w*Trainer")
 _TRAINS = re.compile(r"(.*\.)?(\w*trainer\.(fit|train)|LightningCLI)", re.IGNORECASE)
+_FLAGS = {"store_true", "store_false", "store_const", "append_const", "count", "help", "version"}  # without a value
 _RANKS = re.compile(r"world|n_?gpus?|num_gpus|nprocs|num_processes|replicas|ranks", re.IGNORECASE)
 
 
@@ -29,7 +30,10 @@ class ScriptArgument:
 
     def is_in(self, words: Sequence[str]) -> bool:
         """Return whether a command line sets this argument."""
-        return not {self.name, *self.names}.isdisjoint(word.partition("=")[0] for word in words)
+        names = {self.name, *self.names}
+        short = tuple(name for name in names if len(name) == 2 and name[0] == "-")  # their values need no space: -b32
+        # Hydra adds a key by + or ++.
+        return any(word.lstrip("+").partition("=")[0] in names or word.startswith(short) for word in words)
 
     @property
     def variable(self) -> str:
@@ -49,7 +53,8 @@ class SourceFile:
     configuration: tuple[str, str] | None = None  # directory and name of Hydra's
     divided: set[str] = field(default_factory=set)  # names that the code divides by the number of ranks
     relative: bool = False  # has relative imports
-    starts: bool = False  # when it is run: it has a block of `__main__`, or calls its own functions outside of them
+    # running the file starts something: it has a block of `__main__`, or calls its own functions outside of functions
+    starts: bool = False
 
 
 def trains(calls: set[str]) -> bool:
@@ -133,6 +138,10 @@ def _option(node: ast.Call, given: Mapping[str, ast.expr], positional: bool) -> 
     if not names:
         return None
     name = max(names, key=lambda word: (word.startswith("--"), len(word)))
+    action = given.get("action")
+    of_click = _literal(given.get("is_flag")) or _literal(given.get("count"))
+    if of_click or (action and (_text(action) in _FLAGS or _name(action).endswith("BooleanOptionalAction"))):
+        return None
     required = _literal(given.get("required"))
     integer = _name(given["type"]) == "int" if "type" in given else isinstance(_literal(given.get("default")), int)
     if not name.startswith("-"):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mgpu_check.cli.init import fitted_arguments, main
+from mgpu_check.cli.init_documented import console_scripts
 from mgpu_check.cli.init_survey import survey
 from mgpu_check.errors import NotCompared, ScalingMismatch
 
@@ -112,8 +113,8 @@ def test_a_script_that_the_pages_start_comes_first(repository):
         ({"pkg/go.py": "from .data import f", "pkg/data.py": ""}, "pkg/go.py", "-m pkg.go", ""),
         ({"src/pkg/go.py": "import pkg.x", "src/pkg/x.py": ""}, "src/pkg/go.py", "-m pkg.go", "pkg"),
         ({"go.py": "import pkg.x", "src/pkg/x.py": ""}, "go.py", "go.py", "pkg"),
-        ({"pkg/go.py": "def main(): pass", "setup.py": "x = ['go = pkg.go:main']"}, "go", "go", "pkg"),
-        ({"pkg/__main__.py": LOOP, "setup.cfg": "go = pkg.__main__:main"}, "-m pkg", "-m pkg", ""),
+        ({"pkg/go.py": "def main(): pass", "setup.py": "{'console_scripts': ['go = pkg.go:main']}"}, "go", "go", "pkg"),
+        ({"pkg/__main__.py": LOOP, "setup.cfg": "console_scripts =\n  go = pkg.__main__:main"}, "-m pkg", "-m pkg", ""),
         ({"src/pkg/go.py": ""}, "-m pkg.go", "-m pkg.go", "pkg"),
         ({"src/pkg/__main__.py": ""}, "-m pkg", "-m pkg", "pkg"),
         ({"src/go.py": ""}, "-m src.go", "-m src.go", ""),
@@ -142,6 +143,31 @@ def test_a_script_is_named_as_in_a_shell(repository, tmp_path, capsys):
     assert (
         "script: broken.py, which uses code that init cannot parse\n  not chosen: train.py" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "programs"),
+    [
+        ("pyproject.toml", "project.scripts.go = 'pkg.go:main'\nproject.gui-scripts.no = 'pkg.go:main'", ["go"]),
+        ("pyproject.toml", "[tool.poetry.scripts]\ngo = 'pkg.go:main'\nno = {file = 'no.sh'}", ["go"]),
+        ("pyproject.toml", "[project.entry-points.'pytest11']\ngo = 'pkg.go:main'", []),
+        ("pyproject.toml", "[project\n", []),
+        ("setup.cfg", "[options.entry_points]\nplugins =\n  go = pkg.go:main\n", []),
+        (
+            "setup.cfg",
+            "console_scripts =\n  # first\n  a = b:c\n  go=pkg.go:main\nplugins =\n  no = pkg.go:f\n",
+            ["go"],
+        ),
+        (
+            "setup.py",
+            "{'x': ['no = pkg.go:f'], 'console_scripts': ['go = pkg.go:main',], 'y': ['z = pkg.go:f']}",
+            ["go"],
+        ),
+    ],
+)
+def test_only_programs_of_a_console_are_installed_programs(repository, tmp_path, name, text, programs):
+    repository(**{"pkg/go.py": "", name: text})
+    assert list(console_scripts(tmp_path, {"pkg.go": Path("pkg/go.py")}).values()) == programs
 
 
 def test_the_current_directory_installs_nothing(repository, tmp_path, monkeypatch, capsys):
@@ -182,6 +208,22 @@ def test_arguments_share_a_global_batch_among_the_ranks(repository, source, expe
     assert fitted_arguments(entry, [f"{name}=3"])[0][0] == f"{name}=3"
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "words"),
+    [
+        ('"-b", "--batch-size"', ["-b32"], []),
+        ('"-b", "--batch-size"', ["-b", "32"], []),
+        ('"--batch-size"', ["-b32"], ["--batch-size={8/W}"]),
+        ('"--seed", action="store_true"', [], []),
+        ('"--gpus", action=argparse.BooleanOptionalAction, default=1', [], []),
+        ('"--workers", action="count", default=0', [], []),
+    ],
+)
+def test_arguments_that_are_not_set(repository, option, given, words):
+    (entry,) = repository(train_py=options(option) + LOOP).entries
+    assert fitted_arguments(entry, given)[0] == [*given, *words]
+
+
 def test_the_arguments_of_hydra(repository):
     files = {
         "src/train.py": """
@@ -209,6 +251,29 @@ def test_the_arguments_of_hydra(repository):
         *("seed=3", "data.batch_size=8", "data.loader.num_workers=0"),
         *("trainer.devices={W}", "++trainer.strategy=ddp"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "given", "words"),
+    [
+        ("seed: 1\n", ["++seed=3"], []),
+        ("devices: 1\n", [], ["devices={W}"]),
+        ("defaults:\n  - train\nseed: 1\n", [], ["seed=1"]),
+        ("defaults:\n  - group: own\n", [], ["data.batch_size={8/W}"]),
+        ("defaults:\n  - optional group: own\n  - override group: gone\n", [], ["data.batch_size={8/W}"]),
+    ],
+)
+def test_the_defaults_of_hydra(repository, configuration, given, words):
+    (entry,) = repository(
+        **{
+            "train.py": "@hydra.main(config_name='train')\ndef main(): pass\nmain()\ntrainer = lightning.Trainer()\n"
+            "trainer.fit()\n",
+            "train.yaml": configuration,
+            "group/own.yaml": "defaults:\n  - /data: images\n",
+            "data/images.yaml": "batch_size: 64\n",
+        }
+    ).entries
+    assert fitted_arguments(entry, given)[0] == [*given, *words]
 
 
 def test_the_arguments_of_other_scripts_are_not_those_of_this_one(repository):
