@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
     """Survey the current directory, write a test, and run it.
 
     Returns:
-        pytest's exit code; 0 with ``--no-run``; 2 if no script was found, or if nothing was compared; 4 for wrong
-        usage.
+        0 if the test passed, and with ``--no-run``; 1 if it failed; 2 if no script was found, or if nothing was
+        compared; 4 for wrong usage.
     """
     parser = Parser(
         prog="mgpu-check init",
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     example = f"mgpu-check init -- {shlex.join(program) or f'{entry.started} {_example(entry)}'}"
     if missing := _missing(entry, words):
         print(f"nothing was written: the script needs {', '.join(missing)}")
-        print(f"do: give what it needs, as in mgpu-check init -- {entry.started} {_example(entry)}")
+        print(f"do: give what it needs, as in\n    mgpu-check init -- {entry.started} {_example(entry)}")
         return UNDECIDED
     try:
         text = _test(entry.started, words, assumed, entry.autocast)
@@ -146,20 +146,24 @@ def main(argv: Sequence[str]) -> int:
     print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
     print(f"    {example}")
     print(f"see: {_HOW_TO}/compare.md")
-    return UNDECIDED if code in (RIGHT, WRONG) else code
+    return UNDECIDED
 
 
 class _ComparisonWatch:
     """A plugin that sees whether the test compared the script."""
 
     passed = False
-    compared = True  # as far as is known: workers of pytest-xdist keep their exceptions
+    compared = False
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        # The workers of pytest-xdist keep their exceptions.
+        self.compared = session.config.pluginmanager.hasplugin("dsession")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed |= report.when == "call" and report.passed
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
-        self.compared = call.excinfo is not None and isinstance(call.excinfo.value, ScalingMismatch)
+        self.compared |= call.excinfo is not None and isinstance(call.excinfo.value, ScalingMismatch)
 
 
 def _gpus(text: str) -> int:
@@ -242,7 +246,8 @@ def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
         more = f", and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         print(f"  not chosen: {', '.join(others[:_NAMED])}{more}; name one after -- to choose it")
     if command := _documented(entry):
-        print(f"  {command.place} starts it with {_shortened(command.arguments)}")
+        text = command.arguments
+        print(f"  {command.place} starts it with {text if len(text) <= _LONGEST else f'{text[:_LONGEST]}…'}")
     for line in assumed:
         print(f"  assumed: {line}")
     if entry.needs:
@@ -269,16 +274,12 @@ def _documented(entry: TrainingScript) -> Command | None:
     return next((command for command in entry.documented if command.arguments), None)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
 def _example(entry: TrainingScript) -> str:
     """Return arguments that a user may give."""
     if command := _documented(entry):
-        return f"{_shortened(command.arguments)} ({command.place})"
-    names = [option.name for option in entry.required]
-    return " ".join(f"{name}=…" if name.startswith("-") else name.upper() for name in names) or "--args"
+        return command.arguments
+    words = [(option.name, option.variable.upper()) for option in entry.required]
+    return " ".join(f"{name}={value}" if name.startswith("-") else value for name, value in words) or "--args"
 
 
 def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:

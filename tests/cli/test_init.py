@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mgpu_check.cli.init import fitted_arguments, main
 from mgpu_check.cli.init_documented import console_scripts
 from mgpu_check.cli.init_survey import survey
-from mgpu_check.errors import NotCompared, ScalingMismatch
 
 LOOP = "loss.backward()\noptimizer.step()\n"
 DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(model)\n"
@@ -297,7 +296,7 @@ def test_a_test_is_written_once(repository, capsys):
     assert main(["--no-run"]) == 2
     said = capsys.readouterr().out
     assert "nothing was written: the script needs --out, data, to" in said
-    assert "as in mgpu-check init -- train.py --batch-size=… DATA TO --out=…\n" in said
+    assert "as in\n    mgpu-check init -- train.py --batch-size=BATCH_SIZE DATA TO --out=OUT\n" in said
     assert main(["--no-run", "--", "torchrun", "--standalone", "./train.py", "samples", "here", "-o", "x"]) == 0
     said = capsys.readouterr().out
     assert "script: train.py, which uses DistributedDataParallel" in said
@@ -328,33 +327,32 @@ def test_a_test_is_written_once(repository, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    ("body", "code", "words"),
     [
-        (None, 0, ""),
-        (
-            NotCompared("no data"),
-            2,
-            "mgpu-check init -- train.py --data=samples (README.md:1)\n",
-        ),
-        (ScalingMismatch("step 1"), 1, ""),
-        (ValueError("8/W is no integer"), 2, "replaces the test if it is unchanged:"),
-        ("skipped", 2, "no verdict"),
+        ("pass", 0, "1 passed"),
+        ("raise NotCompared('no data')", 2, "\n    mgpu-check init -- train.py --data=samples\n"),
+        ("raise ScalingMismatch('step 1')", 1, "1 failed"),
+        ("raise ValueError('8/W is no integer')", 2, "replaces the test if it is unchanged:"),
+        ("pytest.skip()", 2, "no verdict"),
+        ("pass\nimport missing", 2, "No module named 'missing'"),
+        ("pass\npytest.exit('enough', returncode=3)", 2, "no verdict"),
     ],
 )
-def test_it_says_when_nothing_was_compared(repository, capsys, monkeypatch, error, code, words):
+def test_it_says_when_nothing_was_compared(repository, capsys, monkeypatch, body, code, words):
     repository(train_py=LOOP, **{"README.md": "`python train.py --data=samples`"})
+    run = pytest.main
 
-    def run(arguments, plugins):
-        assert arguments == ["--gpus=2", "--simulate", "tests/test_scaling.py"]
-        if error is None or error == "skipped":
-            plugins[0].pytest_runtest_logreport(SimpleNamespace(when="call", passed=error is None))
-            return 0
-        call = pytest.CallInfo.from_call(lambda: (_ for _ in ()).throw(error), "call")
-        plugins[0].pytest_exception_interact(call)
-        return 1
+    def run_another_test(arguments, plugins):
+        assert arguments == ["--gpus=2", "--simulate", "test_stub.py"]
+        imports = "import pytest\nfrom mgpu_check import NotCompared, ScalingMismatch\n"
+        Path("test_stub.py").write_text(f"{imports}def test_train(): {body}\n")
+        try:
+            return run(["-p", "no:cacheprovider", "--import-mode=importlib", arguments[-1]], plugins)
+        finally:
+            sys.modules.pop("test_stub", None)
 
-    monkeypatch.setattr(pytest, "main", run)
-    assert main([]) == code
+    monkeypatch.setattr(pytest, "main", run_another_test)
+    assert main(["--output=test_stub.py"]) == code
     said = capsys.readouterr().out
     assert words in said and ("no verdict: nothing was compared" in said) == (code == 2)
 
