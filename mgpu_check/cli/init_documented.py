@@ -38,7 +38,7 @@ def is_document(name: str) -> bool:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, or "" if there is none that can be read."""
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except (OSError, ValueError):
