@@ -59,7 +59,7 @@ def assert_script_scales(
 
     Raises:
         ScalingMismatch: the ranks train another model, fail, or hang. ``.mistakes`` are the likely classes, and
-            ``.site`` is the line that the failure is about, or the first of the script.
+            ``.site`` is the line that the failure is about, or the first of the script; else empty.
         NotCompared: there is no verdict: the script is not comparable, or a trained parameter was not compared.
         ValueError: an argument is not valid.
     """
