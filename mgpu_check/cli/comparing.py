@@ -87,7 +87,7 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str, default: str = 
     add(
         "--fresh-directory",
         action="store_true",
-        help="start each run in a fresh copy of the current directory, without files of other runs",
+        help="start each run in a fresh copy of the current directory; large files are links to the originals",
     )
     add(
         "--float32",

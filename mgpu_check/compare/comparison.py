@@ -353,7 +353,8 @@ def _also(made: ScriptComparison, verdict: ComparisonVerdict) -> Iterator[str]:
     if verdict.kind != "not comparable" or not made.runs or (one := made.runs[0].traces[0]).steps == []:
         return
     ranks = next((run.traces for run in made.runs[1:] if len(run.ranks) > 1), [])
-    for obstacle in standing(one, ranks, made.plan.fresh):
+    scratch = made.runs[0].directory.parent.resolve() if made.plan.fresh and made.runs[0].directory else None
+    for obstacle in standing(one, ranks, scratch):
         if (line := f"do: {obstacle.todo}") not in verdict.report.remarks:
             yield f"also: {obstacle.why}"
             yield line

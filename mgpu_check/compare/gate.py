@@ -52,7 +52,8 @@ def assert_script_scales(
         size: number of ranks, at least 2; default ``ranks.size``.
         steps: number of optimizer steps to compare; default all.
         timeout: seconds without progress until a run is ended.
-        fresh_directory: start each run in a fresh copy of the current directory, without files of other runs.
+        fresh_directory: start each run in a fresh copy of the current directory. Large files, and some directories, are
+            links to the originals, which all runs share.
         float32: turn autocast and GradScaler off in all runs: rounding to narrower dtypes masks differences.
         unjudged: parameters that need not be compared, as pattern -> reason. The summary repeats the reason,
             and all other remarks on a comparison that passes.

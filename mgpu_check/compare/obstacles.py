@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mgpu_check.compare.trace import Trace
 
 SEEDS = "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits"
 SNAPSHOT = (
-    "give each run its own directory with --fresh-directory; or let the script save elsewhere, and remove that file"
+    "give each run its own directory with --fresh-directory, and save there; or remove that file, and save nothing"
 )
 DROPOUT = "set the probability of dropout to 0 for the comparison"
 NUMBERS = (
@@ -62,14 +63,14 @@ def narrow(trace: Trace) -> str:
     return next((f"{name} is {dtype}" for dtype, name in dtypes.items()), "")
 
 
-def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstacle]:
+def standing(one: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[Obstacle]:
     """Yield the obstacles that the run on one device shows, and those of the ranks if they have run.
 
     Report them only if the runs are not comparable for another reason: a script without seeds is comparable if it loads
     a checkpoint, and a script may check for a file without loading it.
 
     Args:
-        fresh: each run has its own directory.
+        own: a directory of the run on one device alone.
     """
     if (random := drawing(one)) is not None:
         yield random
@@ -80,7 +81,7 @@ def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstac
         yield Obstacle("the gradients of all parameters are zero on one device", LOSS)
     if not one.of("seed"):
         yield Obstacle("torch.manual_seed was never called on one device", SEEDS)
-    if (file := _snapshot(one)) and not fresh:
+    if (file := _snapshot(one)) and not (own and Path(file).is_relative_to(own)):
         yield Obstacle(
             f"the script checks for {file}, and saves it later: does each run resume the run before?", SNAPSHOT
         )

@@ -270,25 +270,26 @@ def test_agreement_without_gradients_is_none():
 
 
 def test_what_stands_in_the_way():
-    def said(change=lambda training: None, fresh=False):
+    def said(change=lambda training: None, own=None):
         one, ranks = Training(), [Training(rank, 2) for rank in range(2)]
         for training in (one, *ranks):
             training.events = [{"event": "seed", "after": 0}]
             change(training)
-        return [entry.why.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], fresh)]
+        return [entry.why.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], own)]
 
     def flawed(training):
         training.gradient = lambda number: [0 * g for g in gradients(number)]
         training.events = [
             {"event": "random", "after": 0, "what": "noise", "line": ""},
             {"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"},
-            {"event": "save", "after": 3, "file": "/last.pt", "missed": True},
+            {"event": "save", "after": 3, "file": "/own/last.pt", "missed": True},
         ]
         whole_batch(training)
 
     assert said() == []
     assert said(flawed) == ["noise", "Linear", "the", "torch.manual_seed", "the", "each"]
-    assert said(flawed, fresh=True) == ["noise", "Linear", "the", "torch.manual_seed", "each"]
+    assert said(flawed, Path("/own")) == ["noise", "Linear", "the", "torch.manual_seed", "each"]
+    assert said(flawed, Path("/other")) == said(flawed)  # a fresh directory does not keep this file apart
 
     def in_parts(training):
         whole_batch(training)

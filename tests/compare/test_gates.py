@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from mgpu_check.__main__ import main
+from mgpu_check.compare import directories
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.directories import fresh_directory
 from tests.compare.conftest import script
@@ -97,7 +99,6 @@ def test_arguments_that_have_no_value_are_wrong_usage(word, words, tmp_path, cap
 
 
 def test_a_directory_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "beside").mkdir()
     tmp_path = tmp_path / "own"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -111,11 +112,40 @@ def test_a_directory_of_its_own(tmp_path, monkeypatch):
         (tmp_path / "data" / str(number)).touch()
     with fresh_directory() as made:
         assert sorted(os.listdir(made)) == sorted(os.listdir(tmp_path))
-        assert sorted(os.listdir(made.parent)) == ["beside", "own"] and (made.parent / "beside").is_symlink()
         (made / "src" / "small.py").write_text("new")
         (made / "src" / "other.py").touch()
         assert {p.name for p in made.iterdir() if p.is_symlink()} == {".git", "data", "env", "large.bin", "link"}
         assert (made / "large.bin").stat().st_size == 2**20 + 1 and (made / "link").read_text() == "old"
-    assert not made.exists() and not made.parent.exists() and (tmp_path.parent / "beside").exists()
+    assert not made.exists() and not made.parent.exists()
     assert os.listdir(tmp_path / "src") == ["small.py"] and (tmp_path / "src" / "small.py").read_text() == "old"
     assert len(os.listdir(tmp_path / "data")) == 1001
+
+
+def test_what_is_beside_a_directory_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    beside = tmp_path / "beside"
+    (beside / "deep").mkdir(parents=True)
+    (tmp_path / "old").write_text("old")
+    (beside / "old").write_text("old")
+    (beside / "large").write_bytes(b"0" * (2**20 + 1))
+    (tmp_path / "to_file").symlink_to(beside / "old")
+    (tmp_path / "to_nothing").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    with fresh_directory(Path("own")) as made:
+        copy = made / ".." / "beside"
+        assert sorted(os.listdir(made.parent)) == ["beside", "old", "own", "to_file", "to_nothing"]
+        assert {path.name for path in copy.iterdir() if path.is_symlink()} == {"deep", "large"}
+        assert (copy / "large").stat().st_size == 2**20 + 1 and (made / ".." / "to_file").read_text() == "old"
+        for path in (copy / "new", copy / "old", made / ".." / "old"):
+            path.write_text("new")
+    assert not (beside / "new").exists() and (beside / "old").read_text() == (tmp_path / "old").read_text() == "old"
+    monkeypatch.setattr(directories, "_BESIDE_COPIED", 5)
+    with fresh_directory(tmp_path / "own") as made:  # the second of two files of three bytes is linked
+        assert [(made.parent / name).is_symlink() for name in ("beside/old", "old")] == [False, True]
+    monkeypatch.setattr(directories, "_BESIDE_ENTRIES", 2)
+    with fresh_directory(tmp_path / "own") as made:
+        assert (made.parent / "beside").is_symlink()
+    monkeypatch.setattr(directories, "_ENTRIES", 3)
+    with fresh_directory(tmp_path / "own") as made:
+        assert os.listdir(made.parent) == ["own"]
