@@ -172,25 +172,40 @@ def place(of_a_loop: bool = False) -> str:
     between one device and ranks.
 
     Args:
-        of_a_loop: leave out all lines of installed packages, as those of a Trainer's loop over a loader.
+        of_a_loop: leave out all lines of installed packages, as those of a Trainer's loop over a loader, unless the
+            script itself is installed: without its lines, all of its loops would have one place.
     """
-    found = []
-    inside = not of_a_loop
+    found: list[str] = []
+    of_users: list[str] = []
+    some = False  # a line of the user
     for frame in _frames():
         name = frame.f_code.co_filename
-        users = not is_installed(name)
-        if (users or inside) and not name.startswith((_TORCH, _OURS, "<frozen ")):
-            inside = inside and not users
-            found.append(f"{_within_run(name)}:{frame.f_lineno}")
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+        main = frame.f_globals.get("__name__") == "__main__"
+        if not name.startswith((_TORCH, _OURS, "<frozen ")):
+            line, users = f"{_within_run(name)}:{frame.f_lineno}", _is_users(name)
+            some = some or users
+            if users or main:
+                of_users.append(line)
+            if users or main or not some:
+                found.append(line)
+        if main and frame.f_code.co_name == "<module>":
             break  # further frames start the script
-    return " ".join(found)
+    return " ".join(of_users if of_a_loop and some else found)
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Return whether a file is neither installed nor the start of an installed program.
+
+    The directories above that of the run do not count: a project may be in a directory named "torch".
+    """
+    return os.path.dirname(file) != os.path.dirname(sys.executable) and not is_installed("/" + _within_run(file))
 
 
 @functools.cache
 def _within_run(file: str) -> str:
     """Return the path from the directory of the run: each run may have a directory of its own."""
-    return os.path.relpath(file, _DIRECTORY)
+    return file if file.startswith("<") else os.path.relpath(file, _DIRECTORY)
 
 
 def own_draw() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 import re
 import subprocess
@@ -348,6 +349,30 @@ def test_a_place_does_not_depend_on_the_trainer_that_calls_the_users_code():
     assert found(10, 5).startswith("env/lib/python3.11/site-packages/layers.py:5 users/model.py:1 users/train.py:3 ")
     assert found(10, 5, of_a_loop=True) == found(20, 6, of_a_loop=True)
     assert found(10, 5, of_a_loop=True).startswith("users/model.py:1 users/train.py:3 ")
+
+
+def test_two_loops_have_two_places(monkeypatch):
+    """Also in an installed program, where only the line that starts it is no part of a package."""
+
+    def loops(start, file):
+        for line in (10, 20):
+            loop: dict[str, Any] = {"place": place, "__name__": "project"}
+            exec(compile("\n" * line + "def loop(): return place(of_a_loop=True)", file, "exec"), loop)
+            main = {**loop, "__name__": "__main__"}
+            exec(compile("found = loop()", start, "exec"), main)
+            yield main["found"]
+
+    program, installed = f"{os.path.dirname(sys.executable)}/project-train", "/env/lib/python3.11/site-packages/project"
+    for start, file in (
+        (program, f"{installed}/train.py"),
+        (f"{installed}/__main__.py", f"{installed}/train.py"),
+        ("/users/torch/train.py", "/users/torch/loops.py"),
+    ):
+        one, other = loops(start, file)
+        assert one != other and "train" in one
+    assert next(loops("<string>", f"{installed}/trainer.py")) == "<string>:1"  # no file of the current directory
+    monkeypatch.setattr("mgpu_check.compare.tape._DIRECTORY", "/home/torch")
+    assert next(loops("/home/torch/train.py", f"{installed}/loop.py")) == "train.py:1"
 
 
 def test_tapes_of_ranks(tmp_path):
