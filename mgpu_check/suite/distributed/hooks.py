@@ -218,6 +218,11 @@ _APPROXIMATIONS: Mapping[str, Sequence[Any]] = {
 """Options of PowerSGDState, the default first."""
 
 
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether PowerSGD is defined: without an epsilon, two columns of a gradient of rank 1 give NaN."""
+    return not (row.get("matrix_approximation_rank") == 2 and row.get("orthogonalization_epsilon") == 0)
+
+
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bool) -> None:
     """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
 
@@ -229,7 +234,7 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
     """
     with judged() as findings:
         for run in runs:
-            for row in drawn_rows(_APPROXIMATIONS, seed=run.seed, more=more and run is runs[0], share=100):
+            for row in drawn_rows(_APPROXIMATIONS, _together, seed=run.seed, more=more and run is runs[0], share=100):
                 _low_rank(run, Place.of(rank), findings, f" with {words_of(row, _APPROXIMATIONS)}", chosen=row)
             # Several buckets: PowerSGD must keep an error for each, but count steps, not buckets.
             start = {"warm_start": run.seed % 2 > 0}
