@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +74,13 @@ TRIVIAL = """
     assert x[0] == 10
 """
 
+# The end of a class of torch's harnesses, which find tests by name.
+IN_CLASS = textwrap.indent(TRIVIAL % "self.rank", "    ")
+NUMBERED = """
+for i in range({count}):
+    setattr(%s, f"test_all_reduce_{{i:02d}}", lambda self: self.body())
+"""
+
 OURS = (
     """
 import pytest, torch, torch.distributed as dist
@@ -84,7 +92,8 @@ def test_all_reduce(rank, i):
     + TRIVIAL % "rank.index"
 )
 
-SPAWNED = """
+SPAWNED = (
+    """
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
@@ -97,15 +106,13 @@ class TestSpawned(MultiProcessTestCase):
 
     def body(self):
         dist.init_process_group("gloo", store=dist.FileStore(self.file_name, 4), rank=self.rank, world_size=4)
-        x = torch.ones(3) * (self.rank + 1)
-        dist.all_reduce(x)
-        assert x[0] == 10
-
-for i in range({count}):
-    setattr(TestSpawned, f"test_all_reduce_{{i:02d}}", lambda self: self.body())
 """
+    + IN_CLASS
+    + NUMBERED % "TestSpawned"
+)
 
-CONTINUOUS = """
+CONTINUOUS = (
+    """
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
@@ -119,13 +126,10 @@ class TestContinuous(MultiProcContinuousTest):
     def device_type(cls): return "cpu"
 
     def body(self):
-        x = torch.ones(3) * (self.rank + 1)
-        dist.all_reduce(x)
-        assert x[0] == 10
-
-for i in range({count}):
-    setattr(TestContinuous, f"test_all_reduce_{{i:02d}}", lambda self: self.body())
 """
+    + IN_CLASS
+    + NUMBERED % "TestContinuous"
+)
 
 # The steps of `DistributedTest` in DeepSpeed's tests/unit/common.py, in its order and with its pause, without the
 # import of deepspeed: a pool of processes by forkserver, a file store, a barrier, the test, the end of the group.

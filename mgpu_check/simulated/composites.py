@@ -1,7 +1,8 @@
-"""Wrap torch functions that create a tensor in C++ on the backing device, and return it or combine it with their input.
+"""Wrap torch functions that meet the backing device in C++: they create a tensor there, or read where one is.
 
-`mismatch` recognises such a tensor by its reference count, except under a `TorchDispatchMode`, which holds a reference
-too (a gate that perturbs a step uses one). So these wrappers pass tensors of the simulated device, or tag the result.
+A created tensor is returned, or combined with the input. `mismatch` recognises it by its reference count, except under
+a `TorchDispatchMode`, which holds a reference too (a gate that perturbs a step uses one). So these wrappers pass
+tensors of the simulated device, or tag the result.
 """
 
 from __future__ import annotations

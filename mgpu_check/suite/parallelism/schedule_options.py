@@ -39,7 +39,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
 _OF_SEVERAL = ("backward_requires_autograd", "defer_pp_recv")
 _DEFERS = "defer_pp_recv" in inspect.signature(pipelining.ScheduleLoopedBFS).parameters
 TAKES_UNEVEN = not hasattr(pipelining.PipelineStage, "_validate_fwd_input")
-"""Whether a stage accepts inputs of other shapes than the first: torch 2.11 compares them."""
+"""True if a stage accepts inputs of other shapes than the first. Torch 2.11 refuses them."""
 
 
 def _together(ranks: int, row: Mapping[str, Any]) -> bool:

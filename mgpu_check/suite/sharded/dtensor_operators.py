@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -63,8 +64,9 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
             continue
         what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
         try:
-            wrong = _wrong(what, call, wholes, places, mesh)
-            yield "" if name == "filled" and _fills_each_part(what, call, wholes, places, mesh, wrong) else wrong
+            judged = functools.partial(_wrong, what, call, wholes, places, mesh)
+            wrong = judged()
+            yield "" if name == "filled" and _fills_each_part(placed(wholes[0], places, mesh), judged, wrong) else wrong
         except Exception as error:
             if type(error).__module__ != "builtins":
                 raise  # full memory and broken connections have types of their own, which show their cause
@@ -72,22 +74,20 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
             return
 
 
-def _fills_each_part(
-    what: str,
-    call: Callable[..., torch.Tensor],
-    wholes: list[torch.Tensor],
-    places: tuple[Placement, ...],
-    mesh: DeviceMesh,
-    wrong: str,
-) -> bool:
-    """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts."""
-    copy = placed(wholes[0], places, mesh).clone()
+def _fills_each_part(given: DTensor, judged: Callable[..., str], wrong: str) -> bool:
+    """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts.
+
+    Args:
+        judged: describes the error of the call by a reference.
+        wrong: the error of the call.
+    """
+    copy, size = given.clone(), given.device_mesh.size()
     if not (isinstance(copy, DTensor) and copy.placements[0].is_partial()):
         return False
-    otherwise = _wrong(what, call, wholes, places, mesh, lambda x: x.new_full(x.shape, 2.0 * mesh.size()) + x)
+    otherwise = judged(lambda x: x.new_full(x.shape, 2.0 * size) + x)
     if wrong and otherwise:  # all ranks have computed both, because they call collectives
         return False
-    return is_known("dtensor-fills-each-part", failed=bool(wrong), size=mesh.size())
+    return is_known("dtensor-fills-each-part", failed=bool(wrong), size=size)
 
 
 def _numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:

@@ -124,6 +124,14 @@ def end_of_a_large_gradient_lost(gradients: Any, *_: Any) -> None:
             gradient.view(-1)[-4096:] = 0
 
 
+_OF_UNEVEN = (
+    FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
+        "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
+        lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
+        When("micro-batches of several lengths",
+             lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1)),
+)  # fmt: skip
+
 register(
     __name__,
     FaultRow("columns-of-the-first-micro-batch", "each micro-batch has the first columns of a keyword argument",
@@ -171,14 +179,7 @@ register(
     FaultRow("specified-chunks-reversed", "parts of keyword arguments that are specified come in reverse order",
         "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
         lambda found, *given: (found[0], found[1][::-1]) if given[4] else None, "kwargs_chunk_spec"),
-    *(
-        FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
-            "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
-            lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
-            When("micro-batches of several lengths",
-                 lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1))
-        for _ in range(TAKES_UNEVEN)
-    ),
+    *(_OF_UNEVEN if TAKES_UNEVEN else ()),
     FaultRow("gradients-divided-all-the-same",
         "gradients are divided by the number of micro-batches even with scale_grads=False", _SCHEDULES,
         around(f"{_SCHEDULE}:PipelineScheduleMulti", "__init__"),

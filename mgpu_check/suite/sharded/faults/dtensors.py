@@ -92,6 +92,12 @@ def mean_of_unequal_parts(real: Any, x: DTensor, y: DTensor) -> DTensor:
     return DTensor.from_local(real(x.to_local(), y.to_local()), x.device_mesh, [Partial("avg")], run_check=False)
 
 
+_OF_TURNS = (
+    FaultRow("turned-within-parts", "running sums, reversals and turns stay within the part of a rank",
+        "test_operators_on_dtensors", around(torch.Tensor, "cumsum", "flip", "roll"), partial_operands_not_reduced,
+        _ALONG),
+)  # fmt: skip
+
 register(
     __name__,
     FaultRow("local-rank-of-the-world", "DeviceMesh.get_local_rank returns the global rank", "test_device_meshes",
@@ -146,12 +152,7 @@ register(
     FaultRow("local-sums-not-added", "local_map takes partial outputs for whole ones", "test_making_dtensors",
         around("torch.distributed.tensor.experimental", "local_map"),
         lambda real, function, out_placements, **kwargs: real(function, out_placements=[Replicate()], **kwargs)),
-    *(
-        FaultRow("turned-within-parts", "running sums, reversals and turns stay within the part of a rank",
-            "test_operators_on_dtensors", around(torch.Tensor, "cumsum", "flip", "roll"), partial_operands_not_reduced,
-            _ALONG)
-        for _ in range(not lacks("flip"))
-    ),
+    *(() if lacks("flip") else _OF_TURNS),
     FaultRow("place-within-a-part", "argmax and argmin return the place within the part of a rank",
         "test_operators_on_dtensors", around(torch.Tensor, "argmax", "argmin"),
         lambda real, x, *dim, **options: DTensor.from_local(
