@@ -68,6 +68,7 @@ class ObservedRun:
         placements: assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
         gaps: assembled result -> the elements that no rank holds, in words.
         switched: how often the switch of the program had an effect.
+        rewritten: an optimizer that is not torch's own has written into gradients.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class ObservedRun:
     placements: dict[Result, str] = field(default_factory=dict)
     gaps: dict[Result, str] = field(default_factory=dict)
     switched: int = 0
+    rewritten: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}

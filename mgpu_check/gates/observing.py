@@ -17,6 +17,7 @@ from mgpu_check.diagnosis.observed import CallEvent, ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.applied_gradients import AppliedGradients
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.draws import DrawsOfFloat32
@@ -104,9 +105,8 @@ def observe(
             call = None if traced else make()
         seed_everything(scenario.seed + 1)
         before = torch.get_rng_state()
-        recorder = StepRecorder(
-            holdings, modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None
-        )
+        every = traced or program.reference is not None
+        recorder = StepRecorder(holdings, modules, seen, deep, nudge, rank.size > 1, every, scenario.rewritten)
         with _default_dtype(double), recorder, around(model, batches):
             call = call or make()  # traced: the calls of the constructor belong to the trace
             for number, batch in enumerate(batches):
@@ -115,12 +115,14 @@ def observe(
                 returned = call(batch)
                 after_step(number, len(batches), modules)
                 if returned is not None:
-                    _take(seen, Result("returned", "", number + 1 if len(batches) > 1 else None), returned)
+                    result = Result("returned", "", number + 1 if len(batches) > 1 else None)
+                    _take(seen, result, returned, recorder.applied.by_gradient(holdings.now()))
                     seen.touched.add("returned")
     after = torch.get_rng_state()
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     held = holdings.held()
-    _take_state(seen, modules, held)
+    seen.rewritten = recorder.applied.rewritten
+    _take_state(seen, modules, held, recorder.applied)
     seen.sharded = {name for one in held if _is_sharded(one.tensor) for name in one.wholes}
     by_id = {id(one.tensor): one for one in held}
     recorder.take_steps(by_id)
@@ -172,7 +174,9 @@ def _widen(modules: Mapping[str, nn.Module]) -> None:
             value.data = value.data.to(torch.complex128)
 
 
-def _take_state(seen: ObservedRun, modules: Mapping[str, nn.Module], held: Sequence[Held]) -> None:
+def _take_state(
+    seen: ObservedRun, modules: Mapping[str, nn.Module], held: Sequence[Held], applied: AppliedGradients
+) -> None:
     shared = iter(least_anywhere([(one.tensor, int(one.tensor.grad is not None)) for one in held if not one.local]))
     for one in held:
         has_gradient = one.tensor.grad is not None if one.local else bool(next(shared))
@@ -181,7 +185,7 @@ def _take_state(seen: ObservedRun, modules: Mapping[str, nn.Module], held: Seque
             if tensor.grad is not None:
                 seen.touched.add("grads")
                 seen.trained |= one.wholes
-            gradient = one.copy_of(tensor.grad) if tensor.grad is not None and has_gradient else torch.zeros_like(now)
+            gradient = one.copy_of(applied.of(tensor)) if has_gradient else torch.zeros_like(now)
             if tensor.grad is not None or one.slices is None or not one.replaced:
                 put(seen.values, seen.pieces, "grads", "{}", one, gradient)
         put(seen.values, seen.pieces, one.kind, "{}", one, now)
@@ -216,12 +220,17 @@ def _normalizes(module: nn.Module) -> bool:
     return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
-def _take(seen: ObservedRun, name: Result, value: Any) -> None:
-    """Record a returned value, part by part."""
+def _take(seen: ObservedRun, name: Result, value: Any, applied: Mapping[int, torch.Tensor]) -> None:
+    """Record a returned value, part by part.
+
+    Args:
+        applied: id of a gradient -> the value that the optimizer applied, if it differs.
+    """
     if (parts := entries(value)) is not None:
         for key, part in parts:
-            _take(seen, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), part)
+            _take(seen, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), part, applied)
         return
+    value = applied.get(id(value), value)
     if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
         value = torch.from_numpy(np.array(value)) if (np := sys.modules.get("numpy")) else value
     if isinstance(value, torch.Tensor):

@@ -23,6 +23,7 @@ class Scenario:
         batches: the drawn batches, if the user gives a strategy.
         mesh: axes of the mesh and their sizes, if the user gives meshes.
         apart: whether elements of parameters are made distinct, so that their values identify slices.
+        rewritten: whether gradients are read after the optimizer's step, instead of before it.
     """
 
     world_size: int
@@ -34,6 +35,7 @@ class Scenario:
     batches: tuple[Any, ...] = field(default=(), compare=False)
     mesh: Mesh = ()
     apart: bool = False
+    rewritten: bool = False
 
     @property
     def place(self) -> tuple[int, Mesh]:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
 from mgpu_check.diagnosis.results import Kind, Result
+from mgpu_check.gates.applied_gradients import AppliedGradients
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
 from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.torch_hooks.graphs import is_capturing
@@ -72,6 +73,10 @@ class StepRecorder:
     Args:
         several: there are other ranks, so the first step of each optimizer is compared with theirs.
         all_parameters: compare all parameters, not only parameters outside of the model.
+        rewritten: gradients are read after the optimizer's step.
+
+    Attributes:
+        applied: the gradients that the optimizers applied.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class StepRecorder:
         nudge: Nudge | None,
         several: bool,
         all_parameters: bool,
+        rewritten: bool,
     ) -> None:
         self._holdings, self._modules, self._seen, self._deep, self._nudge = holdings, modules, seen, deep, nudge
         self._several, self._all_parameters = several, all_parameters
@@ -93,9 +99,12 @@ class StepRecorder:
         self._steps: list[list[_TensorCopy]] = []
         self._captured = CapturedSteps(self._after_replay)
         self._under_way = 0  # steps of optimizers, one within the other
+        self._rewritten = rewritten
+        self.applied = AppliedGradients(rewritten)
 
     def __enter__(self) -> StepRecorder:
         self._stack.enter_context(self._captured.watching())
+        self._stack.callback(self.applied.close)
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
         self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
@@ -106,17 +115,21 @@ class StepRecorder:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._under_way += 1
-        if is_capturing():  # there are no values before the graph is replayed, and no hook is called then
+        self._holdings.steps(optimizer)
+        if self._under_way == 1:
             self._gradients = []
-            self._holdings.steps(optimizer)
-            return
+        if not is_capturing():  # there are no values before the graph is replayed, and no hook is called then
+            self.applied.before_step(optimizer, self._take_gradients)
+            self._seen.nonlinear |= _is_nonlinear(optimizer)
+
+    def _take_gradients(self, optimizer: Optimizer) -> None:
+        """Record, copy and nudge the gradients that an optimizer is about to apply."""
         if self._several and id(optimizer) not in self._optimizers:
             self._take_first_step(optimizer)
-        self._holdings.steps(optimizer)
-        self._seen.nonlinear |= _is_nonlinear(optimizer)
         if self._under_way > 1:
             return  # a part of the step of a wrapper, such as ZeroRedundancyOptimizer
-        self._copy_gradients(optimizer)
+        if not self._rewritten:
+            self._copy_gradients(optimizer)
         if self._nudge is None:
             return
         for name, value in self._parameters():
@@ -146,18 +159,22 @@ class StepRecorder:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
         self._under_way -= 1
+        for gradient, before in self._before_nudge if not self._under_way else ():
+            gradient.copy_(before)
+        if not is_capturing():
+            self.applied.after_step(optimizer)
         if self._under_way:
             return
+        self._before_nudge.clear()
         if is_capturing():
             self._captured.add(optimizer)
             return
+        if self._rewritten:
+            self._copy_gradients(optimizer)
         self._take_step()
 
     def _take_step(self) -> None:
         self._seen.optimizer_steps += 1
-        for gradient, before in self._before_nudge:
-            gradient.copy_(before)
-        self._before_nudge.clear()
         if self._deep:
             rest = self._holdings.now() if self._deep is True else ()
             self._steps.append([*self._gradients, *(_TensorCopy("params", one, plain_copy(one)) for one in rest)])
@@ -171,7 +188,7 @@ class StepRecorder:
                 name = names.get(id(parameter))
                 if (name is None or self._all_parameters) and _tells_ranks_apart(parameter):
                     name = name or f"{_unnamed(position, index)}{which}"
-                    self._seen.stepped[name] = digest_of(parameter.detach()), digest_of(parameter.grad)
+                    self._seen.stepped.setdefault(name, (digest_of(parameter.detach()), digest_of(parameter.grad)))
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return parameters_of(self._modules)

@@ -46,6 +46,11 @@ class Trial:
     error: RankFailure | None = None
 
     @property
+    def rewritten(self) -> bool:
+        """True if an optimizer that is not torch's own has written into gradients, on ranks or on one device."""
+        return self.relations is not None and any(run.rewritten for run in (self.expected.single, *self.seen))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks with wrong results; all ranks if no rank is known to be wrong."""
         if self.error is not None:
@@ -94,7 +99,7 @@ class Trials:
         self._cause: RankFailure | None = None
         self._score = 0
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
-        self._apart = False
+        self._apart = self._rewritten = False
         self.coverage = ParameterCoverage(program, name, self.against)
 
     @property
@@ -116,6 +121,10 @@ class Trials:
                 if self._apart and not scenario.apart:  # the values were ambiguous: several slices matched
                     self.current = scenario = replace(scenario, apart=True)
                     outcome = self._run(scenario)
+                if outcome is not None and outcome.rewritten:  # which of two gradients counts is not known
+                    self.current = replace(scenario, rewritten=not scenario.rewritten)
+                    if self._run(self.current) is None:
+                        self._rewritten, outcome = self.current.rewritten, None
             self._outcomes[key] = outcome
         return self._outcomes[key]
 
@@ -300,8 +309,8 @@ class Trials:
         self.coverage.finish(unjudged)
 
     def _placed(self, scenario: Scenario) -> Scenario:
-        """Return the scenario with the largest scaling factor that the step can take, and with `apart` as now known."""
-        scenario = replace(scenario, apart=self._apart)
+        """Return the scenario with the largest scaling factor that the step can take, and with what is now known."""
+        scenario = replace(scenario, apart=self._apart, rewritten=self._rewritten)
         if scenario.change != "scaled" or scenario.batches:
             return scenario
         if self._factor is None:
