@@ -35,6 +35,21 @@ class HeldPiece:
     value: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Outside:
+    """How a tensor was trained that is not part of the model.
+
+    Attributes:
+        history: a checksum of its first value and of the gradients that its optimizer applied, in order.
+        replica: it is a replica of a part of the model, and the model itself changes too.
+        late: its optimizer was made for a later step than the first.
+    """
+
+    history: str
+    replica: bool
+    late: bool
+
+
 @dataclass
 class ObservedRun:
     """The results of one run on one rank. Tensors are on the CPU.
@@ -69,6 +84,10 @@ class ObservedRun:
         gaps: assembled result -> the elements that no rank holds, in words.
         switched: how often the switch of the program had an effect.
         rewritten: an optimizer that is not torch's own has written into gradients.
+        outside: result of a tensor that is not part of the model -> how it was trained.
+        histories: parameter -> a checksum of its first value and of the gradients that were applied to it, in order,
+            if requested.
+        located: see `Holdings`; it stays in the rank.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -101,9 +120,12 @@ class ObservedRun:
     gaps: dict[Result, str] = field(default_factory=dict)
     switched: int = 0
     rewritten: bool = False
+    outside: dict[Result, Outside] = field(default_factory=dict)
+    histories: dict[str, str] = field(default_factory=dict)
+    located: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}
+        return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial), "located": {}}
 
 
 @dataclass
@@ -167,6 +189,9 @@ class Relations:
         split: the results that differ between ranks.
         skipped: result -> why it is not judged.
         left_out: kind of result that is not judged at all -> the reason.
+        local: result of a tensor outside of the model that ranks need not have in common -> the reason.
+        drifting: results that differ between ranks by no more than rounding, although their last gradients are equal:
+            `ObservedRun.histories` decide about them.
         unjudged: trained parameter -> why neither its gradient nor its value is judged.
         placements: divided parameter -> the slices of each rank in words.
         streams: groups of ranks whose CPU generators end in the same state.
@@ -178,6 +203,8 @@ class Relations:
     split: list[Result] = field(default_factory=list)
     skipped: dict[Result, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    local: dict[Result, str] = field(default_factory=dict)
+    drifting: list[Result] = field(default_factory=list)
     unjudged: dict[str, str] = field(default_factory=dict)
     placements: dict[Result, str] = field(default_factory=dict)
     streams: list[list[int]] = field(default_factory=list)

@@ -27,6 +27,7 @@ class ParameterCoverage:
         self._trained: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
         self._missed: dict[tuple[int, Mesh], dict[str, str]] = defaultdict(dict)
         self._judged: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
+        self._local: set[str] = set()
 
     def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
         where = scenario.place
@@ -34,6 +35,7 @@ class ParameterCoverage:
         self._trained[where] |= trained
         self._judged[where] |= trained - relations.unjudged.keys()
         self._missed[where].update(relations.unjudged)
+        self._local |= {result.of for result in relations.local}
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
         """Check that every trained parameter was compared at every world size.
@@ -42,7 +44,7 @@ class ParameterCoverage:
             unjudged: patterns of parameters that need not be compared, with the reasons.
         """
         left: dict[tuple[int, Mesh], dict[str, str]] = {}
-        used: set[str] = set()
+        used = {pattern for pattern in unjudged if any(fnmatch.fnmatchcase(name, pattern) for name in self._local)}
         for where, missed in self._missed.items():
             for name in sorted(missed.keys() - self._judged[where]):
                 patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name, pattern)]

@@ -41,6 +41,9 @@ class Held:
         idle: it is a parameter that no optimizer of this rank steps, although they step others.
         replaced: an optimizer steps another tensor that has some of its elements.
         local: it is a DTensor, and only its part on this rank was placed.
+        outside: it is not part of the model that is compared: a replica that is trained beside the model, or a tensor
+            that the built model does not have.
+        late: its optimizer was made for a later step than the first.
     """
 
     kind: _Kind
@@ -53,6 +56,8 @@ class Held:
     idle: bool = False
     replaced: bool = False
     local: bool = False
+    outside: bool = False
+    late: bool = False
 
     def copy_of(self, value: Any) -> torch.Tensor:
         """Return a copy of the tensor, its gradient or its state; of a DTensor placed locally, the local part."""
@@ -81,6 +86,8 @@ class Holdings:
         placement: the placement that the user declares; see `by_user`.
         coordinates: the coordinates of this rank in the mesh and the world.
         rebuilt: builds a fresh copy of the model in the precision of this run.
+        located: the tensors of optimizers that the unperturbed run placed, by label; None in that run. The values of a
+            perturbed run match no other tensor.
     """
 
     def __init__(
@@ -90,9 +97,10 @@ class Holdings:
         placement: Placement,
         coordinates: Coordinates,
         rebuilt: Callable[[], Mapping[str, nn.Module]],
+        located: Mapping[str, Held] | None = None,
     ) -> None:
         self._modules, self._rank, self._placement, self._coordinates = modules, rank, placement, coordinates
-        self._rebuilt = rebuilt
+        self._rebuilt, self._located = rebuilt, located
         self._built: dict[int, str] = {}
         self._names: set[tuple[int, str]] = set()
         self._kinds: dict[str, _Kind] = {}
@@ -109,6 +117,8 @@ class Holdings:
         self._firsts: dict[int, torch.Tensor] = {}
         self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
         self._optimizers: set[int] = set()
+        self._in_modules: set[int] = set()  # ids of the parameters of called modules
+        self._late: set[int] = set()
         # On one device: the built tensors with their perturbed values, once a tensor outside of the model is seen.
         self._moved: Wholes | None = None
 
@@ -116,15 +126,19 @@ class Holdings:
         if id(module) in self._called:
             return
         self._called[id(module)] = module
+        self._in_modules.update(map(id, module._parameters.values()))
         for tensor in module._parameters.values():
-            if tensor is not None and self._is_foreign(tensor):
+            if tensor is not None and self.is_foreign(tensor):
                 self._keep(tensor)
 
-    def steps(self, optimizer: Optimizer) -> None:
+    def steps(self, optimizer: Optimizer, late: bool) -> None:
         """Record the parameters of an optimizer that is about to step; do nothing at its later steps.
 
         A parameter that is not a built tensor is also copied, because it still has its initial value. The copy shows
         which slices of built tensors it consists of.
+
+        Args:
+            late: the first call of the step under test has ended.
         """
         if id(optimizer) in self._optimizers:
             return
@@ -135,10 +149,12 @@ class Holdings:
         for index, group in enumerate(optimizer.param_groups):
             for position, tensor in enumerate(group["params"]):
                 self._stepped[id(tensor)] = f"parameter {position} of group {index}{which}", tensor
-                if self._is_foreign(tensor):
+                if late:
+                    self._late.add(id(tensor))
+                if self.is_foreign(tensor):
                     self._keep(tensor)
 
-    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
         name = self._built.get(id(tensor))
         return name is None or tuple(tensor.shape) != self._shapes[name]
 
@@ -150,6 +166,14 @@ class Holdings:
             self._firsts[id(tensor)] = copied(_here(tensor))
             if self._moved is None and self._rank.size == 1:
                 self._moved = _wholes_of(self._modules)
+
+    def is_late(self, tensor: torch.Tensor) -> bool:
+        """Return whether an optimizer that was made for a later step than the first trains a tensor."""
+        return id(tensor) in self._late
+
+    def is_beside_model(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is trained by an optimizer, and is no tensor of the model."""
+        return self._is_stepped(tensor) and all(tensor is not now for _, now in parameters_of(self._modules))
 
     def now(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
@@ -170,15 +194,34 @@ class Holdings:
         owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
         used = self._used().union(*(one.wholes for one in found if one.tensor.grad is not None))
         mine = used.intersection(set().union(*(one.wholes for one in found)))
+        in_model = {one.whole: one.tensor for one in found if one.whole is not None}
         for number, (label, tensor) in self._stepped.items():
             if number in known or number in flat or not _is_there(tensor):
                 continue
+            if self._located is not None:
+                if label in self._located:
+                    found.append(replace(self._located[label], tensor=tensor))
+                continue
             one = self._placed("params", label, tensor, "")
+            if one.reason is not None:
+                found.append(replace(one, outside=True, late=self.is_late(tensor)))
             # A second copy of a trained tensor, such as a teacher's, is judged by the first copy.
-            if not one.wholes or not owned.issuperset(one.wholes) or one.reason is not None:
-                found.append(replace(one, copy=one.reason is None and one.wholes <= mine))
+            elif not one.wholes or not owned.issuperset(one.wholes):
+                replica = self._is_replica(tensor, in_model.get(one.whole))
+                found.append(replace(one, copy=replica or one.wholes <= mine, outside=replica))
         stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
         return [self._beside(stepped, one) for one in found]
+
+    def _is_replica(self, tensor: torch.Tensor, in_model: torch.Tensor | None) -> bool:
+        """Return whether a copy of the model is trained beside the model, whose own tensor changes too.
+
+        Local SGD, federated averaging and DiLoCo train such replicas. Master weights are used in no module, and a copy
+        that is trained in place of the model leaves the model as it was.
+        """
+        first = self._firsts.get(id(tensor))
+        if in_model is None or first is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
+            return False
+        return not torch.equal(first, copied(in_model))
 
     def _beside(self, stepped: set[str], one: Held) -> Held:
         """Return the tensor with `idle` and `replaced` set, which depend on the built tensors that optimizers step."""
@@ -237,7 +280,7 @@ class Holdings:
 
     def _expert(self, tensor: torch.Tensor, origin: str) -> str:
         """Return the name of the built tensor; for an expert that was rebuilt, find it by values, not by name."""
-        if not is_of_expert(tensor) or not self._is_foreign(tensor) or hasattr(tensor, "to_local"):
+        if not is_of_expert(tensor) or not self.is_foreign(tensor) or hasattr(tensor, "to_local"):
             return origin
         found = self._by_content(tensor, origin)
         alone = isinstance(found, list) and len(found) == 1 and found[0].at is None and found[0].within is None

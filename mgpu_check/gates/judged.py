@@ -40,7 +40,7 @@ def unjudged(
     accounted = flat and bool(relations.skipped)
     found: dict[str, str] = {}
     largest: dict[str, float] = {}
-    for name in sorted(trained):
+    for name in sorted(trained - {result.of for result in relations.local}):
         why = ""
         for result in (Result("grads", name), Result("params", name)):
             held = relations.held.get(result)

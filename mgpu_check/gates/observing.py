@@ -17,7 +17,6 @@ from mgpu_check.diagnosis.observed import CallEvent, ObservedRun
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.applied_gradients import AppliedGradients
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.draws import DrawsOfFloat32
@@ -48,6 +47,8 @@ def observe(
     traced: bool = False,
     digests: bool = True,
     initial: bool = True,
+    histories: bool = False,
+    located: Mapping[str, Held] | None = None,
     nudge: Nudge | None = None,
     alter: Callable[[Any], Any] | None = None,
     around: Around = lambda model, batches: contextlib.nullcontext(),
@@ -62,6 +63,8 @@ def observe(
         traced: create a step that is a class inside `around`, and note the seeds that `build` sets.
         digests: compute checksums of the values.
         initial: keep the initial values of the model, which show what the step touched.
+        histories: keep checksums of the gradients that were applied to each parameter.
+        located: `ObservedRun.located` of an unperturbed run.
         nudge: called with the number of the optimizer step, the name and the gradient. It may change the gradient; the
             change is undone after that step.
         alter: applied to each batch.
@@ -93,7 +96,7 @@ def observe(
         _widen(modules)
         batches = [wider(batch) for batch in batches]
     again = functools.partial(_built_again, program, scenario, double)
-    holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again)
+    holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again, located)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
 
     def count() -> None:
@@ -106,13 +109,16 @@ def observe(
         seed_everything(scenario.seed + 1)
         before = torch.get_rng_state()
         every = traced or program.reference is not None
-        recorder = StepRecorder(holdings, modules, seen, deep, nudge, rank.size > 1, every, scenario.rewritten)
+        recorder = StepRecorder(
+            holdings, modules, seen, deep, nudge, rank.size > 1, every, scenario.rewritten, histories
+        )
         with _default_dtype(double), recorder, around(model, batches):
             call = call or make()  # traced: the calls of the constructor belong to the trace
             for number, batch in enumerate(batches):
                 if number:
                     gc.collect()  # the hooks of a dropped DistributedDataParallel would still run in the next backward
                 returned = call(batch)
+                recorder.end_call()
                 after_step(number, len(batches), modules)
                 if returned is not None:
                     result = Result("returned", "", number + 1 if len(batches) > 1 else None)
@@ -122,7 +128,9 @@ def observe(
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     held = holdings.held()
     seen.rewritten = recorder.applied.rewritten
-    _take_state(seen, modules, held, recorder.applied)
+    _take_state(seen, modules, held, recorder)
+    beside = [one for one in held if holdings.is_beside_model(one.tensor)]
+    seen.located = {one.label: dataclasses.replace(one, tensor=torch.empty(0)) for one in beside}
     seen.sharded = {name for one in held if _is_sharded(one.tensor) for name in one.wholes}
     by_id = {id(one.tensor): one for one in held}
     recorder.take_steps(by_id)
@@ -175,20 +183,26 @@ def _widen(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _take_state(
-    seen: ObservedRun, modules: Mapping[str, nn.Module], held: Sequence[Held], applied: AppliedGradients
+    seen: ObservedRun, modules: Mapping[str, nn.Module], held: Sequence[Held], recorder: StepRecorder
 ) -> None:
     shared = iter(least_anywhere([(one.tensor, int(one.tensor.grad is not None)) for one in held if not one.local]))
     for one in held:
         has_gradient = one.tensor.grad is not None if one.local else bool(next(shared))
         tensor, now, taken = one.tensor, one.copy_of(one.tensor), one.kind == "params"
-        if taken and (tensor.requires_grad or tensor.grad is not None):
+        # A replica's gradient is not that of the model, whose own tensor is judged.
+        if taken and (tensor.requires_grad or tensor.grad is not None) and not (one.outside and one.copy):
             if tensor.grad is not None:
-                seen.touched.add("grads")
                 seen.trained |= one.wholes
-            gradient = one.copy_of(applied.of(tensor)) if has_gradient else torch.zeros_like(now)
+                if not one.outside:
+                    seen.touched.add("grads")
+            gradient = one.copy_of(recorder.applied.of(tensor)) if has_gradient else torch.zeros_like(now)
             if tensor.grad is not None or one.slices is None or not one.replaced:
                 put(seen.values, seen.pieces, "grads", "{}", one, gradient)
+                recorder.note_outside("grads", "{}", one)
         put(seen.values, seen.pieces, one.kind, "{}", one, now)
+        recorder.note_outside(one.kind, "{}", one)
+        if (history := recorder.applied.history(tensor)) and one.whole is not None and not one.outside:
+            seen.histories[one.whole] = history
         before, placed = _before(seen.initial, one)
         if before is None or before.shape != now.shape or not torch.equal(before.to(now.dtype), now):
             seen.touched.add(one.kind)

@@ -196,11 +196,11 @@ class PairTrials(Trials):
         """True if both are the same configuration, with an option on and off."""
         return self.program.switch is not None or self.base.trials.program.switch is not None
 
-    def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[ObservedRun]:
+    def on_ranks(self, scenario: Scenario, whole: bool = False, histories: bool = False) -> list[ObservedRun]:
         """Run the step, and count the effects of its switch; do not run it again to compare it with itself."""
         if self.own is self.base and scenario.place in self._repeated:
             return self.base.run(scenario)
-        seen = super().on_ranks(scenario, whole)
+        seen = super().on_ranks(scenario, whole, histories)
         switch = self.program.switch
         # Autocast may narrow nothing; then it changes no bit.
         if switch != Switch("bfloat16", on=True) or not _same_bits(seen, self.base.run(scenario)):

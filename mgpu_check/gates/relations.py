@@ -42,12 +42,16 @@ def relations_of(
         if kind in left_out:
             relations.skipped[name] = left_out[kind]
             continue
+        comparable = _is_comparable(expected, seen, name)
+        if not comparable and (why := _local(expected, seen, name)):
+            relations.local[name] = why
+            continue
         if why := _not_placed(expected, seen, name):
             relations.skipped[name] = why
             continue
         held: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
-        held[PARITY] = _parity(relations, expected, seen, name, allowed)
+        held[PARITY] = _parity(relations, expected, seen, name, allowed) if comparable else None
         held[AGREE] = _agreement(relations, seen, name, allowed)
         held[FINITE] = _finite(expected, seen, name)
         relations.held[name] = held
@@ -132,6 +136,29 @@ def _take_random_state(relations: Relations, seen: Sequence[ObservedRun]) -> Non
     """Group ranks by their random state: a difference is only reported, because it may be on purpose."""
     relations.streams = [list(ranks) for _, ranks in grouped((one.rng, rank) for rank, one in enumerate(seen))]
     relations.held[RANDOM] = {}
+
+
+def _is_comparable(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> bool:
+    """Return whether a result of one device has a counterpart on ranks, and the other way round.
+
+    A tensor outside of the model is known by its place in an optimizer only. That place means the same on one device
+    if the step itself runs there, or if the reference has as many optimizers. A replica, and a tensor of an optimizer
+    that was made for a later step, belong to one rank.
+    """
+    outside = [run.outside[name] for run in (expected.single, *seen) if name in run.outside]
+    if not outside:
+        return True
+    if any(of.replica or of.late for of in outside) or name not in expected.single.values:
+        return False
+    return not expected.by_reference or expected.single.optimizers == seen[0].optimizers
+
+
+def _local(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> str:
+    """Return why ranks need not agree on a result of a tensor outside of the model; "" if they must."""
+    if not any(name in run.digests or name in run.values for run in seen):
+        return f"only {'the reference' if expected.by_reference else 'one device'} has it"
+    histories = {run.outside[name].history if name in run.outside else None for run in seen}
+    return "ranks train it with different gradients, and one device has no such tensor" if len(histories) > 1 else ""
 
 
 def _not_placed(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> str:
@@ -280,12 +307,32 @@ def _agreement(
         return None  # the next forward pass broadcasts rank 0's buffers, so only they count
     values = [one.values.get(name) for one in seen]
     if all(close(value, values[0], allowed) for value in values):
-        return True
+        if name.kind not in ("params", "optimizer") or not _has_equal_gradients(seen, name):
+            return True
+        histories = {run.histories.get(name.parameter) for run in seen}
+        if histories == {None}:
+            relations.drifting.append(name)
+            return True
+        if len(histories) > 1 or None in histories:
+            return True
+        apart = torch.stack([value != values[0] for value in values if value is not None]).any(0)
+        relations.details[name] = (
+            f"{int(apart.sum())} of {apart.numel()} elements differ between ranks, though all ranks began with equal "
+            "values and applied equal gradients"
+        )
     relations.split.append(name)
     if name not in relations.details:
         others = [rank for rank, value in enumerate(values) if not close(value, values[0], allowed)]
         relations.details[name] = f"other values than on rank 0 on {named(others)}"
     return False
+
+
+def _has_equal_gradients(seen: Sequence[ObservedRun], name: Result) -> bool:
+    """Return whether the last gradient of a parameter of the model has the same bits on all ranks."""
+    if name in seen[0].outside or any(name in run.own for run in seen):
+        return False
+    gradients = {run.digests.get(Result("grads", name.parameter)) for run in seen}
+    return len(gradients) == 1 and None not in gradients
 
 
 def _finite(expected: Expected, seen: Sequence[ObservedRun], name: Result) -> bool | None:

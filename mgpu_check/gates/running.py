@@ -22,10 +22,17 @@ _SMALL = 100_000
 """Most elements whose values every rank sends; above, only rank 0 does, and the others send checksums."""
 
 
-def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> ObservedRun:
-    """Run the step on this rank and return its results; with `whole`, every rank sends all values."""
+def run_step(
+    rank: Rank, program: Program, scenario: Scenario, whole: bool = False, histories: bool = False
+) -> ObservedRun:
+    """Run the step on this rank and return its results.
+
+    Args:
+        whole: every rank sends all values.
+        histories: see `observe`.
+    """
     with full_precision():
-        seen = observe(_placed(rank, program, scenario), program, scenario)
+        seen = observe(_placed(rank, program, scenario), program, scenario, histories=histories)
     if not whole and sum(value.numel() for value in seen.values.values()) > _SMALL:
         seen.initial = {}  # only the diagnosis needs it, and that runs the step again
         if rank.index and not seen.pieces and not seen.unused:

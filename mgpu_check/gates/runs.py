@@ -108,7 +108,8 @@ class Runs:
             with some_threads(self._threads, large), around(model, batches):
                 yield
 
-        return self._observe(around=with_threads, digests=digests, initial=initial, **how)
+        located = self._singles[0].located if self._singles else None
+        return self._observe(around=with_threads, digests=digests, initial=initial, located=located, **how)
 
     @property
     def elements(self) -> int:

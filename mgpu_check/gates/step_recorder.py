@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
+from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun, Outside
 from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.gates.applied_gradients import AppliedGradients
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
@@ -24,6 +24,7 @@ from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
 
 _STEPS = "_mgpu_check_steps"  # attribute of a graph
+_OWN_COPY: tuple[Kind, str] = "optimizer", "own copy of {}"  # the model computes with another tensor
 
 
 class CapturedSteps:
@@ -74,9 +75,11 @@ class StepRecorder:
         several: there are other ranks, so the first step of each optimizer is compared with theirs.
         all_parameters: compare all parameters, not only parameters outside of the model.
         rewritten: gradients are read after the optimizer's step.
+        histories: keep the histories of all parameters, not only of those outside of the model.
 
     Attributes:
         applied: the gradients that the optimizers applied.
+        late: the first call of the step under test has ended.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class StepRecorder:
         several: bool,
         all_parameters: bool,
         rewritten: bool,
+        histories: bool,
     ) -> None:
         self._holdings, self._modules, self._seen, self._deep, self._nudge = holdings, modules, seen, deep, nudge
         self._several, self._all_parameters = several, all_parameters
@@ -100,9 +104,11 @@ class StepRecorder:
         self._captured = CapturedSteps(self._after_replay)
         self._under_way = 0  # steps of optimizers, one within the other
         self._rewritten = rewritten
-        self.applied = AppliedGradients(rewritten)
+        self.applied = AppliedGradients(rewritten, lambda tensor: several and (histories or holdings.is_foreign(tensor)))
+        self.late = False
 
     def __enter__(self) -> StepRecorder:
+        self.applied.start_histories(value for _, value in self._parameters())
         self._stack.enter_context(self._captured.watching())
         self._stack.callback(self.applied.close)
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
@@ -115,7 +121,7 @@ class StepRecorder:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._under_way += 1
-        self._holdings.steps(optimizer)
+        self._holdings.steps(optimizer, self.late)
         if self._under_way == 1:
             self._gradients = []
         if not is_capturing():  # there are no values before the graph is replayed, and no hook is called then
@@ -229,7 +235,9 @@ class StepRecorder:
                 seen.groups += 1
                 settings = {key: one for key, one in group.items() if isinstance(one, (bool, int, float, str))}
                 for position, parameter in enumerate(group["params"]):
-                    one = held.get(id(parameter)) or Held("params", _unnamed(position, index), parameter)
+                    one = held.get(id(parameter)) or Held(
+                        "params", _unnamed(position, index), parameter, outside=True, late=self._holdings.is_late(parameter)
+                    )
                     seen.settings |= dict.fromkeys(one.wholes, settings)
                     if id(parameter) not in partly:
                         states.append((one, parameter))
@@ -238,9 +246,21 @@ class StepRecorder:
             for one, parameter in states:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        copy = one.copy_of(value)
-                        put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, copy)
+                        copy, text = one.copy_of(value), f"{key} of {{}}{which}"
+                        put(seen.values, seen.pieces, "optimizer", text, one, copy)
+                        self.note_outside("optimizer", text, one)
         self._optimizers.clear()
+
+    def note_outside(self, kind: Kind, text: str, one: Held) -> None:
+        """Record the history of a result, if its tensor is not part of the model; see `put`."""
+        if one.outside:
+            outside = Outside(self.applied.history(one.tensor), one.copy, one.late)
+            self._seen.outside[_whole_result(kind, text, one)] = outside
+
+    def end_call(self) -> None:
+        """End a call of the step under test."""
+        self.applied.end_call(self._holdings.now())
+        self.late = True
 
     def _states_of_some_ranks(self, held: dict[int, Held]) -> set[int]:
         """Return the ids of the DTensors whose states cannot be gathered, because some ranks lack them."""
@@ -260,17 +280,23 @@ def put(
         text: name of the result, with {} for the name of the parameter.
         value: in the shape of the tensor, or in another shape, such as an optimizer's count of steps.
     """
-    if one.copy and kind == "params":
-        kind, text = "optimizer", "own copy of {}"  # the optimizer's copy; the model computes with another tensor
     if one.slices is None:
-        values[Result(kind, text.format(one.whole or one.label))] = value
+        values[_whole_result(kind, text, one)] = value
         return
+    if one.copy and kind == "params":
+        kind, text = _OWN_COPY
     for part in one.slices:
         name = Result(kind, text.format(part.whole))
         if value.shape == one.shape:
             pieces.append(HeldPiece(name, part, value))
         else:
             values[name] = value
+
+
+def _whole_result(kind: Kind, text: str, one: Held) -> Result:
+    if one.copy and kind == "params":
+        kind, text = _OWN_COPY
+    return Result(kind, text.format(one.whole or one.label))
 
 
 def _is_nonlinear(optimizer: Optimizer) -> bool:

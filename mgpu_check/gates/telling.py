@@ -151,6 +151,7 @@ def _remarks(failure: Mismatch) -> Iterator[str]:
     yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})
     by_reason = grouped((why, name) for name, why in relations.skipped.items() if name.kind not in relations.left_out)
     yield from (f"not compared: {few(names)}: {why}" for why, names in by_reason)
+    yield from (f"local: {few(names)}: {why}" for why, names in grouped((w, n) for n, w in relations.local.items()))
     yield from (f"{name} is divided: {told}" for name, told in relations.placements.items())
     if len(relations.streams) > 1:
         told = "; ".join(named(ranks) for ranks in relations.streams)
