@@ -46,7 +46,6 @@ def perturbed(
     batches: Sequence[Any],
     spread: float,
     generator: torch.Generator,
-    coherent: bool,
     copies: bool,
     fused: bool,
 ) -> Iterator[None]:
@@ -57,7 +56,7 @@ def perturbed(
         fused: the step calls operators that run a whole recurrent network: take them apart.
     """
     apart = unfused() if fused else contextlib.nullcontext()
-    mode = Perturbed(spread, generator, ROUNDOFF, counts=True, coherent=coherent)
+    mode = Perturbed(spread, generator, ROUNDOFF, counts=True)
     with apart, mode, DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():

@@ -81,7 +81,7 @@ def measured(
     for pair in range(pairs):
         runs.perturb(pair)
     if runs.narrow:
-        runs.perturb(2 * pairs, coherent=True)
+        runs.dither()
     if nudge := runs.undecided():
         # Every nudge moves gradients by the same amounts, so one pair suffices for large, slow models.
         for pair in range(1 if runs.large else pairs):

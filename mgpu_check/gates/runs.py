@@ -19,16 +19,15 @@ from mgpu_check.gates.perturbing import ROUNDOFF, add_to, flip_of, generator_of,
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.step_recorder import Nudge
+from mgpu_check.numerics.narrow import SAMPLES, Dithered, Unnarrowed, is_narrow, narrow_tolerance
 from mgpu_check.numerics.steps import MeasuredStep, assess, deviations, granted_at_least
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
+_DIRECTIONS = (1, -1)
 LARGE = 1_000_000
 """Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
 random sign for every intermediate value."""
-_OF_PARTS = 4.0
-"""Factor for tolerances in a narrow dtype: ranks round their own parts, which may be larger than the sum that one
-device rounds."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,8 @@ class Runs:
         self._threads = threads
         self._singles: list[ObservedRun] = []
         self._moved: list[ObservedRun] = []
+        self._pairs: list[list[ObservedRun]] = []
+        self._dithered: list[ObservedRun] = []
         self._failure: Exception | None = None
         self._deep: bool | str = False
         self._drew: list[str] = []
@@ -125,8 +126,8 @@ class Runs:
         single = self._once(notes, digests=False)
         self._singles = [single]
         with some_threads(self._threads, self.large):
-            if not all(map(all_finite, single.values.values())):
-                return None
+            if self.narrow or not all(map(all_finite, single.values.values())):
+                return None  # perturbations of several roundoffs prove nothing where a roundoff is large
             self._copies = False
             self._exact, self._in_double = single, False
             self._spread = deviations(self.elements)
@@ -152,7 +153,7 @@ class Runs:
             seen.initial = {}
         if seen is not None and not all(map(all_finite, seen.values.values())):
             seen = None
-        simple = not self._fused and not (seen is not None and seen.nonlinear)
+        simple = not self._fused and not self.narrow and not (seen is not None and seen.nonlinear)
         return RunPart(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
 
     def slightly_moved(self) -> ObservedRun:
@@ -200,9 +201,8 @@ class Runs:
         single, notes = self._singles[0], Notes()
         self._exact = single
         try:
-            exact = self._run(
-                double=True, deep=self._deep, around=lambda model, batches: entered(DrawsOfFloat32(), notes)
-            )
+            modes = (DrawsOfFloat32(), *((Unnarrowed(),) if self.narrow else ()), notes)
+            exact = self._run(double=True, deep=self._deep, around=lambda model, batches: entered(*modes))
         except Exception:
             self._precise = False
         else:
@@ -212,46 +212,52 @@ class Runs:
             self._exact = exact
         elif self._deep == "gradients":
             self._exact = self._run(deep=self._deep)
-        # Autocast ignores float64. If the step computes in a narrow dtype only in float32 runs, perturb those.
-        self._in_double = self._precise and (bool(notes.seen) or not self.narrow)
+        # Rounding to a narrow dtype happens only in the step's own dtypes, so there it is perturbed.
+        self._in_double = self._precise and not self.narrow
 
     def perturb(
         self,
         pair: int,
         nudge: Callable[[int], Nudge] | None = None,
-        *,
-        coherent: bool = False,
-        directions: Sequence[int] = (1, -1),
+        directions: Sequence[int] = _DIRECTIONS,
     ) -> None:
         """Run perturbed once in each direction, and keep the results that are comparable with the exact run."""
-        for direction in directions:
-            found = self._perturbed(pair, direction, None if nudge is None else nudge(direction), coherent)
-            if found is not None and alike(self._exact, found):
-                self._moved.append(found)
+        runs = [self._perturbed(pair, direction, nudge and nudge(direction)) for direction in directions]
+        usable = [run for run in runs if run is not None and alike(self._exact, run)]
+        self._moved += usable
+        if len(usable) == len(_DIRECTIONS):
+            self._pairs.append(usable)
 
-    def _perturbed(
-        self, pair: int, direction: int, nudge: Nudge | None = None, coherent: bool = False
-    ) -> ObservedRun | None:
+    def dither(self) -> None:
+        """Run with results of operators in narrow dtypes that are moved by one unit in the last place."""
+        for number in range(SAMPLES // 2 if self.large else SAMPLES):
+            mode = Dithered(generator_of(number))
+            with self._keeping_failure():
+                run = self._run(deep=self._deep, around=lambda model, batches, mode=mode: entered(mode))
+                if alike(self._singles[0], run):
+                    self._dithered.append(run)
+
+    def _perturbed(self, pair: int, direction: int, nudge: Nudge | None = None) -> ObservedRun | None:
         """Run perturbed; None if the run raises an error."""
         generator, by = generator_of(pair + 1), direction * self._spread
-        try:
+        with self._keeping_failure():
             return self._run(
                 double=self._in_double,
                 deep=self._deep,
                 nudge=nudge,
                 alter=functools.partial(moved, spread=by, generator=generator),
                 around=functools.partial(
-                    perturbed,
-                    spread=by,
-                    generator=generator,
-                    coherent=coherent,
-                    copies=self._copies,
-                    fused=self._fused,
+                    perturbed, spread=by, generator=generator, copies=self._copies, fused=self._fused
                 ),
             )
+        return None
+
+    @contextlib.contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # for instance, a perturbed count is no longer an integer
             self._failure = error
-            return None
 
     def undecided(self) -> Callable[[int], Nudge] | None:
         """Return a nudge that moves gradients within their tolerance, by direction; None if it changes no sign.
@@ -321,8 +327,26 @@ class Runs:
 
         (exact,) = usable([self._exact])
         assessed = assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
-        room = _OF_PARTS if self.narrow else 1.0
-        tolerance = {name: room * value for name, value in assessed.tolerance.items()}
+        if not self._dithered:
+            return MeasuredStep(reference, assessed.tolerance, assessed.amplification)
+        # The plain run is made without the results of each optimizer step; the moved one rounds as it does.
+        samples = usable([*self._singles[0 if index is None else 1 :], *self._dithered])
+        pairs = [pair for runs in self._pairs if len(pair := usable(runs)) == len(_DIRECTIONS)]
+        tolerance = dict(assessed.tolerance)
+        for name in names:
+            values, dtype = [sample[name] for sample in samples], stage(self._singles[-1])[name].dtype
+            if not is_narrow(dtype) and all(torch.equal(values[0], value) for value in values[1:]):
+                continue  # no rounding to a narrow dtype reaches this result
+            if not self._precise:
+                exact[name] = torch.stack(values).mean(0)
+                reference[name] = torch.where(reference[name].isfinite(), exact[name], reference[name])
+            tolerance[name] = narrow_tolerance(
+                exact[name],
+                values,
+                [(up[name], down[name]) for up, down in pairs],
+                dtype,
+                self.elements,
+            )
         return MeasuredStep(reference, tolerance, assessed.amplification)
 
 

@@ -68,7 +68,7 @@ def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **opt
         options["alter"] = functools.partial(moved, spread=how.spread, generator=generator)
         if not how.batch_only:
             options["around"] = functools.partial(
-                perturbed, spread=how.spread, generator=generator, coherent=False, copies=False, fused=False
+                perturbed, spread=how.spread, generator=generator, copies=False, fused=False
             )
     elif how.double:
         options["around"] = lambda model, batches: DrawsOfFloat32()

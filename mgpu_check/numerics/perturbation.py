@@ -68,9 +68,10 @@ class Perturbed(TorchDispatchMode):
         generator: draws the signs, on the CPU.
         stands_for: unit roundoff of the dtype that float64 stands for.
         counts: leave small whole numbers alone, except in 16-bit dtypes: as counts they are exact.
-        coherent: use the same sign everywhere. Where few operators round coarsely, random signs may cancel.
         copies: also perturb copied and sent tensors. This takes most of the time in large models; copies do not round.
     """
+
+    _decomposes = _in_place = True
 
     def __init__(
         self,
@@ -79,22 +80,24 @@ class Perturbed(TorchDispatchMode):
         stands_for: float,
         *,
         counts: bool = False,
-        coherent: bool = False,
         copies: bool = True,
     ) -> None:
         super().__init__()
         self.spread, self.generator, self.stands_for = spread, generator, stands_for
-        self.counts, self.coherent, self.copies = counts, coherent, copies
+        self.counts, self.copies = counts, copies
         simulated = sys.modules.get("mgpu_check.simulated.tensor")  # not imported where no tensor can be one
         self._raw: Callable[[torch.Tensor], torch.Tensor] = simulated.raw if simulated else lambda tensor: tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _COMPOSED:
+        if self._decomposes and func in _COMPOSED:
             with self:
                 return _COMPOSED[func](*args, **(kwargs or {}))
+        # The simulated node counts the references to operands, so no other function may pass them on.
         result = func(*args, **(kwargs or {}))
+        if not self._in_place and writes(func):
+            return result
         if func.overloadpacket is torch.ops.aten._to_copy and _is_wider(result, args[0]):
             return result  # only the float64 run widens here; the dtype that it stands for does not
         spared = not self.copies and (func.overloadpacket in _COPYING or func.namespace == "c10d")
@@ -126,8 +129,7 @@ class Perturbed(TorchDispatchMode):
         if tensor.numel() > _FEW:
             self._perturb_large(tensor, size, roundoff, spared)
             return
-        least = 1 if self.coherent else 0
-        sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.get_default_dtype())
+        sign = torch.randint(0, 2, tensor.shape, generator=self.generator, dtype=torch.get_default_dtype())
         if spared:
             return
         factor = sign.mul_(2 * size).add_(1 - size)
@@ -156,12 +158,12 @@ class Perturbed(TorchDispatchMode):
     def _perturb_parts(
         self, flat: torch.Tensor, length: int, places: Sequence[int], size: float, roundoff: float
     ) -> None:
-        table = None if self.coherent else _factors(size, flat.dtype, flat.device)
+        table = _factors(size, flat.dtype, flat.device)
         counts = self.counts and flat.element_size() > 2
         scratch = torch.empty((2, min(length, flat.numel())), dtype=flat.dtype, device=flat.device) if counts else None
         for number, place in enumerate(places):
             part = flat[number * length : (number + 1) * length]
-            factor = 1 + size if table is None else table[place : place + part.numel()]
+            factor = table[place : place + part.numel()]
             if scratch is not None and _has_counts(part, *scratch[:, : part.numel()]):
                 factor = torch.where((part == part.round()) & (part.abs() <= 0.25 / roundoff), 1, factor)
             part.mul_(factor)
@@ -233,6 +235,12 @@ def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
     if schema.returns:
         return computes, ()
     return computes, tuple(index for index, part in enumerate(schema.arguments) if _written(part))
+
+
+@functools.cache
+def writes(func: Any) -> bool:
+    """Return whether an operator writes to one of its arguments."""
+    return any(map(_written, func._schema.arguments))
 
 
 def _written(argument: Any) -> bool:
