@@ -193,6 +193,7 @@ class Relations:
         drifting: results that differ between ranks by no more than rounding, although their last gradients are equal:
             `ObservedRun.histories` decide about them.
         unjudged: trained parameter -> why neither its gradient nor its value is judged.
+        too_wide: those of them whose tolerances would accept large errors.
         placements: divided parameter -> the slices of each rank in words.
         streams: groups of ranks whose CPU generators end in the same state.
     """
@@ -206,6 +207,7 @@ class Relations:
     local: dict[Result, str] = field(default_factory=dict)
     drifting: list[Result] = field(default_factory=list)
     unjudged: dict[str, str] = field(default_factory=dict)
+    too_wide: set[str] = field(default_factory=set)
     placements: dict[Result, str] = field(default_factory=dict)
     streams: list[list[int]] = field(default_factory=list)
 

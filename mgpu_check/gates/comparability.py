@@ -28,6 +28,7 @@ class ParameterCoverage:
         self._missed: dict[tuple[int, Mesh], dict[str, str]] = defaultdict(dict)
         self._judged: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
         self._local: set[str] = set()
+        self._too_wide: set[str] = set()
 
     def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
         where = scenario.place
@@ -36,6 +37,7 @@ class ParameterCoverage:
         self._judged[where] |= trained - relations.unjudged.keys()
         self._missed[where].update(relations.unjudged)
         self._local |= {result.of for result in relations.local}
+        self._too_wide |= relations.too_wide
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
         """Check that every trained parameter was compared at every world size.
@@ -72,10 +74,13 @@ class ParameterCoverage:
             for reason, several in by_reason.items():
                 more = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
                 lines.append(f"  at {where_is(*where)}: {', '.join(several[:_SHOWN])}{more}: {reason}")
-        lines.append(
-            "  do: declare which slice each rank holds with placement=, build the model from one seed on all ranks, or "
-            'accept it with unjudged={"pattern": "reason"}'
-        )
+        missed = {name for names in left.values() for name in names}
+        ways = []
+        if missed & self._too_wide:
+            ways.append("give a tolerance with tolerance=, or a reference= that computes in float32")
+        if missed - self._too_wide:
+            ways.append("declare which slice each rank holds with placement=, build the model from one seed on all ranks")
+        lines.append(f"  do: {', '.join(ways)}, or accept it with unjudged={{\"pattern\": \"reason\"}}")
         return "\n".join(lines)
 
 

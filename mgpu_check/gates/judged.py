@@ -9,8 +9,11 @@ import torch
 from mgpu_check.diagnosis.observed import PARITY, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import Result
 
-_WIDE = 0.1
-"""Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank."""
+_WIDE = 0.25
+"""Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank.
+
+Of the elements of a tensor some are two or three times the root mean square, and show smaller errors.
+"""
 _SMALL = 1e-2
 """Fraction of the largest gradient below which a gradient may be rounding errors only, as for a bias before a norm."""
 _ENOUGH = 4096
@@ -26,7 +29,8 @@ def unjudged(
 ) -> dict[str, str]:
     """Return the trained parameters with neither gradient nor value compared with one device, and the reasons.
 
-    A measured tolerance wider than a tenth of the values decides nothing.
+    A measured tolerance wider than a quarter of the values decides nothing; `relations.too_wide` gets the parameters
+    that only have such tolerances.
     """
     if not {"grads", "params"} & set(kinds):
         return {}
@@ -41,7 +45,7 @@ def unjudged(
     found: dict[str, str] = {}
     largest: dict[str, float] = {}
     for name in sorted(trained - {result.of for result in relations.local}):
-        why = ""
+        why, too_wide = "", False
         for result in (Result("grads", name), Result("params", name)):
             held = relations.held.get(result)
             if held is None or held.get(PARITY) is None:
@@ -49,12 +53,14 @@ def unjudged(
             elif tolerance is not None or (wide := _wide(expected, result, largest)) == "":
                 break
             else:
-                why = wide
+                why, too_wide = wide, True
         else:
             if accounted or any(one.of == name and one.kind == "returned" for one in relations.held):
                 continue
             if Result("grads", name) not in single.values and Result("params", name) not in single.values:
                 continue  # not in the built model
+            if too_wide:
+                relations.too_wide.add(name)
             found[name] = why or "no rank leaves a gradient or a value of it"
     return found
 

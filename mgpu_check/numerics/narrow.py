@@ -32,9 +32,10 @@ _CHANCE = 1 / 24
 _FALSE_ALARM = 1e-6
 """Probability that a right result exceeds its tolerance."""
 _LAST_ROUNDING = 1 / 12
-_OF_PARTS = 1 / 24
-"""Variance, in squared units in the last place, to grant for roundings that one device does not make: ranks round the
-results of their parts, and the sum of these."""
+_DEVIATION_OF_SQUARE = math.sqrt(1 / 80 - 1 / 144)
+"""Standard deviation of the square of a uniform error of one unit, in squared units."""
+_DEVIATIONS = 2.0
+"""Standard errors of the variance of the last roundings that may hide errors before them."""
 _OUTLIER = 8.0
 """Standard deviations above which an error is a jump: a ReLU or maximum that decides differently."""
 _OF_MEDIAN = 2.2
@@ -119,13 +120,14 @@ def narrow_tolerance(
         jumps = torch.maximum(jumps, torch.where(bent > _OUTLIER * typical + 2 * last, bent, 0.0))
     squares = usual.square()
     before = squares - rounded
-    variance = max(float(before[:, active].mean()), 0.0)
-    if is_narrow(dtype):
-        # Small elements have a small last rounding, so they show the error before it better than the mean does.
-        small = active & (last <= last[active].median())
-        variance = max(variance, float(before[:, small].clamp_min(0.0).mean()))
-    spread = torch.maximum(_rows_by_columns(squares.mean(0), variance), _OF_PARTS * last.square()).sqrt()
-    return _quantile(comparisons, int(active.sum()) * len(samples)) * spread + last + jumps
+    # Small elements have a small last rounding, so they show the error before it better than the mean does.
+    small = active & (last <= last[active].median())
+    variance = max(float(before[:, active].mean()), float(before[:, small].mean()), 0.0)
+    spread = _rows_by_columns(squares.mean(0), variance).sqrt()
+    count = int(active.sum())
+    unknown = _DEVIATIONS * _DEVIATION_OF_SQUARE * math.sqrt(float(last[active].pow(4).mean()) / count)
+    wide = _quantile(comparisons, count * len(samples)) * spread + _quantile(comparisons) * math.sqrt(unknown)
+    return wide + last / 2 + jumps
 
 
 def unit_in_last_place(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -144,7 +146,7 @@ def _rows_by_columns(squares: torch.Tensor, variance: float) -> torch.Tensor:
     return (variance * together.clamp_min(1.0)).reshape(squares.shape)
 
 
-def _quantile(comparisons: int, samples: int) -> float:
-    """Return Student's quantile for a variance of so many samples; from the normal one by B. L. Welch (1939)."""
-    normal = 2 * math.log(2 * max(comparisons, 1) / _FALSE_ALARM)
-    return math.sqrt(samples * math.expm1(min(normal / samples, 50.0)))
+def _quantile(comparisons: int, samples: int | None = None) -> float:
+    """Return the normal quantile, or Student's for a variance of so many samples (approximately)."""
+    squared = 2 * math.log(2 * max(comparisons, 1) / _FALSE_ALARM)
+    return math.sqrt(squared if samples is None else samples * math.expm1(min(squared / samples, 50.0)))

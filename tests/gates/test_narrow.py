@@ -1,0 +1,116 @@
+"""Steps in bfloat16 and float16: right ones pass, and what is lost or doubled shows through their rounding."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check import NotCompared, assert_step_scales
+from tests.gates.steps import passes, refuted
+
+pytestmark = pytest.mark.gpus(4)
+
+RATE = 0.5
+FEW = {"sizes": "divisible", "max_examples": 6}
+
+
+def build(dtype=None):
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def batch(n):
+    return torch.randn(n, 6), torch.randn(n, 3)
+
+
+class Plain:
+    """Parameters and gradients in a narrow dtype, which also goes over the wire. The input is cast by name."""
+
+    dtype, wrong, wire = torch.bfloat16, "", None
+
+    def __init__(self, model, rank):
+        model.to(rank.device)
+
+    def forward(self, model, x):
+        return model(x.bfloat16() if self.dtype == torch.bfloat16 else x.half())
+
+    def __call__(self, model, batch, rank):
+        x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+        model.zero_grad()
+        F.mse_loss(self.forward(model, x).float(), y).backward()
+        several = rank.size > 1
+        for parameter in model.parameters():
+            if self.wrong != "not synchronized" or not several:
+                gradient = parameter.grad.to(self.wire or parameter.grad.dtype)
+                dist.all_reduce(gradient)
+                parameter.grad.copy_(gradient / rank.size)
+        if self.wrong != "not updated" or not several:
+            self.update(model, RATE * (2 if self.wrong == "twice" and several else 1))
+
+    def update(self, model, rate):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(rate * parameter.grad)
+
+
+class Float16(Plain):
+    dtype = torch.float16
+
+
+class Buckets(Plain):
+    wire = torch.float32
+
+
+class Masters(Plain):
+    """Weights in float32 beside those that the model computes with."""
+
+    wire = torch.float32
+
+    def __init__(self, model, rank):
+        super().__init__(model, rank)
+        self.masters = [parameter.detach().float() for parameter in model.parameters()]
+
+    def update(self, model, rate):
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), self.masters, strict=True):
+                master.sub_(rate * parameter.grad.float())
+                parameter.copy_(master)
+
+
+class Autocast(Plain):
+    def forward(self, model, x):
+        with torch.autocast("cuda", self.dtype):
+            return model(x)
+
+
+STEPS = [Plain, Float16, Buckets, Masters, Autocast]
+
+
+def built(step):
+    return functools.partial(build, None if issubclass(step, Autocast) else step.dtype)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_right_steps_pass(ranks, step):
+    passes(ranks, step, build=built(step), batch=batch, **FEW)
+
+
+@pytest.mark.parametrize("wrong", ["not updated", "twice", "not synchronized"])
+@pytest.mark.parametrize("step", STEPS)
+def test_lost_and_doubled_updates(ranks, step, wrong):
+    refuted(ranks, type(step.__name__, (step,), {"wrong": wrong}), build=built(step), batch=batch, **FEW)
+
+
+class Cancelling(Plain):
+    """The gradient is the difference of nearly equal numbers, so its rounding errors are as large as itself."""
+
+    def forward(self, model, x):
+        out = model(x.bfloat16())
+        return (1000 + out) - 1000
+
+
+def test_a_tolerance_that_proves_nothing_says_what_to_give(ranks):
+    with pytest.raises(NotCompared, match="give a tolerance with tolerance=, or a reference= that computes in float32"):
+        assert_step_scales(ranks, Cancelling, build=built(Plain), batch=batch, **FEW)
