@@ -46,7 +46,8 @@ def assert_resume_continues(
     """Assert that a run of `steps` steps, saved and resumed for `steps` more, equals one run of 2 * `steps` steps.
 
     At each world size `train` runs on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 *
-    steps in the directory of that checkpoint. All generators (torch on CPU and devices, Python, and NumPy if imported)
+    steps in the directory of that checkpoint. If that continues, it is interrupted twice: it is resumed from steps to a
+    step in the middle of the second half, and from there to 2 * steps. All generators (torch on CPU and devices, Python, and NumPy if imported)
     get the same seeds before the runs from 0, and other seeds before the resumed run. So random numbers that matter
     must be restored, and data or permutations that are made again must be made from seeds of their own.
 
@@ -86,7 +87,7 @@ def assert_resume_continues(
             attributes. Each rank compares its own part of a DTensor. After a failure `train` is also called with
             `start` equal to `stop`, to see what loading restores.
         steps: number of steps before and after the interruption. An epoch must end within them to test the position in
-            the data.
+            the data. With 1 there is no second interruption.
         world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
         tolerance: largest error of an element, as a fraction of the largest magnitude in its tensor, from 0 to below 1.
             It replaces the measured tolerance.
@@ -124,7 +125,8 @@ def assert_resume_continues(
         with Scratch.new("resume") as root:
             training = _TrainingRuns(ranks, train, steps, root)
             for saved, loaded in group:
-                _check(training, saved, loaded, tolerance)
+                for again in (False, True):
+                    _check(training, saved, loaded, tolerance, again)
     smallest = next((pair for group in groups for pair in group if max(pair)[0] > 1), None)
     if smallest is not None:
 
@@ -140,10 +142,12 @@ class _TrainingRuns:
 
     Attributes:
         root: directory of all checkpoints and kept states.
+        middle: the step of a second interruption; None if there is no room for one.
     """
 
     def __init__(self, ranks: RanksFixture, train: Callable[..., Any], steps: int, root: Path) -> None:
         self.ranks, self.train, self.steps, self.root = ranks, train, steps, root
+        self.middle = steps + (steps + 1) // 2 if steps > 1 else None
         self.half, self.whole, self.perturbed = cache(self._half), cache(self._whole), cache(self._perturbed)
 
     def checkpoint(self, place: Place, copy: str = "checkpoint") -> Path:
@@ -160,20 +164,32 @@ class _TrainingRuns:
             shutil.copytree(directory, saved)
         return directory
 
-    def resumed(self, saved: Place, loaded: Place) -> Path:
-        end = 2 * self.steps
-        return self.run(loaded, self.steps, end, "resumed", self.restored(saved), _OTHER_SEED)
+    def resumed(self, saved: Place, loaded: Place, again: bool) -> Path:
+        """Resume the interrupted run to its end; with `again`, interrupt and resume it once more on the way."""
+        directory, start = self.restored(saved), self.steps
+        if again:
+            assert self.middle is not None
+            self.run(loaded, start, self.middle, "resumed", directory, _OTHER_SEED)
+            shutil.rmtree(self.checkpoint(saved, "saved again"), ignore_errors=True)
+            shutil.copytree(directory, self.checkpoint(saved, "saved again"))
+            start = self.middle
+        return self.run(loaded, start, 2 * self.steps, "resumed", directory, _OTHER_SEED)
 
-    def loaded(self, saved: Place, loaded: Place) -> Path:
-        """Load the checkpoint on other ranks, without a step.
+    def until(self, place: Place, step: int) -> Path:
+        """Return the state of an uninterrupted run after `step` steps."""
+        return self.half(place) if step == self.steps else self._uninterrupted(place, "until the middle", stop=step)
+
+    def loaded(self, saved: Place, loaded: Place, step: int) -> Path:
+        """Load the checkpoint of the last interruption on other ranks, without a step.
 
         Without steps in between, one rank may save while another still loads. So each rank gets its own copy.
         """
         apart = self._of(loaded) / "apart"
         shutil.rmtree(apart, ignore_errors=True)
+        copy = self.checkpoint(saved, "saved" if step == self.steps else "saved again")
         for rank in range(loaded[0]):
-            shutil.copytree(self.checkpoint(saved, "saved"), apart / str(rank))
-        return self.run(loaded, self.steps, self.steps, "loaded", apart, _OTHER_SEED, apart=True)
+            shutil.copytree(copy, apart / str(rank))
+        return self.run(loaded, step, step, "loaded", apart, _OTHER_SEED, apart=True)
 
     def run(self, place: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
         from mgpu_check.gates.states import TrainingPart, train_and_keep
@@ -204,14 +220,17 @@ class _TrainingRuns:
         except (RankFailure, RankHang, ValueError) as error:
             return error
 
-    def _uninterrupted(self, place: Place, name: str, **how: Any) -> Path:
-        return self.run(place, 0, 2 * self.steps, name, self._of(place) / f"of {name}", _SEED, **how)
+    def _uninterrupted(self, place: Place, name: str, stop: int | None = None, **how: Any) -> Path:
+        return self.run(place, 0, stop or 2 * self.steps, name, self._of(place) / f"of {name}", _SEED, **how)
 
     def _of(self, place: Place) -> Path:
         return self.root / where_is(*place)
 
 
-def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None) -> None:
+def _check(
+    training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, again: bool = False
+) -> None:
+    """Check one interruption; with `again` two, of which the first is known to be harmless."""
     __tracebackhide__ = True
     from mgpu_check.gates.resharding import resharded, same_training
     from mgpu_check.gates.states import compare, epochs_of
@@ -224,7 +243,11 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
             ranks.run(compare, got, runs, training.half(loaded), list(perturbed), tolerance, rounded, size=size)
         )
 
-    resumed, whole = training.resumed(saved, loaded), training.whole(loaded)
+    step = training.middle if again else steps
+    if step is None:
+        ranks._remark(f"{_GATE}: steps={steps} leaves no room for a second interruption; give 2 or more to check one")
+        return
+    resumed, whole = training.resumed(saved, loaded, again), training.whole(loaded)
     ends = compared(resumed, whole)
     if ends.irreproducible:
         raise ValueError(
@@ -280,25 +303,26 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     state: Entries | None = None
     moved: dict[StateEntry, str] = {}
     try:
-        parts = training.loaded(saved, loaded)
-        state = compared(parts, [training.half(loaded)], rounded=across)
-        if across:
+        parts = training.loaded(saved, loaded, step)
+        state = compared(parts, [training.until(loaded, step)], rounded=across)
+        if across and not again:
             moved = ranks.run(resharded, *halves, parts, size=1)[0]
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
-        call = f"train(rank, directory, {steps}, {steps})"
+        call = f"train(rank, directory, {step}, {step})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()
     epochs = ranks.run(epochs_of, [whole[0], training.half(loaded), resumed], size=size)
     observables, findings = explained(ends, state, attempts, epochs, moved)
+    twice = f", and again at step {step}," if again else ""
     said = (
-        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
+        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)}{twice} does not continue"
         if across
-        else f"resumed at step {steps} does not continue at {where_is(*loaded)}"
+        else f"resumed at step {steps}{twice} does not continue at {where_is(*loaded)}"
     )
     report = Report(
         f"training {said}: after step {2 * steps}, {entry} on {named(wrong)}: {detail}",
-        _case(saved, loaded, steps),
+        _case(saved, loaded, steps, step),
         observables,
         findings,
         [*remarks, *attempts.remarks],
@@ -307,9 +331,10 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=report.site)
 
 
-def _case(saved: Place, loaded: Place, steps: int) -> dict[str, object]:
+def _case(saved: Place, loaded: Place, steps: int, last: int | None = None) -> dict[str, object]:
     worlds: dict[str, object] = {"saved at": where_is(*saved), "resumed at": where_is(*loaded)}
-    return {**(worlds if saved != loaded else {"world size": loaded[0]}), "steps": f"{steps} + {steps}"}
+    after = f"{last - steps} + {2 * steps - last}" if last not in (None, steps) else steps
+    return {**(worlds if saved != loaded else {"world size": loaded[0]}), "steps": f"{steps} + {after}"}
 
 
 def _first(error: BaseException) -> str:
