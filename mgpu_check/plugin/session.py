@@ -22,6 +22,7 @@ from mgpu_check.version import torch_version, version
 if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.plugin.replacements import Changes
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.plugin.in_rank",)
@@ -57,7 +58,7 @@ class GpuSession:
         preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
             import touches no real device.
         on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
-        replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
+        changes: returns what fixtures and test files have changed in modules; see `Replacements.changes`.
         until_end: contexts that end with the current test.
     """
 
@@ -74,7 +75,7 @@ class GpuSession:
         self.on_wait: Callable[[str], None] = lambda line: None
         self.preload: list[str] = []
         self.on_ranks: Callable[[], None] = lambda: None
-        self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
+        self.changes: Callable[[Callable[..., Any]], Changes | None] = lambda function: None
         self.until_end = contextlib.ExitStack()
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
@@ -102,9 +103,7 @@ class GpuSession:
         from mgpu_check.engine.hash_seeds import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
-        from mgpu_check.engine.rank_side.coverage import coverage_here
         from mgpu_check.plugin.forwarding import deliver
-        from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         self._agents = launched.launcher_of_this_run(self.settings)
         more = self.preload if self.settings.simulate == "cpu" else ()
@@ -113,13 +112,18 @@ class GpuSession:
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
-            wrap=lambda function: Shipped(
-                function, self.fault, warning_filters(), self.test.drawn, coverage_here(), self.replacements(function)
-            ),
+            wrap=self._shipped,
             hear=deliver,
             masks=lambda slots: self.leasing.mask(slots),
             memory=lambda: min((device.memory for device in self.devices), default=None),
         )
+
+    def _shipped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        from mgpu_check.engine.rank_side.coverage import coverage_here
+        from mgpu_check.plugin.serialization import Shipped, warning_filters
+
+        changes = self.changes(function)
+        return Shipped(changes, function, self.fault, warning_filters(), self.test.drawn, coverage_here())
 
     @property
     def leasing(self) -> Leasing:

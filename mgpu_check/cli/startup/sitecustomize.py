@@ -119,7 +119,7 @@ def _act_after_torch(actions: list[Callable[[], None]]) -> None:
     def watch(kind: Any) -> None:
         original = kind.__init__
 
-        # The frames of `exec_module` would be part of each traceback of an import. Those of `__init__` are not.
+        # A replaced `exec_module` would have a frame in each traceback of an import. This function returns before.
         @functools.wraps(original)
         def __init__(self: Any, fullname: str, *rest: Any, **named: Any) -> None:
             original(self, fullname, *rest, **named)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
+from mgpu_check.processes.frames import is_engine, is_installed
 
+_ON_PURPOSE = (CheckFailure, ValueError, TypeError, pytest.UsageError, RankHang)
 _REPLAY = "repeat with"
 _SECOND_LOOK = "second look"
 _LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)
@@ -50,6 +53,27 @@ def joined(output: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
         (f"{stream} of {whose[0]}" + (f", and {len(whose) - 1} more alike" if whose[1:] else ""), text)
         for (stream, _), (whose, text) in sections.items()
     ]
+
+
+def hide_engine(error: BaseException) -> None:
+    """Remove the engine's frames from the tracebacks of `error` and of all errors behind it.
+
+    An error that the engine does not raise on purpose is a defect of the engine, and keeps its frames.
+    """
+    errors = [error]
+    for error in errors:  # which grows
+        behind = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+        errors += [one for one in behind if one is not None and not any(one is known for known in errors)]
+        tb, frames = error.__traceback__, list[types.TracebackType]()
+        while tb is not None:
+            frames.append(tb)
+            tb = tb.tb_next
+        users = [frame for frame in frames if not is_engine(frame.tb_frame.f_code.co_filename)]
+        place = next((frame for frame in reversed(frames) if not is_installed(frame.tb_frame.f_code.co_filename)), None)
+        if place in users or place is None or isinstance(error, _ON_PURPOSE):
+            for frame, after in zip(users, [*users[1:], None], strict=False):
+                frame.tb_next = after
+            error.__traceback__ = users[0] if users else None
 
 
 def replace_traceback(
