@@ -133,10 +133,14 @@ class RankDied(RankFailure):
     """At least one rank's process ended: by a signal, or by an exit that the engine did not ask for."""
 
 
+NO_IMPORT = "ImportError"
+"""The cause of a `StartupFailure` if torch, or a module that all ranks need, cannot be imported."""
+
+
 class StartupFailure(RankFailure):
     """The ranks of a world did not come up: an import failed, or the process group could not be formed.
 
-    ``cause`` names the class of what a rank raised, such as "DeviceRefused"; empty where none did.
+    ``cause`` names the class of what a rank raised, such as "DeviceRefused", or is `NO_IMPORT`; empty where none did.
     """
 
     cause: str = ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-from mgpu_check.errors import RankFailure, StartupFailure
+from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
 from mgpu_check.plugin.adapting import Adapting
 from mgpu_check.plugin.arguments import complete_values
 from mgpu_check.plugin.fixtures import gpus, rank, ranks  # noqa: F401  # pytest collects them from this module
@@ -29,6 +29,7 @@ from mgpu_check.plugin.requirements import (
 )
 from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
 from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
+from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
     from mgpu_check.plugin.report.replay import Invocation
@@ -138,7 +139,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from mgpu_check.plugin.missing_devices import TooFewDevices
     from mgpu_check.plugin.report import summary
 
-    if wrong := wrong_launch(os.environ):
+    if wrong := without_torch() or wrong_launch(os.environ):
         raise pytest.UsageError(f"mgpu-check: {wrong}")
     gpu_session.on_wait = functools.partial(summary.tell, session.config)
     # Under pytest-xdist, the controller has already counted the devices.
@@ -332,6 +333,8 @@ def pytest_runtest_makereport(
         item.stash[FAILED] = error is not None
     if error is not None and not item.config.option.fulltrace:
         failures.hide_engine(error)
+    if isinstance(error, StartupFailure) and error.cause == NO_IMPORT:
+        item.session.shouldfail = "mgpu-check: no rank can start, because an import fails"
     report = yield
     if report.outcome == "failed":
         if call.excinfo is not None and error is not None and error is not call.excinfo.value:

@@ -251,7 +251,12 @@ class GpuSession:
             The number of devices of the test.
         """
         self.forget_test()
-        slots = self.leasing.begin(count, name)
+        try:
+            slots = self.leasing.begin(count, name)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # from outside, as by pytest-timeout
+                error.add_note("the test was still waiting for GPUs that other tests use")
+            raise
         self._note_deaths()
         self.pool.begin_test(slots)
         self._last = name

@@ -16,7 +16,7 @@ from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.frames import is_engine, is_installed
 
-_ON_PURPOSE = (CheckFailure, ValueError, TypeError, pytest.UsageError, RankHang)
+_ON_PURPOSE = (CheckFailure, pytest.fail.Exception, ValueError, TypeError, pytest.UsageError, RankHang)
 _REPLAY = "repeat with"
 _SECOND_LOOK = "second look"
 _LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)
@@ -64,16 +64,22 @@ def hide_engine(error: BaseException) -> None:
     for error in errors:  # which grows
         behind = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
         errors += [one for one in behind if one is not None and not any(one is known for known in errors)]
-        tb, frames = error.__traceback__, list[types.TracebackType]()
+        tb, frames, of_engine = error.__traceback__, list[types.TracebackType](), False
         while tb is not None:
-            frames.append(tb)
+            file = tb.tb_frame.f_code.co_filename
+            of_engine = is_engine(file) or (of_engine and is_installed(file))  # or of a library that the engine calls
+            frames += [] if of_engine else [tb]
             tb = tb.tb_next
-        users = [frame for frame in frames if not is_engine(frame.tb_frame.f_code.co_filename)]
-        place = next((frame for frame in reversed(frames) if not is_installed(frame.tb_frame.f_code.co_filename)), None)
-        if place in users or place is None or isinstance(error, _ON_PURPOSE):
-            for frame, after in zip(users, [*users[1:], None], strict=False):
-                frame.tb_next = after
-            error.__traceback__ = users[0] if users else None
+        if of_engine and not isinstance(error, _ON_PURPOSE):
+            continue
+        for frame, after in zip(frames, [*frames[1:], None], strict=False):
+            frame.tb_next = after
+        error.__traceback__ = frames[0] if frames else None
+        if isinstance(error, pytest.fail.Exception) and all(
+            is_installed(f.tb_frame.f_code.co_filename) for f in frames
+        ):
+            error.pytrace = False  # of pytest-timeout, outside of the test's body
+            error.msg = "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def replace_traceback(
