@@ -17,6 +17,7 @@ from mgpu_check.asserts.known_defects import reported_to
 from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin.forwarding import steps_to
+from mgpu_check.plugin.rank_logging import Logging
 from mgpu_check.plugin.ranks import Ranks, abandoning
 from mgpu_check.plugin.replacements import Replacements
 from mgpu_check.plugin.report.drawn import Drawn
@@ -141,6 +142,7 @@ def record_replacements(session: pytest.Session) -> None:
     replacements.start()
     session.config.add_cleanup(replacements.end)
     gpu_session.changes = replacements.changes
+    gpu_session.how_to_log = functools.partial(Logging.of, session.config)
 
 
 def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:

@@ -26,10 +26,11 @@ from mgpu_check.asserts.surface import heard_by as calls_heard_by
 from mgpu_check.engine.rank_side import uncaught
 from mgpu_check.engine.rank_side.coverage import Measuring
 from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
-from mgpu_check.engine.rank_side.worker import at_rest, tell
+from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
 from mgpu_check.plugin.forwarding import Collector
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.rank_logging import Logging, logged
 from mgpu_check.plugin.raw_errors import as_finding
 from mgpu_check.plugin.replacements import Changes
 from mgpu_check.processes.frames import is_check, is_engine
@@ -53,6 +54,7 @@ def call(
     drawn: bool,
     coverage: str | None,
     changes: Changes | None,
+    how_to_log: Logging | None,
 ) -> Any:
     """Call `function` as pytest would.
 
@@ -76,6 +78,7 @@ def call(
             example,
             without_debugger(),
             changes or contextlib.nullcontext(),
+            logged(how_to_log, log_files, tell),
         ):
             result = function(*args, **kwargs)
             _warn_of_strays()

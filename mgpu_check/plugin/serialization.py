@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.rank_logging import Logging
 from mgpu_check.plugin.replacements import Changes
 
 Filter = tuple[str, str, type[Warning], str, int]
@@ -48,6 +49,7 @@ class Shipped:
     filters: tuple[Filter, ...]
     drawn: bool = False
     coverage: str | None = None
+    how_to_log: Logging | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check.plugin import in_rank  # in the rank: it imports torch
@@ -61,6 +63,7 @@ class Shipped:
             drawn=self.drawn,
             coverage=self.coverage,
             changes=self.changes,
+            how_to_log=self.how_to_log,
         )
 
 

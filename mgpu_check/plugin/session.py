@@ -22,6 +22,7 @@ from mgpu_check.version import torch_version, version
 if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.plugin.rank_logging import Logging
     from mgpu_check.plugin.replacements import Changes
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
@@ -58,6 +59,7 @@ class GpuSession:
         preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
             import touches no real device.
         on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
+        how_to_log: returns how ranks log.
         changes: returns what fixtures and test files have changed in modules; see `Replacements.changes`.
         until_end: contexts that end with the current test.
     """
@@ -75,6 +77,7 @@ class GpuSession:
         self.on_wait: Callable[[str], None] = lambda line: None
         self.preload: list[str] = []
         self.on_ranks: Callable[[], None] = lambda: None
+        self.how_to_log: Callable[[], Logging | None] = lambda: None
         self.changes: Callable[[Callable[..., Any]], Changes | None] = lambda function: None
         self.until_end = contextlib.ExitStack()
         self._leasing: Leasing | None = None
@@ -123,7 +126,8 @@ class GpuSession:
         from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         changes = self.changes(function)
-        return Shipped(changes, function, self.fault, warning_filters(), self.test.drawn, coverage_here())
+        how = warning_filters(), self.test.drawn, coverage_here(), self.how_to_log()
+        return Shipped(changes, function, self.fault, *how)
 
     @property
     def leasing(self) -> Leasing:

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ _BACKENDS = "cpu:gloo,cuda:nccl"
 
 _told: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
+log_files: list[TextIO] = []
+"""The file for the log of this rank; empty in other processes."""
 
 
 def tell(what: tuple[str, Any]) -> None:
@@ -47,13 +49,14 @@ def at_rest(callback: Callable[[], None]) -> None:
     _at_rest.append(callback)
 
 
-def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
+def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
     """Run the rank that the first message describes until the connection closes, and return the exit code.
 
     Args:
         directory: the run's directory for temporary files.
     """
     connection = RankEnd(connection_fd)
+    log_files.append(os.fdopen(log_fd, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))
     _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
     uncaught.listen()

@@ -32,8 +32,8 @@ def add_output(item: pytest.Item, output: Sequence[tuple[str, str, str]], when: 
     """
     for title, text in joined(output):
         item.add_report_section(when, title, text)
-    for who, _, text in output:
-        if item.config.option.capture == "no":
+    for who, stream, text in output:
+        if item.config.option.capture == "no" and stream != "log":  # as pytest, which prints no log
             lines = "".join(f"[{who}] {line}\n" for line in text.splitlines())
             encoding = sys.stdout.encoding or "utf-8"
             sys.stdout.write(lines.encode(encoding, "backslashreplace").decode(encoding))
