@@ -172,7 +172,7 @@ class Worker:
                     os._exit(0)
                 raise
             if isinstance(message, protocol.Call):
-                self.connection.send(self.call(message))
+                self.send_result(self.call(message))
             elif isinstance(message, protocol.Settle):
                 self.connection.send(self.settle())
             elif isinstance(message, protocol.Meet):
@@ -206,12 +206,7 @@ class Worker:
             result = function(
                 *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
             )
-            try:
-                value = pickling.dumps_apart(result)
-            except Exception as error:
-                raise TypeError(
-                    f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
-                ) from None
+            value = self.pickle_result(result)
             settled = self.devices.idle()
         except BaseException as error:
             value = None
@@ -240,6 +235,19 @@ class Worker:
             reusable,
         )
         return self.outcome
+
+    # Stacks name these two functions, in which a large result takes long: see `stacks.RETURNING`.
+
+    def pickle_result(self, result: object) -> pickling.Pickled:
+        try:
+            return pickling.dumps_apart(result)
+        except Exception as error:
+            raise TypeError(
+                f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
+            ) from None
+
+    def send_result(self, outcome: protocol.Outcome) -> None:
+        self.connection.send(outcome)
 
     def pause(self, message: protocol.Paused) -> None:
         """Report a finished part of the call, and wait until the other ranks have finished it, too."""
