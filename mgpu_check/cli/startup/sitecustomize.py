@@ -89,6 +89,12 @@ def _record(settings: dict[str, Any]) -> None:
     )
 
 
+def _end_before_training() -> None:
+    with _OurPackage():
+        from mgpu_check.cli.init_arguments import end_before_training
+    end_before_training()
+
+
 def _act_after_torch(actions: list[Callable[[], None]]) -> None:
     """Call each of `actions` once, after torch is imported.
 
@@ -196,6 +202,8 @@ def _main() -> None:
         actions.append(functools.partial(_simulate, int(count), backing))
     else:
         _leave_environment()
+    if "_MGPU_CHECK_ARGUMENTS" in os.environ:
+        actions.append(_end_before_training)
     told = os.environ.pop("_MGPU_CHECK_COMPARE", None)
     if told is not None:
         import json  # imported here, because most Pythons do not need it
