@@ -73,7 +73,6 @@ def assert_evaluation_agrees(
         ValueError: an argument is not valid; `build`, `batch` or `evaluate` returns something unusable; or `step`
             changes no parameter.
     """
-    __tracebackhide__ = True
     check_count("assert_evaluation_agrees", "steps", steps)
     numbers = sizes_of("assert_evaluation_agrees", sizes)
     worlds = world_sizes_of(ranks, world_sizes)
@@ -96,7 +95,6 @@ def assert_evaluation_agrees(
 
 
 def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
-    __tracebackhide__ = True
     compared = _run(ranks, program, size, measure=False)
     if _wrong(compared) and not _of(compared, "parameter", "buffer"):
         compared = _run(ranks, program, size, measure=True)
@@ -111,7 +109,6 @@ def _case(program: Evaluated, size: int) -> dict[str, object]:
 
 
 def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list[Compared]:
-    __tracebackhide__ = True
     from mgpu_check.gates.evaluation import compare_ranks, train_and_evaluate
 
     with Scratch.new("evaluate") as root:

@@ -103,7 +103,6 @@ def assert_resume_continues(
         ValueError: an argument is not valid; `train` returns no mapping, or a value that cannot be compared; the later
             steps change nothing; or two uninterrupted runs differ.
     """
-    __tracebackhide__ = True
     check_count(_GATE, "steps", steps)
     check_tolerance(_GATE, tolerance, by_name=False)
     if save_on is None and load_on is None:
@@ -212,7 +211,6 @@ class _TrainingRuns:
 
 
 def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None) -> None:
-    __tracebackhide__ = True
     from mgpu_check.gates.resharding import resharded, same_training
     from mgpu_check.gates.states import compare, epochs_of
 

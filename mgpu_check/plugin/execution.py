@@ -163,7 +163,6 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
 
     @functools.wraps(original)
     def sent(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         if needs.where == "node" and isinstance(kwargs.get("gpus"), Absent) and needs.count:
             kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
         for name, value in kwargs.items():
@@ -188,7 +187,6 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
 def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Callable[..., Any]:
     @functools.wraps(body)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         try:
             result = body(*args, **kwargs)
         except RankHang as hang:
