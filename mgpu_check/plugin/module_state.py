@@ -66,10 +66,10 @@ def set_by(modules: Iterable[types.ModuleType]) -> Iterator[Place]:
     Watched modules know their attributes. The rest is read from the statements that run in the pytest process: those
     outside of functions, and those of fixtures, hooks and tests.
     """
-    files = {module.__file__ or "": module for module in modules}
-    for module in list(sys.modules.values()):
-        names = vars(module).get("__set_by__", {}) if isinstance(module, WatchedModule) else {}
-        yield from ((module, False, name) for name, file in names.items() if file in files)
+    files = {module.__file__: module for module in modules if module.__file__}
+    for watched in [module for module in sys.modules.values() if isinstance(module, WatchedModule)]:
+        names = vars(watched).get("__set_by__", {})
+        yield from ((watched, False, name) for name, file in names.items() if file in files)
     for file, module in files.items():
         for target in () if file.startswith(_PACKAGE) else _targets(file):
             with contextlib.suppress(Exception):  # the statement may not have run, and properties may raise anything
@@ -77,12 +77,14 @@ def set_by(modules: Iterable[types.ModuleType]) -> Iterator[Place]:
 
 
 def _places(target: ast.Attribute | ast.Subscript, variables: Mapping[str, Any]) -> Iterator[Place]:
+    """Yield what exists of a target: a statement that runs on ranks only has set nothing here."""
     holder = _value(target.value, variables)
     if isinstance(target, ast.Attribute):
-        yield holder, False, target.attr
+        if target.attr in vars(holder):
+            yield holder, False, target.attr
     elif isinstance(holder, Mapping):
         keys = [target.slice.value] if isinstance(target.slice, ast.Constant) else [*holder]
-        yield from ((holder, True, key) for key in keys)
+        yield from ((holder, True, key) for key in keys if key in holder)
     elif isinstance(holder, list | set) and isinstance(target.value, ast.Attribute):
         yield _value(target.value.value, variables), False, target.value.attr
 
@@ -96,17 +98,27 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
 @functools.lru_cache(maxsize=256)
 def _targets(file: str) -> tuple[ast.Attribute | ast.Subscript, ...]:
     """Return the attributes and items that statements of a file set in the pytest process."""
+    try:
+        todo: list[tuple[ast.AST, bool]] = [(ast.parse(Path(file).read_bytes()), False)]
+    except (OSError, SyntaxError, ValueError):
+        return ()
     targets: list[ast.Attribute | ast.Subscript] = []
-    todo: list[ast.AST] = [ast.parse(Path(file).read_bytes())]
     while todo:
-        node = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            fixture = any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
-            if not fixture and not node.name.startswith(("pytest_", "test", "setup")):
+        node, inside = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if inside or not _runs_here(node):  # a function in a test is for ranks
                 continue
+            inside = True
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             targets.append(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
             targets.append(ast.Subscript(node.func.value, ast.Slice()))
-        todo += ast.iter_child_nodes(node)
+        todo += ((child, inside) for child in ast.iter_child_nodes(node))
     return tuple(targets)
+
+
+def _runs_here(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> bool:
+    return not isinstance(function, ast.Lambda) and (
+        function.name.startswith(("pytest_", "test", "setup_", "setUp"))
+        or any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list)
+    )
