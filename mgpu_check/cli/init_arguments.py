@@ -56,25 +56,25 @@ def learned(started: str, given: Sequence[str]) -> tuple[tuple[ScriptArgument, .
             return (), f"it did not parse them within {_TIMEOUT:g} s"
         if file.exists():
             options = tuple(ScriptArgument(**argument) for argument in json.loads(file.read_text(encoding="utf-8")))
-            return options, "" if options else "it starts to train before it parses any"
+            return options, "" if options else "no parser ran before it ended or began to train"
         last = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return (), f"it ended before it parsed them: {''.join(last) or f'exit code {ran.returncode}'}"
 
 
-_found: dict[str, ScriptArgument] = {}
+_arguments: dict[str, ScriptArgument] = {}
 
 
 def main() -> None:
     """Run the script of this process's command line, and write its arguments to a file."""
-    kind: Any = argparse.ArgumentParser
-    kind.parse_args = _parsing(kind.parse_args, last=True)
-    kind.parse_known_args = _parsing(kind.parse_known_args, last=False)
+    parsers: Any = argparse.ArgumentParser
+    parsers.parse_args = _parsing(parsers.parse_args, last=True)
+    parsers.parse_known_args = _parsing(parsers.parse_known_args, last=False)
     with contextlib.suppress(ImportError):
         importlib.import_module("click").Command.main = _parse_by_click
     try:
         _run(sys.argv[1:])
     except SystemExit:  # of a parser
-        if not _found:
+        if not _arguments:
             raise
     _end()
 
@@ -89,14 +89,14 @@ def end_before_training() -> None:
 
 def _end(*_: object, **__: object) -> NoReturn:
     with open(os.environ[_FILE], "w", encoding="utf-8") as output:
-        json.dump([vars(argument) for argument in _found.values()], output)
+        json.dump([vars(argument) for argument in _arguments.values()], output)
     os._exit(0)
 
 
 def _parsing(original: Callable[..., Any], last: bool) -> Callable[..., Any]:
     def parse(parser: Any, args: Any = None, namespace: Any = None) -> Any:
         if args is None or [*args] == sys.argv[1:]:
-            _found.update((argument.name, argument) for argument in _of_argparse(parser))
+            _arguments.update((argument.name, argument) for argument in _of_argparse(parser))
             if last:
                 _end()
         return original(parser, args, namespace)
@@ -105,7 +105,7 @@ def _parsing(original: Callable[..., Any], last: bool) -> Callable[..., Any]:
 
 
 def _parse_by_click(command: Any, *_: object, **__: object) -> NoReturn:
-    _found.update((argument.name, argument) for argument in _of_click(command))
+    _arguments.update((argument.name, argument) for argument in _of_click(command))
     _end()
 
 

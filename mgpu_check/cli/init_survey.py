@@ -83,12 +83,12 @@ class TrainingScript:
 
     @property
     def subcommands(self) -> bool:
-        """Whether its first argument decides which others it has."""
+        """True if its first argument is the name of a subcommand."""
         return any(option.subcommand for option in self.options)
 
     @property
     def training_arguments(self) -> bool:
-        """Whether the `TrainingArguments` of transformers read its arguments."""
+        """True if `TrainingArguments` of transformers read its arguments."""
         return any(option.name == "--per_device_train_batch_size" for option in self.options)
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,29 @@ def set_by(modules: Iterable[types.ModuleType]) -> Iterator[Place]:
     outside of functions, and those of fixtures, hooks and tests.
     """
     files = {module.__file__: module for module in modules if module.__file__}
-    for watched in [module for module in sys.modules.values() if isinstance(module, WatchedModule)]:
-        names = vars(watched).get("__set_by__", {})
-        yield from ((watched, False, name) for name, file in names.items() if file in files)
-    for file, module in files.items():
+    watched = [module for module in sys.modules.values() if isinstance(module, WatchedModule)]
+    for module in watched:
+        names = vars(module).get("__set_by__", {})
+        yield from ((module, False, name) for name, file in names.items() if file in files)
+    known = {id(value) for module in watched for value in (module, *vars(module).values())}
+    for file, test in files.items():
         for target in () if file.startswith(_PACKAGE) else _targets(file):
             with contextlib.suppress(Exception):  # the statement may not have run, and properties may raise anything
-                yield from _places(target, vars(module))
+                yield from _places(target, vars(test), known)
 
 
-def _places(target: ast.Attribute | ast.Subscript, variables: Mapping[str, Any]) -> Iterator[Place]:
-    """Yield what exists of a target: a statement that runs on ranks only has set nothing here."""
+def _places(target: ast.expr, variables: Mapping[str, Any], known: Collection[int]) -> Iterator[Place]:
+    """Yield what exists of a target: a statement that runs on ranks only has set nothing here.
+
+    Args:
+        known: the ids of the objects that other processes find by the name of a module, and at most one below it.
+    """
+    if not isinstance(target, ast.Attribute | ast.Subscript):
+        return
     holder = _value(target.value, variables)
-    if isinstance(target, ast.Attribute):
+    if id(holder) not in known:
+        yield from _places(target.value, variables, known)
+    elif isinstance(target, ast.Attribute):
         if target.attr in vars(holder):
             yield holder, False, target.attr
     elif isinstance(holder, Mapping):

@@ -33,9 +33,13 @@ class Logging:
         if not config.pluginmanager.has_plugin("logging-plugin"):
             return None
         loggers = {"": logging.root, **logging.root.manager.loggerDict}
-        levels = {name: one.level for name, one in loggers.items() if isinstance(one, logging.Logger) and one.level}
+        levels = {
+            name: logger.level
+            for name, logger in loggers.items()
+            if isinstance(logger, logging.Logger) and logger.level
+        }
         form, dates = (config.getoption(name) or config.getini(name) for name in ("log_format", "log_date_format"))
-        return cls(levels, form, dates)
+        return cls({name: level for name, level in levels.items() if level}, form, dates)
 
 
 class _Records(logging.Handler):
@@ -74,7 +78,7 @@ def logged(how: Logging | None, files: Iterable[TextIO], tell: Callable[[tuple[s
             logger.setLevel(level)
         yield
     finally:
-        logging.root.handlers[:] = [one for one in logging.root.handlers if one not in (*lines, records)]
+        logging.root.handlers[:] = [handler for handler in logging.root.handlers if handler not in (*lines, records)]
         for logger, level in before.items():
             logger.setLevel(level)
 

@@ -53,7 +53,7 @@ class _Replacement:
 
 
 class Changes:
-    """Changes of modules, for a call in another process: a context in which they are made.
+    """Changes of modules for a call in another process, which last as long as this context.
 
     Unpickling makes them already, because the function that follows may import modules that need them.
     """
@@ -108,7 +108,7 @@ class Replacements:
 
     def __init__(self, modules: Callable[[], Iterable[types.ModuleType]]) -> None:
         self._modules = modules
-        self._warned: set[tuple[str, str, int]] = set()
+        self._warned: dict[tuple[str, int], set[str]] = {}
         self._patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
         self._mocks: list[Any] = []
         self._undo = contextlib.ExitStack()
@@ -148,51 +148,50 @@ class Replacements:
         Warns of values that cannot be sent: mocks, because ranks would only get copies, and values that cannot be
         pickled. The warning points at the first line of `function`, which the ranks will run.
         """
-        made: list[_Replacement] = []
+        replacements: list[_Replacement] = []
         missing: dict[str, str] = {}
         for target, item, name in self._places():
             if target is os.environ or (target is sys and name in _STREAMS):
                 continue  # ranks receive the variables anyway, and have their own output
-            if (where := self._paths.of(target)) is None:
+            if (path := self._paths.of(target)) is None:
                 continue
             try:
-                made.append(_replacement(where, target, item, name))
+                replacements.append(_replacement(path, target, item, name))
             except _CannotBeSent as error:
-                shown = ".".join((where[0], *where[1], *(() if item else (name,)))) + (f"[{name!r}]" if item else "")
+                shown = ".".join((path[0], *path[1], *(() if item else (name,)))) + (f"[{name!r}]" if item else "")
                 missing[shown] = (
                     f"{shown} is set in the pytest process only, because its value {error}; set it in the function "
                     "that runs on the ranks, such as build or step"
                 )
         code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
-        for warning in {
-            (sentence, code.co_filename, code.co_firstlineno) for sentence in missing.values()
-        } - self._warned:
-            self._warned.add(warning)
-            warnings.warn_explicit(warning[0], pytest.PytestWarning, *warning[1:])
-        return Changes(pickling.dumps(tuple(made)), missing)
+        place = code.co_filename, code.co_firstlineno
+        for sentence in set(missing.values()) - self._warned.setdefault(place, set()):
+            self._warned[place].add(sentence)
+            warnings.warn_explicit(sentence, pytest.PytestWarning, *place)
+        return Changes(pickling.dumps(tuple(replacements)), missing)
 
     def _places(self) -> Collection[Place]:
-        found: dict[tuple[int, Any], Place] = {}
+        places: dict[tuple[int, Any], Place] = {}
         for patch in list(self._patches):
             for target, name, _ in patch._setattr:
-                found[id(target), name] = target, False, name
+                places[id(target), name] = target, False, name
             for target, key, _ in patch._setitem:
-                found[id(target), repr(key)] = target, True, key
+                places[id(target), repr(key)] = target, True, key
         for one in self._mocks:
             if isinstance(one, _patch_dict):
                 original = getattr(one, "_original", None) or {}
                 now = one.in_dict
                 for key in {*original, *now}:
                     if key not in now or key not in original or now[key] is not original[key]:
-                        found[id(now), repr(key)] = now, True, key
+                        places[id(now), repr(key)] = now, True, key
             elif one.target is not None:
-                found[id(one.target), one.attribute] = one.target, False, one.attribute
+                places[id(one.target), one.attribute] = one.target, False, one.attribute
         for target, item, name in set_by(self._modules()):
             path = self._paths.of(target)
             if path is not None and isinstance(sys.modules[path[0]], WatchedModule):
-                found.setdefault((id(target), repr(name) if item else name), (target, item, name))
-        self._paths.forget_all_but([target for target, _, _ in found.values()])
-        return found.values()
+                places.setdefault((id(target), repr(name) if item else name), (target, item, name))
+        self._paths.forget_all_but([target for target, _, _ in places.values()])
+        return places.values()
 
 
 class _ImportPaths:

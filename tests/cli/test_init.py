@@ -298,7 +298,7 @@ def step():
 PARSERS = {
     "import used, torch\noptimizer = torch.optim.SGD([torch.ones(1)], lr=1)\nused.step()": (
         [],
-        "it starts to train before it parses any",
+        "no parser ran before it ended or began to train",
     ),
     "import used, missing\nused.step()": (
         [],

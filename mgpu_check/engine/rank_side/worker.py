@@ -236,7 +236,7 @@ class Worker:
         )
         return self.outcome
 
-    # Stacks name these two functions, in which a large result takes long: see `stacks.RETURNING`.
+    # A large result takes long in these two functions, and stacks name them: see `stacks.RETURNING`.
 
     def pickle_result(self, result: object) -> pickling.Pickled:
         try:
