@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.unmoved import left_on_cpu
 
 pytestmark = pytest.mark.gpus(2)
-FEW = {"sizes": "divisible", "max_examples": 2}
+FEW: Any = {"sizes": "divisible", "max_examples": 2}
 MODEL = "the model arrives on the CPU: move it to rank.device"
 BATCH = "the batch arrives on the CPU: move it to rank.device"
 BOTH = "model and batch arrive on the CPU: move both to rank.device"

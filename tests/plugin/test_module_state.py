@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 import pytest
 
@@ -177,7 +178,8 @@ def test_tracebacks_have_the_frames_of_the_user(run, pytester):
 @pytest.mark.parametrize("error", [ValueError, KeyError])
 def test_a_defect_of_the_engine_keeps_its_frames(error):
     code = compile("def fail(error): raise error", "/site-packages/mgpu_check/engine/pool.py", "exec")
-    exec(code, module := {})
+    module: dict[str, Any] = {}
+    exec(code, module)
     try:
         module["fail"](error())
     except error as raised:
