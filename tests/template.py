@@ -348,40 +348,28 @@ def _customize() -> None:
     importlib.import_module("sitecustomize")
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module that was imported already. It is a loader of a file, as that of torch, which our start-up code
-    watches."""
-
-    finder: _ToBeImported
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return self.finder.module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        self.finder.imported()
-
-
-class _ToBeImported:
-    """Finds a module that was imported already, and with it the `others` that its import has brought."""
+class _ToBeImported(importlib.machinery.SourceFileLoader):
+    """Finds and loads a module that was imported already, and with it the `others` that its import has brought."""
 
     def __init__(self, module: types.ModuleType, others: Mapping[str, types.ModuleType] | None = None) -> None:
-        self.module, self._spec = module, module.__spec__
+        self._module, self._spec = module, module.__spec__
         self.others = others or {}
-        finder: Any = self
-        sys.meta_path.insert(0, finder)
+        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self.module.__name__:
+        if name != self._module.__name__:
             return None
-        loader = _Loader(name, self.module.__file__ or "")
-        loader.finder = self
-        spec = importlib.machinery.ModuleSpec(name, loader)
-        spec.submodule_search_locations = getattr(self.module, "__path__", None)  # `-m` needs it to know a package
+        super().__init__(name, self._module.__file__ or "")  # our start-up code watches loaders of files
+        spec = importlib.machinery.ModuleSpec(name, self)
+        spec.submodule_search_locations = getattr(self._module, "__path__", None)  # `-m` needs it to know a package
         return spec
 
-    def imported(self) -> None:
-        self.module.__spec__ = self._spec
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec
+        sys.meta_path.remove(self)
         sys.modules.update(self.others)
 
 
