@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mgpu_check.cli import launched
 from mgpu_check.cli.codes import INTERNAL_ERROR, WRONG_USAGE
-from mgpu_check.version import __version__
+from mgpu_check.version import __version__, without_torch
 
 _COMMANDS = {
     "accept": "accept or reject this node, and name the GPU or the link: accept --gpus=8 --report=node.html",
@@ -82,12 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str, arguments: Sequence[str]) -> int:
-    command = importlib.import_module(f"mgpu_check.cli.{name}")
     try:
+        command = importlib.import_module(f"mgpu_check.cli.{name}")
         return int(command.main(arguments))
     except SystemExit as stop:  # of an argument parser
         return int(stop.code or 0)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (missing := without_torch()):
+            print(f"mgpu-check {name}: {missing}", file=sys.stderr)
+            return WRONG_USAGE
         # Python would exit with 1, which says that what was looked at is wrong.
         traceback.print_exc()
         print(f"mgpu-check {name}: internal error; of what it was to look at this says nothing", file=sys.stderr)

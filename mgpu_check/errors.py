@@ -22,14 +22,6 @@ class CheckFailure(AssertionError):
         super().__init__(message)
         self.ranks = tuple(ranks)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # AssertionError would rebuild the error from its message alone and lose what else it carries.
-        return (_rebuild, (type(self), str(self), self.ranks))
-
-
-def _rebuild(kind: type[CheckFailure], message: str, ranks: tuple[int, ...]) -> CheckFailure:
-    return kind(message, ranks=ranks)
-
 
 class DeviceEnumerationError(CheckFailure):
     """The devices are not those that were asked for, not distinct, or not usable."""
@@ -69,15 +61,6 @@ class ScalingMismatch(CheckFailure):
         self.mistakes = tuple(mistakes)
         self.site = site
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_scaling, (str(self), self.ranks, self.mistakes, self.site))
-
-
-def _rebuild_scaling(
-    message: str, ranks: tuple[int, ...], mistakes: tuple[str, ...], site: str = ""
-) -> ScalingMismatch:
-    return ScalingMismatch(message, ranks=ranks, mistakes=mistakes, site=site)
-
 
 class NotCompared(CheckFailure):
     """Nothing is known to be wrong, but some of what was trained could not be compared with one device.
@@ -88,13 +71,6 @@ class NotCompared(CheckFailure):
     def __init__(self, message: str, *, ranks: Iterable[int] = (), names: Iterable[str] = ()) -> None:
         super().__init__(message, ranks=ranks)
         self.names = tuple(names)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_not_compared, (str(self), self.ranks, self.names))
-
-
-def _rebuild_not_compared(message: str, ranks: tuple[int, ...], names: tuple[str, ...]) -> NotCompared:
-    return NotCompared(message, ranks=ranks, names=names)
 
 
 class DeviceMismatch(CheckFailure):
@@ -112,13 +88,6 @@ class UnexpectedError(CheckFailure):
         super().__init__(message, ranks=ranks)
         self.kind = kind
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_unexpected, (str(self), self.ranks, self.kind))
-
-
-def _rebuild_unexpected(message: str, ranks: tuple[int, ...], kind: str) -> UnexpectedError:
-    return UnexpectedError(message, ranks=ranks, kind=kind)
-
 
 class RankFailure(CheckFailure):
     """At least one rank raised while it ran a function of the test.
@@ -133,10 +102,14 @@ class RankDied(RankFailure):
     """At least one rank's process ended: by a signal, or by an exit that the engine did not ask for."""
 
 
+NO_IMPORT = "ImportError"
+"""The cause of a `StartupFailure` if torch, or a module that all ranks need, cannot be imported."""
+
+
 class StartupFailure(RankFailure):
     """The ranks of a world did not come up: an import failed, or the process group could not be formed.
 
-    ``cause`` names the class of what a rank raised, such as "DeviceRefused"; empty where none did.
+    ``cause`` names the class of what a rank raised, such as "DeviceRefused", or is `NO_IMPORT`; empty where none did.
     """
 
     cause: str = ""
@@ -158,13 +131,6 @@ class RankHang(BaseException):
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_hang, (type(self), str(self), self.ranks))
-
-
-def _rebuild_hang(kind: type[RankHang], message: str, ranks: tuple[int, ...]) -> RankHang:
-    return kind(message, ranks=ranks)
 
 
 class RankHangInFixture(RankHang, Exception):

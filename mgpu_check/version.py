@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import sys
 
 __version__ = "0.1.0"
 
@@ -15,6 +17,13 @@ def version() -> str:
 def torch_version() -> str:
     """Return the version of torch, without importing it."""
     return _version("torch")
+
+
+def without_torch() -> str:
+    """Return a sentence if this Python has no torch; "" if it has."""
+    if "torch" in sys.modules or ((spec := importlib.util.find_spec("torch")) is not None and spec.origin is not None):
+        return ""
+    return f"torch is not installed for {sys.executable}: install torch 2.11 or newer there, or run another Python"
 
 
 def _version(name: str) -> str:

@@ -348,7 +348,7 @@ def _customize() -> None:
     importlib.import_module("sitecustomize")
 
 
-class _ToBeImported(importlib.abc.Loader):
+class _ToBeImported(importlib.machinery.SourceFileLoader):
     """Finds and loads a module that was imported already, and with it the `others` that its import has brought."""
 
     def __init__(self, module: types.ModuleType, others: Mapping[str, types.ModuleType] | None = None) -> None:
@@ -359,6 +359,7 @@ class _ToBeImported(importlib.abc.Loader):
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name != self._module.__name__:
             return None
+        super().__init__(name, self._module.__file__ or "")  # our start-up code watches loaders of files
         spec = importlib.machinery.ModuleSpec(name, self)
         spec.submodule_search_locations = getattr(self._module, "__path__", None)  # `-m` needs it to know a package
         return spec

@@ -11,13 +11,14 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
 from mgpu_check.cli.comparing import after_options, is_python, launched_by
+from mgpu_check.cli.init_arguments import learned
 from mgpu_check.cli.init_documented import Command
 from mgpu_check.cli.init_source import ScriptArgument
 from mgpu_check.cli.init_survey import Survey, TrainingScript, survey
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         prog="mgpu-check init",
         usage=_USAGE,
         description="Find the training script of the current directory, write a test that compares it on one device "
-        "and on several, and run it on simulated GPUs. The files are parsed, not imported.",
+        "and on several, and run it on simulated GPUs. The script runs until it parses its arguments.",
         epilog="Name the script after -- if another one is found, or if it needs arguments: mgpu-check init -- "
         "train.py --data=samples",
         allow_abbrev=False,
@@ -117,10 +118,14 @@ def main(argv: Sequence[str]) -> int:
             f"do: name it, mgpu-check init -- train.py --args; or test a step or a loader: {_HOW_TO}/gate.md"
         )
         return UNDECIDED
+    unknown = ""
+    if entry.parses and not entry.options and not entry.hydra:
+        options, unknown = learned(entry.started, arguments)
+        entry = replace(entry, options=options)
     words, assumed = fitted_arguments(entry, arguments)
     if entry.autocast:
         assumed.append("autocast and GradScaler are off: rounding to narrower dtypes hides mistakes")
-    _tell(entry, found, assumed)
+    _tell(entry, found, assumed, unknown)
     example = f"mgpu-check init -- {shlex.join(program) or f'{entry.started} {_example(entry)}'}"
     if missing := _missing(entry, words):
         print(f"nothing was written: the script needs {', '.join(missing)}")
@@ -189,7 +194,8 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
     Args:
         given: the user's arguments, which are kept.
     """
-    words, assumed, fits = list(given), [], [*_sizes(entry, given), *_others(entry)]
+    sizes = [] if entry.training_arguments else _sizes(entry, given)
+    words, assumed, fits = list(given), [], [*sizes, *_others(entry)]
     for option, row in fits:
         if not option.is_in(given) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
@@ -237,7 +243,7 @@ def _fitting(row: _Fit, options: Sequence[ScriptArgument]) -> ScriptArgument | N
     return min(filter(row.fits, options), key=lambda option: len(option.name), default=None)
 
 
-def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
+def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str], unknown: str) -> None:
     print(f"script: {entry.path}, which uses {', '.join(entry.parallel) or 'one device, as far as its source shows'}")
     if not entry.parallel:
         print("  the test fails until ranks share the work, as with DistributedDataParallel")
@@ -256,7 +262,7 @@ def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str]) -> None:
     if entry.subcommands:
         print("  not read: what each of its subcommands needs; give them after --")
     elif not entry.options:
-        print("  not read: the arguments of the script, which its source does not list; give them after --")
+        print(f"  its arguments are not known: {unknown or 'no parser of them was found'}; give them after --")
 
 
 def _installed(package: str) -> bool:

@@ -1,15 +1,14 @@
-"""Read what `mgpu-check init` needs of one Python file: its imports, calls and arguments. The file is not run."""
+"""Read what `mgpu-check init` needs of one Python file: its imports and calls. The file is not run."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 _TRAINER = re.compile(r"\w*Trainer")
 _TRAINS = re.compile(r"(.*\.)?(\w*trainer\.(fit|train)|LightningCLI)", re.IGNORECASE)
-_FLAGS = {"store_true", "store_false", "store_const", "append_const", "count", "help", "version"}  # without a value
 _RANKS = re.compile(r"world|n_?gpus?|num_gpus|nprocs|num_processes|replicas|ranks", re.IGNORECASE)
 
 
@@ -21,12 +20,14 @@ class ScriptArgument:
         required: the script does not start without it.
         integer: its values are integers.
         names: all its names, as "-b" and "--batch-size".
+        subcommand: it is the name of a subcommand, which has further arguments.
     """
 
     name: str
     required: bool = False
     integer: bool = False
     names: tuple[str, ...] = ()
+    subcommand: bool = False
 
     def is_in(self, words: Sequence[str]) -> bool:
         """Return whether a command line sets this argument."""
@@ -48,8 +49,7 @@ class SourceFile:
     imports: set[str] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
     classes: set[str] = field(default_factory=set)
-    options: list[ScriptArgument] = field(default_factory=list)
-    own_options: list[ScriptArgument] = field(default_factory=list)  # of the block of `__main__`
+    variables: list[ScriptArgument] = field(default_factory=list)  # that the command line sets
     configuration: tuple[str, str] | None = None  # directory and name of Hydra's
     divided: set[str] = field(default_factory=set)  # names that the code divides by the number of ranks
     relative: bool = False  # has relative imports
@@ -87,7 +87,9 @@ def facts(source: bytes) -> SourceFile:
             made.calls |= {name, name.rpartition(".")[2]}
             if place != "function":
                 outside.add(name.rpartition(".")[2])
-            _call(name, node, made, place)
+            if name == "hydra.main":
+                given = {word.arg: _text(word.value) for word in node.keywords}
+                made.configuration = (given.get("config_path") or "", given.get("config_name") or "config")
         elif isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
             numerator, by = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
             if _RANKS.search(_name(by)):
@@ -96,7 +98,7 @@ def facts(source: bytes) -> SourceFile:
     made.imports.discard("")
     made.starts = guarded or (trains(made.calls) and not outside.isdisjoint({*own, "backward", "fit", "train"}))
     if "exec" in made.calls:  # of a file that sets module variables from the command line, as nanoGPT's configurator
-        made.options += [
+        made.variables += [
             ScriptArgument(f"--{name.id}")
             for node in tree.body
             if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.BinOp))
@@ -124,42 +126,8 @@ def _is_main(test: ast.expr) -> bool:
     return any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
 
 
-def _call(name: str, node: ast.Call, made: SourceFile, place: str) -> None:
-    given = {word.arg: word.value for word in node.keywords if word.arg}
-    if name == "hydra.main":
-        made.configuration = (_text(given.get("config_path")) or "", _text(given.get("config_name")) or "config")
-    adds = name.endswith("add_argument") or name in ("click.option", "click.argument")
-    if adds and (option := _option(node, given, positional=name != "click.option")) is not None:
-        (made.own_options if place == "main" else made.options).append(option)
-
-
-def _option(node: ast.Call, given: Mapping[str, ast.expr], positional: bool) -> ScriptArgument | None:
-    names = [word for word in map(_text, node.args) if word]
-    if not names:
-        return None
-    name = max(names, key=lambda word: (word.startswith("--"), len(word)))
-    action = given.get("action")
-    of_click = _literal(given.get("is_flag")) or _literal(given.get("count"))
-    if of_click or (action and (_text(action) in _FLAGS or _name(action).endswith("BooleanOptionalAction"))):
-        return None
-    required = _literal(given.get("required"))
-    integer = _name(given["type"]) == "int" if "type" in given else isinstance(_literal(given.get("default")), int)
-    if not name.startswith("-"):
-        optional = _literal(given.get("nargs")) in ("?", "*") or required is False
-        return ScriptArgument(name, positional and not optional and "default" not in given, integer)
-    return ScriptArgument(name, required is True, integer, tuple(names))
-
-
-def _text(node: ast.expr | None) -> str | None:
-    value = _literal(node)
-    return value if isinstance(value, str) else None
-
-
-def _literal(node: ast.expr | None) -> object:
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
+def _text(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _name(node: ast.expr) -> str:

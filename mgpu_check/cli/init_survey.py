@@ -1,6 +1,6 @@
 """Survey a repository for `mgpu-check init`: the scripts that train, and the arguments that a comparison needs.
 
-The files are parsed, never imported or run.
+The files are parsed, not run. `init_arguments` runs the chosen script up to its parser.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mgpu_check.cli.init_source import ScriptArgument, SourceFile, facts, trains
 
 _MOST_FILES = 5000
 _MOST_BYTES = 1 << 20
-_NEAR = 2  # imports from a script: farther files are of libraries, whose options are not those of the script
+_NEAR = 2  # imports from a script: farther files are of libraries
 _NO_CODE_OF_THE_USER = {"build", "dist", "docs", "node_modules", "site-packages", "third_party", "vendor"}
 _NO_SCRIPTS = re.compile(r"(test_.*|.*_test|conftest|setup|noxfile|__init__)\.py")
 _ASIDE = {"benchmark", "benchmarks", "experimental", "experiments"}
@@ -39,6 +39,7 @@ _PARALLEL = {
     "DataParallel": "DataParallel",
     "deepspeed.initialize": "DeepSpeed",
 }
+_PARSERS = {"ArgumentParser", "HfArgumentParser", "LightningCLI", "Typer", "cli", "command", "parse", "parse_args"}
 _LIKELY_NAME = re.compile(r"(^|[_-])(pre|fine)?[_-]?(train|main|run|tune)", re.IGNORECASE)
 
 
@@ -51,12 +52,12 @@ class TrainingScript:
         started: what a test starts: the path, "-m package.module", or the name of an installed program.
         needs: the package that must be installed, because the script cannot import it from its place; else empty.
         parallel: what it uses on several devices, such as "DistributedDataParallel"; empty for one device.
-        options: its arguments that are literals in the source.
+        options: its arguments: of its parser once it has run, else of Hydra's configuration, and variables that the
+            command line sets.
         divided: names that the code divides by the number of ranks, in lower case.
-        training_arguments: the `TrainingArguments` of transformers read its arguments.
+        parses: its code has a parser of the command line.
         hydra: Hydra reads its arguments.
         autocast: it computes in narrower dtypes than float32, at least if arguments say so.
-        subcommands: its first argument decides which others it has.
         documented: the commands of the repository that start it.
         rank: how likely it is the script that the user means; the highest comes first.
     """
@@ -67,10 +68,9 @@ class TrainingScript:
     parallel: tuple[str, ...]
     options: tuple[ScriptArgument, ...]
     divided: frozenset[str]
-    training_arguments: bool
+    parses: bool
     hydra: bool
     autocast: bool
-    subcommands: bool
     documented: tuple[Command, ...]
     rank: int
 
@@ -80,6 +80,16 @@ class TrainingScript:
         if self.subcommands:
             return ()
         return tuple(option for option in self.options if option.required and "local" not in option.name)
+
+    @property
+    def subcommands(self) -> bool:
+        """True if its first argument is the name of a subcommand."""
+        return any(option.subcommand for option in self.options)
+
+    @property
+    def training_arguments(self) -> bool:
+        """True if `TrainingArguments` of transformers read its arguments."""
+        return any(option.name == "--per_device_train_batch_size" for option in self.options)
 
 
 @dataclass(frozen=True)
@@ -195,7 +205,6 @@ class _Repository:
         own = set().union(*(file.classes for file in near))  # a Trainer of the repository may train on one device
         foreign = calls - own - ({"trainer.fit"} if "Trainer" in own else set())
         parallel = dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in foreign)
-        options = [*script.own_options, *(option for file in near for option in file.options), *self._configured(path)]
         documented = tuple(command for command in self.documented if command.script == path)
         started, needs = self._started(path)
         return TrainingScript(
@@ -203,12 +212,11 @@ class _Repository:
             started,
             needs,
             tuple(parallel),
-            tuple({option.name: option for option in reversed(options)}.values())[::-1],
+            tuple(script.variables or self._configured(path)),
             frozenset().union(*(self.files[other].divided for other in used)),
-            training_arguments="HfArgumentParser" in calls,
+            parses=any(not self.files[other].calls.isdisjoint(_PARSERS) for other in used),
             hydra=script.configuration is not None,
             autocast=not calls.isdisjoint({"autocast", "GradScaler"}),
-            subcommands="add_subparsers" in calls,
             documented=documented,
             rank=4 * bool(parallel)
             + 2 * (path in self.programs or trains(script.calls))
@@ -224,7 +232,12 @@ class _Repository:
 
     def _configuration(self, path: Path) -> list[tuple[str, str]]:
         place = self.files[path].configuration
-        return [] if place is None else list(configured(self.root / path.parent / place[0], place[1]))
+        if place is None:
+            return []
+        directory, name = place
+        if directory.endswith(".yaml"):  # as Hydra before 1.2 took it
+            directory, name = os.path.split(directory)
+        return list(configured(self.root / path.parent / directory, name))
 
     def _used(self, path: Path) -> dict[Path, int]:
         """Return the files that a script uses, itself first, each with its distance in imports."""

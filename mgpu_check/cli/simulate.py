@@ -28,7 +28,7 @@ _USAGE = (
 
 _NOT_SIMULATED = (
     "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A "
-    "Python is not simulated if it runs with -I or -E, without the environment of its parent, or on another host"
+    "Python is not simulated if it runs with -I, -E or -S, without the environment of its parent, or on another host"
 )
 
 

@@ -64,7 +64,6 @@ def assert_script_scales(
         NotCompared: there is no verdict: the script is not comparable, or a trained parameter was not compared.
         ValueError: an argument is not valid.
     """
-    __tracebackhide__ = True
     size, words = _checked(ranks, script, arguments, size, steps, timeout)
     # Here, because it imports torch, which this process may do without until it has a gate to run.
     from mgpu_check.compare.comparison import ComparisonPlan, compare
@@ -108,7 +107,6 @@ def _checked(
     Raises:
         ValueError: an argument is not valid.
     """
-    __tracebackhide__ = True
     if size is None:
         size = ranks.size
     if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= ranks.size:

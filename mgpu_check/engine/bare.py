@@ -16,6 +16,7 @@ from mgpu_check.devices.placement import Slot
 from mgpu_check.engine import hash_seeds
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pauses import Pauses
+from mgpu_check.engine.process import STREAMS
 from mgpu_check.engine.rank_argument import with_rank
 from mgpu_check.engine.sending import call_context, pickled_arguments, pickled_function
 from mgpu_check.engine.world import Begun, World
@@ -88,7 +89,7 @@ class BareWorld(World):
     def output(self) -> list[tuple[str, str, str]]:
         found = []
         for index, process in self.processes.items():
-            for name in ("stdout", "stderr"):
+            for name in STREAMS:
                 if text := process.output(name):
                     found.append((self.who.full([index]), name, text))
             process.mark_output()

@@ -37,6 +37,13 @@ class Raised:
     failure: RaisedInRank
 
 
+_RULES = {
+    "skip": "a test is skipped on all ranks or on none",
+    "xfail": "a test is xfailed on all ranks or on none",
+    "reject": "an example is rejected, as by assume, on all ranks or on none",
+}
+
+
 @dataclass(frozen=True)
 class Died:
     """The rank's process ended before it answered.
@@ -198,6 +205,10 @@ class Account:
         ]
         # The death of a rank causes most of its peers' errors, so those come second.
         headlines += [line for _, line in self.told_of_raised()]
+        kinds = {end.failure.kind for end in self.raised.values()}
+        headlines += [
+            f"{rule}: decide it by values that all ranks have" for kind, rule in _RULES.items() if kind in kinds
+        ]
         if self.hung is not None:
             headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
             if self.crossed:

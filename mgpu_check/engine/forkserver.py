@@ -38,7 +38,7 @@ from mgpu_check.processes.signals import ENDING
 FORK = b"F"
 END = b"E"
 OPTIONAL = "?"  # before the name of a module that only saves time, and may fail
-FILES = 4  # stdout, stderr, stacks, record of collectives
+FILES = 5  # stdout, stderr, log, stacks, record of collectives
 
 _TO_END = 5.0  # seconds for killed descendants to exit
 _END_OF_PARENT = 5.0  # seconds for the parent to exit after its socket has closed
@@ -99,11 +99,11 @@ class ForkServer:
             return
         if pid == 0:
             _become_child(self, files, server)
-        connection, stdout, stderr, *others = files
+        connection, stdout, stderr, log, *others = files
         for file in (connection, *others):
             os.close(file)
         self.children.add(pid)
-        self.outputs[pid] = [stdout, stderr]
+        self.outputs[pid] = [stdout, stderr, log]
         self.tell(event="forked", pid=pid)
 
     def reap(self) -> None:
@@ -183,7 +183,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         outputs = [output for outputs in server.outputs.values() for output in outputs]
         for file in (server.wake_read, server.wake_write, server.control.detach(), *outputs):
             os.close(file)
-        connection, stdout, stderr, stacks, record = files
+        connection, stdout, stderr, log, stacks, record = files
         for file in files:  # received descriptors are inheritable, and programs that a test starts would get them
             os.set_inheritable(file, False)
         os.dup2(stdout, 1)
@@ -192,7 +192,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         os.close(stderr)
         from mgpu_check.engine.rank_side import worker
 
-        code = worker.main(connection, stacks, record, server.directory)
+        code = worker.main(connection, log, stacks, record, server.directory)
     except BaseException:
         traceback.print_exc()
     finally:

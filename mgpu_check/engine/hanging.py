@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.processes.record import Record
-from mgpu_check.processes.stacks import HALTED, location_of
+from mgpu_check.processes.stacks import HALTED, is_returning, location_of
 
 if TYPE_CHECKING:
     from mgpu_check.engine.failures import Interrupted
@@ -42,6 +42,8 @@ class RankPlaces:
             else:
                 after = f", after {record.last}" if record.last else ""
                 where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
+                if is_returning(end.stacks):
+                    where = "sending its result, which takes long if it is large: return less, or allow more time"
                 if end.settling:
                     where = "done, except for work that is queued on its devices"
                 places.elsewhere[rank] = where + after

@@ -13,15 +13,16 @@ import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import IO, Any, Protocol
 
 from mgpu_check.devices.placement import Slot
 from mgpu_check.engine import hash_seeds
+from mgpu_check.engine.files import opening_files
 from mgpu_check.engine.forkserver import END, FILES, FORK
 from mgpu_check.engine.kept import KeptServer, attach
 from mgpu_check.engine.process import Process, halted
-from mgpu_check.errors import StartupFailure
+from mgpu_check.errors import NO_IMPORT, StartupFailure
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.leftovers import MARK, clear
@@ -47,17 +48,6 @@ _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
 
 _started: weakref.WeakSet[LocalLauncher] = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def _making_files() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StartupFailure(
-            f"the temporary files of ranks cannot be made in {tempfile.gettempdir()}: {os.strerror(error.errno or 0)}. "
-            "Make room there, or name another directory by the environment variable TMPDIR."
-        ) from error
 
 
 def _release_all() -> None:
@@ -147,11 +137,10 @@ class LocalLauncher:
     def start(self) -> None:
         if self._server is not None:
             return
-        with contextlib.ExitStack() as undo:
+        with opening_files(), contextlib.ExitStack() as undo:
             undo.callback(self._forget)
-            with _making_files():
-                self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server runs
-                self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server runs
+            self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
             self._control, theirs = socket.socketpair()
             with theirs:
                 self._server = self._new_server(theirs.fileno(), self._log, str(self._directory.path))
@@ -206,7 +195,9 @@ class LocalLauncher:
         try:
             for number, _ in enumerate(slots):
                 server = self._with_second_seed() if seeds_apart and number % 2 else self
-                launched.append(server.fork(*socket.socketpair()))
+                with opening_files():
+                    pair = socket.socketpair()
+                launched.append(server.fork(*pair))
         except BaseException:
             for process in launched:
                 process.kill()
@@ -228,7 +219,7 @@ class LocalLauncher:
             self.start()
             self._await_ready()
             assert self._control is not None
-            with _making_files():
+            with opening_files():
                 files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(FILES)]
                 os.posix_fallocate(files[-1].fileno(), 0, SIZE)  # ranks map it: a full disk would be SIGBUS there
             for file in files:
@@ -355,9 +346,9 @@ class LocalLauncher:
             elif message["event"] == wanted:
                 return message
             elif message["event"] == "failed":
-                raise StartupFailure(
-                    f"the fork server could not import torch: {message['headline']}\n{message['text']}"
-                )
+                failure = StartupFailure(f"ranks cannot import a module: {message['headline']}\n{message['text']}")
+                failure.cause = NO_IMPORT
+                raise failure
             else:
                 self._note(message)
 

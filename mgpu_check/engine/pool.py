@@ -14,6 +14,7 @@ from mgpu_check.engine.answers import send_rest
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.own_environment import own_environment
+from mgpu_check.engine.process import STREAMS
 from mgpu_check.engine.rank_argument import with_rank
 from mgpu_check.engine.sending import call_context, pickled_arguments, pickled_function
 from mgpu_check.engine.warm import WarmWorlds, WorldKey
@@ -368,7 +369,7 @@ class RankPool:
             if key in self._used:
                 for index, process in world.processes.items():
                     who = "node process" if index == NODE else world.who.full([index])
-                    for name in ("stdout", "stderr"):
+                    for name in STREAMS:
                         if text := process.output(name):
                             found.append((who, name, text))
         return found

@@ -14,6 +14,7 @@ from mgpu_check.processes.record import SIZE, Record, parse
 from mgpu_check.processes.signals import CONNECTION_LOST, held_back
 from mgpu_check.processes.stacks import HALTED, clean
 
+STREAMS = ("stdout", "stderr", "log")
 STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in milliseconds
 
 
@@ -33,15 +34,12 @@ class Process:
     server_end: str = ""
     killed: bool = False
 
-    def __init__(
-        self, pid: int, connection: Channel, stdout: IO[bytes], stderr: IO[bytes], stacks: IO[bytes], record: IO[bytes]
-    ) -> None:
+    def __init__(self, pid: int, connection: Channel, *files: IO[bytes]) -> None:
         self.pid = pid
         self.connection = connection
         self.exit_code: int | None = None
-        self._streams = {"stdout": stdout, "stderr": stderr}
-        self._stacks = stacks
-        self._record = record
+        *streams, self._stacks, self._record = files
+        self._streams = dict(zip(STREAMS, streams, strict=True))
         self._command = _command(pid)
 
     def mark_output(self) -> None:
@@ -53,7 +51,7 @@ class Process:
         """Wait until `mark_output` has taken effect, if another machine does it: the next call may print."""
 
     def output(self, name: str) -> str:
-        """Return the output to "stdout" or "stderr" since `mark_output`; of long output, the beginning and the end."""
+        """Return the output to one of `STREAMS` since `mark_output`; of long output, the beginning and the end."""
         return kept(self._streams[name].fileno())
 
     def ask_for_stacks(self, signal_number: int) -> None:

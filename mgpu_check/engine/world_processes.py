@@ -50,7 +50,12 @@ class WorldProcesses:
             seeds_apart = any(hash_seeds.apart(spec.own_environment) for spec in specs.values())
             self.processes = dict(zip(indices, launcher.launch(slots, seeds_apart), strict=True))
             self._await_ready(self._send(specs.__getitem__))
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # from outside, as by pytest-timeout
+                error.add_note(
+                    "ranks were still starting; the first test with ranks waits until torch is imported, so its time "
+                    "limit must include that"
+                )
             self.discard()
             raise
 

@@ -118,7 +118,6 @@ def assert_steps_agree(
         RankHang: ranks did not return in time.
         ValueError: an argument is wrong, or the steps cannot be compared, as in `assert_step_scales`.
     """
-    __tracebackhide__ = True
     configurations = _checked(steps)
     switches = _checked_axes(axes)
     if len(configurations) < 2 and not switches:
@@ -195,7 +194,6 @@ def _place(name: str, one: Configuration, largest: int) -> Place:
 
 
 def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[str, str]) -> None:
-    __tracebackhide__ = True
     agreement.switch(Switch(axis))
     _search(agreement, [replace(family, examples=1)])
     agreement.switch(Switch(axis, on=not agreement.effects))
@@ -204,7 +202,6 @@ def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[s
 
 
 def _search(agreement: Agreement, kinds: Iterable[Family], most_shrinks: int = _MOST_SHRINKS) -> None:
-    __tracebackhide__ = True
     for kind in kinds:
         if kind.name == SEVERAL_STEPS and not agreement.trains:
             continue

@@ -79,8 +79,10 @@ class ParameterCoverage:
         if missed & self._too_wide:
             ways.append("give a tolerance with tolerance=, or a reference= that computes in float32")
         if missed - self._too_wide:
-            ways.append("declare which slice each rank holds with placement=, build the model from one seed on all ranks")
-        lines.append(f"  do: {', '.join(ways)}, or accept it with unjudged={{\"pattern\": \"reason\"}}")
+            ways.append(
+                "declare which slice each rank holds with placement=, build the model from one seed on all ranks"
+            )
+        lines.append(f'  do: {", ".join(ways)}, or accept it with unjudged={{"pattern": "reason"}}')
         return "\n".join(lines)
 
 

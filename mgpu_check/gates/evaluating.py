@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Evidence, Start
 from mgpu_check.diagnosis.report import Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of
-from mgpu_check.errors import ScalingMismatch
+from mgpu_check.errors import RankFailure, ScalingMismatch
 from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
@@ -72,7 +73,6 @@ def assert_evaluation_agrees(
         ValueError: an argument is not valid; `build`, `batch` or `evaluate` returns something unusable; or `step`
             changes no parameter.
     """
-    __tracebackhide__ = True
     check_count("assert_evaluation_agrees", "steps", steps)
     numbers = sizes_of("assert_evaluation_agrees", sizes)
     worlds = world_sizes_of(ranks, world_sizes)
@@ -95,7 +95,6 @@ def assert_evaluation_agrees(
 
 
 def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
-    __tracebackhide__ = True
     compared = _run(ranks, program, size, measure=False)
     if _wrong(compared) and not _of(compared, "parameter", "buffer"):
         compared = _run(ranks, program, size, measure=True)
@@ -110,12 +109,19 @@ def _case(program: Evaluated, size: int) -> dict[str, object]:
 
 
 def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list[Compared]:
-    __tracebackhide__ = True
     from mgpu_check.gates.evaluation import compare_ranks, train_and_evaluate
 
     with Scratch.new("evaluate") as root:
         with noting(f"the evaluation of {program.samples} samples after {program.steps} steps at world size {size}"):
-            problems = ranks.run(train_and_evaluate, program, root, measure, size=size)
+            run = functools.partial(ranks.run, train_and_evaluate, directory=root, measure=measure, size=size)
+            try:
+                problems = run(program)
+            except RankFailure as error:
+                from mgpu_check.gates.unmoved import left_on_cpu
+
+                if unmoved := left_on_cpu(program, run):
+                    raise ValueError(f"assert_evaluation_agrees: {unmoved}\n\n{error}") from None
+                raise
         for problem in filter(None, problems):
             raise ValueError(problem)
         compared: list[Compared] = ranks.run(compare_ranks, root, size, size=1)[0]

@@ -36,7 +36,6 @@ def with_seeds_apart(
     Args:
         judge: runs the case on the given ranks and raises an error if it fails; it has passed with one hash seed.
     """
-    __tracebackhide__ = True
     if ranks._seeds_apart or not (used := sets_used(functions)):
         return
     if seed := hash_seeds.given(os.environ):

@@ -207,7 +207,7 @@ class Holdings:
                 found.append(replace(one, outside=True, late=self.is_late(tensor)))
             # A second copy of a trained tensor, such as a teacher's, is judged by the first copy.
             elif not one.wholes or not owned.issuperset(one.wholes):
-                replica = self._is_replica(tensor, in_model.get(one.whole))
+                replica = one.whole is not None and self._is_replica(tensor, in_model.get(one.whole))
                 found.append(replace(one, copy=replica or one.wholes <= mine, outside=replica))
         stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
         return [self._beside(stepped, one) for one in found]

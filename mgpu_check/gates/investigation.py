@@ -21,6 +21,7 @@ from mgpu_check.gates.relations import close
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.second_look import SecondLook, as_seen
 from mgpu_check.gates.trial import Trial, Trials
+from mgpu_check.gates.unmoved import left_on_cpu
 from mgpu_check.numerics.diagnosis import diagnose
 
 _LIKELY = 2
@@ -38,7 +39,8 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     if failed.relations is None:
         assert failed.error is not None
         lost = no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
-        return replace(lost, against=trials.against)
+        unmoved = left_on_cpu(trials.program, lambda moved: trials.run_on_ranks(moved, failed.scenario))
+        return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
     attempts = Attempts()
     look = SecondLook(trials, failed, sizes, attempts)
     tensors = attempts.of("the second look at the case", as_seen(failed, failed.relations), look.taken)

@@ -69,7 +69,6 @@ def assert_loader_covers(
         ValueError: an argument is not valid, or world size 1 does not determine the samples: it gives no samples, or
             different ones in each epoch.
     """
-    __tracebackhide__ = True
     check_count("assert_loader_covers", "epochs", epochs, ", and 2 or more to compare their orders")
     if not callable(make_loader):
         raise ValueError(
@@ -148,7 +147,6 @@ def _check(
     place: str,
 ) -> None:
     """Raise ScalingMismatch if a relation fails at this world size."""
-    __tracebackhide__ = True
     labels = {sample: text for visit in (*visits, alone) for sample, text in visit.labels.items()}
     workers = max(visit.workers for visit in visits)
     evidence, epochs = [], []

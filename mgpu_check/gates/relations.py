@@ -315,7 +315,9 @@ def _agreement(
             return True
         if len(histories) > 1 or None in histories:
             return True
-        apart = torch.stack([value != values[0] for value in values if value is not None]).any(0)
+        first = values[0]
+        assert first is not None
+        apart = torch.stack([torch.ne(value, first) for value in values if value is not None]).any(0)
         relations.details[name] = (
             f"{int(apart.sum())} of {apart.numel()} elements differ between ranks, though all ranks began with equal "
             "values and applied equal gradients"

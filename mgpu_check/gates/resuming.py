@@ -47,9 +47,10 @@ def assert_resume_continues(
 
     At each world size `train` runs on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 *
     steps in the directory of that checkpoint. If that continues, it is interrupted twice: it is resumed from steps to a
-    step in the middle of the second half, and from there to 2 * steps. All generators (torch on CPU and devices, Python, and NumPy if imported)
-    get the same seeds before the runs from 0, and other seeds before the resumed run. So random numbers that matter
-    must be restored, and data or permutations that are made again must be made from seeds of their own.
+    step in the middle of the second half, and from there to 2 * steps. All generators (torch on CPU and devices,
+    Python, and NumPy if imported) get the same seeds before the runs from 0, and other seeds before the resumed runs.
+    So random numbers that matter must be restored, and data or permutations that are made again must be made from seeds
+    of their own.
 
     On each rank, every entry of the final state must equal that of the uninterrupted run. Bits are compared first. If
     they differ, floating-point numbers may be off by rounding errors. Correct code may round differently after a start:
@@ -104,7 +105,6 @@ def assert_resume_continues(
         ValueError: an argument is not valid; `train` returns no mapping, or a value that cannot be compared; the later
             steps change nothing; or two uninterrupted runs differ.
     """
-    __tracebackhide__ = True
     check_count(_GATE, "steps", steps)
     check_tolerance(_GATE, tolerance, by_name=False)
     if save_on is None and load_on is None:
@@ -175,6 +175,9 @@ class _TrainingRuns:
             start = self.middle
         return self.run(loaded, start, 2 * self.steps, "resumed", directory, _OTHER_SEED)
 
+    def halves(self, saved: Place, loaded: Place) -> tuple[Path, int, Path, int]:
+        return self.half(saved), saved[0], self.half(loaded), loaded[0]
+
     def until(self, place: Place, step: int) -> Path:
         """Return the state of an uninterrupted run after `step` steps."""
         return self.half(place) if step == self.steps else self._uninterrupted(place, "until the middle", stop=step)
@@ -227,12 +230,9 @@ class _TrainingRuns:
         return self.root / where_is(*place)
 
 
-def _check(
-    training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, again: bool = False
-) -> None:
+def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, again: bool = False) -> None:
     """Check one interruption; with `again` two, of which the first is known to be harmless."""
-    __tracebackhide__ = True
-    from mgpu_check.gates.resharding import resharded, same_training
+    from mgpu_check.gates.resharding import resharded
     from mgpu_check.gates.states import compare, epochs_of
 
     ranks, steps, size = training.ranks, training.steps, loaded[0]
@@ -281,38 +281,22 @@ def _check(
         return
     entry, detail, wrong = ends.first_wrong
     if across:
-        halves = (training.half(saved), saved[0], training.half(loaded), loaded[0])
-        differing, agreeing = ranks.run(same_training, *halves, tolerance, size=1)[0]
-        if differing:
-            raise ValueError(
-                f"{_GATE}: train depends on the number of ranks: after steps 0 to {steps}, without any checkpoint, "
-                f"{differing} at {where_is(*saved)} and at {where_is(*loaded)} differ by more than rounding; so "
-                "a run that is resumed on other ranks cannot be judged. Make the step the same at any world size "
-                "(assert_step_scales says where it differs), without random numbers that differ between ranks"
-            )
-        if not agreeing:
-            raise NotCompared(
-                f"{_GATE}: a run saved at {where_is(*saved)} and resumed at {where_is(*loaded)} ends with another "
-                f"{entry} than an uninterrupted run, and no entry of the state could be compared between these "
-                "numbers of ranks; so either the checkpoint or train itself differs. Return whole parameters from "
-                "train, too, such as full_tensor() or a full state dict"
-            )
-        remarks.append(
-            f"uninterrupted runs at {where_is(*saved)} and at {where_is(*loaded)} agree, so train is the same there"
-        )
+        remarks.append(_agreement(training, saved, loaded, entry, tolerance))
     state: Entries | None = None
     moved: dict[StateEntry, str] = {}
+    before = training.half(loaded)
     try:
+        before = training.until(loaded, step)
         parts = training.loaded(saved, loaded, step)
-        state = compared(parts, [training.until(loaded, step)], rounded=across)
+        state = compared(parts, [before], rounded=across)
         if across and not again:
-            moved = ranks.run(resharded, *halves, parts, size=1)[0]
+            moved = ranks.run(resharded, *training.halves(saved, loaded), parts, size=1)[0]
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
         call = f"train(rank, directory, {step}, {step})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()
-    epochs = ranks.run(epochs_of, [whole[0], training.half(loaded), resumed], size=size)
+    epochs = ranks.run(epochs_of, [whole[0], before, resumed], size=size)
     observables, findings = explained(ends, state, attempts, epochs, moved)
     twice = f", and again at step {step}," if again else ""
     said = (
@@ -329,6 +313,34 @@ def _check(
         place=definition_of(training.train),
     )
     raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=report.site)
+
+
+def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: StateEntry, tolerance: float | None) -> str:
+    """Check that uninterrupted runs on the ranks that save and that load agree, and return a line that says so.
+
+    Raises:
+        ValueError: they differ, so the checkpoint is not at fault.
+        NotCompared: none of their state is comparable.
+    """
+    from mgpu_check.gates.resharding import same_training
+
+    there = f"at {where_is(*saved)} and at {where_is(*loaded)}"
+    differing, agreeing = training.ranks.run(same_training, *training.halves(saved, loaded), tolerance, size=1)[0]
+    if differing:
+        raise ValueError(
+            f"{_GATE}: train depends on the number of ranks: after steps 0 to {training.steps}, without any "
+            f"checkpoint, {differing} {there} differ by more than rounding; so a run that is resumed on other ranks cannot be "
+            "judged. Make the step the same at any world size (assert_step_scales says where it differs), without "
+            "random numbers that differ between ranks"
+        )
+    if not agreeing:
+        raise NotCompared(
+            f"{_GATE}: a run saved at {where_is(*saved)} and resumed at {where_is(*loaded)} ends with another "
+            f"{entry} than an uninterrupted run, and no entry of the state could be compared between these "
+            "numbers of ranks; so either the checkpoint or train itself differs. Return whole parameters from "
+            "train, too, such as full_tensor() or a full state dict"
+        )
+    return f"uninterrupted runs {there} agree, so train is the same there"
 
 
 def _case(saved: Place, loaded: Place, steps: int, last: int | None = None) -> dict[str, object]:

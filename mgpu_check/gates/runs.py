@@ -231,33 +231,26 @@ class Runs:
     def dither(self) -> None:
         """Run with results of operators in narrow dtypes that are moved by one unit in the last place."""
         for number in range(SAMPLES // 2 if self.large else SAMPLES):
-            mode = Dithered(generator_of(number))
-            with self._keeping_failure():
-                run = self._run(deep=self._deep, around=lambda model, batches, mode=mode: entered(mode))
-                if alike(self._singles[0], run):
-                    self._dithered.append(run)
+            run = self._run_if_possible(around=functools.partial(_entered, Dithered(generator_of(number))))
+            if run is not None and alike(self._singles[0], run):
+                self._dithered.append(run)
 
     def _perturbed(self, pair: int, direction: int, nudge: Nudge | None = None) -> ObservedRun | None:
         """Run perturbed; None if the run raises an error."""
         generator, by = generator_of(pair + 1), direction * self._spread
-        with self._keeping_failure():
-            return self._run(
-                double=self._in_double,
-                deep=self._deep,
-                nudge=nudge,
-                alter=functools.partial(moved, spread=by, generator=generator),
-                around=functools.partial(
-                    perturbed, spread=by, generator=generator, copies=self._copies, fused=self._fused
-                ),
-            )
-        return None
+        return self._run_if_possible(
+            double=self._in_double,
+            nudge=nudge,
+            alter=functools.partial(moved, spread=by, generator=generator),
+            around=functools.partial(perturbed, spread=by, generator=generator, copies=self._copies, fused=self._fused),
+        )
 
-    @contextlib.contextmanager
-    def _keeping_failure(self) -> Iterator[None]:
+    def _run_if_possible(self, **how: Any) -> ObservedRun | None:
         try:
-            yield
+            return self._run(deep=self._deep, **how)
         except Exception as error:  # for instance, a perturbed count is no longer an integer
             self._failure = error
+            return None
 
     def undecided(self) -> Callable[[int], Nudge] | None:
         """Return a nudge that moves gradients within their tolerance, by direction; None if it changes no sign.
@@ -348,6 +341,10 @@ class Runs:
                 self.elements,
             )
         return MeasuredStep(reference, tolerance, assessed.amplification)
+
+
+def _entered(mode: Dithered, model: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    return entered(mode)
 
 
 def _nudge_by(

@@ -95,7 +95,6 @@ def assert_step_scales(
         ValueError: an argument is wrong, or the step cannot be compared: it fails on one device, or `batch` returns
             another batch when it is called again under the same seed.
     """
-    __tracebackhide__ = True
     program = Program(
         step,
         build,
@@ -130,7 +129,6 @@ def assert_metric_scales(
         ScalingMismatch: the metric differs from one device, or between ranks.
         ValueError: see `assert_step_scales`; or the metric returns nothing.
     """
-    __tracebackhide__ = True
     of_batch = None if isinstance(batch, st.SearchStrategy) else batch
     program = Program(metric, build, of_batch, reference, gate="assert_metric_scales")
     _assert_scales(ranks, program, batch, world_sizes, sizes, ("returned",), tolerance, max_examples)
@@ -148,7 +146,6 @@ def _assert_scales(
     meshes: Iterable[Mapping[str, int]] | None = None,
     unjudged: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    __tracebackhide__ = True
     check_arguments(program, observe, tolerance, max_examples)
     if meshes is None:
         worlds: list[tuple[int, Mesh]] = [(size, ()) for size in world_sizes_of(ranks, world_sizes)]

@@ -104,7 +104,9 @@ class StepRecorder:
         self._captured = CapturedSteps(self._after_replay)
         self._under_way = 0  # steps of optimizers, one within the other
         self._rewritten = rewritten
-        self.applied = AppliedGradients(rewritten, lambda tensor: several and (histories or holdings.is_foreign(tensor)))
+        self.applied = AppliedGradients(
+            rewritten, lambda tensor: several and (histories or holdings.is_foreign(tensor))
+        )
         self.late = False
 
     def __enter__(self) -> StepRecorder:
@@ -236,7 +238,11 @@ class StepRecorder:
                 settings = {key: one for key, one in group.items() if isinstance(one, (bool, int, float, str))}
                 for position, parameter in enumerate(group["params"]):
                     one = held.get(id(parameter)) or Held(
-                        "params", _unnamed(position, index), parameter, outside=True, late=self._holdings.is_late(parameter)
+                        "params",
+                        _unnamed(position, index),
+                        parameter,
+                        outside=True,
+                        late=self._holdings.is_late(parameter),
                     )
                     seen.settings |= dict.fromkeys(one.wholes, settings)
                     if id(parameter) not in partly:

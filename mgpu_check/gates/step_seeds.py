@@ -10,7 +10,6 @@ from mgpu_check.gates.worlds import RanksFixture
 
 def try_seeds(trials: Trials) -> None:
     """Try the first case that passed on several ranks; see `with_seeds_apart`."""
-    __tracebackhide__ = True
     program, passed = trials.program, trials.passed
     if passed is None or program.single_process:
         return

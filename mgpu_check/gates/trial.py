@@ -22,6 +22,7 @@ from mgpu_check.gates.program import Program, is_class, raise_unusable
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step, run_traced_alone
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.unmoved import left_on_cpu
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.numerics.placement.slices import Unplaced
 from mgpu_check.torch_hooks.threads import some_threads
@@ -96,7 +97,7 @@ class Trials:
         self._factor: float | None = None
         self._effects = False
         self._refusals: dict[tuple[int, Mesh], str] = {}
-        self._cause: RankFailure | None = None
+        self._cause: tuple[RankFailure, Scenario] | None = None
         self._score = 0
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
         self._apart = self._rewritten = False
@@ -134,7 +135,7 @@ class Trials:
             try:
                 expected = self._suitable(scenario, effort)
             except RankFailure as refused:
-                self._cause = self._cause or refused
+                self._cause = self._cause or (refused, scenario)
                 self._refuse(scenario, f"fails on {self.against}: {str(refused).splitlines()[0]}")
                 return None
             if expected is None:
@@ -263,11 +264,16 @@ class Trials:
         return relations_of(expected, seen, self.kinds, self.tolerance)
 
     def on_ranks(self, scenario: Scenario, whole: bool = False, histories: bool = False) -> list[ObservedRun]:
-        size = 1 if self.program.single_process else scenario.world_size
         started = time.monotonic()
-        seen: list[ObservedRun] = self.ranks.run(run_step, self.program, scenario, whole, histories, size=size)
+        seen = self.run_on_ranks(self.program, scenario, whole, histories)
         self.latest = time.monotonic() - started
         return self.assembled(scenario, seen)
+
+    def run_on_ranks(
+        self, program: Program, scenario: Scenario, whole: bool = False, histories: bool = False
+    ) -> list[ObservedRun]:
+        size = 1 if program.single_process else scenario.world_size
+        return self.ranks.run(run_step, program, scenario, whole, histories, size=size)
 
     def assembled(self, scenario: Scenario, seen: Sequence[ObservedRun]) -> list[ObservedRun]:
         """Return the results of ranks, with divided results assembled from their pieces.
@@ -298,10 +304,14 @@ class Trials:
                 continue
             where = where_is(*place)
             if place in self._refusals:
-                raise ValueError(
-                    f"{gate}: nothing was compared at {where}, because {self.name} {self._refusals[place]}; so it "
-                    "was for every batch that was tried"
-                ) from self._cause
+                why = f"nothing was compared at {where}, because {self.name} {self._refusals[place]}; so it was for "
+                why += "every batch that was tried"
+                if self._cause is None:
+                    raise ValueError(f"{gate}: {why}")
+                error, scenario = self._cause
+                run = functools.partial(self.ranks.run, run_step, scenario=scenario, size=1)
+                unmoved = left_on_cpu(self.program, run)
+                raise ValueError(f"{gate}: {'; '.join(filter(None, [unmoved, why]))}\n\n{error}") from None
             raise ValueError(
                 f"{gate}: no case could be drawn at {where}; sizes and world_sizes together leave nothing to try"
             )

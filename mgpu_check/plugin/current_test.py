@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ class CurrentTest:
         met: the known defects that it has met.
         drawn: whether it draws examples.
         in_body: whether its body is running, not a fixture.
+        modules: the modules that are pickled by value for it: its own, and conftests.
     """
 
     examples: int = 0
@@ -33,3 +35,4 @@ class CurrentTest:
     met: list[Met] = field(default_factory=list)
     drawn: bool = False
     in_body: bool = False
+    modules: list[types.ModuleType] = field(default_factory=list)

@@ -17,7 +17,9 @@ from mgpu_check.asserts.known_defects import reported_to
 from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin.forwarding import steps_to
+from mgpu_check.plugin.rank_logging import Logging
 from mgpu_check.plugin.ranks import Ranks, abandoning
+from mgpu_check.plugin.replacements import Replacements
 from mgpu_check.plugin.report.drawn import Drawn
 from mgpu_check.plugin.report.example import blob_of_this, draws_on, is_final, keeping_steps
 from mgpu_check.plugin.report.replay import BLOB
@@ -25,6 +27,7 @@ from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.second_look import Failed, is_packaged, look_again
 from mgpu_check.plugin.serialization import bare, by_value
 from mgpu_check.plugin.session import FirstFailure, GpuSession
+from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.torch_hooks.patches import replaced
@@ -73,7 +76,7 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
     with (
-        by_value(modules_of(item)),
+        by_value(session.test.modules),
         _settings_for_ranks(item),
         _each_example_for_itself() if is_packaged(item) else contextlib.nullcontext(),
         keeping_steps(),
@@ -132,6 +135,16 @@ def _conftests(config: pytest.Config) -> list[types.ModuleType]:
     ]
 
 
+def record_replacements(session: pytest.Session) -> None:
+    """Record until the end of the run what fixtures replace in modules, because ranks must repeat it."""
+    gpu_session = session.config.stash[SESSION]
+    replacements = Replacements(lambda: gpu_session.test.modules)
+    replacements.start()
+    session.config.add_cleanup(replacements.end)
+    gpu_session.changes = replacements.changes
+    gpu_session.how_to_log = functools.partial(Logging.of, session.config)
+
+
 def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
     """Wrap `original` so that each call runs it on the ranks or in the node process."""
     refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
@@ -150,7 +163,6 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
 
     @functools.wraps(original)
     def sent(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         if needs.where == "node" and isinstance(kwargs.get("gpus"), Absent) and needs.count:
             kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
         for name, value in kwargs.items():
@@ -175,7 +187,6 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
 def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Callable[..., Any]:
     @functools.wraps(body)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         try:
             result = body(*args, **kwargs)
         except RankHang as hang:

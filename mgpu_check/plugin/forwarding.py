@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from mgpu_check.asserts import covered, known_defects, surface
+from mgpu_check.plugin.rank_logging import repeat
 from mgpu_check.processes.frames import calling_line, is_engine
 from mgpu_check.processes.rank_lists import grouped
 
@@ -141,6 +142,7 @@ def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     for rank, asides in sorted(told.items()):
         for kind, what in asides:
             said.setdefault(kind, {}).setdefault(rank, []).append(what)
+    repeat(_flat(said.pop("log", {}).values()))
     for warning in dict.fromkeys(_flat(said.pop("warning", {}).values())):
         _warn(warning)
     for text in dict.fromkeys(_flat(said.pop("stray", {}).values())):

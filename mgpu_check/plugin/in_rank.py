@@ -26,12 +26,13 @@ from mgpu_check.asserts.surface import heard_by as calls_heard_by
 from mgpu_check.engine.rank_side import uncaught
 from mgpu_check.engine.rank_side.coverage import Measuring
 from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
-from mgpu_check.engine.rank_side.worker import at_rest, tell
+from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
 from mgpu_check.plugin.forwarding import Collector
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.rank_logging import Logging, logged
 from mgpu_check.plugin.raw_errors import as_finding
-from mgpu_check.plugin.replacements import replaced
+from mgpu_check.plugin.replacements import Changes
 from mgpu_check.processes.frames import is_check, is_engine
 from mgpu_check.processes.raised import EXPLAIN, without_engine
 
@@ -52,7 +53,8 @@ def call(
     fault: Planting | None,
     drawn: bool,
     coverage: str | None,
-    replacements: bytes = b"",
+    changes: Changes | None,
+    how_to_log: Logging | None,
 ) -> Any:
     """Call `function` as pytest would.
 
@@ -61,7 +63,7 @@ def call(
         fault: what to plant in the process during the call, or None.
         drawn: whether the arguments may come from a Hypothesis example.
         coverage: configuration of the coverage measurement; see `Measuring`.
-        replacements: what fixtures have replaced in modules; see `replacements.Replacements.pickled`.
+        changes: what fixtures and test files have changed in modules.
     """
     example = _collector.example(function) if drawn else contextlib.nullcontext()
     _measuring.start(coverage)
@@ -75,7 +77,8 @@ def call(
             _fault(fault),
             example,
             without_debugger(),
-            replaced(replacements),
+            changes or contextlib.nullcontext(),
+            logged(how_to_log, log_files, tell),
         ):
             result = function(*args, **kwargs)
             _warn_of_strays()

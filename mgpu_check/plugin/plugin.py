@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Generator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-from mgpu_check.errors import RankFailure, StartupFailure
+from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
 from mgpu_check.plugin.adapting import Adapting
+from mgpu_check.plugin.arguments import complete_values
 from mgpu_check.plugin.fixtures import gpus, rank, ranks  # noqa: F401  # pytest collects them from this module
 from mgpu_check.plugin.launched import is_launched, over, wrong_launch
+from mgpu_check.plugin.module_state import watching
 from mgpu_check.plugin.requirements import (
     HOST_PARAMETER,
     NEEDS,
@@ -26,8 +27,9 @@ from mgpu_check.plugin.requirements import (
     placements,
     sizes_of,
 )
-from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD
+from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
 from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
+from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
     from mgpu_check.plugin.report.replay import Invocation
@@ -51,26 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-_VALUES = {"--simulate": r"cpu|cuda:\d+", "--gpu-keep-warm": r"\d+(\.\d*)?"}
-"""Options whose value may be left out, and the form of a value."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Parse ``--simulate tests/`` as ``--simulate=cpu tests/``: the value of such an option is never a path."""
-    alone = [
-        index
-        for index, argument in enumerate(args)
-        if argument in _VALUES and not re.fullmatch(_VALUES[argument], "".join(args[index + 1 : index + 2]))
-    ]
-    if not alone:
-        return
-    for index in alone:
-        args[index] += "=" + OPTIONS[args[index][2:].replace("-", "_")].command_line["const"]
-    known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
-    # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
-    known.confcutdir = early_config.known_args_namespace.confcutdir
-    early_config.known_args_namespace = known
+    early_config.stash[WATCHED] = ExitStack()
+    early_config.stash[WATCHED].enter_context(watching())
+    early_config.add_cleanup(early_config.stash[WATCHED].close)
+    complete_values(early_config, parser, args)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     activate(settings)
+    if not settings.asked and WATCHED in config.stash:
+        config.stash[WATCHED].close()
     from mgpu_check.plugin.session import GpuSession
 
     config.stash[SESSION] = GpuSession(settings)
@@ -149,7 +139,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from mgpu_check.plugin.missing_devices import TooFewDevices
     from mgpu_check.plugin.report import summary
 
-    if wrong := wrong_launch(os.environ):
+    if wrong := without_torch() or wrong_launch(os.environ):
         raise pytest.UsageError(f"mgpu-check: {wrong}")
     gpu_session.on_wait = functools.partial(summary.tell, session.config)
     # Under pytest-xdist, the controller has already counted the devices.
@@ -223,15 +213,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
         from mgpu_check.plugin.early import started
+        from mgpu_check.plugin.execution import record_replacements
         from mgpu_check.plugin.packaged import used_by_ranks
-        from mgpu_check.plugin.replacements import Replacements
 
         gpu_session.preload += used_by_ranks(session.items)
         started(gpu_session.pool.start)
-        replacements = Replacements()
-        replacements.start()
-        gpu_session.replacements = replacements.pickled
-        session.config.add_cleanup(replacements.end)
+        record_replacements(session)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -344,6 +331,10 @@ def pytest_runtest_makereport(
         properties.add_usage(item, session)
     if call.when == "call":
         item.stash[FAILED] = error is not None
+    if error is not None and not item.config.option.fulltrace:
+        failures.hide_engine(error)
+    if isinstance(error, StartupFailure) and error.cause == NO_IMPORT:
+        item.session.shouldfail = "mgpu-check: no rank can start, because an import fails"
     report = yield
     if report.outcome == "failed":
         if call.excinfo is not None and error is not None and error is not call.excinfo.value:

@@ -60,7 +60,6 @@ class Ranks:
             ValueError: `size`, `timeout`, `devices` or `environment` is not valid, or the text names no function.
             TypeError: `fn`, or an argument, cannot be pickled.
         """
-        __tracebackhide__ = True
         from mgpu_check.engine.sending import NotPicklable
 
         if isinstance(fn, str):

@@ -1,7 +1,7 @@
-"""Repeat on ranks what fixtures have replaced in modules of the pytest process, by `monkeypatch` or `unittest.mock`.
+"""Repeat on ranks the changes that fixtures and test files have made to modules of the pytest process.
 
-A replacement affects one process. Ranks import the modules themselves, so they would use the originals, and a test
-could pass because of that. `Replacements` is for the pytest process, `replaced` for the ranks.
+A change affects one process. Ranks import the modules themselves, so they would use the originals, and a test could
+pass on them. `Replacements` is for the pytest process, `Changes` for the ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import cloudpickle
 import pytest
 
+from mgpu_check.plugin.module_state import Place, WatchedModule, set_by
 from mgpu_check.processes import pickling
 
 _MISSING = "_mgpu_check_missing"  # a marker that can be pickled and is not a user's value
@@ -50,10 +52,63 @@ class _Replacement:
     value: bytes | None
 
 
-class Replacements:
-    """Records the replacements in this process between `start` and `end`."""
+class Changes:
+    """Changes of modules for a call in another process, which last as long as this context.
 
-    def __init__(self) -> None:
+    Unpickling makes them already, because the function that follows may import modules that need them.
+    """
+
+    def __init__(self, pickled: bytes, missing: Mapping[str, str]) -> None:
+        """Create the changes.
+
+        Args:
+            pickled: the replacements.
+            missing: a sentence about each variable that cannot be sent, by its name.
+        """
+        self._pickled, self._missing = pickled, missing
+        self._undo: contextlib.ExitStack | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self._pickled, self._missing)
+
+    def __enter__(self) -> Self:
+        if self._undo is None:
+            self._undo = contextlib.ExitStack()
+            for one in pickling.loads(self._pickled):
+                try:
+                    target = _found(importlib.import_module(one.module), one.path)
+                except Exception:  # importing a module runs its code
+                    continue  # this process has no original to replace
+                self._undo.callback(_put, target, one.item, one.name, _value(target, one.item, one.name))
+                _put(target, one.item, one.name, _MISSING if one.value is None else pickling.loads(one.value))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: types.TracebackType | None) -> None:
+        assert self._undo is not None
+        self._undo.close()
+        self._undo = None
+        module = getattr(getattr(error, "obj", None), "__name__", None)  # of an AttributeError
+        if isinstance(error, NameError):
+            *_, (frame, _) = traceback.walk_tb(tb)
+            module = frame.f_globals.get("__name__")
+        if error is not None and (sentence := self._missing.get(f"{module}.{getattr(error, 'name', None)}")):
+            error.add_note(sentence)
+
+
+def _made(pickled: bytes, missing: Mapping[str, str]) -> Changes:
+    return Changes(pickled, missing).__enter__()
+
+
+class Replacements:
+    """Records the replacements in this process between `start` and `end`.
+
+    Args:
+        modules: returns the modules of the current test: its own, and conftests.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[types.ModuleType]]) -> None:
+        self._modules = modules
+        self._warned: dict[tuple[str, int], set[str]] = {}
         self._patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
         self._mocks: list[Any] = []
         self._undo = contextlib.ExitStack()
@@ -87,39 +142,56 @@ class Replacements:
         """Stop recording."""
         self._undo.close()
 
-    def pickled(self, function: Callable[..., Any]) -> bytes:
-        """Pickle the current replacements for `replaced` in another process; b"" if there are no replacements.
+    def changes(self, function: Callable[..., Any]) -> Changes:
+        """Return the current replacements, and those of test files, for a call of `function` in another process.
 
-        Warns of replacements that cannot be sent: mocks, because ranks would only get copies, and values that cannot be
+        Warns of values that cannot be sent: mocks, because ranks would only get copies, and values that cannot be
         pickled. The warning points at the first line of `function`, which the ranks will run.
         """
-        found: dict[tuple[int, Any], tuple[Any, bool, Any]] = {}
+        replacements: list[_Replacement] = []
+        missing: dict[str, str] = {}
+        for target, item, name in self._places():
+            if target is os.environ or (target is sys and name in _STREAMS):
+                continue  # ranks receive the variables anyway, and have their own output
+            if (path := self._paths.of(target)) is None:
+                continue
+            try:
+                replacements.append(_replacement(path, target, item, name))
+            except _CannotBeSent as error:
+                shown = ".".join((path[0], *path[1], *(() if item else (name,)))) + (f"[{name!r}]" if item else "")
+                missing[shown] = (
+                    f"{shown} is set in the pytest process only, because its value {error}; set it in the function "
+                    "that runs on the ranks, such as build or step"
+                )
+        code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
+        place = code.co_filename, code.co_firstlineno
+        for sentence in set(missing.values()) - self._warned.setdefault(place, set()):
+            self._warned[place].add(sentence)
+            warnings.warn_explicit(sentence, pytest.PytestWarning, *place)
+        return Changes(pickling.dumps(tuple(replacements)), missing)
+
+    def _places(self) -> Collection[Place]:
+        places: dict[tuple[int, Any], Place] = {}
         for patch in list(self._patches):
             for target, name, _ in patch._setattr:
-                found[id(target), name] = target, False, name
+                places[id(target), name] = target, False, name
             for target, key, _ in patch._setitem:
-                found[id(target), repr(key)] = target, True, key
+                places[id(target), repr(key)] = target, True, key
         for one in self._mocks:
             if isinstance(one, _patch_dict):
                 original = getattr(one, "_original", None) or {}
                 now = one.in_dict
                 for key in {*original, *now}:
                     if key not in now or key not in original or now[key] is not original[key]:
-                        found[id(now), repr(key)] = now, True, key
+                        places[id(now), repr(key)] = now, True, key
             elif one.target is not None:
-                found[id(one.target), one.attribute] = one.target, False, one.attribute
-        if not found:
-            return b""
-        made = [self._replacement(*one, function) for one in found.values()]
-        self._paths.forget_all_but([target for target, _, _ in found.values()])
-        known = tuple(one for one in made if one is not None)
-        return pickling.dumps(known) if known else b""
-
-    def _replacement(self, target: Any, item: bool, name: Any, function: Callable[..., Any]) -> _Replacement | None:
-        if target is os.environ or (target is sys and name in _STREAMS):
-            return None  # ranks receive the variables anyway, and have their own output
-        path = self._paths.of(target)
-        return None if path is None else _replacement(path, target, item, name, function)
+                places[id(one.target), one.attribute] = one.target, False, one.attribute
+        for target, item, name in set_by(self._modules()):
+            path = self._paths.of(target)
+            if path is not None and isinstance(sys.modules[path[0]], WatchedModule):
+                places.setdefault((id(target), repr(name) if item else name), (target, item, name))
+        self._paths.forget_all_but([target for target, _, _ in places.values()])
+        return places.values()
 
 
 class _ImportPaths:
@@ -155,29 +227,20 @@ def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Call
     return noting
 
 
-def _replacement(
-    where: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any, function: Callable[..., Any]
-) -> _Replacement | None:
-    module, path = where
+class _CannotBeSent(Exception):
+    """A value of the pytest process cannot be sent to ranks; the text says why."""
+
+
+def _replacement(where: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any) -> _Replacement:
     value = _value(target, item, name)
     if value is _MISSING:
-        return _Replacement(module, path, item, name, None)
-    shown = ".".join((module, *path, *(() if item else (name,)))) + (f"[{name!r}]" if item else "")
-    why = "is a mock, and its calls would not be seen here" if isinstance(value, mock.NonCallableMock) else ""
-    if not why:
-        try:
-            return _Replacement(module, path, item, name, pickling.dumps(value))
-        except Exception as error:
-            why = f"cannot be pickled: {error}"
-    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
-    warnings.warn_explicit(
-        f"{shown} is replaced in the pytest process only, and ranks have the original, because the replacement "
-        f"{why}; replace it in the function that runs on the ranks",
-        pytest.PytestWarning,
-        code.co_filename,
-        code.co_firstlineno,
-    )
-    return None
+        return _Replacement(*where, item, name, None)
+    if isinstance(value, mock.NonCallableMock):
+        raise _CannotBeSent("is a mock, and its calls would not be seen here")
+    try:
+        return _Replacement(*where, item, name, pickling.dumps(value))
+    except Exception as error:
+        raise _CannotBeSent(f"cannot be pickled: {error}") from error
 
 
 def _value(target: Any, item: bool, name: Any) -> Any:
@@ -223,26 +286,6 @@ def _importable(module: str) -> bool:
 
 def _found(holder: Any, path: tuple[str, ...]) -> Any:
     return functools.reduce(getattr, path, holder)
-
-
-@contextlib.contextmanager
-def replaced(pickled: bytes) -> Iterator[None]:
-    """Within the context, apply the replacements of `Replacements.pickled` in a rank.
-
-    They include items of mappings and removed attributes, which `torch_hooks.patches` does not support.
-    """
-    if not pickled:
-        yield
-        return
-    with contextlib.ExitStack() as undo:
-        for one in pickling.loads(pickled):
-            try:
-                target = _found(importlib.import_module(one.module), one.path)
-            except (ImportError, AttributeError):
-                continue  # this process has no original to replace
-            undo.callback(_put, target, one.item, one.name, _value(target, one.item, one.name))
-            _put(target, one.item, one.name, _MISSING if one.value is None else pickling.loads(one.value))
-        yield
 
 
 def _put(target: Any, item: bool, name: Any, value: Any) -> None:

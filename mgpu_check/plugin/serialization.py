@@ -14,6 +14,8 @@ from typing import Any
 import cloudpickle
 
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.rank_logging import Logging
+from mgpu_check.plugin.replacements import Changes
 
 Filter = tuple[str, str, type[Warning], str, int]
 """Arguments of `warnings.filterwarnings`: action, message, category, module, line."""
@@ -35,18 +37,19 @@ class Shipped:
     """A function to call on ranks with pytest's handling of assertions and warnings.
 
     Attributes:
+        changes: changes of modules to make during the call. The first field, because unpickling makes them.
         fault: what to plant in the process during the call, or None.
         drawn: whether its arguments may come from a Hypothesis example.
         coverage: configuration of coverage.py; None if coverage is not measured.
-        replacements: pickled replacements in modules; see `replacements.Replacements.pickled`.
     """
 
+    changes: Changes | None
     function: Callable[..., Any]
     fault: Planting | None
     filters: tuple[Filter, ...]
     drawn: bool = False
     coverage: str | None = None
-    replacements: bytes = b""
+    how_to_log: Logging | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check.plugin import in_rank  # in the rank: it imports torch
@@ -59,7 +62,8 @@ class Shipped:
             fault=self.fault,
             drawn=self.drawn,
             coverage=self.coverage,
-            replacements=self.replacements,
+            changes=self.changes,
+            how_to_log=self.how_to_log,
         )
 
 

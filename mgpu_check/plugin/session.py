@@ -22,6 +22,8 @@ from mgpu_check.version import torch_version, version
 if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.plugin.rank_logging import Logging
+    from mgpu_check.plugin.replacements import Changes
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.plugin.in_rank",)
@@ -57,7 +59,8 @@ class GpuSession:
         preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
             import touches no real device.
         on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
-        replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
+        how_to_log: returns how ranks log.
+        changes: returns what fixtures and test files have changed in modules; see `Replacements.changes`.
         until_end: contexts that end with the current test.
     """
 
@@ -74,7 +77,8 @@ class GpuSession:
         self.on_wait: Callable[[str], None] = lambda line: None
         self.preload: list[str] = []
         self.on_ranks: Callable[[], None] = lambda: None
-        self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
+        self.how_to_log: Callable[[], Logging | None] = lambda: None
+        self.changes: Callable[[Callable[..., Any]], Changes | None] = lambda function: None
         self.until_end = contextlib.ExitStack()
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
@@ -102,9 +106,7 @@ class GpuSession:
         from mgpu_check.engine.hash_seeds import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
-        from mgpu_check.engine.rank_side.coverage import coverage_here
         from mgpu_check.plugin.forwarding import deliver
-        from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         self._agents = launched.launcher_of_this_run(self.settings)
         more = self.preload if self.settings.simulate == "cpu" else ()
@@ -113,13 +115,19 @@ class GpuSession:
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
-            wrap=lambda function: Shipped(
-                function, self.fault, warning_filters(), self.test.drawn, coverage_here(), self.replacements(function)
-            ),
+            wrap=self._shipped,
             hear=deliver,
             masks=lambda slots: self.leasing.mask(slots),
             memory=lambda: min((device.memory for device in self.devices), default=None),
         )
+
+    def _shipped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        from mgpu_check.engine.rank_side.coverage import coverage_here
+        from mgpu_check.plugin.serialization import Shipped, warning_filters
+
+        changes = self.changes(function)
+        how = warning_filters(), self.test.drawn, coverage_here(), self.how_to_log()
+        return Shipped(changes, function, self.fault, *how)
 
     @property
     def leasing(self) -> Leasing:
@@ -247,7 +255,12 @@ class GpuSession:
             The number of devices of the test.
         """
         self.forget_test()
-        slots = self.leasing.begin(count, name)
+        try:
+            slots = self.leasing.begin(count, name)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # from outside, as by pytest-timeout
+                error.add_note("the test was still waiting for GPUs that other tests use")
+            raise
         self._note_deaths()
         self.pool.begin_test(slots)
         self._last = name

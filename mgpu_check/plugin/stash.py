@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,4 +17,5 @@ SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
 MISUSE: pytest.StashKey[str] = pytest.StashKey()
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
 TOLD: pytest.StashKey[RankFailure | None] = pytest.StashKey()
+WATCHED: pytest.StashKey[ExitStack] = pytest.StashKey()
 INVOCATION: pytest.StashKey[Invocation] = pytest.StashKey()

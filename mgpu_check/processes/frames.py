@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
-    r"/mgpu_check/((processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare)/\w+"
-    r"|plugin/(in_rank|adapted|serialization|forwarding))\.py$"
+    r"/mgpu_check/(processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare|devices|plugin)/\w+\.py$"
 )
 _CHECK = re.compile(r"/mgpu_check/suite/(?!.*/test_\w+\.py$).+\.py$")
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")

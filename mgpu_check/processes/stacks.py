@@ -14,6 +14,8 @@ HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
 # Lines below the test's frames that are the same in every rank. The engine's frames are left out, too.
 _NOISE = re.compile(r'^  File "<string>", line 1 in <module>$|^Extension modules: ')
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+RETURNING = {"pickle_result", "send_result"}
+"""The functions of a rank that pickle and send the result of a call."""
 _COLLECTIVES = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
 _BACKWARD = "_engine_run_backward"
 
@@ -44,7 +46,14 @@ def clean(text: str) -> str:
 
 def _is_noise(line: str) -> bool:
     frame = _FRAME.match(line)
-    return bool(_NOISE.match(line)) or (frame is not None and is_engine(frame["file"]))
+    engine = frame is not None and is_engine(frame["file"]) and frame["function"] not in RETURNING
+    return bool(_NOISE.match(line)) or engine
+
+
+def is_returning(stacks: str) -> bool:
+    """Return whether a rank has run the function, and pickles or sends the result."""
+    frames = filter(None, map(_FRAME.match, stacks.splitlines()))
+    return any(frame["function"] in RETURNING and is_engine(frame["file"]) for frame in frames)
 
 
 def location_of(stacks: str) -> Location | None:

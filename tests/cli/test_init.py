@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mgpu_check.cli.init import fitted_arguments, main
+from mgpu_check.cli.init_arguments import learned
 from mgpu_check.cli.init_documented import console_scripts
 from mgpu_check.cli.init_survey import survey
 
@@ -34,9 +36,14 @@ def repository(tmp_path, monkeypatch):
 
 
 def options(*names):
-    return "import argparse\nparser = argparse.ArgumentParser()\n" + "".join(
-        f"parser.add_argument({name})\n" for name in names
-    )
+    adds = "".join(f"parser.add_argument({name})\n" for name in names)
+    return f"import argparse\nparser = argparse.ArgumentParser()\n{adds}args = parser.parse_args()\n"
+
+
+def fitted(entry, given):
+    """Return the arguments and assumptions of a script that has run up to its parser."""
+    unknown = entry.parses and not entry.options and not entry.hydra
+    return fitted_arguments(replace(entry, options=learned(entry.started, given)[0]) if unknown else entry, given)
 
 
 def test_the_likeliest_script_comes_first(repository):
@@ -190,21 +197,23 @@ def test_the_current_directory_installs_nothing(repository, tmp_path, monkeypatc
             ["--accumulation_steps={2*W}", "--batch_size={8/W}"],
         ),
         (
-            "parser = HfArgumentParser(TrainingArguments)\nTrainer().train()\n",
+            options('"--output_dir"', '"--per_device_train_batch_size", type=int', '"--per_gpu_train_batch_size"'),
             ["--output_dir=out", "--per_device_train_batch_size={8/W}"],
         ),
-        ("if __name__ == '__main__':\n    parser.add_argument('--bs')\n", ["--bs={8/W}"]),
+        (
+            "import argparse\nargparse.ArgumentParser().parse_known_args()\n" + options('"--bs"', 'dest="x"'),
+            ["--bs={8/W}"],
+        ),
         (options('"--accum"') + "args.accum //= world_size\n", ["--accum=8"]),
         (options('"--devices", type=int', '"--gpus"', '"--seed"'), ["--seed=1", "--devices={W}"]),
-        ("import click\n@click.option('--batch', type=int)\ndef main(batch): pass\n", ["--batch={8/W}"]),
     ],
 )
 def test_arguments_share_a_global_batch_among_the_ranks(repository, source, expected):
     (entry,) = repository(train_py=source + LOOP).entries
-    words, assumed = fitted_arguments(entry, [])
+    words, assumed = fitted(entry, [])
     assert words == expected and len(assumed) >= 1
     name = expected[0].partition("=")[0]
-    assert fitted_arguments(entry, [f"{name}=3"])[0][0] == f"{name}=3"
+    assert fitted(entry, [f"{name}=3"])[0][0] == f"{name}=3"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +229,7 @@ def test_arguments_share_a_global_batch_among_the_ranks(repository, source, expe
 )
 def test_arguments_that_are_not_set(repository, option, given, words):
     (entry,) = repository(train_py=options(option) + LOOP).entries
-    assert fitted_arguments(entry, given)[0] == [*given, *words]
+    assert fitted(entry, given)[0] == [*given, *words]
 
 
 def test_the_arguments_of_hydra(repository):
@@ -275,18 +284,78 @@ def test_the_defaults_of_hydra(repository, configuration, given, words):
     assert fitted_arguments(entry, given)[0] == [*given, *words]
 
 
-def test_the_arguments_of_other_scripts_are_not_those_of_this_one(repository):
-    used = "import argparse\nif __name__ == '__main__':\n    parser.add_argument('stage')\n"
-    found = repository(
-        train_py=f"import used\n{LOOP}", used_py=used, cli_py="p.add_subparsers()\np.add_argument('x')\n" + LOOP
-    )
-    assert [(str(entry.path), entry.required) for entry in found.entries] == [("train.py", ()), ("cli.py", ())]
+USED = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", required=True)
+parser.add_argument("stage")
+if __name__ == "__main__":
+    parser.parse_args()
+def step():
+    loss.backward()
+    optimizer.step()
+"""
+PARSERS = {
+    "import used, torch\noptimizer = torch.optim.SGD([torch.ones(1)], lr=1)\nused.step()": (
+        [],
+        "no parser ran before it ended or began to train",
+    ),
+    "import used, missing\nused.step()": (
+        [],
+        "it ended before it parsed them: ModuleNotFoundError: No module named 'missing'",
+    ),
+    "import used, sys\nused.parser.parse_args(['--batch_size=1', 'x'])\nsys.exit(3)\nused.step()": ([], "exit code 3"),
+    "import used\nused.parser.parse_args()\nused.step()": (["--batch_size", "stage"], ""),
+    "import used\nused.parser.add_subparsers().add_parser('one')\nused.parser.parse_args()\nused.step()": (
+        ["--batch_size", "stage", ""],
+        "",
+    ),
+    "import click\n@click.command()\n@click.option('--lr', '-l', type=int, required=True)\n@click.option('--on', is_flag=True)\n"
+    "@click.argument('data')\ndef main(**named): pass\nmain()\n" + LOOP: (["--lr", "data"], ""),
+}
+CLICK = """
+INT = type("Type", (), {"name": "integer"})
+
+class Parameter:
+    is_flag = count = False
+    def __init__(self, *opts, type=INT, required=False, is_flag=False):
+        self.opts, self.type, self.required, self.is_flag = opts, type, required, is_flag
+
+def added(parameter):
+    def add(command):
+        command.params = [parameter, *getattr(command, "params", [])]
+        return command
+    return add
+
+def option(*names, type=INT, **how): return added(Parameter(*names, **how))
+def argument(name): return added(Parameter(name, required=True))
+
+class Command:
+    def __init__(self, function): self.params = function.params
+    def main(self): raise AssertionError
+    def __call__(self): return self.main()
+
+def command(): return Command
+"""
 
 
-def test_the_nearest_way_to_a_file_counts(repository):
-    files = {"src/pkg/far.py": "import used", "way.py": "import used", "used.py": options('"--batch-size"')}
-    (entry,) = repository(train_py="import pkg.far, way\n" + LOOP, **files).entries
-    assert [option.name for option in entry.options] == ["--batch-size"]
+@pytest.mark.parametrize("source", PARSERS)
+def test_the_arguments_are_those_of_the_parser_that_runs(repository, monkeypatch, tmp_path, source):
+    """The module click is a small one here, because its package may not be installed."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = repository("train.py", train_py=source + "\n", used_py=USED, click_py=CLICK)
+    assert found.named.parses and found.named.options == ()
+    options, why = learned("train.py", [])
+    names, expected = PARSERS[source]
+    assert ([option.name for option in options], bool(why)) == (names, bool(expected)) and expected in why
+    assert all(option.required for option in options if option.name in ("stage", "data", "--lr", "--batch_size"))
+
+
+def test_an_argument_that_the_script_does_not_take_is_not_assumed(repository, capsys):
+    repository(train_py="import used\nused.step()\n", used_py=USED)
+    assert main(["--no-run", "--", "train.py"]) == 0
+    said = capsys.readouterr().out
+    assert "its arguments are not known: it ended before it parsed them: NameError" in said and "batch_size" not in said
 
 
 def test_a_test_is_written_once(repository, capsys):

@@ -284,7 +284,7 @@ def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_ser
         assert server not in pool.run(os.getppid, size=2)
 
 
-NO_ROOM = "cannot be made in .*: No space left on device. Make room there, or name another .* TMPDIR"
+NO_ROOM = "cannot be opened: No space left on device. Make room in .*, or name another .* TMPDIR"
 
 REFUSING = """
 import errno, os

@@ -189,5 +189,9 @@ def test_skips_of_all_are_a_skip_and_of_some_a_failure(pool):
     with pytest.raises(Abandoned, match="not today") as info:
         pool.run(body, [0, 1], size=2)
     assert info.value.failure.kind == "skip"
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 raised SkipTest: not today"):
+    rule = "a test is skipped on all ranks or on none: decide it by values that all ranks have"
+    with pytest.raises(RankFailure, match=rf"rank 1 of 2 raised SkipTest: not today\n{rule}\n"):
         pool.run(body, [1], size=2)
+    with pytest.raises(RankFailure) as failure:
+        pool.run(lambda rank: [][rank.index], size=2)
+    assert "all ranks or on none" not in str(failure.value)

@@ -33,6 +33,21 @@ def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
     assert len(pids(pool, 3)) == 3
 
 
+def test_a_result_that_takes_too_long_is_named(pool):
+    class Slow:
+        """A result that takes long to pickle, as one of gigabytes does."""
+
+        def __reduce__(self):
+            time.sleep(3600)
+
+    with pytest.raises(RankHang) as info:
+        pool.run(lambda rank: Slow() if rank.index else None, size=2, timeout=0.5)
+    assert str(info.value).splitlines()[:2] == [
+        "rank 1 of 2 did not finish <lambda> within 0.5 s",
+        "rank 1 is sending its result, which takes long if it is large: return less, or allow more time",
+    ]
+
+
 def test_a_stopped_rank_is_a_hang_without_stacks(pool):
     def body(rank):
         if rank.index == 0:

@@ -41,7 +41,7 @@ def test_stacks_are_waited_for_to_their_end_however_long_the_process_is_held_up(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[stacks.fileno()]
         )
         assert writer.stdin is not None and writer.stdout is not None
-        process = Process(writer.pid, Channel(here), out, err, stacks, stacks)
+        process = Process(writer.pid, Channel(here), out, err, out, stacks, stacks)
         looks = 0
 
         def sleep(seconds: float) -> None:

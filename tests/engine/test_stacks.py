@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from mgpu_check.processes.frames import calling_line
-from mgpu_check.processes.stacks import clean, location_of
+from mgpu_check.processes.stacks import clean, is_returning, location_of
 
 TEXT = """Thread 0x00007f0000000001 (most recent call first):
   File "/lib/python3.11/threading.py", line 1 in wait
@@ -37,6 +37,15 @@ def test_no_collective():
     assert location is not None
     assert location.collective is None
     assert str(location) == "load (/home/train.py:3)"
+
+
+def test_a_rank_that_sends_its_result():
+    line = '  File "/p/mgpu_check/engine/rank_side/worker.py", line 7 in send_result'
+    stacks = clean(
+        f'Current thread 0x1 (most recent call first):\n  File "/p/mgpu_check/processes/channel.py", line 1 in send\n{line}'
+    )
+    assert line in stacks and "channel" not in stacks and is_returning(stacks)
+    assert not is_returning('  File "/home/me/train.py", line 7 in send_result')
 
 
 def test_nothing_to_read():

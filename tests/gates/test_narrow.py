@@ -1,6 +1,7 @@
 """Steps in bfloat16 and float16: right ones pass, and what is lost or doubled shows through their rounding."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.gates.steps import passes, refuted
 pytestmark = pytest.mark.gpus(4)
 
 RATE = 0.5
-FEW = {"sizes": "divisible", "max_examples": 6}
+FEW: dict[str, Any] = {"sizes": "divisible", "max_examples": 6}
 
 
 def build(dtype=None):
@@ -28,7 +29,9 @@ def batch(n):
 class Plain:
     """Parameters and gradients in a narrow dtype, which also goes over the wire. The input is cast by name."""
 
-    dtype, wrong, wire = torch.bfloat16, "", None
+    dtype: torch.dtype = torch.bfloat16
+    wrong = ""
+    wire: torch.dtype | None = None
 
     def __init__(self, model, rank):
         model.to(rank.device)

@@ -74,7 +74,7 @@ def step(seed, dtype, act, parts, mode=None, double=False):
     with mode or contextlib.nullcontext():
         for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
             model.zero_grad()
-            out = model(a.to(model[0].weight.dtype))
+            out = model(a.to(x.dtype if double else dtype))
             F.mse_loss(out if double else out.float(), b).backward()
             gradients = [total + parameter.grad for total, parameter in zip(gradients, model.parameters(), strict=True)]
         gradients = [total / parts for total in gradients]

@@ -98,9 +98,9 @@ def test_replacements_travel_or_are_told(run, pytester):
     result = run(*GPUS)
     result.assert_outcomes(passed=9, warnings=2)
     for line in (
-        "*PytestWarning: library.read is replaced in the pytest process only, and ranks have the original, because the "
-        "replacement is a mock, and its calls would not be seen here; replace it in the function that runs on *",
-        "*PytestWarning: library.read is replaced in the pytest process only, * cannot be pickled: *",
+        "*PytestWarning: library.read is set in the pytest process only, because its value is a mock, and its calls would "
+        "not be seen here; set it in the function that runs on the ranks, such as build or step",
+        "*PytestWarning: library.read is set in the pytest process only, because its value cannot be pickled: *",
     ):
         result.stdout.fnmatch_lines([line])
     result.stdout.no_fnmatch_line("*/mgpu_check/*Warning*")  # they point at what the ranks run

@@ -222,7 +222,7 @@ def test_without_the_plugin_its_tests_are_unknown(run, pytester):
     result.stdout.fnmatch_lines(["*fixture 'ranks' not found"])
 
 
-def test_captured_output_belongs_to_the_pytest_process(run, pytester):
+def test_captured_output_belongs_to_the_pytest_process_and_records_of_ranks_follow(run, pytester):
     pytester.makepyfile(
         """
         import os
@@ -241,7 +241,7 @@ def test_captured_output_belongs_to_the_pytest_process(run, pytester):
             import logging
             logging.warning("here")
             ranks.run(lambda: logging.warning("in a rank"))
-            assert caplog.messages == ["here"]
+            assert caplog.messages == ["here", "in a rank", "in a rank"]
         """
     )
     run(*GPUS).assert_outcomes(passed=3)

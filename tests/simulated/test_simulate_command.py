@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -133,6 +134,98 @@ def test_a_sitecustomize_of_ones_own_still_runs(tmp_path):
         check=False,
     )
     assert done.stdout == "11 False\n", done.stderr
+
+
+WAYS_TO_IMPORT = {
+    "a plain import": "import torch",
+    "a query before it": "find_spec('torch'); find_spec('torch'); import torch",
+    "a query of a submodule": "find_spec('torch.nn'); import torch",
+    "a query of the path finder": "PathFinder.find_spec('torch'); import torch",
+    "a list of all modules": "list(pkgutil.iter_modules()); import torch.nn",
+    "the loader of a query": "find_spec('torch').loader.load_module('torch')",
+    "the module of the path finder": "made(PathFinder.find_spec('torch'))",
+    "a lazy module": "torch = made(lazy(find_spec('torch'))); assert not acted; torch.nn",
+    "no finder but the path finder": "sys.meta_path[:] = [PathFinder]; import torch",
+    "finders as before": "before = sys.meta_path[:]; import torch; sys.meta_path[:] = before",
+    "a thread": "Thread(target=import_module, args=['torch']).start(); import torch",
+    "an import that fails first": "fail(); assert not acted; import torch",
+    "a stand-in first": "load('torch', 'stand_in.py'); assert not acted; import torch",
+    "a second import": "import torch; reload(torch)",
+}
+IMPORTER = """
+    import json, os, pkgutil, sys, traceback
+    from importlib import import_module, reload
+    from importlib.machinery import PathFinder
+    from importlib.util import LazyLoader, find_spec, module_from_spec, spec_from_file_location
+    from threading import Thread
+
+    def made(spec):
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def lazy(spec):
+        spec.loader = LazyLoader(spec.loader)
+        return spec
+
+    def load(name, file):
+        spec = spec_from_file_location(name, file)
+        spec.loader.exec_module(module_from_spec(spec))
+
+    def fail():
+        os.environ["FAIL"] = "1"
+        try:
+            import_module("torch")
+        except ImportError:
+            del os.environ["FAIL"]
+
+    acted = []
+    made(spec_from_file_location("startup", sys.argv[1]))._act_after_torch([lambda: acted.append("torch" in sys.modules)])
+    for name, way in json.loads(sys.argv[2]).items():
+        if not os.fork():
+            try:
+                exec(way)
+            except BaseException:
+                traceback.print_exc()
+            os.write(1, f"{name}: {acted}\\n".encode())
+            os._exit(0)
+        os.wait()
+"""
+
+
+def test_a_program_may_import_torch_in_any_way(tmp_path):
+    """Torch is a small package here, and each way has a process."""
+    (tmp_path / "torch").mkdir()
+    script(
+        tmp_path / "torch", "__init__.py", "import os\nif 'FAIL' in os.environ: raise ImportError\nfrom torch import nn"
+    )
+    script(tmp_path / "torch", "nn.py", "")
+    script(tmp_path, "stand_in.py", "")
+    script(tmp_path, "job.py", IMPORTER)
+    words = [str(HOME / "mgpu_check/cli/startup/sitecustomize.py"), json.dumps(WAYS_TO_IMPORT)]
+    command = [sys.executable, "job.py", *words]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert ran.stdout.splitlines() == [f"{name}: [True]" for name in WAYS_TO_IMPORT], ran.stderr
+
+
+def test_a_program_that_looks_for_torch_before_it_imports_it(tmp_path):
+    """As transformers and datasets do."""
+    script(
+        tmp_path,
+        "job.py",
+        """
+        import importlib.util, sys
+        spec = importlib.util.find_spec("torch")
+        assert "torch" not in sys.modules
+        import torch
+        print(torch.cuda.device_count(), torch.ones(1).to("cuda:2").device)
+        import broken
+        """,
+    )
+    script(tmp_path, "broken.py", "1 / 0")
+    done = simulate(tmp_path, "--gpus=3", "job.py")
+    assert done.stdout == "3 cuda:2\n", done.stderr
+    assert "sitecustomize" not in done.stderr and "ZeroDivisionError" in done.stderr
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import sys
 
 TYPE_CHECKING = False  # importing typing would slow down the start of every Python
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import ModuleType
     from typing import Any
 
@@ -89,22 +89,21 @@ def _record(settings: dict[str, Any]) -> None:
     )
 
 
-class _AfterTorch:
-    """A finder that finds torch through the other finders, and makes its loader call `then` after the import."""
+def _end_before_training() -> None:
+    with _OurPackage():
+        from mgpu_check.cli.init_arguments import end_before_training
+    end_before_training()
 
-    def __init__(self, then: Sequence[Callable[[], None]]) -> None:
-        self.then = then
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
+def _act_after_torch(actions: list[Callable[[], None]]) -> None:
+    """Call each of `actions` once, after torch is imported.
+
+    The loader of torch calls them, because every import uses a loader: also a lazy import, one that asks a finder
+    directly, and one after a change of `sys.meta_path`. A program that only looks for torch causes no call.
+    """
+
+    def act_after(loader: Any) -> None:
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             collecting = gc.isenabled()
@@ -113,15 +112,30 @@ class _AfterTorch:
             gc.disable()  # collecting takes a quarter of the time of these imports, and finds almost nothing
             try:
                 execute(module)
-                for act in self.then:
-                    act()
+                if sys.modules.get("torch") is module:  # else a program has loaded a file under this name
+                    while actions:
+                        actions.pop(0)()
             finally:
                 if collecting:
                     gc.freeze()  # later collections, and those at exit, would visit all objects of torch again
                     gc.enable()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # on this loader only
-        return spec
+        loader.exec_module = exec_module
+
+    def watch(kind: Any) -> None:
+        original = kind.__init__
+
+        # A replaced `exec_module` would have a frame in each traceback of an import. This function returns before.
+        @functools.wraps(original)
+        def __init__(self: Any, fullname: str, *rest: Any, **named: Any) -> None:
+            original(self, fullname, *rest, **named)
+            if fullname == "torch" and actions:
+                act_after(self)
+
+        kind.__init__ = __init__
+
+    watch(importlib.machinery.SourceFileLoader)
+    watch(importlib.machinery.SourcelessFileLoader)
 
 
 def _prepare_recording(settings: dict[str, Any]) -> None:
@@ -181,13 +195,15 @@ def _chain() -> None:
 
 def _main() -> None:
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
-    then: list[Callable[[], None]] = []
+    actions: list[Callable[[], None]] = []
     simulated = os.environ.get("_MGPU_CHECK_SIMULATE")
     if simulated:
         count, _, backing = simulated.partition(",")
-        then.append(functools.partial(_simulate, int(count), backing))
+        actions.append(functools.partial(_simulate, int(count), backing))
     else:
         _leave_environment()
+    if "_MGPU_CHECK_ARGUMENTS" in os.environ:
+        actions.append(_end_before_training)
     told = os.environ.pop("_MGPU_CHECK_COMPARE", None)
     if told is not None:
         import json  # imported here, because most Pythons do not need it
@@ -196,12 +212,12 @@ def _main() -> None:
         _prepare_recording(settings)
         if settings["launcher"] != "torchrun":
             sys.path.insert(0, os.path.join(_HERE, "stand_ins"))
-        then.append(functools.partial(_record, settings))  # after the simulation, if any
+        actions.append(functools.partial(_record, settings))  # after the simulation, if any
     if "torch" in sys.modules:  # a .pth file may import torch
-        for act in then:
+        for act in actions:
             act()
-    elif then:
-        sys.meta_path.insert(0, _AfterTorch(then))
+    elif actions:
+        _act_after_torch(actions)
     _chain()
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ _BACKENDS = "cpu:gloo,cuda:nccl"
 
 _told: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
+log_files: list[TextIO] = []
+"""The file for the log of this rank; empty in other processes."""
 
 
 def tell(what: tuple[str, Any]) -> None:
@@ -47,13 +49,14 @@ def at_rest(callback: Callable[[], None]) -> None:
     _at_rest.append(callback)
 
 
-def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
+def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
     """Run the rank that the first message describes until the connection closes, and return the exit code.
 
     Args:
         directory: the run's directory for temporary files.
     """
     connection = RankEnd(connection_fd)
+    log_files.append(os.fdopen(log_fd, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))
     _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
     uncaught.listen()
@@ -169,7 +172,7 @@ class Worker:
                     os._exit(0)
                 raise
             if isinstance(message, protocol.Call):
-                self.connection.send(self.call(message))
+                self.send_result(self.call(message))
             elif isinstance(message, protocol.Settle):
                 self.connection.send(self.settle())
             elif isinstance(message, protocol.Meet):
@@ -203,12 +206,7 @@ class Worker:
             result = function(
                 *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
             )
-            try:
-                value = pickling.dumps_apart(result)
-            except Exception as error:
-                raise TypeError(
-                    f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
-                ) from None
+            value = self.pickle_result(result)
             settled = self.devices.idle()
         except BaseException as error:
             value = None
@@ -237,6 +235,19 @@ class Worker:
             reusable,
         )
         return self.outcome
+
+    # A large result takes long in these two functions, and stacks name them: see `stacks.RETURNING`.
+
+    def pickle_result(self, result: object) -> pickling.Pickled:
+        try:
+            return pickling.dumps_apart(result)
+        except Exception as error:
+            raise TypeError(
+                f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
+            ) from None
+
+    def send_result(self, outcome: protocol.Outcome) -> None:
+        self.connection.send(outcome)
 
     def pause(self, message: protocol.Paused) -> None:
         """Report a finished part of the call, and wait until the other ranks have finished it, too."""

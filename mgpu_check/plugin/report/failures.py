@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
+from mgpu_check.processes.frames import is_engine, is_installed
 
+_ON_PURPOSE = (CheckFailure, pytest.fail.Exception, ValueError, TypeError, pytest.UsageError, RankHang)
 _REPLAY = "repeat with"
 _SECOND_LOOK = "second look"
 _LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)
@@ -29,8 +32,8 @@ def add_output(item: pytest.Item, output: Sequence[tuple[str, str, str]], when: 
     """
     for title, text in joined(output):
         item.add_report_section(when, title, text)
-    for who, _, text in output:
-        if item.config.option.capture == "no":
+    for who, stream, text in output:
+        if item.config.option.capture == "no" and stream != "log":  # as pytest, which prints no log
             lines = "".join(f"[{who}] {line}\n" for line in text.splitlines())
             encoding = sys.stdout.encoding or "utf-8"
             sys.stdout.write(lines.encode(encoding, "backslashreplace").decode(encoding))
@@ -50,6 +53,33 @@ def joined(output: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
         (f"{stream} of {whose[0]}" + (f", and {len(whose) - 1} more alike" if whose[1:] else ""), text)
         for (stream, _), (whose, text) in sections.items()
     ]
+
+
+def hide_engine(error: BaseException) -> None:
+    """Remove the engine's frames from the tracebacks of `error` and of all errors behind it.
+
+    An error that the engine does not raise on purpose is a defect of the engine, and keeps its frames.
+    """
+    errors = [error]
+    for error in errors:  # which grows
+        behind = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+        errors += [one for one in behind if one is not None and not any(one is known for known in errors)]
+        tb, frames, of_engine = error.__traceback__, list[types.TracebackType](), False
+        while tb is not None:
+            file = tb.tb_frame.f_code.co_filename
+            of_engine = is_engine(file) or (of_engine and is_installed(file))  # or of a library that the engine calls
+            frames += [] if of_engine else [tb]
+            tb = tb.tb_next
+        if of_engine and not isinstance(error, _ON_PURPOSE):
+            continue
+        for frame, after in zip(frames, [*frames[1:], None], strict=False):
+            frame.tb_next = after
+        error.__traceback__ = frames[0] if frames else None
+        if isinstance(error, pytest.fail.Exception) and all(
+            is_installed(f.tb_frame.f_code.co_filename) for f in frames
+        ):
+            error.pytrace = False  # of pytest-timeout, outside of the test's body
+            error.msg = "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def replace_traceback(
