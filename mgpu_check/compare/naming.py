@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.surroundings import Surroundings
+from mgpu_check.torch_hooks.members import named_modules
 
 _INNER = {
     "DistributedDataParallel": ("module",),
@@ -87,7 +88,7 @@ class Names:
         """Yield all modules of the models, with their wrappers."""
         for reference in self._models:
             if (model := reference()) is not None:
-                yield from model.modules()
+                yield from (module for _, module in named_modules(model))
 
     def _learn(self, parameter: torch.Tensor | None = None) -> None:
         if self._around is None or self._looked_for != len(self._models):

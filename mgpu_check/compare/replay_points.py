@@ -19,11 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mgpu_check.compare.errors import with_methods_of_torch
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.replay_numbers import MOST, generators
 from mgpu_check.compare.replay_own import OwnGenerators
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
+from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
+from mgpu_check.torch_hooks.values import is_distributed
 
 
 class RecordedScript(Protocol):
@@ -152,6 +155,7 @@ class Points(abc.ABC):
         finally:
             self._depth -= 1
 
+    @with_methods_of_torch
     def _replaced(self, kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with other tensors, except for tensors that were computed with parameters."""
         if not torch.is_grad_enabled():
@@ -161,7 +165,7 @@ class Points(abc.ABC):
         self.trained = True
         leaves, form = tree_flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
-        at = [i for i in at if not hasattr(leaves[i], "full_tensor") and leaves[i].layout is torch.strided]
+        at = [i for i in at if not is_distributed(leaves[i]) and leaves[i].layout is torch.strided]
         for i, value in zip(at, self.inputs(kind, [leaves[i].detach() for i in at]), strict=True):
             if value is not None:
                 leaves[i] = value
@@ -249,12 +253,12 @@ def _random_states() -> dict[str, int]:
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by their names without wrappers, which one device may lack."""
-    wrappers = [f"{name}.module." for name, part in module.named_modules() if name and unwrapped(part) is not part]
-    named = [*module.named_parameters(), *module.named_buffers()]
+    wrappers = [f"{name}.module." for name, part in named_modules(module) if name and unwrapped(part) is not part]
+    named = [*named_parameters(module), *named_buffers(module)]
     return {
         _without(name, wrappers): tensor
         for name, tensor in named
-        if not nn.parameter.is_lazy(tensor) and not hasattr(tensor, "full_tensor") and not tensor.is_meta
+        if not nn.parameter.is_lazy(tensor) and not is_distributed(tensor) and not tensor.is_meta
     }
 
 
