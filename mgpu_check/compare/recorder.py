@@ -25,6 +25,7 @@ from mgpu_check.compare.described import described, forward_of, has_state, in_tr
 from mgpu_check.compare.entered import install as install_count
 from mgpu_check.compare.errors import Guard, watching_errors
 from mgpu_check.compare.flow import Flow
+from mgpu_check.compare.input_recorder import InputRecorder
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.output_recorder import OutputRecorder
 from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
@@ -32,7 +33,7 @@ from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.placements import Files, read_placements
 from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.states import States
-from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
+from mgpu_check.compare.summaries import Numbers, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.processes.launched import rank_and_world
@@ -44,7 +45,6 @@ from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.values import readable
 
 _CALLS = 100  # calls of models that are checked for random draws, to bound the time
-_COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
 
 
 def install(
@@ -135,9 +135,7 @@ class ScriptRecorder:
         self._optimizers: dict[int, int] = {}
         self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._losses: list[float] = []
-        self._samples: list[list[int]] = []
-        self._columns: list[list[int]] = []
-        self._waiting = True  # for the first inputs of a micro-batch
+        self._inputs = InputRecorder()
         self._before: dict[int, Numbers] = {}
         self._gradients: dict[int, Numbers | None] | None = None
         self._idle: list[int] = []
@@ -177,8 +175,12 @@ class ScriptRecorder:
         self._here.depth = getattr(self._here, "depth", 0) + 1
         if module._parameters or module._buffers:
             self._called[module] = True
-        if self._here.depth > 1:
-            return
+        if self._here.depth == 1:
+            self._enter_outermost(module)
+        if self._here.recorded:
+            self._inputs.enter(self._here.depth)
+
+    def _enter_outermost(self, module: nn.Module) -> None:
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
         trains = in_training(module) and not is_capturing()
         self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
@@ -191,15 +193,18 @@ class ScriptRecorder:
             self._here.drawn = watched.generators()
 
     def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        self._here.depth -= 1
         kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch gives no kwargs if forward raises
+        if self._here.recorded and len(rest) == 2:
+            with torch.no_grad():
+                self._inputs.leave(module, self._here.depth, args, kwargs)
+        self._here.depth -= 1
         if "narrow" not in self._told and (found := narrowed(module, output)):
             self._told.add("narrow")
             self.note("narrow", **found)
         if output is None or is_transforming():
             return None
         if not self._here.depth and not self.backwards and not is_capturing():
-            self._outermost(module, args, kwargs)
+            self._outermost(module)
         moved = None if module._modules or self.perturbation is None else self.perturbation.output(output)
         if self._here.recorded:
             self.outputs.add(module, output if moved is None else moved)
@@ -213,7 +218,7 @@ class ScriptRecorder:
             self._told.add("random")
             self.note("random", **forward_of(module))
 
-    def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _outermost(self, module: nn.Module) -> None:
         if not has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
@@ -225,14 +230,6 @@ class ScriptRecorder:
             self.note("module", **(found := described(module)))
             if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
                 self.wait("alone")
-        given = inputs_of(args, kwargs)
-        computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
-        if self._waiting and not computed:
-            self._waiting = False
-            with torch.no_grad():
-                inputs = on_host(given)
-                self._samples.append(digests(inputs))
-                self._columns.append(digests(inputs, 1) if all(t.numel() <= _COLUMNS for t in inputs) else [])
 
     # backward
 
@@ -247,7 +244,8 @@ class ScriptRecorder:
             finally:
                 self.backwards -= 1
                 self.passes += not self.backwards
-                self._waiting |= not self.backwards
+                if not self.backwards:
+                    self._inputs.next_micro_batch()
                 self.count()
                 if self.flow is not None and not self.backwards:
                     self.guard(self.flow.after_backward)()
@@ -350,8 +348,7 @@ class ScriptRecorder:
             step=self.done,
             optimizer=self._optimizers[id(optimizer)],
             losses=self._losses,
-            samples=self._samples,
-            columns=self._columns,
+            inputs=self._inputs.calls,
             before=self._before,
             gradients=self._gradients,
             parameters=after,
@@ -394,5 +391,6 @@ class ScriptRecorder:
         return result
 
     def _forget(self) -> None:
-        self._losses, self._samples, self._columns, self._waiting = [], [], [], True
+        self._losses = []
+        self._inputs.forget()
         self.outputs.forget()

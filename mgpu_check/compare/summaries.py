@@ -204,37 +204,26 @@ def short(number: float | None) -> float | None:
     return float(f"{number:.12g}") if number is not None and math.isfinite(number) else number
 
 
-def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy the tensors whose samples can be separated to the CPU: strided tensors that are not DTensors."""
-    strided = [t for t in tensors if not is_distributed(t) and t.layout is torch.strided]
-    return [value.cpu() for t in strided if (value := readable(t)) is not None]
+def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Copy a tensor whose samples can be separated to the CPU; None for a DTensor or a tensor that is not strided."""
+    value = None if is_distributed(tensor) or tensor.layout is not torch.strided else readable(tensor)
+    return None if value is None else value.cpu()
 
 
-def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
-    """Return one hash for each sample of a batch. Equal samples have equal hashes in every batch.
+def digests(tensor: torch.Tensor | None, dimension: int = 0) -> list[int]:
+    """Return a hash of each slice of a tensor on the CPU along a dimension. Equal slices have equal hashes.
 
-    Returns no hash if no tensor has the dimension, or if the first tensor that has it is empty.
-
-    Args:
-        tensors: the inputs of a model, on the CPU. Tensors without the dimension are ignored. A sample consists of a
-            slice of the first other tensor, and of the slices at the same index of all tensors with the same number of
-            slices. Samples are equal if these slices are, in order, bit for bit.
-        dimension: the dimension along which the samples are slices, from 0.
+    Returns no hash for None, an empty tensor, or a tensor without the dimension.
     """
-    batch = [t.detach().movedim(dimension, 0) for t in tensors if t.dim() > dimension]
-    if not batch or not batch[0].numel():
+    if tensor is None or tensor.dim() <= dimension or not tensor.numel():
         return []
-    count = batch[0].shape[0]
-    total = torch.zeros(count, dtype=torch.int64, device="cpu")
-    for position, tensor in enumerate(t for t in batch if t.shape[0] == count):
-        rows = tensor.contiguous().reshape(count, -1)
-        rows = as_real(rows).reshape(count, -1)
-        if rows.dtype is torch.bool:
-            rows = rows.to(torch.uint8)
-        values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
-        # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
-        total += (values * _multipliers(values.shape[1])).sum(1) * (2 * position + 1)
-    found: list[int] = total.tolist()
+    batch = tensor.detach().movedim(dimension, 0)
+    rows = as_real(batch.contiguous().reshape(len(batch), -1)).reshape(len(batch), -1)
+    if rows.dtype is torch.bool:
+        rows = rows.to(torch.uint8)
+    values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
+    # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
+    found: list[int] = (values * _multipliers(values.shape[1])).sum(1).tolist()
     return found
 
 

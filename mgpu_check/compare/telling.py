@@ -91,7 +91,7 @@ def starts_without_numbers(aligned: Aligned) -> Report:
 def names_apart(aligned: Aligned) -> Report:
     """Return the report of runs that have no trained parameter in common."""
     unread = {event["name"]: event["type"] for event in aligned.one.of("unread") if not event["of"]}
-    if aligned.one.parameters.keys() <= unread.keys():
+    if unread and aligned.one.parameters.keys() <= unread.keys():
         kinds = few(sorted(set(unread.values())), 3)
         return refusal(f"compare cannot read the values of the trained parameters, whose type is {kinds}")
     one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))

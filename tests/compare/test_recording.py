@@ -13,6 +13,7 @@ from torch import nn
 
 from mgpu_check.cli.comparing import launched_by
 from mgpu_check.compare.alignment import deviation
+from mgpu_check.compare.inputs import samples_of
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Parameters
 from mgpu_check.compare.perturb import Perturbation
@@ -374,16 +375,20 @@ def test_a_sample_has_the_same_digest_in_every_batch(dtype):
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(0, 2, (12, 3, 40), generator=generator).to(dtype)
     labels = torch.arange(12)
-    whole = digests([x, labels])
+
+    def samples(*tensors: torch.Tensor) -> list[int]:
+        return samples_of([digests(tensor) for tensor in tensors])
+
+    whole = samples(x, labels)
     assert len(set(whole)) == 12
-    assert digests([x[3::4], labels[3::4]]) == whole[3::4]
-    assert digests([x.flip(0), labels]) != whole[::-1]  # the label belongs to it
-    assert digests([x.transpose(1, 2).contiguous().transpose(1, 2), labels]) == whole
+    assert samples(x[3::4], labels[3::4]) == whole[3::4]
+    assert samples(x.flip(0), labels) != whole[::-1]  # the label belongs to it
+    assert samples(x.transpose(1, 2).contiguous().transpose(1, 2), labels) == whole
 
 
 def test_digests_draw_no_random_numbers():
     state = torch.get_rng_state()
-    digests([torch.ones(3, 5000)])
+    digests(torch.ones(3, 5000))
     Perturbation(1).output(torch.ones(4))
     assert torch.equal(state, torch.get_rng_state())
 
@@ -487,7 +492,7 @@ def test_buffers_are_those_that_are_saved_and_change(tmp_path):
             model[0].count += step
             model[0].cache += 1
             after = states.after([], [], set(model.modules()))
-            empty: dict[str, Any] = {key: [] for key in ("losses", "samples", "columns")} | {
+            empty: dict[str, Any] = {key: [] for key in ("losses", "inputs")} | {
                 key: {} for key in ("before", "gradients", "parameters")
             }
             writer.write("step", optimizer=0, states=after, **empty)
