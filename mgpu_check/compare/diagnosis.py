@@ -8,7 +8,7 @@ from mgpu_check.compare.calls import told_slice
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.forward import told_outputs
-from mgpu_check.compare.obstacles import OTHER_START, Obstacle, drawing
+from mgpu_check.compare.obstacles import OTHER_START, OTHER_START_OF_PARTS, Obstacle, drawing
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.report import Finding
@@ -40,7 +40,7 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
         others = (
             other_samples(difference.aligned, difference.step, findings) if samples.known and not samples.same else []
         )
-        return [OTHER_START, *others]
+        return [OTHER_START_OF_PARTS if difference.aligned.divided else OTHER_START, *others]
     one, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
     if ranks.apart:
         return []
