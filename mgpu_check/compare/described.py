@@ -29,6 +29,7 @@ def described(module: nn.Module) -> dict[str, Any]:
         "model": type(model).__name__,
         "wrapper": wrapper,
         "replicas": len(vars(module).get("device_ids") or ()) if wrapper == "DataParallel" else 1,
+        "broadcasts": wrapper == "DistributedDataParallel" and bool(getattr(module, "broadcast_buffers", False)),
         "batch_norms": sorted({type(m).__name__ for _, m in named_modules(model) if _takes_batch_statistics(m)}),
         "dropouts": sorted({told for _, m in named_modules(model) if (told := _dropout(m))}),
     }

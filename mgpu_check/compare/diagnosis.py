@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mgpu_check.compare.axes import told_axes
 from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.calls import told_slice
@@ -20,7 +22,8 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     attempts = Attempts()
     world = difference.aligned.world
     evidence = attempts.of("the evidence", Evidence(world), evidence_of, difference, attempts)
-    findings = findings_of(evidence, 1, attempts)
+    findings = findings_of(evidence, 2 if evidence.start else 1, attempts)
+    findings = [replace(finding, also=number > 0) for number, finding in enumerate(findings)]
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
     why = list(dict.fromkeys(one.why for one in obstacles))
     todo = [one.todo for one in obstacles]

@@ -22,6 +22,7 @@ from mgpu_check.torch_hooks.table import COLLECTIVES
 from mgpu_check.torch_hooks.values import is_distributed, is_pending, readable
 
 _REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
+_JOINING = tuple(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.joins)
 _STEPS = 4
 """Number of recorded steps: a wrong factor shows from the first step on."""
 _CALLS = 256
@@ -31,18 +32,19 @@ _CALLS = 256
 class Flow:
     """Records the calls since the last step, with the norms of the gradients after each."""
 
-    def __init__(self, names: Names, guard: Guard) -> None:
-        self._names, self._guard = names, guard
+    def __init__(self, names: Names, guard: Guard, note: Callable[..., None]) -> None:
+        self._names, self._guard, self._note_event = names, guard, note
         self._steps = 0
         self._calls: list[tuple[str, dict[int, float]]] = []
         self._within = False
+        self._cut: set[str] = set()  # calls that join tensors, although gradients flow to them
 
     def install(self) -> None:
         """Record reductions from now on."""
         from torch.distributed import distributed_c10d as c10d
 
         patches = Patches(among="torch")
-        for name in _REDUCTIONS:
+        for name in (*_REDUCTIONS, *_JOINING):
             function = getattr(c10d, name, None)
             if function is not None:
                 patches.replace(function, self._watched(function, FunctionForm(function)))
@@ -90,6 +92,13 @@ class Flow:
 
     def _reduced(self, form: FunctionForm, result: Any, args: Any, kwargs: Any) -> None:
         operand = form.argument(form.operand, args, kwargs) if form.operand else None
+        if form.name in _JOINING:
+            if torch.is_grad_enabled() and isinstance(operand, torch.Tensor) and operand.grad_fn is not None:
+                file, line = calling_line()
+                if (told := f"{form.name} at {relative(file)}:{line}") not in self._cut:
+                    self._cut.add(told)
+                    self._note_event("cut", call=told)
+            return
         group = group_of(form.argument(form.group, args, kwargs))
         values = ((name, form.argument(name, args, kwargs)) for name in form.options)
         options = [option(name, value) for name, value in values if value is not None]

@@ -104,7 +104,7 @@ def install(
     recorder.known.placing.coordinates = meshes.install(recorder.note)
     started.install(fd)
     if world > 1 and torch.distributed.is_available():
-        recorder.flow = Flow(recorder.names, recorder.guard)
+        recorder.flow = Flow(recorder.names, recorder.guard, recorder.note)
         recorder.flow.install()
     if entered is not None:
         recorder.count = install_count(entered)
@@ -136,6 +136,7 @@ class ScriptRecorder:
         self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._losses: list[float] = []
         self._inputs = InputRecorder()
+        self.labels: list[torch.Tensor] = []
         self._before: dict[int, Numbers] = {}
         self._gradients: dict[int, Numbers | None] | None = None
         self._idle: list[int] = []
@@ -349,6 +350,7 @@ class ScriptRecorder:
             optimizer=self._optimizers[id(optimizer)],
             losses=self._losses,
             inputs=self._inputs.calls,
+            labels=[float(count) for count in self.labels],
             before=self._before,
             gradients=self._gradients,
             parameters=after,
@@ -391,6 +393,6 @@ class ScriptRecorder:
         return result
 
     def _forget(self) -> None:
-        self._losses = []
+        self._losses, self.labels = [], []
         self._inputs.forget()
         self.outputs.forget()

@@ -302,6 +302,11 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
             f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
         )
     remarks += [*_drowned(aligned, rounding, useful), *filter(None, [within_step.remark(aligned, rounding)])]
+    remarks += [
+        f"no gradient flows through {event['call']}, on ranks and on one device: the loss takes the tensors of other "
+        "ranks for constants"
+        for event in aligned.ranks[0].of("cut")
+    ]
     for step in range(aligned.compared):
         if options := other_options(aligned, step):
             remarks.append(f"at step {step + 1} {options[0]}, although gradients and parameters agree")

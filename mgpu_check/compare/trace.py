@@ -60,7 +60,6 @@ class TensorSummary:
     norm: float
     sums: tuple[float, ...]
     samples: tuple[float, ...]
-    """None for an element that a slice does not have."""
 
     @property
     def finite(self) -> bool:
@@ -156,7 +155,6 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -193,7 +191,8 @@ class Step:
         losses: the scalars that `backward` was called on since the previous step.
         samples: for each of these calls of `backward`, a hash of each sample that the model received.
         columns: the same along the second dimension of the inputs, which may also be the batch dimension.
-        inputs: for each of these calls, the inputs of the first model called, and of the first modules within it.
+        inputs: for each of these calls, those of the first model, and of the first modules within it.
+        labels: the number of labels that each cross-entropy since the previous step divides by.
         before: parameter -> its value before this step; empty unless it is the first step of the optimizer.
         gradients: parameter -> its gradient before this step; None if it has no gradient.
         parameters: parameter -> its value after this step.
@@ -217,6 +216,7 @@ class Step:
     calls: Sequence[tuple[str, Mapping[str, float]]] = ()
     outputs: dict[str, OutputSummary] = field(default_factory=dict)
     inputs: Sequence[Sequence[Inputs]] = ()
+    labels: Sequence[float] = ()
 
     @property
     def loss(self) -> float | None:
@@ -250,8 +250,7 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     """Module -> the dtype of its outputs, in the order of the first calls."""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """The other events, such as "clip", "load", "sampler", "module" and "group"."""
+    events: list[dict[str, Any]] = field(default_factory=list)  # of other kinds, such as "clip", "load" or "module"
 
     @property
     def finite_steps(self) -> int:
@@ -397,4 +396,5 @@ def _step(
         [(told, {names[int(index)]: norm for index, norm in norms.items()}) for told, norms in event.get("calls", ())],
         {modules[int(index)]: OutputSummary(*numbers) for index, numbers in event.get("outputs", {}).items()},
         inputs,
+        event.get("labels", ()),
     )

@@ -21,6 +21,7 @@ from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.summaries import whole
 from mgpu_check.processes.launched import FLOAT32, rank_and_world
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.values import is_distributed, readable
 
 
 class Note(Protocol):
@@ -31,6 +32,7 @@ class Witness(Protocol):
     """The receiver of watched calls."""
 
     guard: Guard
+    labels: list[torch.Tensor]  # the number of labels of each loss since the last step
 
     @property
     def note(self) -> Note:
@@ -67,6 +69,7 @@ def install(witness: Witness, world: int) -> Patches:
     _samplers(patches, witness, world)
     _seeds(patches, witness)
     _random(patches, witness)
+    _losses(patches, witness)
     _groups(patches, witness)
     _starts(patches, witness, world)
     _temporary(patches, witness)
@@ -278,3 +281,18 @@ def _random(patches: Patches, witness: Witness) -> None:
             witness.note("random", what=f"dropout(p={p:g})", line="")
 
     patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, told=dropped, witness=witness))
+
+
+def _losses(patches: Patches, witness: Witness) -> None:
+    """Keep the number that each mean over labels divides by."""
+
+    def counted(
+        result: Any, input: Any, target: Any, weight: Any = None, *args: Any, ignore_index: int = -100, **options: Any
+    ) -> None:
+        labels = readable(target) if torch.is_grad_enabled() and options.get("reduction", "mean") == "mean" else None
+        if labels is not None and not is_distributed(labels) and not labels.is_floating_point():
+            kept = labels != ignore_index
+            witness.labels.append(kept.sum() if weight is None else weight.detach()[labels[kept]].sum())
+
+    for name in ("cross_entropy", "nll_loss"):
+        patches.wrap(torch.nn.functional, name, functools.partial(_after, told=counted, witness=witness))
