@@ -183,6 +183,8 @@ def with_common_samples(traces: Sequence[Trace]) -> list[Trace]:
 
 
 def _with_common_samples(steps: Sequence[Step]) -> Sequence[Step]:
+    if sorted(steps[0].seen) == sorted(sample for step in steps[1:] for sample in step.seen):
+        return steps
     found = [[{call.module: call for call in calls} for calls in step.inputs] for step in steps]
     chains = [calls for some in found for calls in some]
     name = next((name for name in found[0][0] if all(name in calls for calls in chains)), None) if all(found) else None

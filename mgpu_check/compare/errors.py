@@ -13,30 +13,14 @@ import torch
 _HERE = str(Path(__file__).parents[1])
 
 
-def with_methods_of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function during which tensors of the user's classes have the methods of torch."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-
-    return call
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Wraps a function of the recorder: its errors stay out of the script, and methods of the user's tensors out of it."""
 
 
-class Guard:
-    """Keeps errors of the recorder out of the script, and overridden methods of tensors out of the recorder.
+def guard_with(broken: Callable[[str, str], None]) -> Guard:
+    """Return a guard, which calls `broken` with an error and its place."""
 
-    Args:
-        broken: called with the error and its place; it does not return.
-    """
-
-    def __init__(self, broken: Callable[[str, str], None]) -> None:
-        self._broken = broken
-
-    def __call__(self, record: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `record`, and ends the recording if that raises an error."""
-
+    def guard(record: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(record)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -44,9 +28,11 @@ class Guard:
                     return record(*args, **kwargs)
             except Exception as error:
                 last = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if _HERE in f.filename)
-                return self._broken(f"{type(error).__name__}: {error}", f"{last.filename}:{last.lineno}")
+                return broken(f"{type(error).__name__}: {error}", f"{last.filename}:{last.lineno}")
 
         return guarded
+
+    return guard
 
 
 def watching_errors(hooked: Callable[..., Any], raised: Callable[[Any], None]) -> Callable[..., Any]:

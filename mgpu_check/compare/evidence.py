@@ -248,8 +248,8 @@ def _uneven(difference: FirstDifference) -> str:
         if abs(weighted - one) <= min(tolerance, _NEAR * abs(mean - one)):
             told = ", ".join(f"{count:g}" for count in counts[:8])
             return (
-                f"at step {step + 1} the ranks have {told} {what}, and their losses and gradients have equal weight: the "
-                f"mean of their losses is {mean:.7g}; weighted by the {what} it is {weighted:.7g}, as on one device"
+                f"at step {step + 1} the ranks have {told} {what}, and their losses and gradients have equal weight: "
+                f"the mean of their losses is {mean:.7g}; weighted by the {what} it is {weighted:.7g}, as on one device"
             )
     return ""
 

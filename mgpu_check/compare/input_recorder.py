@@ -24,7 +24,6 @@ class InputRecorder:
     """
 
     def __init__(self) -> None:
-        self._hashed: dict[tuple[int, int], tuple[torch.Tensor, tuple[list[int], list[int]]]] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -34,8 +33,13 @@ class InputRecorder:
 
     def next_micro_batch(self) -> None:
         self._waiting = True  # for the first call of a model
+        self.next_call()
+
+    def next_call(self) -> None:
+        """Forget the calls within a model that has returned, which may not be one with samples."""
         self._entered = self._open = 0  # depth of the first calls: all of them, and those that have not returned
         self._found: list[Inputs] = []
+        self._hashed: dict[tuple[int, int], tuple[torch.Tensor, tuple[list[int], list[int]]]] = {}
 
     def enter(self, depth: int) -> None:
         """Note that a call begins.
@@ -44,8 +48,7 @@ class InputRecorder:
             depth: 1 for a call outside of others.
         """
         if depth == 1:
-            self._entered = self._open = 0
-            self._found, self._hashed = [], {}
+            self.next_call()
         if self._waiting and depth <= _CALLS and self._entered == self._open == depth - 1:
             self._entered = self._open = depth
 
@@ -56,7 +59,9 @@ class InputRecorder:
         self._open -= 1
         given = inputs_of(args, kwargs)
         computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
-        if computed or not in_training(module) or next(named_parameters(module), None) is None:
+        # FullyShardedDataParallel takes the parameters of the modules within it.
+        trains = in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
+        if computed or not trains:
             return
         name = _class_of(module)
         hashes = [self._hashes(tensor) for tensor in given]
@@ -65,6 +70,7 @@ class InputRecorder:
         if depth == 1:
             self.calls.append(self._found)
             self._waiting = False
+            self.next_call()
 
     def _hashes(self, tensor: torch.Tensor) -> tuple[list[int], list[int]]:
         key = id(tensor), -1 if tensor.is_inference() else tensor._version

@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-Rows = list[int]
-"""The hashes of the slices of a tensor along a dimension."""
-
 
 class Inputs(NamedTuple):
     """The tensors that a module received, as hashes of their slices along the first and the second dimension."""
 
     module: str
-    rows: list[Rows]
-    columns: list[Rows]
+    rows: list[list[int]]
+    columns: list[list[int]]
 
 
-def samples_of(tensors: Sequence[Rows], chosen: Sequence[int] | None = None) -> list[int]:
+def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None) -> list[int]:
     """Return a hash of each sample, which consists of its slices in several tensors.
 
     Args:
@@ -34,7 +31,7 @@ def samples_of(tensors: Sequence[Rows], chosen: Sequence[int] | None = None) -> 
     return [(total + 2**63) % 2**64 - 2**63 for total in sums]
 
 
-def divided_tensors(runs: Sequence[Sequence[Rows]]) -> list[int] | None:
+def divided_tensors(runs: Sequence[Sequence[list[int]]]) -> list[int] | None:
     """Return the positions of the tensors that have a slice for each sample; None if the runs have other tensors.
 
     Args:

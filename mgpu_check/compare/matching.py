@@ -39,11 +39,23 @@ def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
             found[label] = name
             taken.add(name)
     for label, parameter in whole.items():
-        namesake = one.parameters.get(label)
-        free = found[label] is None and not candidates[label] and label not in taken
-        if free and namesake is not None and namesake.shape == parameter.shape:
-            found[label] = label
+        namesake = _namesake(label, one)
+        free = found[label] is None and not candidates[label] and namesake not in taken
+        if free and namesake is not None and one.parameters[namesake].shape == parameter.shape:
+            found[label] = namesake
+            taken.add(namesake)
     return found
+
+
+def _namesake(label: str, one: Trace) -> str | None:
+    """Return the parameter of one device with the same name, or with the only name that differs by a prefix.
+
+    A wrapper, such as a strategy of Lightning, puts a prefix before the names.
+    """
+    if label in one.parameters:
+        return label
+    names = [name for name in one.parameters if name.endswith(f".{label}") or label.endswith(f".{name}")]
+    return names[0] if len(names) == 1 else None
 
 
 def matched_in_order(one: Trace, ranks: Sequence[Trace], found: Sequence[dict[str, str | None]]) -> None:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mgpu_check.compare import constants, meeting, meshes, started, watched
 from mgpu_check.compare.described import described, forward_of, has_state, in_training, narrowed
 from mgpu_check.compare.entered import install as install_count
-from mgpu_check.compare.errors import Guard, watching_errors
+from mgpu_check.compare.errors import guard_with, watching_errors
 from mgpu_check.compare.flow import Flow
 from mgpu_check.compare.input_recorder import InputRecorder
 from mgpu_check.compare.naming import Names
@@ -116,7 +116,7 @@ class ScriptRecorder:
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
-        self.guard = Guard(self.broken)
+        self.guard = guard_with(self.broken)
         self.names = Names()
         self.known = Parameters(writer, self.names)
         self.outputs = OutputRecorder(writer, self.names)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mgpu_check.compare.errors import with_methods_of_torch
+from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.replay_numbers import MOST, generators
 from mgpu_check.compare.replay_own import OwnGenerators
@@ -36,6 +36,7 @@ class RecordedScript(Protocol):
     def note(self) -> Note:
         """Record an event."""
 
+    guard: Guard
     world: int
     done: int
     backwards: int
@@ -87,7 +88,7 @@ class Points(abc.ABC):
                 self._held.append(module)
                 self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
                 self._kinds[kind] += 1
-            args, kwargs = self._replaced(kind, args, kwargs)
+            args, kwargs = self.recorder.guard(self._replaced)(kind, args, kwargs)
             with self._inside():
                 return original(module, *args, **kwargs)
 
@@ -98,7 +99,7 @@ class Points(abc.ABC):
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not self._enters():
                 return original(*args, **kwargs)
-            args, kwargs = self._replaced(original.__name__, args, kwargs)
+            args, kwargs = self.recorder.guard(self._replaced)(original.__name__, args, kwargs)
             with self._inside():
                 return original(*args, **kwargs)
 
@@ -155,7 +156,6 @@ class Points(abc.ABC):
         finally:
             self._depth -= 1
 
-    @with_methods_of_torch
     def _replaced(self, kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with other tensors, except for tensors that were computed with parameters."""
         if not torch.is_grad_enabled():

@@ -5,19 +5,26 @@ Users override and shadow them: the wrapper of Megatron has a list with the name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and all modules within it, each once, with its name, as `nn.Module.named_modules` does."""
+def named_modules(
+    module: nn.Module, unwrapped: Callable[[nn.Module], nn.Module] = lambda module: module
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and all modules within it, each once, with its name, as `nn.Module.named_modules` does.
+
+    Args:
+        unwrapped: returns the module that takes the place of a module.
+    """
     visited: set[int] = set()
-    rest = [(prefix, module)]
+    rest = [("", module)]
     while rest:
         name, module = rest.pop()
+        module = unwrapped(module)
         if id(module) not in visited:
             visited.add(id(module))
             yield name, module

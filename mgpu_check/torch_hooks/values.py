@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
 
 DTENSOR = "torch.distributed.tensor"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 PACKAGES = ("torch", "mgpu_check")  # packages whose classes keep the values of a tensor in its memory
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _base: Any = torch._C.TensorBase
 
 
@@ -34,11 +32,6 @@ def _is(value: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def waited(value: Any) -> Any:
-    """Return a nested value with its pending results replaced by their tensors, which are waited for."""
-    return tree_map(lambda leaf: leaf.trigger_wait() if is_pending(leaf) else leaf, value)
-
-
 def readable(tensor: Any) -> torch.Tensor | None:
     """Return a dense tensor with the same values, without autograd history; None if the values cannot be read.
 
@@ -54,17 +47,12 @@ def readable(tensor: Any) -> torch.Tensor | None:
         if is_distributed(tensor):
             distributed: torch.Tensor = _base.detach(tensor)
             return distributed
-        value: torch.Tensor = _base.detach(tensor if type(tensor) in _PLAIN else _without_class(tensor))
+        if type(tensor).__module__.partition(".")[0] not in PACKAGES:
+            with torch._C._DisableTorchDispatch():
+                tensor = torch.Tensor._make_subclass(torch.Tensor, tensor)
+        value: torch.Tensor = _base.detach(tensor)
         if value.layout is not torch.strided:
             value = value.to_dense()
         elif value.is_quantized:
             value = value.dequantize()
         return value if _base.data_ptr(value) or not value.numel() else None
-
-
-def _without_class(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a user's class as a plain one, and a tensor of torch or of the simulated node itself."""
-    if type(tensor).__module__.partition(".")[0] in PACKAGES:
-        return tensor
-    with torch._C._DisableTorchDispatch():
-        return torch.Tensor._make_subclass(torch.Tensor, tensor)

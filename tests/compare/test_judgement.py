@@ -181,7 +181,7 @@ def labelled(*counts: int):
     def change(training):
         other(training)
         training.loss = lambda number: (0.9 if training.rank else 1 + 0.1 * counts[1] / counts[0]) / (1 + number)
-        training.change = lambda made: [setattr(step, "labels", [counts[training.rank]]) for step in made.steps]
+        training.labels = (counts[training.rank],)
 
     return change
 
@@ -200,7 +200,7 @@ def test_a_mean_of_means_needs_counts_that_explain_the_losses():
 
     def miscounted(training):
         labelled(20, 23)(training)
-        training.change = lambda made: [setattr(step, "labels", [20 + 2 * training.rank]) for step in made.steps]
+        training.labels = (20 + 2 * training.rank,)
 
     assert mistakes(change) == mistakes(miscounted) == ()
 

@@ -122,7 +122,8 @@ def test_distributed_tensors_move_to_the_host(on_ranks):
 
 
 def pending_results(rank, size):
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_single_autograd, all_reduce
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 
     group = torch.distributed.group.WORLD
 
@@ -140,7 +141,9 @@ def pending_results(rank, size):
     twice = pending()
     torch.distributed.all_reduce(twice)
     weight = torch.ones(2, device="cuda", requires_grad=True)
-    all_gather_single_autograd(weight * 3, 0, group).cpu().sum().backward()
+    older = "all_gather_tensor_autograd"  # torch 2.13 warns of this name
+    gather = getattr(functional, "all_gather_single_autograd", None) or getattr(functional, older)
+    gather(weight * 3, 0, group).cpu().sum().backward()
     assert weight.grad is not None and weight.grad.is_cuda
     return (
         [copy.tolist() for copy in copies],
@@ -159,7 +162,7 @@ def wrappers(rank, size):
     from torch.testing._internal.two_tensor import TwoTensor
 
     two = TwoTensor(torch.ones(2, device="cuda"), torch.zeros(2, device="cuda"))
-    moved = [two.cpu(), two.to("cpu"), two.cpu().cuda(), two.to(torch.device("cuda", (rank + 1) % size))]
+    moved: list[Any] = [two.cpu(), two.to("cpu"), two.cpu().cuda(), two.to(torch.device("cuda", (rank + 1) % size))]
     return [(str(one.device), str(one.a.device), one.a.tolist()) for one in moved]
 
 

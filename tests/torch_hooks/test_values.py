@@ -28,7 +28,7 @@ class Raising(torch.Tensor):
 
 class Logging(torch.Tensor):
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
         raise RuntimeError(f"{function} was called")
 
 
@@ -105,7 +105,7 @@ def test_tensors_of_transformations_have_no_values():
 
 
 class Shadowing(nn.Linear):
-    modules = children = named_children = buffers = parameters = named_parameters = named_buffers = None  # type: ignore[assignment]
+    modules = children = named_children = buffers = parameters = named_parameters = named_buffers = None
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("named_modules was called")

@@ -6,6 +6,7 @@ Words: masked (a mask and positions beside the batch), fsdp (FSDP is the wrapper
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() 
 
 
 class Backbone(nn.Module):
+    calls: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2))
@@ -62,6 +65,7 @@ class Strategy(nn.Module):
 
 lit = Lit().cuda()
 x, y = torch.randn(2, 2, 2, 3), torch.randn(2, 2, 2)
+step: Any
 if world == 1:
     step = lit.training_step
 elif "fsdp" in words:
