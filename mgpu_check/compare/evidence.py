@@ -116,7 +116,7 @@ def _start(difference: FirstDifference) -> Start | None:
 def _apart_after_the_step(difference: FirstDifference) -> str:
     """Describe gradients that differ between ranks that start apart, and that the step does not reduce either.
 
-    Synchronized gradients are equal on all ranks, whatever the ranks start from.
+    Synchronized gradients are equal on all ranks, even if the ranks start from other parameters.
     """
     aligned = difference.aligned
     holders = [index for index, trace in enumerate(aligned.ranks) if trace.parameters]

@@ -123,15 +123,16 @@ class Flow:
 
 
 def _is_same(gradient: torch.Tensor, operand: torch.Tensor) -> bool:
-    if gradient is operand:
-        return True
-    own, given = _plain(gradient), _plain(operand)
-    return own is not None and given is not None and own.shape == given.shape and own.data_ptr() == given.data_ptr()
+    if gradient is operand or gradient.shape != operand.shape:
+        return gradient is operand
+    own, reduced = _plain(gradient), _plain(operand)
+    return own is not None and reduced is not None and own.data_ptr() == reduced.data_ptr()
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the floating-point numbers of a strided tensor; None for any other tensor."""
-    strided = tensor is not None and not is_distributed(tensor) and tensor.layout is torch.strided
-    value = readable(tensor) if strided and not is_pending(tensor) else None
+    if tensor is None or is_distributed(tensor) or is_pending(tensor) or tensor.layout is not torch.strided:
+        return None
+    value = readable(tensor)
     real = value is not None and bool(value.numel()) and (value.is_floating_point() or value.is_complex())
     return value if real else None

@@ -309,8 +309,8 @@ class ScriptRecorder:
             if self._gradients is None:
                 found = summaries([one.parameter.grad for one in parts], [one.part.cut for one in parts])
                 self._gradients = {one.number: numbers for one, numbers in zip(parts, found, strict=True)}
-                for one in parts:
-                    if one.parameter.grad is not None and readable(one.parameter.grad) is None:
+                for one, numbers in zip(parts, found, strict=True):
+                    if numbers is None and one.parameter.grad is not None and readable(one.parameter.grad) is None:
                         self.known.note_unread(f"the gradient of {one.part.label}", "", one.parameter.grad)
                 self._idle = [one.number for one in parts if one.parameter.grad is None and not self._is_called(one)]
 

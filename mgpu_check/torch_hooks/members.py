@@ -33,12 +33,12 @@ def named_modules(
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a module and of those within it, each once, with its name."""
+    """Yield the parameters of a module and of its inner modules, each once, with its name."""
     return _named(module, "_parameters")
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of a module and of those within it, each once, with its name."""
+    """Yield the buffers of a module and of its inner modules, each once, with its name."""
     return _named(module, "_buffers")
 
 

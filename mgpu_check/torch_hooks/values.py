@@ -1,7 +1,4 @@
-"""Read the values of tensors, whatever class torch or the user has wrapped around them.
-
-The methods of the user's classes are not called: they may do anything.
-"""
+"""Read the values of tensors of all classes, without the methods that users override."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from torch.nn.parameter import is_lazy
 DTENSOR = "torch.distributed.tensor"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 PACKAGES = ("torch", "mgpu_check")  # packages whose classes keep the values of a tensor in its memory
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _base: Any = torch._C.TensorBase
 
 
@@ -38,10 +36,14 @@ def readable(tensor: Any) -> torch.Tensor | None:
     A pending result is waited for, and a sparse or quantized tensor converted. A DTensor stays one. Tensors without
     values of their own are None: of `torch.func`, fake, on "meta", lazy, nested, freed, or in an unknown wrapper.
     """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor) in _PLAIN and not wrapped and tensor.layout is torch.strided:
+        plain: torch.Tensor = tensor.detach()
+        if plain.data_ptr() and not (plain.is_quantized or plain.is_nested):
+            return plain  # first, because each tensor of each step is read
     if is_pending(tensor):
         return readable(tensor.trigger_wait())
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
         if wrapped or is_lazy(tensor) or _base.is_meta.__get__(tensor) or _base.is_nested.__get__(tensor):
             return None
         if is_distributed(tensor):

@@ -1,11 +1,14 @@
-"""The samples of a step: in which call of a model, and in which of its tensors they are looked for."""
+"""The samples of a step: the call of a model and the tensors that show them."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mgpu_check.compare.alignment import Aligned, with_common_samples
 from mgpu_check.compare.inputs import Inputs, divided_tensors, samples_of
+from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.summaries import digests
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
 
@@ -71,3 +74,28 @@ def test_the_outermost_common_call_decides():
 def test_without_a_common_call_the_first_ones_count():
     traces = [traced(0, 1, [Inputs("Net", [[1, 2]], [[]])]), traced(0, 1, [Inputs("Other", [[1, 2]], [[]])])]
     assert with_common_samples(traces) == traces
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8]
+)
+def test_a_sample_has_the_same_digest_in_every_batch(dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 2, (12, 3, 40), generator=generator).to(dtype)
+    labels = torch.arange(12)
+
+    def samples(*tensors: torch.Tensor) -> list[int]:
+        return samples_of([digests(tensor) for tensor in tensors])
+
+    whole = samples(x, labels)
+    assert len(set(whole)) == 12
+    assert samples(x[3::4], labels[3::4]) == whole[3::4]
+    assert samples(x.flip(0), labels) != whole[::-1]  # the label belongs to it
+    assert samples(x.transpose(1, 2).contiguous().transpose(1, 2), labels) == whole
+
+
+def test_digests_draw_no_random_numbers():
+    state = torch.get_rng_state()
+    digests(torch.ones(3, 5000))
+    Perturbation(1).output(torch.ones(4))
+    assert torch.equal(state, torch.get_rng_state())

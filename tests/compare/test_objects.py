@@ -1,4 +1,4 @@
-"""Objects of scripts: attributes that their authors replace, tensors that wrap others, and values that nobody can read."""
+"""Objects of scripts: replaced attributes, tensors that wrap others, and values that cannot be read."""
 
 from __future__ import annotations
 

@@ -13,12 +13,11 @@ from torch import nn
 
 from mgpu_check.cli.comparing import launched_by
 from mgpu_check.compare.alignment import deviation
-from mgpu_check.compare.inputs import samples_of
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Parameters
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.states import States
-from mgpu_check.compare.summaries import digests, inputs_of, summaries
+from mgpu_check.compare.summaries import inputs_of, summaries
 from mgpu_check.compare.trace import (
     FORMAT,
     VERSION,
@@ -366,31 +365,6 @@ def test_what_has_no_summary():
     weight = torch.ones(3, 2).to_sparse()
     assert summaries([None, torch.ones(0), torch.ones(2), weight])[:2] == [None, None]
     assert summaries([weight]) == summaries([torch.ones(3, 2)])
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8]
-)
-def test_a_sample_has_the_same_digest_in_every_batch(dtype):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randint(0, 2, (12, 3, 40), generator=generator).to(dtype)
-    labels = torch.arange(12)
-
-    def samples(*tensors: torch.Tensor) -> list[int]:
-        return samples_of([digests(tensor) for tensor in tensors])
-
-    whole = samples(x, labels)
-    assert len(set(whole)) == 12
-    assert samples(x[3::4], labels[3::4]) == whole[3::4]
-    assert samples(x.flip(0), labels) != whole[::-1]  # the label belongs to it
-    assert samples(x.transpose(1, 2).contiguous().transpose(1, 2), labels) == whole
-
-
-def test_digests_draw_no_random_numbers():
-    state = torch.get_rng_state()
-    digests(torch.ones(3, 5000))
-    Perturbation(1).output(torch.ones(4))
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_inputs_are_found_wherever_they_stand():
