@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.summaries import whole
 from mgpu_check.processes.launched import FLOAT32, rank_and_world
+from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.values import is_distributed, readable
 
@@ -289,7 +290,8 @@ def _losses(patches: Patches, witness: Witness) -> None:
     def counted(
         result: Any, input: Any, target: Any, weight: Any = None, *args: Any, ignore_index: int = -100, **options: Any
     ) -> None:
-        labels = readable(target) if torch.is_grad_enabled() and options.get("reduction", "mean") == "mean" else None
+        mean = options.get("reduction", "mean") == "mean" and torch.is_grad_enabled() and not is_capturing()
+        labels = readable(target) if mean else None
         if labels is not None and not is_distributed(labels) and not labels.is_floating_point():
             kept = labels != ignore_index
             witness.labels.append(kept.sum() if weight is None else weight.detach()[labels[kept]].sum())
