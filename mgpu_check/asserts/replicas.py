@@ -11,6 +11,7 @@ from torch import nn
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
+from mgpu_check.torch_hooks.members import named_buffers, named_parameters
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
 
 State = Mapping[str, torch.Tensor]
@@ -68,7 +69,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def _state(replica: nn.Module | State) -> dict[str, torch.Tensor]:
     if isinstance(replica, nn.Module):
-        return {**dict(replica.named_parameters()), **dict(replica.named_buffers())}
+        return {**dict(named_parameters(replica)), **dict(named_buffers(replica))}
     return dict(replica)
 
 

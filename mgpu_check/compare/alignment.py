@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from mgpu_check.compare.inputs import divided_tensors, samples_of
 from mgpu_check.compare.outputs import OutputSummary
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
 
@@ -168,6 +169,39 @@ class Samples:
         return [part.total() for part in self.ranks]
 
 
+def with_common_samples(traces: Sequence[Trace]) -> list[Trace]:
+    """Return traces with the samples of the first call that all of them make in a step.
+
+    One device and the ranks may call another outermost module: Lightning calls the module itself on one device, and its
+    wrapper on ranks.
+    """
+    steps = [_with_common_samples(some) for some in zip(*(trace.steps for trace in traces), strict=False)]
+    return [
+        replace(trace, steps=[*(some[index] for some in steps), *trace.steps[len(steps) :]])
+        for index, trace in enumerate(traces)
+    ]
+
+
+def _with_common_samples(steps: Sequence[Step]) -> Sequence[Step]:
+    if sorted(steps[0].seen) == sorted(sample for step in steps[1:] for sample in step.seen):
+        return steps
+    found = [[{call.module: call for call in calls} for calls in step.inputs] for step in steps]
+    chains = [calls for some in found for calls in some]
+    name = next((name for name in found[0][0] if all(name in calls for calls in chains)), None) if all(found) else None
+    if name is None:
+        return steps
+    rows = divided_tensors([some[0][name].rows for some in found])
+    columns = divided_tensors([some[0][name].columns for some in found])
+    return [
+        replace(
+            step,
+            samples=[samples_of(calls[name].rows, rows) for calls in some],
+            columns=[samples_of(calls[name].columns, columns) for calls in some],
+        )
+        for step, some in zip(steps, found, strict=True)
+    ]
+
+
 @dataclass
 class Aligned:
     """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports.
@@ -201,6 +235,7 @@ class Aligned:
 
     def __post_init__(self) -> None:
         self.world = self.world or len(self.ranks)
+        self.one, *self.ranks = with_common_samples([self.one, *self.ranks])
         there = {name for trace in self.ranks for name in trace.parameters}
         ordered = sorted(self.one.parameters.values(), key=lambda parameter: parameter.order)
         self.names = [p.name for p in ordered if p.name in there]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.compare.alignment import KINDS, Kind, of_kind
-from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, modules_of, prefixes
+from mgpu_check.compare.matching import AMBIGUOUS, beside, matched, matched_in_order, modules_of, prefixes
 from mgpu_check.compare.partial import is_partial, together, why_not_together
 from mgpu_check.compare.trace import (
     HeldSlice,
@@ -70,6 +70,7 @@ class _LabelledSlice:
 def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     """Assemble the traces of ranks."""
     names = [matched(one, trace) for trace in ranks]
+    matched_in_order(one, ranks, names)
     reasons: dict[str, str] = {}
     pieces: dict[str, list[_LabelledSlice]] = defaultdict(list)
     made = [Trace(trace.rank, trace.world, modules=trace.modules, events=trace.events) for trace in ranks]

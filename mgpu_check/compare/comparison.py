@@ -40,6 +40,10 @@ from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.record import relative
 
 
+class RecorderError(RuntimeError):
+    """The recorder failed in the script's process, so there is no verdict."""
+
+
 @dataclass(frozen=True)
 class ComparisonPlan:
     """The settings of a comparison.
@@ -315,6 +319,11 @@ def run_script(
             launcher=plan.launcher,
         )
     made.runs.append(done)
+    for broken in (event for trace in done.traces for event in trace.of("broken")):
+        raise RecorderError(
+            f"mgpu-check could not record the script in the run “{label}”: {broken['error']} at {broken['place']}; "
+            "the script is not at fault; do: report this as a defect of mgpu-check"
+        )
     steps = sorted({ended.steps for ended in done.ranks})
     number = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     tell(f"{label}: {number} optimizer steps, {done.seconds:.1f} s")

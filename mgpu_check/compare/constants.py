@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 
 from mgpu_check.numerics.placement.distinct import make_distinct
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.values import is_distributed
 
 
 def install() -> None:
@@ -84,6 +85,6 @@ def _is_movable(tensor: torch.Tensor) -> bool:
         and tensor.numel() > 1
         and tensor.layout is torch.strided
         and not tensor.is_meta
-        and not hasattr(tensor, "full_tensor")
+        and not is_distributed(tensor)
         and tensor.is_contiguous()
     )

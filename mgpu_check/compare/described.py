@@ -11,7 +11,9 @@ from torch import nn
 
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
 from mgpu_check.torch_hooks.tensors import name_of
+from mgpu_check.torch_hooks.values import is_distributed
 
 
 def in_training(module: nn.Module) -> bool:
@@ -26,20 +28,21 @@ def described(module: nn.Module) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "wrapper": wrapper,
-        "replicas": len(getattr(module, "device_ids", ()) or ()) if wrapper == "DataParallel" else 1,
-        "batch_norms": sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)}),
-        "dropouts": sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__}),
+        "replicas": len(vars(module).get("device_ids") or ()) if wrapper == "DataParallel" else 1,
+        "broadcasts": wrapper == "DistributedDataParallel" and bool(getattr(module, "broadcast_buffers", False)),
+        "batch_norms": sorted({type(m).__name__ for _, m in named_modules(model) if _takes_batch_statistics(m)}),
+        "dropouts": sorted({told for _, m in named_modules(model) if (told := _dropout(m))}),
     }
 
 
 def has_state(module: nn.Module) -> bool:
     """Return whether a module has parameters or buffers: transformations of data and losses have neither."""
-    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
+    return next(itertools.chain(named_parameters(module), named_buffers(module)), None) is not None
 
 
 def narrowed(module: nn.Module, output: Any) -> dict[str, str]:
     """Return the dtype of an output that is narrower than float32, and the class of its module; else nothing."""
-    plain = isinstance(output, torch.Tensor) and output.is_floating_point() and not hasattr(output, "full_tensor")
+    plain = isinstance(output, torch.Tensor) and output.is_floating_point() and not is_distributed(output)
     if not plain or output.element_size() >= 4:
         return {}
     return {"dtype": name_of(output.dtype), "module": type(module).__name__}
@@ -51,6 +54,11 @@ def forward_of(module: nn.Module) -> dict[str, str]:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
     return {"what": f"{kind.__name__}.forward", "line": line}
+
+
+def _dropout(module: nn.Module) -> str:
+    name, p = type(module).__name__, vars(module).get("p")
+    return f"{name}(p={p:g})" if "Dropout" in name and isinstance(p, (int, float)) and p else ""
 
 
 def _takes_batch_statistics(module: nn.Module) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mgpu_check.compare.axes import told_axes
 from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.calls import told_slice
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.forward import told_outputs
-from mgpu_check.compare.obstacles import OTHER_START, Obstacle, drawing
+from mgpu_check.compare.obstacles import OTHER_START, OTHER_START_OF_PARTS, Obstacle, drawing
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.report import Finding
@@ -20,7 +22,8 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     attempts = Attempts()
     world = difference.aligned.world
     evidence = attempts.of("the evidence", Evidence(world), evidence_of, difference, attempts)
-    findings = findings_of(evidence, 1, attempts)
+    findings = findings_of(evidence, 2 if evidence.start else 1, attempts)
+    findings = [replace(finding, also=number > 0) for number, finding in enumerate(findings)]
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
     why = list(dict.fromkeys(one.why for one in obstacles))
     todo = [one.todo for one in obstacles]
@@ -40,7 +43,7 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
         others = (
             other_samples(difference.aligned, difference.step, findings) if samples.known and not samples.same else []
         )
-        return [OTHER_START, *others]
+        return [OTHER_START_OF_PARTS if difference.aligned.divided else OTHER_START, *others]
     one, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
     if ranks.apart:
         return []

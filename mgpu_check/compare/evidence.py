@@ -6,12 +6,13 @@ parameters hide samples, different samples hide gradients, and different gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.calls import call_at_fault
-from mgpu_check.compare.first_difference import FirstDifference, updates
+from mgpu_check.compare.first_difference import FirstDifference, changes_of, updates
 from mgpu_check.compare.obstacles import drawing
 from mgpu_check.compare.options import UPDATE_RULE, other_options
 from mgpu_check.compare.trace import Trace
@@ -25,6 +26,7 @@ _SHOWN = 4  # more names or ranks would make a line too long
 _LEFT = 1e-3
 """Relative to the largest number: the rest after division by the factor. Sums over elements of both signs cancel, so an
 element-wise limit would be too strict."""
+_GRADIENTS_APART = "at step {} the gradients that the optimizer uses differ between ranks: {}"
 _NEAR = 1e-2
 """Relative: a factor further from 1 is significant, and a factor nearer to a number counts as that number."""
 
@@ -37,7 +39,8 @@ def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
     """
     world = difference.aligned.world
     if difference.kind == "before":
-        return Evidence(world, start=_start(difference), loads=_loads(difference))
+        told = attempts.piece(_apart_after_the_step, difference, "")
+        return Evidence(world, start=_start(difference), loads=_loads(difference), gradients_apart=told)
     skips = skipped_steps(difference)
     if skips.apart:
         return Evidence(world, decisions=[skips])
@@ -110,6 +113,22 @@ def _start(difference: FirstDifference) -> Start | None:
     return Start(f"before its first step, {ranks} differ in {few(apart, 3)}", "ranks start from other parameters")
 
 
+def _apart_after_the_step(difference: FirstDifference) -> str:
+    """Describe gradients that differ between ranks that start apart, and that the step does not reduce either.
+
+    Synchronized gradients are equal on all ranks, even if the ranks start from other parameters.
+    """
+    aligned = difference.aligned
+    holders = [index for index, trace in enumerate(aligned.ranks) if trace.parameters]
+    apart = []
+    for name in difference.apart["gradient"] if difference.apart["before"] else ():
+        changes = [changes_of(difference, name, index) for index in holders if name in aligned.ranks[index].parameters]
+        size = max((abs(change) for some in changes for change in some), default=0.0)
+        if any(abs(a - b) > _NEAR * size for some in changes for a, b in zip(some, changes[0], strict=False)):
+            apart.append(name)
+    return _GRADIENTS_APART.format(difference.step + 1, few(apart, 3)) if apart else ""
+
+
 def _loads(difference: FirstDifference) -> ByRank:
     """Return how often each rank called load_state_dict up to this step."""
     ranks = difference.aligned.ranks
@@ -125,11 +144,8 @@ def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
     micro_batches = attempts.piece(_micro_batches, difference, 1)
     undivided = attempts.piece(_undivided, difference, 1.0)
     if apart:
-        told = (
-            f"at step {difference.step + 1} the gradients that the optimizer uses differ between ranks: {few(apart, 3)}"
-        )
         if factor is None:
-            return Evidence(world, gradients_apart=told)
+            return Evidence(world, gradients_apart=_GRADIENTS_APART.format(difference.step + 1, few(apart, 3)))
         return Evidence(world, factor=factor, micro_batches=micro_batches, undivided=undivided)
     return Evidence(
         world,
@@ -217,22 +233,25 @@ def _may_draw(difference: FirstDifference) -> str:
 
 
 def _uneven(difference: FirstDifference) -> str:
-    counts, step = difference.samples.counts, difference.step
-    if all(counts) and len(set(counts)) > 1:
-        parts = ", ".join(str(count) for count in counts[:8])
-        return f"at step {step + 1} ranks saw {parts} samples, but their gradients have equal weight"
-    one, mean, _ = difference.aligned.losses(step)
-    if one is None or mean is None or difference.rounding.of_loss(step) * abs(one) >= abs(mean - one):
+    """Describe counts of samples or labels of the ranks that their mean losses need as weights; "" if none fit."""
+    step, ranks = difference.step, difference.aligned.ranks
+    one, _, losses = difference.aligned.losses(step)
+    known = [loss for loss in losses if loss is not None]
+    if one is None or len(known) < len(ranks) or len(ranks) < 2:
         return ""
-    if (
-        not difference.aligned.samples(step).known
-        or common_factor([(mean, one)], least=_NEAR, of_largest=_LEFT) is None
-    ):
-        return ""
-    return (
-        f"at step {step + 1}, with the same samples, the mean loss of the ranks is {mean:.7g}, and the loss of one "
-        f"device is {one:.7g}: each rank divides by its own count"
-    )
+    mean, tolerance = math.fsum(known) / len(known), difference.rounding.of_loss(step) * abs(one)
+    labels = [sum(trace.steps[step].labels) for trace in ranks]
+    for what, counts in (("labels", labels), ("samples", difference.samples.counts)):
+        if not all(counts) or abs(mean - one) <= tolerance:
+            continue
+        weighted = math.fsum(count * loss for count, loss in zip(counts, known, strict=True)) / sum(counts)
+        if abs(weighted - one) <= min(tolerance, _NEAR * abs(mean - one)):
+            told = ", ".join(f"{count:g}" for count in counts[:8])
+            return (
+                f"at step {step + 1} the ranks have {told} {what}, and their losses and gradients have equal weight: "
+                f"the mean of their losses is {mean:.7g}; weighted by the {what} it is {weighted:.7g}, as on one device"
+            )
+    return ""
 
 
 def _of_update(difference: FirstDifference) -> Evidence:
@@ -310,9 +329,10 @@ def _of_state(difference: FirstDifference) -> Evidence:
         return Evidence(world, updates=told)
     apart = [name for name in difference.apart["state"] if not aligned.one.states[name].key]
     if apart:
-        return Evidence(
-            world, buffers_apart=f"after step {step} {few(apart, _SHOWN)} differ{'s' * (len(apart) == 1)} between ranks"
-        )
+        told = f"after step {step} {few(apart, _SHOWN)} differ{'s' * (len(apart) == 1)} between ranks"
+        if any(event.get("broadcasts") for event in aligned.ranks[0].of("module")):
+            told += ", and DistributedDataParallel keeps the values of rank 0 only (broadcast_buffers is on)"
+        return Evidence(world, buffers_apart=told)
     return Evidence(world)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from mgpu_check.compare.summaries import Cut
 from mgpu_check.numerics.placement.slices import Slice, indexed
+from mgpu_check.torch_hooks.values import is_distributed
 
 
 def entries(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -44,7 +45,7 @@ def flat_parts(value: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
     Args:
         parameters: all parameters of the optimizer.
     """
-    if value.dim() != 1 or hasattr(value, "full_tensor") or any(hasattr(p, "full_tensor") for p in parameters):
+    if value.dim() != 1 or is_distributed(value) or any(map(is_distributed, parameters)):
         return None
     counts = [parameter.numel() for parameter in parameters]
     if sum(counts) != value.numel():

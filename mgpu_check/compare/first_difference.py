@@ -222,10 +222,11 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
 def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
     """Return the changes of a parameter's kept elements in this step, as pairs (first rank that has it, one device)."""
     holder = next((index for index, trace in enumerate(difference.aligned.ranks) if name in trace.parameters), 0)
-    return list(zip(_update(difference, name, holder), _update(difference, name, None), strict=False))
+    return list(zip(changes_of(difference, name, holder), changes_of(difference, name, None), strict=False))
 
 
-def _update(difference: FirstDifference, name: str, rank: int | None) -> list[float]:
+def changes_of(difference: FirstDifference, name: str, rank: int | None) -> list[float]:
+    """Return the changes of a parameter's kept elements in this step on a rank, or on one device for None."""
     trace = difference.aligned.one if rank is None else difference.aligned.ranks[rank]
     now = trace.steps[difference.step].parameters.get(name)
     earlier = [of_kind(trace.steps[difference.step], "before").get(name)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.naming import Names
 from mgpu_check.processes.frames import calling_line
 from mgpu_check.processes.record import relative
@@ -18,8 +19,10 @@ from mgpu_check.torch_hooks.arguments import group_of, option
 from mgpu_check.torch_hooks.forms import FunctionForm
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.table import COLLECTIVES
+from mgpu_check.torch_hooks.values import is_distributed, is_pending, readable
 
 _REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
+_JOINING = tuple(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.joins)
 _STEPS = 4
 """Number of recorded steps: a wrong factor shows from the first step on."""
 _CALLS = 256
@@ -29,18 +32,19 @@ _CALLS = 256
 class Flow:
     """Records the calls since the last step, with the norms of the gradients after each."""
 
-    def __init__(self, names: Names) -> None:
-        self._names = names
+    def __init__(self, names: Names, guard: Guard, note: Callable[..., None]) -> None:
+        self._names, self._guard, self._note_event = names, guard, note
         self._steps = 0
         self._calls: list[tuple[str, dict[int, float]]] = []
         self._within = False
+        self._cut: set[str] = set()  # calls that join tensors, although gradients flow to them
 
     def install(self) -> None:
         """Record reductions from now on."""
         from torch.distributed import distributed_c10d as c10d
 
         patches = Patches(among="torch")
-        for name in _REDUCTIONS:
+        for name in (*_REDUCTIONS, *_JOINING):
             function = getattr(c10d, name, None)
             if function is not None:
                 patches.replace(function, self._watched(function, FunctionForm(function)))
@@ -81,17 +85,27 @@ class Flow:
                 result = function(*args, **kwargs)
             finally:
                 self._within = False
-            operand = form.argument(form.operand, args, kwargs) if form.operand else None
-            group = group_of(form.argument(form.group, args, kwargs))
-            values = ((name, form.argument(name, args, kwargs)) for name in form.options)
-            options = [option(name, value) for name, value in values if value is not None]
-            told = f"{form.name} ({', '.join([*options, f'{len(group.ranks)} ranks' if group else ''])})"
-            # An asynchronous call may not have changed its operand yet.
-            owners = [] if isinstance(result, torch.distributed.Work) else self._owners(operand)
-            self._note(told, owners)
+            self._guard(self._reduced)(form, result, args, kwargs)
             return result
 
         return reduced
+
+    def _reduced(self, form: FunctionForm, result: Any, args: Any, kwargs: Any) -> None:
+        operand = form.argument(form.operand, args, kwargs) if form.operand else None
+        if form.name in _JOINING:
+            if torch.is_grad_enabled() and isinstance(operand, torch.Tensor) and operand.grad_fn is not None:
+                file, line = calling_line()
+                if (told := f"{form.name} at {relative(file)}:{line}") not in self._cut:
+                    self._cut.add(told)
+                    self._note_event("cut", call=told)
+            return
+        group = group_of(form.argument(form.group, args, kwargs))
+        values = ((name, form.argument(name, args, kwargs)) for name in form.options)
+        options = [option(name, value) for name, value in values if value is not None]
+        told = f"{form.name} ({', '.join([*options, f'{len(group.ranks)} ranks' if group else ''])})"
+        # An asynchronous call may not have changed its operand yet.
+        owners = [] if isinstance(result, torch.distributed.Work) else self._owners(operand)
+        self._note(told, owners)
 
     def _owners(self, operand: Any) -> Sequence[torch.Tensor]:
         """Return the parameter whose gradient is the operand; empty if there is no such parameter."""
@@ -102,20 +116,23 @@ class Flow:
 
     def _note(self, told: str, parameters: Iterable[torch.Tensor]) -> None:
         file, line = calling_line()
-        some = [p for p in parameters if p.grad is not None and _is_plain(p.grad)]
-        with torch.no_grad():
-            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64).cpu() for p in some]
+        some = {id(p): value for p in parameters if (value := _plain(p.grad)) is not None}
+        norms = [torch.linalg.vector_norm(value, dtype=torch.float64).cpu() for value in some.values()]
         found = torch.stack(norms).tolist() if norms else []
-        self._calls.append((f"{told} at {relative(file)}:{line}", dict(zip(map(id, some), found, strict=True))))
+        self._calls.append((f"{told} at {relative(file)}:{line}", dict(zip(some, found, strict=True))))
 
 
 def _is_same(gradient: torch.Tensor, operand: torch.Tensor) -> bool:
-    if gradient is operand:
-        return True
-    alike = gradient.shape == operand.shape and _is_plain(gradient) and _is_plain(operand)
-    return alike and gradient.data_ptr() == operand.data_ptr() != 0
+    if gradient is operand or gradient.shape != operand.shape:
+        return gradient is operand
+    own, reduced = _plain(gradient), _plain(operand)
+    return own is not None and reduced is not None and own.data_ptr() == reduced.data_ptr()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor") and not tensor.is_meta
-    return plain and bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the floating-point numbers of a strided tensor; None for any other tensor."""
+    if tensor is None or is_distributed(tensor) or is_pending(tensor) or tensor.layout is not torch.strided:
+        return None
+    value = readable(tensor)
+    real = value is not None and bool(value.numel()) and (value.is_floating_point() or value.is_complex())
+    return value if real else None

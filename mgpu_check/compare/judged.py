@@ -59,13 +59,19 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
 
 
 def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
-    """Return the states of compared parameters that are neither tensors nor numbers, each with its type.
+    """Return the values that compare cannot read, each with its type: parameters, gradients, and states of parameters.
 
     If one device has none, those of ranks count.
     """
-    here = [event for event in aligned.one.of("unread") if event["of"] in judged]
+    here = [event for event in aligned.one.of("unread") if not event["of"] or event["of"] in judged]
     events = here or [event for trace in aligned.ranks for event in trace.of("unread")]
-    return {event["name"]: f"its type {event['type']} is neither a tensor nor a number" for event in events}
+    states = "its type {} is neither a number nor a tensor that compare can read"
+    return {
+        event["name"]: (states if event["of"] else "compare cannot read the values of its type {}").format(
+            event["type"]
+        )
+        for event in events
+    }
 
 
 def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
@@ -105,9 +111,10 @@ def _compared(aligned: Aligned, name: str) -> Iterator[int]:
 def left_over(aligned: Aligned, left: Sequence[str]) -> str:
     """Describe how many trained parameters, states and buffers were not compared."""
     kept = {name for trace in (aligned.one, *aligned.ranks) for name in trace.states}
-    kept |= {event["name"] for trace in (aligned.one, *aligned.ranks) for event in trace.of("unread")}
+    unread = {event["name"]: event["of"] for trace in (aligned.one, *aligned.ranks) for event in trace.of("unread")}
+    kept |= {name for name, of in unread.items() if of}
     names = [name for name in left if name not in kept]
-    total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in names)
+    total = len(trained(aligned.one)) + sum(n in unread or n.partition(" (")[0] in aligned.extra for n in names)
     told = [f"{len(names)} of {total} trained parameters"] if names else []
     count = len(left) - len(names)
     told += [f"{count} state{'s' * (count > 1)} of optimizers or buffer{'s' * (count > 1)}"] if count else []

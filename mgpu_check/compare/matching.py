@@ -39,11 +39,59 @@ def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
             found[label] = name
             taken.add(name)
     for label, parameter in whole.items():
-        namesake = one.parameters.get(label)
-        free = found[label] is None and not candidates[label] and label not in taken
-        if free and namesake is not None and namesake.shape == parameter.shape:
-            found[label] = label
+        namesake = _namesake(label, one)
+        free = found[label] is None and not candidates[label] and namesake not in taken
+        if free and namesake is not None and one.parameters[namesake].shape == parameter.shape:
+            found[label] = namesake
+            taken.add(namesake)
     return found
+
+
+def _namesake(label: str, one: Trace) -> str | None:
+    """Return the parameter of one device with the same name, or with the only name that differs by a prefix.
+
+    A wrapper, such as a strategy of Lightning, puts a prefix before the names.
+    """
+    if label in one.parameters:
+        return label
+    names = [name for name in one.parameters if name.endswith(f".{label}") or label.endswith(f".{name}")]
+    return names[0] if len(names) == 1 else None
+
+
+def matched_in_order(one: Trace, ranks: Sequence[Trace], found: Sequence[dict[str, str | None]]) -> None:
+    """Match the layers of pipeline stages that started from other values with the next layers of one device.
+
+    Stages may number their layers from 0, so the same name means another layer. Nothing is changed if the ranks
+    together have each parameter of one device, or if the shapes do not follow in order.
+
+    Args:
+        found: for each rank, the names from `matched`, which this function changes.
+    """
+    other = [_started_elsewhere(one, trace) for trace in ranks]
+    pairs = list(zip(found, other, strict=True))
+    same = {name for names, some in pairs for label, name in names.items() if label not in some}
+    free = [own for own in sorted(one.parameters.values(), key=lambda own: own.order) if own.name not in same]
+    if {own.name for own in free} <= {name for names in found for name in names.values()}:
+        return
+    stages: dict[tuple[int, ...], list[str]] = {}  # replicas of a stage have the same values
+    for trace, some in zip(ranks, other, strict=True):
+        if (values := tuple(some.values())) not in stages:
+            rest = iter(free)
+            layers = [next((o for o in rest if o.shape == trace.parameters[label].shape), None) for label in some]
+            if None in layers or len(trace.parameters) >= len(one.parameters):
+                return
+            stages[values] = [own.name for own in layers if own is not None]
+            free = [own for own in free if own not in layers]
+    for names, some in pairs:
+        names.update(zip(some, stages[tuple(some.values())], strict=True))
+
+
+def _started_elsewhere(one: Trace, rank: Trace) -> dict[str, int]:
+    """Return the bits of each whole parameter of a rank that no parameter of one device started from, in order."""
+    here = _starts(rank)
+    ordered = sorted(rank.parameters.values(), key=lambda own: own.order)
+    whole = {own.name: own for own in ordered if own.held is None and own.name in here}
+    return {label: _bits(here[label]) for label, names in _candidates(one, rank, whole).items() if not names}
 
 
 def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.surroundings import Surroundings
+from mgpu_check.torch_hooks.members import named_modules
 
 _INNER = {
     "DistributedDataParallel": ("module",),
@@ -87,7 +88,7 @@ class Names:
         """Yield all modules of the models, with their wrappers."""
         for reference in self._models:
             if (model := reference()) is not None:
-                yield from model.modules()
+                yield from (module for _, module in named_modules(model))
 
     def _learn(self, parameter: torch.Tensor | None = None) -> None:
         if self._around is None or self._looked_for != len(self._models):
@@ -102,7 +103,8 @@ class Names:
     def _learn_of(self, models: Iterable[nn.Module]) -> None:
         for model in models:
             name = type(unwrapped(model)).__name__
-            for prefix, module in _modules(model, "", set()):
+            for path, module in named_modules(model, unwrapped):
+                prefix = f"{path}." if path else ""
                 self._prefixes.setdefault(id(module), (prefix, name))
                 for key, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in self._names:
@@ -118,14 +120,3 @@ class Names:
                 number += 1
         self._taken.add(made)
         return made
-
-
-def _modules(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    module = unwrapped(module)
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _modules(child, f"{prefix}{name}.", seen)

@@ -41,6 +41,13 @@ OTHER_START = Obstacle(
 )
 
 
+OTHER_START_OF_PARTS = Obstacle(
+    "the ranks hold parts of the model, and start from other parameters than one device",
+    "build the whole model from one seed in every process, and keep the part of the rank afterwards; or load one "
+    "checkpoint in all runs",
+)
+
+
 def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
     """Describe the parts of the model that draw random numbers in training, up to a step; None if no part does."""
     events = [event for event in trace.events if until is None or event["after"] <= until]
@@ -88,7 +95,7 @@ def standing(one: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[O
     batch = len(one.steps[0].seen) if one.steps else 0
     whole = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)
     in_parts = any(
-        parameter.sharded or parameter.held or parameter.unplaced
+        parameter.sharded or parameter.held or parameter.unplaced or len(trace.parameters) < len(one.parameters)
         for trace in ranks
         for parameter in trace.parameters.values()
     )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare.described import has_state
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.outputs import OutputSummary, joined_outputs, total
 from mgpu_check.compare.summaries import Numbers, on_host_together, short, statistics
 from mgpu_check.compare.trace import Writer
+from mgpu_check.torch_hooks.members import named_modules
 from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import as_real, name_of
+from mgpu_check.torch_hooks.values import is_distributed, readable
 
 _MODULES = 256
 """Most recorded modules of a model, to bound time and the size of the trace; the deepest are left out first."""
@@ -29,9 +31,7 @@ class OutputRecorder:
 
     def __init__(self, writer: Writer, names: Names) -> None:
         self._writer, self._names = writer, names
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._chosen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._known: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+        self._models, self._chosen, self._known = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._count = 0
         self.forget()
 
@@ -44,11 +44,11 @@ class OutputRecorder:
         """Choose the modules of a model to record, before its first call."""
         if model in self._models:
             return
-        self._models.add(model)
+        self._models[model] = True
         if not has_state(model):
             return
-        outer_first = sorted(model.named_modules(), key=lambda one: one[0].count("."))
-        self._chosen.update(module for _, module in outer_first[:_MODULES])
+        outer_first = sorted(named_modules(model), key=lambda one: one[0].count("."))
+        self._chosen.update((module, True) for _, module in outer_first[:_MODULES])
 
     def add(self, module: nn.Module, output: Any) -> None:
         """Add the outputs of a call. Outputs that cannot be summed are left out: they decide no verdict."""
@@ -82,24 +82,17 @@ class OutputRecorder:
                 self._known[module], self._count = self._count, self._count + 1
                 name = named[0].removesuffix(_KEY).removesuffix(".")
                 self._writer.write("output", name=name, dtype=name_of(dtype))
-        return self._known[module]
+        number: int | None = self._known[module]
+        return number
 
 
-def _local(value: Any) -> torch.Tensor | None:
+def _local(output: Any) -> torch.Tensor | None:
     """Return the elements of an output on this rank, flattened; None if they are partial results, or unreadable."""
-    value = value.detach()
-    if hasattr(value, "full_tensor"):
-        if any(placed.is_partial() for placed in value.placements):
+    if is_distributed(output):
+        if any(placed.is_partial() for placed in output.placements):
             return None
-        value = value.to_local()
-    real = value.is_floating_point() or value.is_complex()
-    if (
-        not real
-        or value.element_size() < 2
-        or value.layout is not torch.strided
-        or value.is_nested
-        or value.is_meta
-        or not value.numel()
-    ):
+        output = output.to_local()
+    value = readable(output) if output.layout is torch.strided else None
+    if value is None or not (value.is_floating_point() or value.is_complex()):
         return None
-    return as_real(value).reshape(-1)
+    return as_real(value).reshape(-1) if value.element_size() > 1 and value.numel() else None

@@ -13,6 +13,7 @@ from mgpu_check.compare.placing import Placing, TracePart
 from mgpu_check.compare.summaries import Numbers, over, summaries
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.tensors import name_of
+from mgpu_check.torch_hooks.values import is_distributed, readable
 
 
 class NumberedPart(NamedTuple):
@@ -39,6 +40,7 @@ class Parameters:
         self._parts: dict[int, list[NumberedPart]] = {}  # by the id of a parameter
         self._held: list[torch.Tensor] = []  # keeps objects alive whose ids are keys
         self._groups: dict[int, list[dict[str, Any]]] = {}
+        self._unread: set[str] = set()
 
     def parts(self, optimizer: Any, number: int) -> list[NumberedPart]:
         """Return the parts of an optimizer's parameters.
@@ -68,14 +70,26 @@ class Parameters:
             shape=part.shape,
             dtype=name_of(parameter.dtype),
             device=str(parameter.device),
-            sharded=hasattr(parameter, "full_tensor"),
+            sharded=is_distributed(parameter),
             held=None if part.cut is None or part.cut.is_whole else dataclasses.asdict(part.cut.held),
             unplaced=part.unplaced,
             same_elsewhere=part.same_elsewhere,
             over=over(parameter),
         )
+        if readable(parameter) is None:
+            self.note_unread(part.label, "", parameter)
         self._number += 1
         return NumberedPart(self._number - 1, parameter, part)
+
+    def note_unread(self, name: str, of: str, value: object) -> None:
+        """Record a tensor or state whose values cannot be read.
+
+        Args:
+            of: the parameter that has the state; "" for a parameter or a gradient.
+        """
+        if name not in self._unread:
+            self._unread.add(name)
+            self._writer.write("unread", after=0, name=name, of=of, type=type(value).__name__)
 
     def note_groups(self, optimizer: Any, number: int) -> None:
         """Record learning rates and other options of each group, if any has changed since the last step."""

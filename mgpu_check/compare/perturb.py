@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mgpu_check.torch_hooks.values import PACKAGES, is_distributed
+
 _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
 
 
@@ -38,7 +40,8 @@ class Perturbation:
     def gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Perturb each gradient in place."""
         for gradient in gradients:
-            here = gradient.to_local() if gradient is not None and hasattr(gradient, "to_local") else gradient
+            here: Any = gradient
+            here = here.to_local() if is_distributed(here) else here
             if here is not None and _is_moved(here):
                 if here.is_complex():
                     # A lazily conjugated tensor: perturb the stored values.
@@ -53,5 +56,6 @@ class Perturbation:
 
 
 def _is_moved(value: torch.Tensor) -> bool:
-    rounds = value.is_floating_point() or value.is_complex()
-    return rounds and value.layout is torch.strided and not hasattr(value, "full_tensor")
+    """Return whether the values of a tensor can be read; a product of a user's class may be of another kind."""
+    rounds = (value.is_floating_point() or value.is_complex()) and value.layout is torch.strided
+    return rounds and type(value).__module__.partition(".")[0] in PACKAGES and not is_distributed(value)

@@ -23,6 +23,7 @@ from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ran
 from mgpu_check.numerics.placement.neighbours import beside
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
 from mgpu_check.torch_hooks.tensors import copied
+from mgpu_check.torch_hooks.values import is_distributed
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Placing:
                 at, shape = here
                 return [_part(name, order, parameter, Slice(name, shape, at))] if len(at) else []
         whole = TracePart(name, order, shape_of(parameter))
-        if self._wholes is None or hasattr(parameter, "full_tensor") or parameter.layout is not torch.strided:
+        if self._wholes is None or is_distributed(parameter) or parameter.layout is not torch.strided:
             return [whole]
         declared = self._declared(parameter, name)
         if declared is not None:

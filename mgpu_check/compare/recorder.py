@@ -10,8 +10,7 @@ import functools
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +18,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare import constants, meeting, meshes, started, watched
 from mgpu_check.compare.described import described, forward_of, has_state, in_training, narrowed
 from mgpu_check.compare.entered import install as install_count
+from mgpu_check.compare.errors import guard_with, watching_errors
 from mgpu_check.compare.flow import Flow
+from mgpu_check.compare.input_recorder import InputRecorder
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.output_recorder import OutputRecorder
 from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
@@ -31,16 +33,18 @@ from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.placements import Files, read_placements
 from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.states import States
-from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
+from mgpu_check.compare.summaries import Numbers, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.processes.launched import rank_and_world
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
+from mgpu_check.torch_hooks.members import named_parameters
+from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.values import readable
 
 _CALLS = 100  # calls of models that are checked for random draws, to bound the time
-_COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
 
 
 def install(
@@ -89,17 +93,18 @@ def install(
 
         keeping.install(recorder, files.kept)
     recorder.watch_modules()
-    register_optimizer_step_pre_hook(recorder.before_step)
-    register_optimizer_step_post_hook(recorder.after_step)
+    register_optimizer_step_pre_hook(recorder.guard(recorder.before_step))
+    register_optimizer_step_post_hook(recorder.guard(recorder.after_step))
     patches = Patches()  # for as long as the process lives
-    patches.wrap(torch.optim.Optimizer, "profile_hook_step", recorder.watched_step)  # it calls the hooks around a step
+    raised = recorder.guard(recorder.raised)
+    patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(watching_errors, raised=raised))
     patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
     watched.install(recorder, world)
     meeting.install(recorder.note, store, places)
     recorder.known.placing.coordinates = meshes.install(recorder.note)
     started.install(fd)
     if world > 1 and torch.distributed.is_available():
-        recorder.flow = Flow(recorder.names)
+        recorder.flow = Flow(recorder.names, recorder.guard, recorder.note)
         recorder.flow.install()
     if entered is not None:
         recorder.count = install_count(entered)
@@ -111,6 +116,7 @@ class ScriptRecorder:
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
+        self.guard = guard_with(self.broken)
         self.names = Names()
         self.known = Parameters(writer, self.names)
         self.outputs = OutputRecorder(writer, self.names)
@@ -125,13 +131,12 @@ class ScriptRecorder:
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._told: set[str] = set()
         self._calls = 0
-        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._called = WeakIdKeyDictionary()  # modules
         self._optimizers: dict[int, int] = {}
         self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._losses: list[float] = []
-        self._samples: list[list[int]] = []
-        self._columns: list[list[int]] = []
-        self._waiting = True  # for the first inputs of a micro-batch
+        self._inputs = InputRecorder()
+        self.labels: list[torch.Tensor] = []
         self._before: dict[int, Numbers] = {}
         self._gradients: dict[int, Numbers | None] | None = None
         self._idle: list[int] = []
@@ -151,6 +156,12 @@ class ScriptRecorder:
         self.note(event)
         threading.Event().wait()
 
+    def broken(self, error: str, place: str) -> None:
+        """Record an error of the recorder, and wait until all processes are ended."""
+        if not self.forked():
+            self.note("broken", error=error, place=place)
+            self.wait("stopped")
+
     def at_exit(self) -> None:
         """Record that the script has ended; a crash of the interpreter after this is not a failure of the script."""
         if getattr(sys, "last_value", None) is None:  # set by an uncaught exception
@@ -158,15 +169,19 @@ class ScriptRecorder:
             self.note("ended")
 
     def watch_modules(self) -> list[RemovableHandle]:
-        leave = register_module_forward_hook(self.leave, with_kwargs=True, always_call=True)
-        return [register_module_forward_pre_hook(self.enter), leave]
+        leave = register_module_forward_hook(self.guard(self.leave), with_kwargs=True, always_call=True)
+        return [register_module_forward_pre_hook(self.guard(self.enter)), leave]
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
         if module._parameters or module._buffers:
-            self._called.add(module)
-        if self._here.depth > 1:
-            return
+            self._called[module] = True
+        if self._here.depth == 1:
+            self._enter_outermost(module)
+        if self._here.recorded:
+            self._inputs.enter(self._here.depth)
+
+    def _enter_outermost(self, module: nn.Module) -> None:
         main = threading.current_thread() is threading.main_thread() and not is_transforming()
         trains = in_training(module) and not is_capturing()
         self._here.recorded = main and trains and torch.is_grad_enabled() and not (self.backwards or self.forked())
@@ -179,15 +194,18 @@ class ScriptRecorder:
             self._here.drawn = watched.generators()
 
     def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        self._here.depth -= 1
         kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch gives no kwargs if forward raises
+        if self._here.recorded and len(rest) == 2:
+            with torch.no_grad():
+                self._inputs.leave(module, self._here.depth, args, kwargs)
+        self._here.depth -= 1
         if "narrow" not in self._told and (found := narrowed(module, output)):
             self._told.add("narrow")
             self.note("narrow", **found)
         if output is None or is_transforming():
             return None
         if not self._here.depth and not self.backwards and not is_capturing():
-            self._outermost(module, args, kwargs)
+            self._outermost(module)
         moved = None if module._modules or self.perturbation is None else self.perturbation.output(output)
         if self._here.recorded:
             self.outputs.add(module, output if moved is None else moved)
@@ -201,11 +219,11 @@ class ScriptRecorder:
             self._told.add("random")
             self.note("random", **forward_of(module))
 
-    def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _outermost(self, module: nn.Module) -> None:
         if not has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
-        if not (in_training(module) and torch.is_grad_enabled()) or next(module.parameters(), None) is None:
+        if not (in_training(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
             return
         self._notice_draws(module)
         if (kind := f"module {type(module).__name__}") not in self._told:
@@ -213,34 +231,31 @@ class ScriptRecorder:
             self.note("module", **(found := described(module)))
             if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
                 self.wait("alone")
-        given = inputs_of(args, kwargs)
-        computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
-        if self._waiting and not computed:
-            self._waiting = False
-            with torch.no_grad():
-                inputs = on_host(given)
-                self._samples.append(digests(inputs))
-                self._columns.append(digests(inputs, 1) if all(t.numel() <= _COLUMNS for t in inputs) else [])
 
     # backward
 
     def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = tuple(tensors) if isinstance(tensors, Iterator) else tensors
             if not self.backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
-                roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                self._losses += [float(one.detach()) for one in roots if one.numel() == 1 and one.is_floating_point()]
+                self.guard(self._take_losses)(tensors)
             self.backwards += 1
             try:
                 return original(tensors, *args, **kwargs)
             finally:
                 self.backwards -= 1
                 self.passes += not self.backwards
-                self._waiting |= not self.backwards
+                if not self.backwards:
+                    self._inputs.next_micro_batch()
                 self.count()
                 if self.flow is not None and not self.backwards:
-                    self.flow.after_backward()
+                    self.guard(self.flow.after_backward)()
 
         return backward
+
+    def _take_losses(self, roots: Any) -> None:
+        losses = [root for root in tensors_of(roots) if root.numel() == 1 and root.is_floating_point()]
+        self._losses += [float(value) for loss in losses if (value := readable(loss)) is not None]
 
     # optimizers
 
@@ -271,7 +286,7 @@ class ScriptRecorder:
         @functools.wraps(closure)
         def watched() -> Any:
             loss = closure()
-            self._take_gradients(optimizer)
+            self.guard(self._take_gradients)(optimizer)
             return loss
 
         return watched
@@ -294,6 +309,9 @@ class ScriptRecorder:
             if self._gradients is None:
                 found = summaries([one.parameter.grad for one in parts], [one.part.cut for one in parts])
                 self._gradients = {one.number: numbers for one, numbers in zip(parts, found, strict=True)}
+                for one, numbers in zip(parts, found, strict=True):
+                    if numbers is None and one.parameter.grad is not None and readable(one.parameter.grad) is None:
+                        self.known.note_unread(f"the gradient of {one.part.label}", "", one.parameter.grad)
                 self._idle = [one.number for one in parts if one.parameter.grad is None and not self._is_called(one)]
 
     def number_of(self, optimizer: Any) -> int:
@@ -305,8 +323,9 @@ class ScriptRecorder:
     def _start_of(self, one: NumberedPart) -> Numbers | None:
         """Return the numbers of a part before the first step of its optimizer; call it before the part changes."""
         if self.keep is not None:
-            value = whole(one.parameter.detach())
-            write_whole(self.keep, one.part.label, value if one.part.cut is None else one.part.cut.whole_of(value))
+            value = whole(one.parameter)
+            if value is not None:
+                write_whole(self.keep, one.part.label, value if one.part.cut is None else one.part.cut.whole_of(value))
         if one.part.cut is None:
             return self._start.get(id(one.parameter))
         return summaries([one.parameter], [one.part.cut])[0]
@@ -330,8 +349,8 @@ class ScriptRecorder:
             step=self.done,
             optimizer=self._optimizers[id(optimizer)],
             losses=self._losses,
-            samples=self._samples,
-            columns=self._columns,
+            inputs=self._inputs.calls,
+            labels=[float(count) for count in self.labels],
             before=self._before,
             gradients=self._gradients,
             parameters=after,
@@ -353,26 +372,7 @@ class ScriptRecorder:
         }
         return [] if self.flow is None else self.flow.taken(single)
 
-    def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `hooked`, which adds the hooks around a step: if the step raises, torch calls no hook after it."""
-
-        @functools.wraps(hooked)
-        def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-            step = hooked(func)
-
-            @functools.wraps(step)
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return step(*args, **kwargs)
-                except BaseException:
-                    self._raised(args[0])
-                    raise
-
-            return watched
-
-        return profile_hook_step
-
-    def _raised(self, optimizer: Any) -> None:
+    def raised(self, optimizer: Any) -> None:
         """Discard the step of `optimizer`, which raised, with its losses and samples."""
         if self._stepping is not optimizer or is_capturing():
             return
@@ -393,5 +393,6 @@ class ScriptRecorder:
         return result
 
     def _forget(self) -> None:
-        self._losses, self._samples, self._columns, self._waiting = [], [], [], True
+        self._losses, self.labels = [], []
+        self._inputs.forget()
         self.outputs.forget()

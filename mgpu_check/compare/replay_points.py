@@ -19,11 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.replay_numbers import MOST, generators
 from mgpu_check.compare.replay_own import OwnGenerators
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
+from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
+from mgpu_check.torch_hooks.values import is_distributed
 
 
 class RecordedScript(Protocol):
@@ -33,6 +36,7 @@ class RecordedScript(Protocol):
     def note(self) -> Note:
         """Record an event."""
 
+    guard: Guard
     world: int
     done: int
     backwards: int
@@ -84,7 +88,7 @@ class Points(abc.ABC):
                 self._held.append(module)
                 self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
                 self._kinds[kind] += 1
-            args, kwargs = self._replaced(kind, args, kwargs)
+            args, kwargs = self.recorder.guard(self._replaced)(kind, args, kwargs)
             with self._inside():
                 return original(module, *args, **kwargs)
 
@@ -95,7 +99,7 @@ class Points(abc.ABC):
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not self._enters():
                 return original(*args, **kwargs)
-            args, kwargs = self._replaced(original.__name__, args, kwargs)
+            args, kwargs = self.recorder.guard(self._replaced)(original.__name__, args, kwargs)
             with self._inside():
                 return original(*args, **kwargs)
 
@@ -161,7 +165,7 @@ class Points(abc.ABC):
         self.trained = True
         leaves, form = tree_flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
-        at = [i for i in at if not hasattr(leaves[i], "full_tensor") and leaves[i].layout is torch.strided]
+        at = [i for i in at if not is_distributed(leaves[i]) and leaves[i].layout is torch.strided]
         for i, value in zip(at, self.inputs(kind, [leaves[i].detach() for i in at]), strict=True):
             if value is not None:
                 leaves[i] = value
@@ -249,12 +253,12 @@ def _random_states() -> dict[str, int]:
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by their names without wrappers, which one device may lack."""
-    wrappers = [f"{name}.module." for name, part in module.named_modules() if name and unwrapped(part) is not part]
-    named = [*module.named_parameters(), *module.named_buffers()]
+    wrappers = [f"{name}.module." for name, part in named_modules(module) if name and unwrapped(part) is not part]
+    named = [*named_parameters(module), *named_buffers(module)]
     return {
         _without(name, wrappers): tensor
         for name, tensor in named
-        if not nn.parameter.is_lazy(tensor) and not hasattr(tensor, "full_tensor") and not tensor.is_meta
+        if not nn.parameter.is_lazy(tensor) and not is_distributed(tensor) and not tensor.is_meta
     }
 
 

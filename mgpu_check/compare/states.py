@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare.factored import entries, flat_parts, statistic
 from mgpu_check.compare.naming import Names
@@ -24,7 +25,9 @@ from mgpu_check.compare.placing import TracePart
 from mgpu_check.compare.summaries import Cut, Numbers, over, shape_of, summaries, whole
 from mgpu_check.compare.trace import Writer, named_state
 from mgpu_check.compare.wholes import write_buffer, write_shape
+from mgpu_check.torch_hooks.members import named_modules
 from mgpu_check.torch_hooks.tensors import copied, name_of
+from mgpu_check.torch_hooks.values import is_distributed, readable
 
 
 class States:
@@ -39,24 +42,24 @@ class States:
         self.shapes: Mapping[str, Sequence[int]] = MappingProxyType({})  # of states on one device, if known
         self._number = 0
         self._entries: dict[object, tuple[int, Cut | None] | None] = {}
-        self._unread: set[str] = set()
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen = WeakIdKeyDictionary()
         self._buffers: list[tuple[weakref.ref[nn.Module], str, torch.Tensor]] = []
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, tuple[int, int | None]] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Copy the buffers of a model before its first call."""
         if model in self._seen:
             return
-        for module in model.modules():
+        for _, module in named_modules(model):
             if module in self._seen:
                 continue
-            self._seen.add(module)
+            self._seen[module] = True
             # Non-persistent buffers are left out: they are caches, or counts of this rank.
             for key in sorted(module._buffers.keys() - module._non_persistent_buffers_set):
                 value = module._buffers[key]
-                if value is not None and _is_read(value) and not value.is_meta:
-                    self._buffers.append((weakref.ref(module), key, copied(whole(value.detach()))))
+                first = None if value is None else whole(value)
+                if first is not None:
+                    self._buffers.append((weakref.ref(module), key, copied(first)))
 
     def after(self, optimizers: Sequence[Any], parts: Iterable[NumberedPart], called: Any) -> dict[int, Numbers]:
         """Return the numbers of each state and buffer after a step.
@@ -77,12 +80,16 @@ class States:
             of.setdefault(id(one.parameter), []).append(one)
         for own in of.values():
             parameter = own[0].parameter
-            kept = [(optimizer, optimizer.state.get(parameter)) for optimizer in optimizers]
-            optimizer, state = next((pair for pair in kept if pair[1] and isinstance(pair[1], Mapping)), (None, {}))
+            states = [(optimizer, getattr(optimizer, "state", None)) for optimizer in optimizers]
+            kept = [(optimizer, state.get(parameter)) for optimizer, state in states if isinstance(state, Mapping)]
+            held = ((optimizer, state) for optimizer, state in kept if isinstance(state, Mapping) and state)
+            optimizer, state = next(held, (None, MappingProxyType({})))
             for key, value in entries(state):
                 read = _as_tensor(value)
                 if read is None:
-                    self._note_unread(own[0].part.label, key, value)
+                    if value is not None:
+                        label = own[0].part.label
+                        self._known.note_unread(named_state(key, label), label, value)
                     continue
                 together = parameters_of(optimizer)
                 flat = None if read.shape == parameter.shape else flat_parts(read, together)
@@ -99,12 +106,6 @@ class States:
             entry = self._entries[one.number, key]
             if entry is not None:
                 yield (*entry, value)
-
-    def _note_unread(self, of: str, key: str, value: object) -> None:
-        name = named_state(key, of)
-        if value is not None and name not in self._unread:
-            self._unread.add(name)
-            self._writer.write("unread", after=0, name=name, of=of, type=type(value).__name__)
 
     def _state(self, one: NumberedPart, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
         part = one.part
@@ -135,7 +136,7 @@ class States:
             shape=part.shape,
             dtype=name_of(value.dtype),
             device=str(value.device),
-            sharded=hasattr(value, "full_tensor"),
+            sharded=is_distributed(value),
             held=None if held is None else dataclasses.asdict(held) | {"whole": named_state(key, held.whole)},
             unplaced=part.unplaced,
             same_elsewhere=part.same_elsewhere,
@@ -151,18 +152,19 @@ class States:
         for index, (reference, key, first) in enumerate(self._buffers):
             module = reference()
             value = None if module is None else module._buffers.get(key)
-            if module is None or value is None or not _is_read(value) or module not in called:
+            now = None if value is None else readable(value)
+            if module is None or now is None or module not in called:
                 continue
             if index not in self._entries:
-                self._entries[index] = self._buffer(module, key, first, value)
+                self._entries[index] = self._buffer(module, key, first, now)
                 fresh = True
             entry = self._entries[index]
             if entry is None:
                 continue
-            version = id(value), value._version
-            if self._versions.get(index) != version or hasattr(value, "full_tensor"):
+            version = id(value), None if now.is_inference() else now._version
+            if self._versions.get(index) != version or version[1] is None or is_distributed(now):
                 self._versions[index] = version
-                yield (*entry, _widened(value))
+                yield (*entry, _widened(now))
         if fresh:
             self._names.look_around()
 
@@ -179,18 +181,12 @@ class States:
         return self._note(named[0], "", part, value, start)
 
 
-def _is_read(value: torch.Tensor) -> bool:
-    """Return whether summaries can read a tensor: one of torch or of the simulated node."""
-    return type(value).__module__.partition(".")[0] in ("torch", "mgpu_check") and not value.is_nested
-
-
 def _as_tensor(value: Any) -> torch.Tensor | None:
     """Return a state as a tensor; None if it is neither a readable tensor nor a number."""
     if isinstance(value, (bool, int, float)):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
-    if isinstance(value, torch.Tensor) and _is_read(value) and not value.is_meta:
-        return _widened(value)
-    return None
+    read = readable(value) if isinstance(value, torch.Tensor) else None
+    return None if read is None else _widened(read)
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:

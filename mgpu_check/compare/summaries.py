@@ -14,6 +14,7 @@ from mgpu_check.compare.trace import CHUNKS, HeldSlice, chunk_sizes, positions
 from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
+from mgpu_check.torch_hooks.values import is_distributed, readable
 
 Numbers = list[float | None]
 """The numbers of a summary in the trace; None for elements that a slice does not have."""
@@ -90,7 +91,7 @@ def _mark(at: torch.Tensor) -> int:
 
 
 def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None] | None = None) -> list[Numbers | None]:
-    """Return the numbers of a `TensorSummary` for each tensor; None for None, or for an empty tensor.
+    """Return the numbers of a `TensorSummary` for each tensor; None for None, and for an empty or unreadable tensor.
 
     All numbers are moved to the CPU together, so that a device waits only once per step. A DTensor is gathered first,
     so all ranks that hold it must make this call.
@@ -100,7 +101,8 @@ def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None]
     """
     cuts = cuts or [None] * len(tensors)
     parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [
-        None if t is None else _parts(whole(t), cut) for t, cut in zip(tensors, cuts, strict=True)
+        None if t is None or (value := whole(t)) is None else _parts(value, cut)
+        for t, cut in zip(tensors, cuts, strict=True)
     ]
     found: list[Numbers | None] = [None] * len(parts)
     indices = [index for index, part in enumerate(parts) if part is not None]
@@ -122,10 +124,9 @@ def on_host_together(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list
     return [found[index] for index in range(len(parts))]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor gathered from all of its ranks, or any other tensor itself."""
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
+def whole(tensor: Any) -> torch.Tensor | None:
+    """Return the values of a tensor, a DTensor gathered from all of its ranks; None if they cannot be read."""
+    return readable(tensor.full_tensor() if is_distributed(tensor) else tensor)
 
 
 def over(tensor: Any) -> list[str]:
@@ -149,12 +150,9 @@ def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.T
     if not tensor.numel():
         return None
     if cut is not None:
-        own = cut.of(tensor.detach())
+        own = cut.of(tensor)
         return _bits_of(own.double()), cut.numbers(own)
-    value = tensor.detach()
-    if value.layout is not torch.strided:
-        value = value.to_dense()
-    flat = as_real(value).reshape(-1)
+    flat = as_real(tensor).reshape(-1)
     count = flat.numel()
     if count not in _kept:
         _kept[count] = torch.tensor(positions(count), device="cpu")
@@ -206,36 +204,26 @@ def short(number: float | None) -> float | None:
     return float(f"{number:.12g}") if number is not None and math.isfinite(number) else number
 
 
-def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy the tensors whose samples can be separated to the CPU: strided tensors that are not DTensors."""
-    return [t.detach().cpu() for t in tensors if not hasattr(t, "full_tensor") and t.layout is torch.strided]
+def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Copy a tensor whose samples can be separated to the CPU; None for a DTensor or a tensor that is not strided."""
+    value = None if is_distributed(tensor) or tensor.layout is not torch.strided else readable(tensor)
+    return None if value is None else value.cpu()
 
 
-def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
-    """Return one hash for each sample of a batch. Equal samples have equal hashes in every batch.
+def digests(tensor: torch.Tensor | None, dimension: int = 0) -> list[int]:
+    """Return a hash of each slice of a tensor on the CPU along a dimension. Equal slices have equal hashes.
 
-    Returns no hash if no tensor has the dimension, or if the first tensor that has it is empty.
-
-    Args:
-        tensors: the inputs of a model, on the CPU. Tensors without the dimension are ignored. A sample consists of a
-            slice of the first other tensor, and of the slices at the same index of all tensors with the same number of
-            slices. Samples are equal if these slices are, in order, bit for bit.
-        dimension: the dimension along which the samples are slices, from 0.
+    Returns no hash for None, an empty tensor, or a tensor without the dimension.
     """
-    batch = [t.detach().movedim(dimension, 0) for t in tensors if t.dim() > dimension]
-    if not batch or not batch[0].numel():
+    if tensor is None or tensor.dim() <= dimension or not tensor.numel():
         return []
-    count = batch[0].shape[0]
-    total = torch.zeros(count, dtype=torch.int64, device="cpu")
-    for position, tensor in enumerate(t for t in batch if t.shape[0] == count):
-        rows = tensor.contiguous().reshape(count, -1)
-        rows = as_real(rows).reshape(count, -1)
-        if rows.dtype is torch.bool:
-            rows = rows.to(torch.uint8)
-        values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
-        # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
-        total += (values * _multipliers(values.shape[1])).sum(1) * (2 * position + 1)
-    found: list[int] = total.tolist()
+    batch = tensor.detach().movedim(dimension, 0)
+    rows = as_real(batch.contiguous().reshape(len(batch), -1)).reshape(len(batch), -1)
+    if rows.dtype is torch.bool:
+        rows = rows.to(torch.uint8)
+    values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
+    # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
+    found: list[int] = (values * _multipliers(values.shape[1])).sum(1).tolist()
     return found
 
 

@@ -90,6 +90,10 @@ def starts_without_numbers(aligned: Aligned) -> Report:
 
 def names_apart(aligned: Aligned) -> Report:
     """Return the report of runs that have no trained parameter in common."""
+    unread = {event["name"]: event["type"] for event in aligned.one.of("unread") if not event["of"]}
+    if unread and aligned.one.parameters.keys() <= unread.keys():
+        kinds = few(sorted(set(unread.values())), 3)
+        return refusal(f"compare cannot read the values of the trained parameters, whose type is {kinds}")
     one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
     why = "the ranks train no parameter with the name and shape of a parameter that one device trains"
     remarks = [f"one device trains {one}; rank 0 trains {rank}"]
@@ -298,6 +302,11 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
             f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
         )
     remarks += [*_drowned(aligned, rounding, useful), *filter(None, [within_step.remark(aligned, rounding)])]
+    remarks += [
+        f"no gradient flows through {event['call']}, on ranks and on one device: the loss takes the tensors of other "
+        "ranks for constants"
+        for event in aligned.ranks[0].of("cut")
+    ]
     for step in range(aligned.compared):
         if options := other_options(aligned, step):
             remarks.append(f"at step {step + 1} {options[0]}, although gradients and parameters agree")

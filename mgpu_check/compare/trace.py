@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mgpu_check.compare.inputs import Inputs, samples_of
 from mgpu_check.compare.outputs import OutputSummary, joined_bits, total
 
 FORMAT = "mgpu-check trace"
@@ -59,7 +60,6 @@ class TensorSummary:
     norm: float
     sums: tuple[float, ...]
     samples: tuple[float, ...]
-    """None for an element that a slice does not have."""
 
     @property
     def finite(self) -> bool:
@@ -155,7 +155,6 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -192,6 +191,8 @@ class Step:
         losses: the scalars that `backward` was called on since the previous step.
         samples: for each of these calls of `backward`, a hash of each sample that the model received.
         columns: the same along the second dimension of the inputs, which may also be the batch dimension.
+        inputs: for each of these calls, those of the first model, and of the first modules within it.
+        labels: the number of labels that each cross-entropy since the previous step divides by.
         before: parameter -> its value before this step; empty unless it is the first step of the optimizer.
         gradients: parameter -> its gradient before this step; None if it has no gradient.
         parameters: parameter -> its value after this step.
@@ -214,6 +215,8 @@ class Step:
     states: dict[str, TensorSummary] = field(default_factory=dict)
     calls: Sequence[tuple[str, Mapping[str, float]]] = ()
     outputs: dict[str, OutputSummary] = field(default_factory=dict)
+    inputs: Sequence[Sequence[Inputs]] = ()
+    labels: Sequence[float] = ()
 
     @property
     def loss(self) -> float | None:
@@ -247,10 +250,7 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     """Module -> the dtype of its outputs, in the order of the first calls."""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led",
-    "group", "starts", "spawned", "alone", "skipped", "epoch", "foreign", "given", "unreplayed", "ambiguous", "rate",
-    "stopped", "ended"."""
+    events: list[dict[str, Any]] = field(default_factory=list)  # of other kinds, such as "clip", "load" or "module"
 
     @property
     def finite_steps(self) -> int:
@@ -381,11 +381,12 @@ def _step(
     def named(part: Mapping[str, Any]) -> dict[str, Any]:
         return {names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in part.items()}
 
+    inputs = [[Inputs(*call) for call in calls] for calls in event["inputs"]]
     return Step(
         event["optimizer"],
         event["losses"],
-        event["samples"],
-        event["columns"],
+        [samples_of(calls[0].rows) for calls in inputs],
+        [samples_of(calls[0].columns) for calls in inputs],
         named(event["before"]),
         named(event["gradients"]),
         named(event["parameters"]),
@@ -394,4 +395,6 @@ def _step(
         states,
         [(told, {names[int(index)]: norm for index, norm in norms.items()}) for told, norms in event.get("calls", ())],
         {modules[int(index)]: OutputSummary(*numbers) for index, numbers in event.get("outputs", {}).items()},
+        inputs,
+        event.get("labels", ()),
     )

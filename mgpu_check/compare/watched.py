@@ -17,9 +17,12 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
+from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.summaries import whole
 from mgpu_check.processes.launched import FLOAT32, rank_and_world
+from mgpu_check.torch_hooks.graphs import is_capturing
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.values import is_distributed, readable
 
 
 class Note(Protocol):
@@ -28,6 +31,9 @@ class Note(Protocol):
 
 class Witness(Protocol):
     """The receiver of watched calls."""
+
+    guard: Guard
+    labels: list[torch.Tensor]  # the number of labels of each loss since the last step
 
     @property
     def note(self) -> Note:
@@ -58,17 +64,17 @@ def generators() -> tuple[list[int], ...]:
 
 def install(witness: Witness, world: int) -> Patches:
     """Report watched calls to `witness`, in a run with `world` ranks. Return the patches, which can undo this."""
-    note = witness.note
     patches = Patches(among="torch")
-    _clipping(patches, note)
-    _checkpoints(patches, note)
-    _samplers(patches, note, world)
-    _seeds(patches, note)
-    _random(patches, note)
+    _clipping(patches, witness)
+    _checkpoints(patches, witness)
+    _samplers(patches, witness, world)
+    _seeds(patches, witness)
+    _random(patches, witness)
+    _losses(patches, witness)
     _groups(patches, witness)
     _starts(patches, witness, world)
-    _temporary(patches, note)
-    _autocast(patches, note)
+    _temporary(patches, witness)
+    _autocast(patches, witness)
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         # With this variable alone, torch refuses to call a function that was compiled with fullgraph=True.
         patches.replace(torch.compile, lambda model=None, **options: (lambda f: f) if model is None else model)
@@ -85,8 +91,9 @@ def install(witness: Witness, world: int) -> Patches:
     return patches
 
 
-def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+def _after(original: Callable[..., Any], told: Callable[..., None], witness: Witness) -> Callable[..., Any]:
     """Wrap `original` so that each call is followed by one of `told` with the result and the arguments."""
+    told = witness.guard(told)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,11 +104,13 @@ def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[
     return call
 
 
-def _clipping(patches: Patches, note: Note) -> None:
+def _clipping(patches: Patches, witness: Witness) -> None:
     def clipped(norm: Any, parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> None:
-        note("clip", norm=float(whole(norm)), most=float(max_norm))
+        value = whole(norm) if isinstance(norm, torch.Tensor) else norm
+        if value is not None:
+            witness.note("clip", norm=float(value), most=float(max_norm))
 
-    patches.replace(clip_grad.clip_grad_norm_, _after(clip_grad.clip_grad_norm_, clipped))
+    patches.replace(clip_grad.clip_grad_norm_, _after(clip_grad.clip_grad_norm_, clipped, witness))
 
 
 def _path(file: Any) -> str | None:
@@ -112,9 +121,9 @@ def _path(file: Any) -> str | None:
         return None
 
 
-def _checkpoints(patches: Patches, note: Note) -> None:
+def _checkpoints(patches: Patches, witness: Witness) -> None:
     def loaded(result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
-        note("load", file=_path(f))
+        witness.note("load", file=_path(f))
 
     missed: set[str] = set()  # files that the script checked for, and that did not exist
 
@@ -124,21 +133,21 @@ def _checkpoints(patches: Patches, note: Note) -> None:
 
     def saved(result: Any, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> None:
         file = _path(f)
-        note("save", file=file, missed=file in missed)
+        witness.note("save", file=file, missed=file in missed)
 
     def restored(result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-        note("restore", of=type(owner).__name__)
+        witness.note("restore", of=type(owner).__name__)
 
     for owner, name, told in (
         *((os.path, "exists", asked), (os.path, "isfile", asked)),
         *((torch.nn.Module, "load_state_dict", restored), (torch.optim.Optimizer, "load_state_dict", restored)),
     ):
-        patches.wrap(owner, name, functools.partial(_after, told=told))
-    patches.replace(torch.load, _after(torch.load, loaded))
-    patches.replace(torch.save, _after(torch.save, saved))
+        patches.wrap(owner, name, functools.partial(_after, told=told, witness=witness))
+    patches.replace(torch.load, _after(torch.load, loaded, witness))
+    patches.replace(torch.save, _after(torch.save, saved, witness))
 
 
-def _samplers(patches: Patches, note: Note, world: int) -> None:
+def _samplers(patches: Patches, witness: Witness, world: int) -> None:
     iterations: dict[int, int] = {}
     told: set[int] = set()
     kept: list[Any] = []  # keeps samplers alive whose ids are keys
@@ -157,32 +166,35 @@ def _samplers(patches: Patches, note: Note, world: int) -> None:
         if world == 1 and number > 1 and self.shuffle and id(self) not in told:
             # A loader on one device would shuffle anew in each epoch, so the reference must do the same.
             set_epoch(self, self.epoch + 1)
-        note(
-            "sampler",
-            sampler=list(iterations).index(id(self)),
-            iteration=number,
-            set_epoch=id(self) in told,
-            shuffle=bool(self.shuffle),
-            replicas=self.num_replicas,
-            length=len(self.dataset),
-            drop_last=bool(self.drop_last),
-        )
+        witness.guard(noted)(self, number)
         return iterate(self)
+
+    def noted(sampler: Any, iteration: int) -> None:
+        witness.note(
+            "sampler",
+            sampler=list(iterations).index(id(sampler)),
+            iteration=iteration,
+            set_epoch=id(sampler) in told,
+            shuffle=bool(sampler.shuffle),
+            replicas=int(sampler.num_replicas),
+            length=len(sampler.dataset),
+            drop_last=bool(sampler.drop_last),
+        )
 
     patches.set(DistributedSampler, "set_epoch", watched_set_epoch)
     patches.set(DistributedSampler, "__iter__", watched)
 
 
-def _seeds(patches: Patches, note: Note) -> None:
+def _seeds(patches: Patches, witness: Witness) -> None:
     told: list[int] = []
 
     def seeded(result: Any, *args: Any, **kwargs: Any) -> None:
         if not told:
             told.append(1)
-            note("seed")
+            witness.note("seed")
 
     for function in (torch.manual_seed, torch.random.manual_seed):  # two, once torch._dynamo has been imported
-        patches.replace(function, _after(function, seeded))
+        patches.replace(function, _after(function, seeded, witness))
 
 
 def _groups(patches: Patches, witness: Witness) -> None:
@@ -232,19 +244,19 @@ class _Joined:
         return True
 
 
-def _temporary(patches: Patches, note: Note) -> None:
+def _temporary(patches: Patches, witness: Witness) -> None:
     """Record the temporary directory of `multiprocessing`, because a killed process does not remove it."""
     made: list[str] = []
 
     def told(directory: str) -> None:
         if not made:
             made.append(directory)
-            note("temporary", directory=directory)
+            witness.note("temporary", directory=directory)
 
-    patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, told=told))
+    patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, told=told, witness=witness))
 
 
-def _autocast(patches: Patches, note: Note) -> None:
+def _autocast(patches: Patches, witness: Witness) -> None:
     """Record that the script uses autocast, or turn autocast and scalers off if the command asks for float32."""
     off = FLOAT32 in os.environ
     told: list[str] = []
@@ -254,19 +266,35 @@ def _autocast(patches: Patches, note: Note) -> None:
             mode._enabled = False
         elif mode._enabled and not told:
             told.append(mode.device)
-            note("autocast", device=mode.device)
+            witness.note("autocast", device=mode.device)
 
-    patches.wrap(torch.amp.autocast, "__init__", functools.partial(_after, told=made))
+    patches.wrap(torch.amp.autocast, "__init__", functools.partial(_after, told=made, witness=witness))
     if off:
-        patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_after, told=made))
+        patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_after, told=made, witness=witness))
 
 
-def _random(patches: Patches, note: Note) -> None:
+def _random(patches: Patches, witness: Witness) -> None:
     seen: list[float] = []
 
     def dropped(result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
         if p and training and torch.is_grad_enabled() and not seen:
             seen.append(p)
-            note("random", what=f"dropout(p={p:g})", line="")
+            witness.note("random", what=f"dropout(p={p:g})", line="")
 
-    patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, told=dropped))
+    patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, told=dropped, witness=witness))
+
+
+def _losses(patches: Patches, witness: Witness) -> None:
+    """Keep the number that each mean over labels divides by."""
+
+    def counted(
+        result: Any, input: Any, target: Any, weight: Any = None, *args: Any, ignore_index: int = -100, **options: Any
+    ) -> None:
+        mean = options.get("reduction", "mean") == "mean" and torch.is_grad_enabled() and not is_capturing()
+        labels = readable(target) if mean else None
+        if labels is not None and not is_distributed(labels) and not labels.is_floating_point():
+            kept = labels != ignore_index
+            witness.labels.append(kept.sum() if weight is None else weight.detach()[labels[kept]].sum())
+
+    for name in ("cross_entropy", "nll_loss"):
+        patches.wrap(torch.nn.functional, name, functools.partial(_after, told=counted, witness=witness))

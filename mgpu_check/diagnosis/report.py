@@ -23,6 +23,8 @@ class Finding:
     """The ranks at fault, if they are known."""
     site: str = ""
     """The line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown."""
+    also: bool = False
+    """It holds besides the finding before it, and is no other explanation."""
 
     def __post_init__(self) -> None:
         known_mistake(self.mistake)  # raises for an unknown one
@@ -88,7 +90,7 @@ class Report:
         for number, finding in enumerate(self.findings):
             known = known_mistake(finding.mistake)
             lines += [
-                f"  {'or' if number else 'looks like'} {known.name}: {known.title}",
+                f"  {('and' if finding.also else 'or') if number else 'looks like'} {known.name}: {known.title}",
                 f"    seen: {finding.evidence}",
                 f"    do: {known.advice}",
                 f"    see: {known.page}",

@@ -22,6 +22,7 @@ from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
+from mgpu_check.torch_hooks.members import named_buffers, named_parameters
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, name_of, plain_copy
@@ -83,7 +84,7 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
         step(batch)
         pause(f"step {number}", last=number == len(training))
     state = _state(model)
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in named_parameters(model)}
     seen["parameter"] = {name: value for name, value in state.items() if name in parameters}
     seen["buffer"] = {name: value for name, value in state.items() if name not in parameters}
     model.eval()
@@ -104,7 +105,7 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*named_parameters(model), *named_buffers(model)]
     return {name: plain_copy(value) for name, value in named}
 
 
@@ -116,7 +117,7 @@ def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
         raise ValueError(
             "batch(n) holds no tensor to call the model with; pass evaluate=, a function of model and batch"
         )
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), first.device)
+    device = next((t.device for _, t in (*named_parameters(model), *named_buffers(model))), first.device)
     return flattened(model(first.to(device)), "answer", take=plain_copy)
 
 

@@ -37,6 +37,7 @@ from mgpu_check.torch_hooks.arguments import group_of, option, own_groups
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.torch_hooks.members import named_modules, named_parameters
 from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
 
 
@@ -133,10 +134,10 @@ class _EventRecorder:
             module = frame.f_locals["self"]
             inputs = [value for value in frame.f_locals["args"] if isinstance(value, torch.Tensor)]
             said = {
-                "parameters": sums_of(module.named_parameters()),
+                "parameters": sums_of(named_parameters(module)),
                 "samples": self._rows.samples(inputs[0]) if inputs else None,
                 "owns": self.names_in(module),
-                "training": {name: part.training for name, part in module.named_modules()},
+                "training": {name: part.training for name, part in named_modules(module)},
             }
             self._trace.events.append(CallEvent("model", type(module).__name__, site(frame), said))
 
@@ -221,10 +222,10 @@ class _EventRecorder:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self._modules:
-            yield from module.named_parameters()
+            yield from named_parameters(module)
 
     def names_in(self, module: nn.Module) -> tuple[str, ...]:
-        inside = {id(parameter) for parameter in module.parameters()}
+        inside = {id(parameter) for _, parameter in named_parameters(module)}
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
 
 

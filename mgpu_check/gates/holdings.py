@@ -22,6 +22,7 @@ from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_at
 from mgpu_check.numerics.placement.distinct import make_distinct
 from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
+from mgpu_check.torch_hooks.members import named_modules, named_parameters
 from mgpu_check.torch_hooks.tensors import copied, plain_copy
 
 _Kind = Literal["params", "buffers"]
@@ -178,7 +179,7 @@ class Holdings:
     def now(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
         for module in self._modules.values():
-            for tensor in module.parameters():
+            for _, tensor in named_parameters(module):
                 seen.add(id(tensor))
                 yield tensor
         yield from (one for number, (_, one) in self._stepped.items() if number not in seen and _is_there(one))
@@ -348,7 +349,7 @@ def named_tensors(
     """
     kinds: tuple[tuple[_Kind, str], ...] = (("params", "_parameters"), ("buffers", "_buffers"))
     for prefix, module in modules.items():
-        inside = list(module.named_modules())
+        inside = list(named_modules(module))
         seen: set[int] = set()
         for kind, where in kinds:
             for path, part in inside:
@@ -380,7 +381,8 @@ def moved_apart(modules: Mapping[str, nn.Module]) -> None:
     Equal values, such as the zeros of a bias, do not show which slice a rank holds.
     """
     generator = torch.Generator().manual_seed(0)
-    saved = {id(one) for module in modules.values() for one in module.state_dict(keep_vars=True).values()}
+    parts = [part for module in modules.values() for _, part in named_modules(module)]
+    caches = {id(part._buffers[key]) for part in parts for key in part._non_persistent_buffers_set}
     for _, _, tensor, _, _ in named_tensors(modules):
-        if id(tensor) in saved and tensor.is_floating_point() and tensor.numel():
+        if id(tensor) not in caches and tensor.is_floating_point() and tensor.numel():
             make_distinct(tensor, float(tensor.detach().float().square().mean().sqrt()), generator)

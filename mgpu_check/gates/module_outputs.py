@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from mgpu_check.diagnosis.observed import RankTrace
+from mgpu_check.torch_hooks.members import named_modules
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -24,7 +25,7 @@ def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterat
     names = {
         id(part): prefix + name
         for prefix, module in modules.items()
-        for name, part in module.named_modules()
+        for name, part in named_modules(module)
         if prefix + name
     }
 

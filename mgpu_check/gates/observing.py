@@ -28,6 +28,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.seeds_set import noting_seeds
 from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.gates.switches import switched
+from mgpu_check.torch_hooks.members import named_modules, named_parameters
 from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
@@ -213,7 +214,7 @@ def _take_state(
         if one.reason is not None and taken:
             seen.unplaced[one.label] = one.reason
     for prefix, module in modules.items():
-        seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
+        seen.normalized += [prefix + name for name, part in named_modules(module) if _normalizes(part)]
 
 
 def _before(initial: Mapping[str, torch.Tensor], one: Held) -> tuple[torch.Tensor | None, bool]:
@@ -300,7 +301,7 @@ def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> Non
 
 def _sharded_gradients(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for prefix, module in modules.items():
-        for name, value in module.named_parameters():
+        for name, value in named_parameters(module):
             mesh = getattr(value.grad, "device_mesh", None)  # None without a gradient, or if it is not a DTensor
             if mesh is not None:
                 yield f"gradient of {prefix}{name}", tuple(mesh.mesh.flatten().tolist())

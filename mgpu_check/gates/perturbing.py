@@ -12,6 +12,7 @@ from mgpu_check.gates.draws import DrawsOfFloat32
 from mgpu_check.gates.program import modules_of
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
+from mgpu_check.torch_hooks.members import named_parameters
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 
 ROUNDOFF = unit_roundoff(torch.float32)
@@ -60,7 +61,7 @@ def perturbed(
     with apart, mode, DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():
-                for parameter in module.parameters():
+                for _, parameter in named_parameters(module):
                     parameter.copy_(parameter.clone())
         mode.copies = copies
         yield

@@ -13,6 +13,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.definitions import innermost
 from mgpu_check.gates.switches import Switch
 from mgpu_check.numerics.placement.declared import Placement
+from mgpu_check.torch_hooks.members import named_parameters
 
 
 class Unusable(ValueError):
@@ -102,7 +103,7 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
     if not found:
         raise Unusable(f"build() returned {type(model).__name__}; return an nn.Module, or a tuple or mapping of them")
     for prefix, module in found.items():
-        for name, parameter in module.named_parameters():
+        for name, parameter in named_parameters(module):
             if parameter.is_meta:
                 raise Unusable(f"build() returned a model with {prefix}{name} on meta; give its parameters values")
     return found

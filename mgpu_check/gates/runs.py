@@ -21,6 +21,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.step_recorder import Nudge
 from mgpu_check.numerics.narrow import SAMPLES, Dithered, Unnarrowed, is_narrow, narrow_tolerance
 from mgpu_check.numerics.steps import MeasuredStep, assess, deviations, granted_at_least
+from mgpu_check.torch_hooks.members import named_parameters
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
@@ -104,7 +105,7 @@ class Runs:
     ) -> ObservedRun:
         @contextlib.contextmanager
         def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
-            elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
+            elements = sum(p.numel() for module in modules_of(model).values() for _, p in named_parameters(module))
             large = 2 * elements >= LARGE  # twice: each parameter has a gradient
             with some_threads(self._threads, large), around(model, batches):
                 yield

@@ -20,6 +20,7 @@ from mgpu_check.gates.applied_gradients import AppliedGradients
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
 from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.torch_hooks.members import named_buffers
 from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
 
@@ -204,7 +205,7 @@ class StepRecorder:
     def _forward(self, module: nn.Module, args: Any) -> None:
         self._holdings.calls(module)
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
-            inside = {id(buffer) for buffer in module.buffers()}
+            inside = {id(buffer) for _, buffer in named_buffers(module)}
             self._seen.broadcast |= {
                 Result(kind, name) for kind, name, value, _, _ in named_tensors(self._modules) if id(value) in inside
             }

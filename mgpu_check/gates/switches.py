@@ -65,14 +65,14 @@ def switched(switch: Switch | None, modules: _Modules, device: torch.device, cou
 def _blocks(modules: _Modules) -> Iterator[nn.Module]:
     """Yield the children of the modules, and those of containers in place of the containers; a leaf yields itself."""
     for module in modules.values():
-        yield from _inside(module) if next(module.children(), None) is not None else (module,)
+        yield from _inside(module) if any(child is not None for child in module._modules.values()) else (module,)
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
+    for child in module._modules.values():
         if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             yield from _inside(child)
-        else:
+        elif child is not None:
             yield child
 
 

@@ -17,6 +17,7 @@ from mgpu_check.gates.operands import site, upstream
 from mgpu_check.gates.program import modules_of
 from mgpu_check.processes.frames import is_file_under_test
 from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.members import named_parameters
 from mgpu_check.torch_hooks.patches import replaced
 
 _MOST = 6
@@ -40,7 +41,7 @@ _Edge = tuple[Any, int]
 @contextlib.contextmanager
 def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[None]:
     """Record each loss that backward is called on, and its terms, by the calling line and the graph path."""
-    named = [pair for module in modules_of(model).values() for pair in module.named_parameters()]
+    named = [pair for module in modules_of(model).values() for pair in named_parameters(module)]
 
     def note(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
         for root in roots:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from mgpu_check.simulated import hardware, wires
 from mgpu_check.simulated.calls import TransferCall, without_self
@@ -26,6 +27,7 @@ from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor, tensors_in
 from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.table import METHODS
+from mgpu_check.torch_hooks.values import is_pending
 
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
 """ProcessGroupNCCL views complex tensors as real ones in these.
@@ -114,6 +116,9 @@ def _method(original: Callable[..., object], parse: Callable[..., list[TransferC
         tensors = list(tensors_in([*args, *kwargs.values()]))
         if active_node() is None:
             return original(self, *args, **kwargs)
+        if any(map(is_pending, tensors)):
+            args, kwargs = tree_map(lambda one: one.trigger_wait() if is_pending(one) else one, (args, kwargs))
+            tensors = list(tensors_in([*args, *kwargs.values()]))
         group = nccl_of(self)
         if any(isinstance(t, SimulatedTensor) for t in tensors):
             asked = parse(*args, **kwargs)

@@ -13,8 +13,8 @@ import torch
 import torch.utils._foreach_utils
 
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
-from mgpu_check.simulated.wrappers import is_distributed
 from mgpu_check.torch_hooks.patches import Patches, around
+from mgpu_check.torch_hooks.values import is_distributed
 
 Function = Callable[..., torch.Tensor]
 _Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor | None]], list[int]]]

@@ -19,8 +19,9 @@ from mgpu_check.simulated.streams import host_waits
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.simulated.transfer import move
 from mgpu_check.simulated.unwritten import EMPTY, never_written, require
-from mgpu_check.simulated.wrappers import convert_local, is_distributed
+from mgpu_check.simulated.wrappers import convert_local
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.values import is_distributed
 
 Maker = Callable[..., torch.Tensor]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -15,7 +14,7 @@ from mgpu_check.simulated.pinned import is_pinned, pin
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import captured_to_host, move
-from mgpu_check.simulated.wrappers import convert_local, distributed_to_host, is_distributed
+from mgpu_check.simulated.wrappers import is_wrapper, move_wrapper
 from mgpu_check.torch_hooks.patches import Patches, around
 
 _base = torch._C.TensorBase
@@ -59,7 +58,7 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     target = None if device is None else _target(device)
     if isinstance(self, LAZY):
         return uninitialized_on(self, target or self.device, dtype)
-    held = isinstance(self, SimulatedTensor) or (is_distributed(self) and self.is_cuda)
+    held = isinstance(self, SimulatedTensor) or (is_wrapper(self) and self.is_cuda)
     if target is None or (target.type != "cuda" and not held):
         if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
             return original(self, dtype, *rest, **_without(kwargs, "other"))
@@ -70,11 +69,8 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     memory_format = kwargs.get("memory_format") or torch.preserve_format
     if target == self.device:
         return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
-    if is_distributed(self) and target.type != "cuda":
-        return distributed_to_host(self, dtype, non_blocking)  # type: ignore[arg-type]
-    if is_distributed(self):
-        moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
-        return convert_local(self, moved)
+    if is_wrapper(self):
+        return move_wrapper(self, target, dtype, non_blocking)  # type: ignore[arg-type]
     return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
 
 
@@ -102,8 +98,8 @@ def _cuda(
 def _cpu(original: Method, self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> object:
     if isinstance(self, SimulatedTensor):
         return move(self, torch.device("cpu"), memory_format=memory_format)
-    if is_distributed(self) and self.is_cuda:
-        return distributed_to_host(self)
+    if is_wrapper(self) and self.is_cuda:
+        return move_wrapper(self, torch.device("cpu"))
     if isinstance(self, LAZY) and active_node() is not None:
         return uninitialized_on(self, torch.device("cpu"), None)
     return original(self, memory_format=memory_format)
@@ -139,6 +135,8 @@ def _copy_(original: Method, self: torch.Tensor, src: torch.Tensor, non_blocking
     if type(self) is not type(src) or isinstance(self, SimulatedTensor):
         here, there = self.device, src.device
         if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
+            if is_wrapper(src):
+                return original(self, move_wrapper(src, here), non_blocking)
             if non_blocking and here.type == "cpu" and self.is_pinned() and captured_to_host(self, src):
                 return self
             into = None if hardware.present is None else self.detach()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +16,9 @@ from torch.distributed import device_mesh
 
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.values import DTENSOR, is_distributed, is_pending
 
-_DTENSOR = "torch.distributed.tensor"
 _FAKE = "_rebuild_tensor_from_dtensor_meta"
-
-
-def is_distributed(t: object) -> bool:
-    """Return whether ``t`` is a DTensor, without importing DTensor."""
-    kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
-    return kind is not None and isinstance(t, kind)
 
 
 def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -41,22 +34,41 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
     return made
 
 
-class _ToHost(torch.autograd.Function):
-    """Copy the local tensor of a DTensor to the host. `DTensor.from_local` would move it back to the mesh's devices."""
+def is_wrapper(t: torch.Tensor) -> bool:
+    """Return whether ``t`` wraps other tensors, and has no memory of its own."""
+    return hasattr(type(t), "__tensor_flatten__")
+
+
+class _Moved(torch.autograd.Function):
+    """Move the tensors that a wrapper wraps. C++ has the wrapper on the backing device, and would move nothing."""
 
     @staticmethod
-    def forward(ctx: Any, t: Any, non_blocking: bool) -> Any:
+    def forward(ctx: Any, t: Any, device: torch.device, non_blocking: bool) -> Any:
         ctx.device = t.device
-        return type(t)(t._local_tensor.to("cpu", non_blocking=non_blocking), t._spec, requires_grad=False)
+        if is_pending(t):
+            return t.trigger_wait().to(device, non_blocking=non_blocking, copy=True)
+        names, context = t.__tensor_flatten__()
+        parts = {name: getattr(t, name) for name in names}
+        moved = {  # a DTensor also has its mesh among them
+            name: part.to(device, non_blocking=non_blocking) if isinstance(part, torch.Tensor) else part
+            for name, part in parts.items()
+        }
+        return type(t).__tensor_unflatten__(moved, context, t.shape, t.stride())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.to(ctx.device), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.to(ctx.device), None, None
 
 
-def distributed_to_host(t: torch.Tensor, dtype: torch.dtype | None = None, non_blocking: bool = False) -> torch.Tensor:
-    """Return a DTensor with a copy of the local tensor of ``t`` on the host."""
-    moved: torch.Tensor = _ToHost.apply(t if dtype is None else t.to(dtype), non_blocking)
+def move_wrapper(
+    t: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
+) -> torch.Tensor:
+    """Return a wrapper of copies on ``device``; for a pending result, which is waited for, a copy without wrapper."""
+    if dtype is not None:
+        return t.to(dtype).to(device, non_blocking=non_blocking)  # a pending result has no wrapper then
+    if is_distributed(t) and device.type == "cuda":  # `from_local` moves it to the devices of the mesh
+        return convert_local(t, lambda local: local.to(device, non_blocking=non_blocking))
+    moved: torch.Tensor = _Moved.apply(t, device, non_blocking)
     return moved
 
 
@@ -107,8 +119,8 @@ def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None
         nonlocal taught
         if not taught:
             taught = True
-            _teach(patches, importlib.import_module(_DTENSOR).DTensor)
-            schema = importlib.import_module(f"{_DTENSOR}._op_schema")
+            _teach(patches, importlib.import_module(DTENSOR).DTensor)
+            schema = importlib.import_module(f"{DTENSOR}._op_schema")
             if hasattr(schema, _FAKE):
                 patches.set(schema, _FAKE, _fake)
         original(self, *args, **kwargs)

@@ -190,6 +190,60 @@ def test_a_rank_that_begins_elsewhere_is_compared_by_name():
     assert (found.kind, found.tensor, found.report.mistakes) == ("differs", "before", ("different-initialization",))
 
 
+def test_names_of_ranks_that_begin_elsewhere_may_have_the_prefix_of_a_wrapper():
+    """Without it only constants would be compared, such as the scale of a norm, and their gradients would differ."""
+    ones = torch.ones(8)
+    one = trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT), "net.scale": trained(ones, ones)})
+    own = {
+        "_forward_module.net.weight": trained(WEIGHT + 1, -GRADIENT),
+        "_forward_module.net.scale": trained(ones, -ones),
+    }
+    found = verdict(one, [trace(rank, 2, own) for rank in range(2)])
+    assert found.kind == "not comparable" and "start from other parameters than one device" in found.report.headline
+
+
+def drawn(*seeds: int, names: Any = None) -> dict[str, Any]:
+    """Layers of one shape and one bias, each drawn from a seed, and numbered from 0 unless they have names."""
+    made: dict[str, Any] = {}
+    for number, seed in enumerate(seeds):
+        value, bias = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in ((4, 4), (4,)))
+        name = names[number] if names else f"layers.{number}"
+        made |= {f"{name}.weight": trained(value, value), f"{name}.bias": trained(bias, bias)}
+    return made
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [drawn(1), drawn(9)],  # the first stage starts as one device
+        [drawn(8), drawn(9)],
+        [drawn(1), drawn(1), drawn(9), drawn(9)],  # with a replica of each stage
+        [drawn(9), drawn(2)],
+        [drawn(8, names=["head"]), drawn(9, names=["tail"])],
+    ],
+)
+def test_stages_that_draw_their_own_layers_start_elsewhere(stages):
+    one = trace(0, 1, drawn(1, 2))
+    found = verdict(one, [trace(rank, len(stages), stage) for rank, stage in enumerate(stages)])
+    assert (found.kind, found.report.mistakes) == ("not comparable", ())
+    assert "the ranks hold parts of the model, and start from other parameters" in found.report.headline
+    assert found.report.remarks[0].startswith("do: build the whole model from one seed in every process")
+
+
+@pytest.mark.parametrize(
+    ("one", "ranks"),
+    [
+        (drawn(1, 2), [drawn(1, 2), drawn(8, 9)]),
+        (drawn(1, 2), [drawn(7, 2), drawn(8, 9)]),
+        (drawn(1), [drawn(1), drawn(9)]),
+        (drawn(1, 2, 3), [drawn(6, 7), drawn(8, 9)]),  # one device also trains a layer that the ranks lack
+    ],
+)
+def test_replicas_that_start_from_other_values_differ(one, ranks):
+    found = verdict(trace(0, 1, one), [trace(rank, 2, own) for rank, own in enumerate(ranks)])
+    assert (found.kind, found.report.mistakes[0]) == ("differs", "different-initialization")
+
+
 def test_a_parameter_that_a_rank_never_uses_is_judged_by_the_others():
     unused = trace(1, 2, {"net.weight": (None, WEIGHT, None, WEIGHT)}, idle=["net.weight"])
     right = trace(0, 2, {"net.weight": trained(WEIGHT, GRADIENT)})

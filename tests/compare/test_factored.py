@@ -214,7 +214,9 @@ def test_a_state_that_is_no_tensor_is_undecided():
     for here, there in (([event], [event]), ([event], []), ([], [event])):
         one.events[:], other.events[:] = here, there
         found = verdict(one, [other])
-        assert found.not_compared == {"own of net.weight": "its type Factors is neither a tensor nor a number"}
+        assert found.not_compared == {
+            "own of net.weight": "its type Factors is neither a number nor a tensor that compare can read"
+        }
         assert found.report.headline == "undecided: 1 state of optimizers or buffer was not compared with one device"
     one.events[:] = other.events[:] = []
 

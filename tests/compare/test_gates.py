@@ -31,7 +31,7 @@ def test_all_that_stands_in_the_way_is_said_at_once(compare, tmp_path):
     assert len(outcome.json["runs"]) == 2
     for words in (
         "--fresh-directory",
-        "also: Dropout(p=0.1, inplace=False) drops different elements on ranks than on one device",
+        "also: Dropout(p=0.1) drops different elements on ranks than on one device",
         "also: torch.manual_seed was never called on one device",
         "also: each rank has a batch as large as that of one device (8)",
         "--batch-size={8/W}",

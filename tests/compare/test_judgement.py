@@ -138,6 +138,14 @@ def test_ranks_that_start_elsewhere():
 
     assert mistakes(change) == ("different-initialization",)
 
+    def unsynchronized(training):
+        change(training)
+        training.gradient = lambda number: [g * (1 + 0.1 * training.rank) for g in gradients(number)]
+
+    found = verdict(unsynchronized).report
+    assert found.mistakes == ("different-initialization", "gradients-not-synchronized")
+    assert "\n  and gradients-not-synchronized: " in str(found)
+
 
 def test_a_checkpoint_on_one_rank():
     def change(training):
@@ -162,16 +170,39 @@ def test_uneven_shards():
     def change(training):
         other(training)
         training.samples = lambda number: [8 * number + i for i in (range(5) if training.rank else range(5, 8))]
+        training.loss = lambda number: (0.9 if training.rank else 1 + 0.5 / 3) / (1 + number)
 
     assert mistakes(change) == ("mean-of-means",)
 
 
-def test_losses_that_are_divided_by_counts_of_their_own():
+def labelled(*counts: int):
+    """The losses of two ranks, each the mean over its labels, whose mean over all labels is that of one device."""
+
+    def change(training):
+        other(training)
+        training.loss = lambda number: (0.9 if training.rank else 1 + 0.1 * counts[1] / counts[0]) / (1 + number)
+        training.labels = (counts[training.rank],)
+
+    return change
+
+
+def test_losses_that_are_divided_by_the_labels_of_each_rank():
+    found = verdict(labelled(20, 23))
+    assert found.report.mistakes == ("mean-of-means",)
+    assert "the ranks have 20, 23 labels" in found.report.findings[0].evidence
+    assert verdict(labelled(2000, 2001)).report.mistakes == ("mean-of-means",)
+
+
+def test_a_mean_of_means_needs_counts_that_explain_the_losses():
     def change(training):
         other(training)
         training.loss = lambda number: 1.2 / (1 + number)
 
-    assert mistakes(change) == ("mean-of-means",)
+    def miscounted(training):
+        labelled(20, 23)(training)
+        training.labels = (20 + 2 * training.rank,)
+
+    assert mistakes(change) == mistakes(miscounted) == ()
 
 
 def clip(*norms):

@@ -62,6 +62,7 @@ def aligned(one: dict[str, Any], ranks: list[dict[str, Any]], seen=None, grow: f
         ([part(0.5), OutputSummary(7, 3.0, 1.5, 32)], None, [0, 1], ""),
         ([WHOLE, OutputSummary(7, 5.0, 3.0, 64)], None, [1], ""),
         ([OutputSummary(1, 2.0, 1.0, 64), OutputSummary(2, 2.5, 2.0, 64)], None, [], PARTIAL),
+        ([OutputSummary(1, 2.0, 1.0, 64), OutputSummary(2, 2.5, 5.0, 64)], None, [], PARTIAL.replace("sum", "mean")),
         ([part(0.5), part(0.25)], None, [], "ranks have [16, 32] elements, and one device 64"),
         ([OutputSummary(1, 4.0, float("nan"), 64)], None, [0], ""),
     ],
@@ -70,6 +71,16 @@ def test_what_ranks_have_is_put_together(parts, seen, wrong, why):
     found, _ = aligned({"a": WHOLE}, [{"a": own} for own in parts], seen)
     compared = compared_output(found, 0, "a", 1e-6)
     assert (compared.wrong(1e-6), compared.why) == (wrong, why)
+
+
+def test_mean_losses_are_weighted_by_the_samples_of_the_ranks():
+    """A model may return the mean loss of its samples; that of one device is the mean over all samples."""
+    found, _ = aligned(
+        {"a": OutputSummary(9, 2.5, 2.5, 1)}, [{"a": OutputSummary(i, x, x, 1)} for i, x in enumerate((1.0, 3.0))]
+    )
+    assert compared_output(found, 0, "a", 1e-6).wrong(1e-6) == [0, 1]
+    found.ranks[0].steps[0].samples, found.ranks[1].steps[0].samples = [[1]], [[10, 11, 12]]
+    assert compared_output(found, 0, "a", 1e-6).why == PARTIAL.replace("sum", "mean")
 
 
 def test_a_run_in_place_of_one_device():

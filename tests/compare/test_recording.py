@@ -17,7 +17,7 @@ from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Parameters
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.states import States
-from mgpu_check.compare.summaries import digests, inputs_of, summaries
+from mgpu_check.compare.summaries import inputs_of, summaries
 from mgpu_check.compare.trace import (
     FORMAT,
     VERSION,
@@ -367,27 +367,6 @@ def test_what_has_no_summary():
     assert summaries([weight]) == summaries([torch.ones(3, 2)])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8]
-)
-def test_a_sample_has_the_same_digest_in_every_batch(dtype):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randint(0, 2, (12, 3, 40), generator=generator).to(dtype)
-    labels = torch.arange(12)
-    whole = digests([x, labels])
-    assert len(set(whole)) == 12
-    assert digests([x[3::4], labels[3::4]]) == whole[3::4]
-    assert digests([x.flip(0), labels]) != whole[::-1]  # the label belongs to it
-    assert digests([x.transpose(1, 2).contiguous().transpose(1, 2), labels]) == whole
-
-
-def test_digests_draw_no_random_numbers():
-    state = torch.get_rng_state()
-    digests([torch.ones(3, 5000)])
-    Perturbation(1).output(torch.ones(4))
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_inputs_are_found_wherever_they_stand():
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
     found = inputs_of((a, [b, "text"]), {"z": d, "y": {"k": c}})
@@ -487,7 +466,7 @@ def test_buffers_are_those_that_are_saved_and_change(tmp_path):
             model[0].count += step
             model[0].cache += 1
             after = states.after([], [], set(model.modules()))
-            empty: dict[str, Any] = {key: [] for key in ("losses", "samples", "columns")} | {
+            empty: dict[str, Any] = {key: [] for key in ("losses", "inputs")} | {
                 key: {} for key in ("before", "gradients", "parameters")
             }
             writer.write("step", optimizer=0, states=after, **empty)

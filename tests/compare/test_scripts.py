@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.compare.conftest import script
 from tests.docs.pages import DOCS, blocks
 
 SIMULATED = ("--gpus=2", "--simulate")
@@ -188,3 +189,14 @@ def test_ranks_meet_where_the_script_has_an_address_of_its_own(compare, by_hand,
 def test_nothing_is_said_of_another_name_for_the_address(compare, by_hand, changed):
     outcome = compare(changed(by_hand, (INIT, f"    os.environ['MASTER_ADDR'] = 'localhost'\n{INIT}")), code=0)
     assert "the ranks met" not in outcome.text
+
+
+def test_losses_of_texts_are_means_over_their_labels(compare):
+    """The untrained losses differ by less than one percent, so that only the counts of labels explain them."""
+    outcome = compare(script("parts_of_a_loss"), "--gpus=2", "--simulate", "--steps=1", code=1, arguments=["labels"])
+    assert outcome.json["mistakes"] == ["mean-of-means"] and "weighted by the labels it is" in outcome.text
+
+
+def test_a_gather_without_gradients_is_a_remark(compare):
+    outcome = compare(script("parts_of_a_loss"), "--gpus=2", "--simulate", "--steps=1", code=0, arguments=["gather"])
+    assert "no gradient flows through all_gather at train.py:31, on ranks and on one device" in outcome.text

@@ -95,6 +95,10 @@ def test_buffers_are_judged_where_training_changes_them():
     found = verdict(one, [with_buffer(made, "net.mean", WEIGHT + made.rank) for made in ranks])
     assert (found.kind, found.parameter, found.ranks) == ("differs", "buffer net.mean", (1,))
     assert found.report.mistakes == ("buffers-drift",)
+    ranks[0].events.append({"event": "module", "after": 0, "broadcasts": True, "batch_norms": [], "dropouts": []})
+    found = verdict(one, [with_buffer(made, "net.mean", WEIGHT + made.rank) for made in ranks])
+    assert "keeps the values of rank 0 only (broadcast_buffers is on)" in found.report.findings[0].evidence
+    assert "gather or reduce over all ranks what the forward pass writes to a buffer" in str(found.report)
     never = with_buffer(keeping(ONE), "net.mean", WEIGHT, constant=True)
     others = [with_buffer(keeping(made), "net.mean", WEIGHT + 1, constant=True) for made in ranks]
     assert verdict(never, others).kind == "equal"  # a mask, which is not trained

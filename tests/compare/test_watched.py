@@ -13,11 +13,14 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils import clip_grad
 
 from mgpu_check.compare import watched
+from mgpu_check.compare.errors import guard_with
 
 
 class Witness:
     def __init__(self) -> None:
+        self.labels: list[torch.Tensor] = []
         self.seen: list[tuple[str, dict[str, object]]] = []
+        self.guard = guard_with(lambda error, place: pytest.fail(f"{error} at {place}"))
 
     def note(self, event: str, **what: object) -> None:
         self.seen.append((event, what))

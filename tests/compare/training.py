@@ -50,6 +50,7 @@ class Training:
         self.reduced: Callable[[int], list[torch.Tensor]] = lambda number: self.gradient(number)
         self.events: list[dict[str, Any]] = []
         self.micro = 1
+        self.labels: tuple[float, ...] = ()
         self.change = lambda made: None
 
     def trace(self) -> Trace:
@@ -70,6 +71,7 @@ class Training:
                     before,
                     {n: summary(g) for n, g in zip(NAMES, found, strict=True)},
                     {n: summary(v) for n, v in zip(NAMES, values, strict=True)},
+                    labels=self.labels,
                 )
             )
         self.change(made)

@@ -121,13 +121,51 @@ def test_distributed_tensors_move_to_the_host(on_ranks):
     assert on_ranks(on_the_host) == [(torch.float64, 0), (torch.float64, 1)]
 
 
-def pending_on_the_host(rank, size):
+def pending_results(rank, size):
+    from torch.distributed import _functional_collectives as functional
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 
-    pending = all_reduce(torch.ones(3).cuda(), "sum", torch.distributed.group.WORLD)
-    assert isinstance(pending, AsyncCollectiveTensor)
-    return pending.to("cpu").tolist(), pending.to("cpu", torch.float64).dtype
+    group = torch.distributed.group.WORLD
+
+    def pending():
+        made = all_reduce(torch.ones(3).cuda(), "sum", group)
+        assert isinstance(made, AsyncCollectiveTensor)
+        return made
+
+    there = torch.device("cuda", (rank + 1) % size)
+    copies = [
+        *(pending().cpu(), pending().to("cpu"), pending().to("cpu", torch.float64), pending().to(there)),
+        *(torch.zeros(3).copy_(pending()), torch.zeros(3, device=there).copy_(pending().view(3, 1).reshape(-1))),
+    ]
+    assert not any(isinstance(copy, AsyncCollectiveTensor) for copy in copies)
+    twice = pending()
+    torch.distributed.all_reduce(twice)
+    weight = torch.ones(2, device="cuda", requires_grad=True)
+    older = "all_gather_tensor_autograd"  # torch 2.13 warns of this name
+    gather = getattr(functional, "all_gather_single_autograd", None) or getattr(functional, older)
+    gather(weight * 3, 0, group).cpu().sum().backward()
+    assert weight.grad is not None and weight.grad.is_cuda
+    return (
+        [copy.tolist() for copy in copies],
+        [copy.device.type for copy in copies],
+        twice.tolist(),
+        weight.grad.tolist(),
+    )
 
 
-def test_pending_results_move_to_the_host(on_ranks):
-    assert on_ranks(pending_on_the_host) == [([2, 2, 2], torch.float64)] * 2
+def test_pending_results_are_waited_for_where_they_move(on_ranks):
+    kinds = ["cpu", "cpu", "cpu", "cuda", "cpu", "cuda"]
+    assert on_ranks(pending_results) == [([[2, 2, 2]] * 6, kinds, [4, 4, 4], [6, 6])] * 2
+
+
+def wrappers(rank, size):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    two = TwoTensor(torch.ones(2, device="cuda"), torch.zeros(2, device="cuda"))
+    moved: list[Any] = [two.cpu(), two.to("cpu"), two.cpu().cuda(), two.to(torch.device("cuda", (rank + 1) % size))]
+    return [(str(one.device), str(one.a.device), one.a.tolist()) for one in moved]
+
+
+def test_wrappers_move_with_what_they_wrap(on_ranks):
+    places = [["cpu", "cpu", "cuda:0", "cuda:1"], ["cpu", "cpu", "cuda:1", "cuda:0"]]
+    assert on_ranks(wrappers) == [[(place, place, [1, 1]) for place in some] for some in places]

@@ -20,6 +20,7 @@ from mgpu_check.compare.summaries import whole
 from mgpu_check.compare.trace import write_all
 from mgpu_check.compare.watched import Note
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
+from mgpu_check.torch_hooks.values import is_distributed
 
 _VARIABLES = ("CUBLAS_", "CUDNN_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of environment variables that may change results."""
@@ -86,7 +87,7 @@ class _Keeper:
         A DTensor is gathered by all of its ranks, so the plan depends only on sizes that they share.
         """
         parameters = parameters_of(optimizer)
-        sharded = [parameter for parameter in parameters if hasattr(parameter, "full_tensor")]
+        sharded = [parameter for parameter in parameters if is_distributed(parameter)]
         counted = sharded or parameters
         size = 2 * sum(parameter.numel() * parameter.element_size() for parameter in counted)
         if (steps := self._left // max(size, 1)) > 0:
@@ -105,8 +106,8 @@ class _Keeper:
         if tensor is None or tensor.is_complex() or tensor.layout is not torch.strided:
             return
         cut = one.part.cut
-        sharded, value = hasattr(tensor, "full_tensor"), whole(tensor)
-        if not self._first and (cut is None or sharded):
+        sharded, value = is_distributed(tensor), whole(tensor)
+        if value is None or (not self._first and (cut is None or sharded)):
             return  # rank 0 has the same values
         here = copied(value)
         head = {"step": self._recorder.done + 1, "kind": kind, "name": one.part.label, "dtype": name_of(here.dtype)}

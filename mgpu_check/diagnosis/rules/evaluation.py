@@ -9,7 +9,8 @@ from mgpu_check.diagnosis.report import Finding
 mistake(
     "buffers-drift",
     "buffers differ between ranks",
-    "leave broadcast_buffers=True, or synchronize running statistics before they are used or saved",
+    "gather or reduce over all ranks what the forward pass writes to a buffer, such as the keys of a queue or a moving "
+    "average; broadcast_buffers=True only copies the buffers of rank 0",
 )
 mistake(
     "evaluation-differs",

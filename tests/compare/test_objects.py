@@ -1,0 +1,59 @@
+"""Objects of scripts: replaced attributes, tensors that wrap others, and values that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.compare.conftest import script
+
+CLIENTS = Path(__file__).parents[2] / "benchmarks" / "clients" / "programs"
+SIMULATED = ("--gpus=2", "--simulate")
+UNREADABLE = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+if "RANK" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+    dist.init_process_group("gloo")
+world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+torch.manual_seed(0)
+x, net = torch.randn(8, 3), nn.Linear(3, 1)
+net.two = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    (net(x.chunk(world)[rank]).square().mean() + net.two.square().sum().a).backward()
+    if world > 1:
+        for p in (net.weight, net.bias):
+            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+            p.grad /= world
+    optimizer.step()
+"""
+
+
+def test_replaced_and_overridden_attributes_are_not_called(compare):
+    outcome = compare(script("shadowed"), *SIMULATED, "--steps=2", code=0)
+    assert "equal: 2 steps on 2 ranks train the same 7 parameters" in outcome.text
+
+
+def test_outputs_that_are_pending_collectives(compare):
+    text = (CLIENTS / "parallelized.py").read_text()
+    outcome = compare(text, *SIMULATED, "--steps=2", code=0, arguments=["--how=tensor"])
+    assert "equal: 2 steps on 2 ranks train the same 4 parameters" in outcome.text
+
+
+def test_values_in_an_unknown_wrapper_are_listed(compare):
+    outcome = compare(UNREADABLE, "--gpus=2", code=2)
+    assert outcome.json["verdict"] == "undecided"
+    kind = "compare cannot read the values of its type TwoTensor"
+    assert outcome.json["not_compared"] == {"two": kind}
+
+
+def test_an_error_of_the_recorder_is_not_one_of_the_script(compare, by_hand, python, tmp_path):
+    broken = "import mgpu_check.compare.recorder as recorder\nrecorder.has_state = None\n"
+    tmp_path.joinpath("train.py").write_text(broken + by_hand)
+    code, _, stderr = python("-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py", processes=5)
+    assert code == 3
+    assert "could not record the script in the run “one device”: TypeError: 'NoneType' object is not callable" in (
+        stderr.decode()
+    )
+    assert "the script is not at fault" in stderr.decode()
