@@ -24,7 +24,7 @@ from mgpu_check.acceptance.report.text import verdict_lines
 from mgpu_check.acceptance.run_log import RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
-from mgpu_check.acceptance.verdict.advice import advice_for, evidence_lines
+from mgpu_check.acceptance.verdict.advice import evidence_lines, of_symptoms, remedy_for
 from mgpu_check.acceptance.verdict.localisation import Look, found_about, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.acceptance.watch import Watch
@@ -240,7 +240,7 @@ class Run:
             planted=tuple(planted.text for planted in plan.planted),
             seed=self.seed,
             versions={"mgpu-check": version()},
-            findings=tuple(listed(observations)),
+            findings=tuple(of_symptoms(listed(observations), observations, verdict.accusations)),
             policy=plan.policy,
         )
 
@@ -280,17 +280,17 @@ class Run:
         observations: Sequence[Observation],
     ) -> Accusation:
         failed = [observations[number] for number in numbers]
-        found = list({one.id: one for one in listed(failed)}.values())
+        remedy = remedy_for(part, failed)
         return Accusation(
             part,
             tuple(evidence_lines(observations, numbers, others)),
             numbers,
             arm=self._arm(part, failed),
-            advice=advice_for(part, failed),
+            advice=remedy.advice,
             repeat=self._repeat(failed),
-            findings=tuple(one.id for one in found),
-            severity=found[0].severity if found else "",
-            action=found[0].action if found else "",
+            findings=tuple(dict.fromkeys(finding.id for finding in listed(failed))),
+            severity=remedy.severity,
+            action=remedy.action,
             shared=tuple(others),
         )
 

@@ -3,33 +3,99 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mgpu_check.acceptance.checklist import CHECKLIST
-from mgpu_check.acceptance.findings import listed
-from mgpu_check.devices.observations import Observation, Part, Subject
+from mgpu_check.acceptance.findings import Action, ReportedFinding, Severity, listed, suited
+from mgpu_check.acceptance.run_report import Accusation
+from mgpu_check.devices.observations import Observation, Part, PartKind, Subject, SubjectKind
 
-_ADVICE = {
-    "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
-    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
-    "baseboard, or the bridge",
-    "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try "
-    "the GPU in another slot",
-    "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU "
-    "at a time",
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do about an accused part: how urgent it is, what a program does first, and what a person does."""
+
+    severity: Severity
+    action: Action
+    advice: str
+
+
+_REMEDIES: Mapping[PartKind, Remedy] = {
+    "gpu": Remedy(
+        "isolate",
+        "reset-gpu",
+        "drain the node, reset this GPU and run again; if it fails again, send it back",
+    ),
+    "link": Remedy(
+        "isolate",
+        "reseat",
+        "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the baseboard, "
+        "or the bridge",
+    ),
+    "host-link": Remedy(
+        "isolate",
+        "reseat",
+        "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try the GPU "
+        "in another slot",
+    ),
+    "host": Remedy(
+        "isolate",
+        "inspect-node",
+        "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU at a "
+        "time",
+    ),
 }
+_SUBJECTS: Mapping[PartKind, tuple[SubjectKind, ...]] = {
+    "gpu": ("gpu",),
+    "link": ("copy",),
+    "host-link": ("upload", "download"),
+    "host": ("host",),
+}
+"""The subjects whose findings are about a part of each kind itself."""
 
 
-def advice_for(part: Part, failed: Sequence[Observation]) -> str:
-    """Return what to do about `part`, given the failed observations that it explains."""
-    known = [entry for entry in failed if _names_the_defect(entry)]
-    if known:  # then its finding gives better advice than the kind of the part
-        return f"drain the node; {listed(known)[0].advice}"
+def remedy_for(part: Part, failed: Sequence[Observation]) -> Remedy:
+    """Return what to do about `part`, given the failed observations that it explains.
+
+    A finding about another subject is a symptom: its severity and its action are not those of the part.
+    """
+    remedy = _REMEDIES[part.kind]
+    if own := listed(entry for entry in failed if _is_about(entry.subject, part)):
+        remedy = replace(remedy, severity=own[0].severity, action=suited(own[0].action, part.kind))
+    if known := listed(entry for entry in failed if _names_the_defect(entry)):
+        # The finding gives better advice than the kind of the part.
+        action = suited(known[0].action, part.kind)
+        return Remedy(known[0].severity, action, f"drain the node; {known[0].advice}")
     if {entry.check for entry in failed} == {"performance"}:
-        return (
-            "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]
-        )
-    return _ADVICE[part.kind]
+        where = "look at clocks, throttle reasons, power and cooling, and at the width of its links"
+        return replace(remedy, advice=f"{where}; {remedy.advice}")
+    return remedy
+
+
+def of_symptoms(
+    findings: Iterable[ReportedFinding], observations: Sequence[Observation], accusations: Sequence[Accusation]
+) -> Iterator[ReportedFinding]:
+    """Yield the findings of a run. One whose subject is not accused asks to inspect the node, not for another part."""
+    for finding in findings:
+        own = any(_is_about(finding.subject, accusation.part) for accusation in accusations)
+        if finding.ruling != "reject" or own or finding.severity == "config":
+            yield finding
+            continue
+        causes = [
+            str(accusation.part)
+            for accusation in accusations
+            if any(
+                (observations[number].finding, observations[number].subject) == (finding.id, finding.subject)
+                for number in accusation.observations
+            )
+        ]
+        advice = f"see the verdict on {' and '.join(causes)}, which explains it" if causes else finding.advice
+        yield replace(finding, severity="isolate", action="inspect-node", advice=advice)
+
+
+def _is_about(subject: Subject, part: Part) -> bool:
+    return subject.kind in _SUBJECTS[part.kind] and subject.members == part.members
 
 
 def _names_the_defect(entry: Observation) -> bool:

@@ -50,4 +50,5 @@ def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
     """Draw world sizes; two of three examples, the first included, use all devices, so that few examples find an error
     of one device."""
     sizes = () if is_only_example() else (all_devices(), world_sizes(least=least))
-    return draw(st.one_of(all_devices(), *sizes))
+    size: int = draw(st.one_of(all_devices(), *sizes))
+    return size
