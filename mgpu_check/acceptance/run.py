@@ -21,15 +21,15 @@ from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files, syslog
 from mgpu_check.acceptance.report.text import verdict_lines
-from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
 from mgpu_check.acceptance.verdict.advice import evidence_lines, of_symptoms, remedy_for
-from mgpu_check.acceptance.verdict.localisation import Look, found_about, look_again
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict.localisation import CASES, Look, control, found_about, look_again
+from mgpu_check.acceptance.verdict.verdict import Explanation, explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
-from mgpu_check.devices.observations import Observation, Part
+from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.kernel_log import past_xids
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot
@@ -80,6 +80,8 @@ class Run:
         self.broken: list[str] = []
         self.node: Node | None = None
         self.looks: list[Look] = []
+        self._of_history: set[tuple[str, Subject]] = set()
+        self._controlled: set[tuple[str, Subject]] = set()
         self.hosts: tuple[Host, ...] = ()
         self._visible: dict[int, int] = {}
         self._slots: dict[int, str] = {}
@@ -95,6 +97,7 @@ class Run:
         with self.leased("acceptance: first look at the GPUs"):
             gpus = self._gpus()
         self.node = Node(self.session.pool, self.log, gpus, plan, self.hosts, telemetry=self._watch(gpus))
+        self.node.on_failed = self._control
         with self.leased("acceptance: first look at telemetry"):
             self.node.mark()
         self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
@@ -180,6 +183,11 @@ class Run:
             record(path, entries)
         except (OSError, ValueError) as error:
             return f"NOT recorded: {path}: {error}"
+        if without := [entry.name for entry in entries if not entry.measurements]:
+            return (
+                f"recorded: {path}, without speeds of {', '.join(without)}: this run has measured none, so no speed is "
+                "compared with it; record it with all checks, at --gpu-level=quick or above"
+            )
         return f"recorded: {path}"
 
     @contextlib.contextmanager
@@ -212,6 +220,19 @@ class Run:
         with self.leased("acceptance: second looks"):
             for look in look_again(self.node, self.log):
                 self.looks.append(look)  # each when it is done, so that an interrupted run keeps it
+
+    def _control(self, call: RepeatableCall, failed: Sequence[Observation]) -> None:
+        """Control a call that has just failed, while its processes are still there."""
+        assert self.node is not None
+        subjects = {(entry.check, entry.subject) for entry in failed}
+        if subjects <= self._controlled or sum(look.needs_history for look in self.looks) >= CASES[self.node.depth]:
+            return
+        look = control(self.node, call)
+        if look.needs_history:
+            self.looks.append(look)
+            self._of_history |= subjects
+        else:
+            self._controlled |= subjects
 
     def report(self) -> RunReport:
         plan = self.plan
@@ -247,14 +268,9 @@ class Run:
     def _verdict(
         self, observations: Sequence[Observation], done: Mapping[str, CheckRun], partial: tuple[str, ...]
     ) -> Verdict:
-        software = {(look.check, look.case) for look in self.looks if look.follows_rank}
-        of_ranks = {id(entry) for entry, call in self.log.failed_calls() if (call.check, call.case) in software}
-        explanation = explain(
-            observations,
-            [gpu.host for gpu in self.node.gpus] if self.node else [],
-            [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
-        )
+        explanation = self._explained(observations)
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
+        unknown += dict.fromkeys(f"{look.check}: {look.seen[0]}" for look in self.looks if look.needs_history)
         unknown += [f"{test} could not run: the check itself raised an error, shown above" for test in self.broken]
         if self.interrupted:
             unknown.insert(0, f"the run was interrupted{f' by {self.ended_by}' if self.ended_by else ''}")
@@ -271,6 +287,17 @@ class Run:
             kind = "INCONCLUSIVE"
         rivals = (explanation.rivals,) if explanation.rivals else ()
         return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial, rivals)
+
+    def _explained(self, observations: Sequence[Observation]) -> Explanation:
+        software = {(look.check, look.case) for look in self.looks if look.follows_rank}
+        of_ranks = {id(entry) for entry, call in self.log.failed_calls() if (call.check, call.case) in software}
+        of_history = self._of_history - self._controlled
+        return explain(
+            observations,
+            [gpu.host for gpu in self.node.gpus] if self.node else [],
+            [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
+            [number for number, entry in enumerate(observations) if (entry.check, entry.subject) in of_history],
+        )
 
     def _accusation(
         self,

@@ -162,10 +162,16 @@ class RankPool:
         return results
 
     def run_in_node_process(
-        self, fn: Callable[..., Any], /, *args: Any, host: int = 0, timeout: float | None = None
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        host: int = 0,
+        timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Call ``fn(*args)`` in the node process of `host`, and return ``[result]``. Raises the errors of `run`."""
-        return self.call(self.function(fn), args, {}, size=0, timeout=timeout, host=host)
+        return self.call(self.function(fn), args, {}, size=0, timeout=timeout, host=host, environment=environment)
 
     def call(
         self,
@@ -223,6 +229,13 @@ class RankPool:
             return pickling.loads_apart(result)
         finally:
             world.discard()
+
+    def renew(self) -> None:
+        """End the processes of all worlds, so that further calls run in fresh ones."""
+        with self._lock:
+            for key, _ in self._worlds:
+                self._worlds.let_go(key)
+            self._used = set()
 
     def prepare(self, size: int, backend: str | None = None, host: int = 0) -> None:
         """Start the world of `size` (0: the node process of `host`) now, outside the measured time of a test."""

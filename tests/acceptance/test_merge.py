@@ -178,6 +178,23 @@ def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):
     assert said[-1] == said[0]  # the last line is the verdict
 
 
+def test_levels_that_differ_are_said() -> None:
+    nodes = [node(f"n{number}", run_reports.good(2)) for number in range(3)]
+    levels = [replace(report, level=level) for report, level in zip(nodes, ("quick", "long", "quick"), strict=True)]
+    lines = [line for line in joined(*levels).verdict.unknown if "level" in line]
+    assert lines == [
+        f"{name}: its level is quick, which does less than the level long of other nodes" for name in ("n0", "n2")
+    ]
+    assert not [line for line in joined(*nodes).verdict.unknown if "level" in line]
+
+
+def test_simulated_reports_of_the_same_serial_numbers_are_said() -> None:
+    report = replace(run_reports.good(2), simulated="cpu")
+    whole = merge({"a.json": report, "b.json": report, "c.json": node("n1", report)}, "merge")
+    (line,) = [line for line in whole.verdict.unknown if "serial" in line]
+    assert re.match(r"a\.json, b\.json have 2 serial numbers in common, such as .+: a node may count twice", line)
+
+
 def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):
     write(tmp_path / "again.json", run_reports.good(2))
     write(tmp_path / "again2.json", run_reports.good(2))
