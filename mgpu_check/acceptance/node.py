@@ -197,11 +197,13 @@ class Node:
         host, indices = again.host or 0, [self.gpus[number].index for number in again.gpus]
 
         def call() -> list[Any]:
-            timeout = again.timeout or seconds_for_a_call()
-            return self._pool.run_in_node_process(
-                *(_with_devices, again.fn, indices, again.args),
+            return self._pool.call(
+                self._pool.function(_with_devices),
+                (again.fn, indices, again.args),
+                {},
+                size=0,
+                timeout=again.timeout or seconds_for_a_call(),
                 host=host,
-                timeout=timeout,
                 environment=again.environment,
             )
 

@@ -162,16 +162,10 @@ class RankPool:
         return results
 
     def run_in_node_process(
-        self,
-        fn: Callable[..., Any],
-        /,
-        *args: Any,
-        host: int = 0,
-        timeout: float | None = None,
-        environment: Mapping[str, str] | None = None,
+        self, fn: Callable[..., Any], /, *args: Any, host: int = 0, timeout: float | None = None
     ) -> list[Any]:
         """Call ``fn(*args)`` in the node process of `host`, and return ``[result]``. Raises the errors of `run`."""
-        return self.call(self.function(fn), args, {}, size=0, timeout=timeout, host=host, environment=environment)
+        return self.call(self.function(fn), args, {}, size=0, timeout=timeout, host=host)
 
     def call(
         self,

@@ -12,90 +12,66 @@ import copyreg
 import gc
 import logging
 import os
-import pathlib
 import pickle
-import random
-import socket
-import subprocess
 import sys
-import threading
-import time
 import types
 from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizers
 
 from mgpu_check.processes.frames import is_installed
 
+
+def _loaded(names: str) -> list[Any]:
+    return [sys.modules[name] for name in names.split() if name in sys.modules]
+
+
+def _classes(names: str) -> list[type]:
+    values = (value for module in _loaded(names) for value in vars(module).values())
+    return list(dict.fromkeys(value for value in values if isinstance(value, type)))
+
+
 _OF_TORCH: tuple[Any, ...] = (
-    *(torch, torch.nn.functional, torch.nn.init, torch.autograd, torch.cuda, torch.random),
-    *(torch.fft, torch.linalg, torch.special, dist, c10d, dist.ProcessGroup, dist.Work),
-    *{
-        value: None
-        for package in (torch.nn, torch.nn.parallel, torch.optim, torch.utils.data)
-        for value in vars(package).values()
-        if isinstance(value, type)
-    },
-    *(sys.modules[name] for name in ("numpy", "numpy.random") if name in sys.modules),
+    *_loaded("torch torch.nn.functional torch.nn.init torch.autograd torch.cuda torch.random torch.fft torch.linalg"),
+    *_loaded("torch.special torch.distributed torch.distributed.distributed_c10d numpy numpy.random"),
+    *_classes("torch.nn torch.nn.parallel torch.optim torch.utils.data"),
+    *(torch.distributed.ProcessGroup, torch.distributed.Work),
 )
 _PROCESS_WIDE: tuple[Any, ...] = (
-    *(builtins, gc, logging, os, random, socket, subprocess, sys, threading, time),
-    *(logging.Logger, logging.Manager, threading.Thread),
-    *(
-        sys.modules[name]
-        for name in (
-            "asyncio.events",
-            "decimal",
-            "io",
-            "locale",
-            "multiprocessing",
-            "signal",
-            "ssl",
-            "tempfile",
-            "warnings",
-        )
-        if name in sys.modules
+    *_loaded(
+        "asyncio.events builtins decimal gc io locale logging multiprocessing os random signal socket ssl subprocess"
     ),
+    *_loaded("sys tempfile threading time warnings"),
+    *_classes("logging"),
 )
 """Modules and classes of Python whose data act on the whole process."""
 
 _OF_PYTHON: tuple[Any, ...] = (
     *_PROCESS_WIDE,
-    *(logging.Handler, os.path, pathlib.Path, random.Random, socket.socket, subprocess.Popen),
-    *(
-        module
-        for name in sorted(sys.stdlib_module_names)
-        if name[0] != "_" and (module := sys.modules.get(name)) and module not in _PROCESS_WIDE
-    ),
+    *(cls for cls in _classes("threading socket subprocess random pathlib") if cls.__flags__ & 1 << 9),  # not of C
+    *(module for module in _loaded(" ".join(sorted(sys.stdlib_module_names))) if module not in _PROCESS_WIDE),
+    os.path,
 )
 _HOOKS_OF_PYTHON = ("excepthook", "displayhook", "breakpointhook", "unraisablehook")
 _ADDED_TO = (builtins, os, sys)
 _LISTS = ((sys, "argv"), (sys, "meta_path"), (sys, "path_hooks"), (sys, "warnoptions"), (gc, "callbacks"))
 _TABLES = ((logging, "_levelToName"), (logging, "_nameToLevel"), (copyreg, "dispatch_table"))
-
 _HOOKS = tuple(
     (owner, name)
-    for owner in (modules, optimizers)
+    for owner in _loaded("torch.nn.modules.module torch.optim.optimizer")
     for name, value in vars(owner).items()
     if name.startswith("_global_") and isinstance(value, dict)
 )
-_KINDS = (
-    *(types.FunctionType, types.MethodDescriptorType, types.BuiltinFunctionType, types.MethodType),
-    *(staticmethod, classmethod, property),
-)
+_KINDS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod, classmethod, property)
 _MISSING = object()
 
 
 def _is_function(owner: Any, name: str, value: Any) -> bool:
     if owner in _PROCESS_WIDE:
         return callable(value) and name not in _HOOKS_OF_PYTHON
-    return issubclass(type(value), (*_KINDS, type) if owner in _OF_PYTHON else _KINDS)
+    return issubclass(type(value), (*_KINDS, type) if owner in _OF_PYTHON else (*_KINDS, types.MethodDescriptorType))
 
 
 # Computed once, in the fork server: each value that a rank touches makes it copy a page of memory.
@@ -156,7 +132,7 @@ class Replaceable:
                         setattr(owner, name, value)
         for values, before in self._lists:
             if len(values) != len(before) or not all(map(is_, values, before)):
-                added = [value for value in values if not any(value is known for known in before)]
+                added = (value for value in values if not any(value is known for known in before))
                 values[:] = [*before, *(value for value in added if not _by_a_test(_maker(value)))]
         for table, known in self._tables:
             table.update(known)
@@ -198,8 +174,7 @@ def _maker(value: Any) -> Any:
 def _by_a_test(value: Any, owner: Any = sys) -> bool:
     """Return whether a test has set a value, rather than an installed package.
 
-    A package may replace functions of torch and of Python. Python itself does not replace its functions, so a test has
-    set a function of Python in the place of another.
+    Python itself does not replace its functions, so a test has set a function of Python in the place of another.
     """
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if code is not None:

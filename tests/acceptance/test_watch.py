@@ -23,7 +23,7 @@ class Pool:
     calls = 0
     broken = False
 
-    def run_in_node_process(self, fn: Any, *args: Any, host: int, timeout: float, environment: Any = None) -> list[Any]:
+    def run_in_node_process(self, fn: Any, *args: Any, host: int, timeout: float) -> list[Any]:
         assert host == 1
         self.calls += 1
         if self.broken:

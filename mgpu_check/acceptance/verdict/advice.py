@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.findings import Action, ReportedFinding, Severity, listed, suited
 from mgpu_check.acceptance.run_report import Accusation
-from mgpu_check.devices.observations import Observation, Part, PartKind, Subject, SubjectKind
+from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 
 
 @dataclass(frozen=True)
@@ -21,37 +21,18 @@ class Remedy:
     advice: str
 
 
-_REMEDIES: Mapping[PartKind, Remedy] = {
-    "gpu": Remedy(
-        "isolate",
-        "reset-gpu",
-        "drain the node, reset this GPU and run again; if it fails again, send it back",
-    ),
-    "link": Remedy(
-        "isolate",
-        "reseat",
-        "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the baseboard, "
-        "or the bridge",
-    ),
-    "host-link": Remedy(
-        "isolate",
-        "reseat",
-        "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try the GPU "
-        "in another slot",
-    ),
-    "host": Remedy(
-        "isolate",
-        "inspect-node",
-        "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU at a "
-        "time",
-    ),
+_ADVICE: Mapping[PartKind, str] = {
+    "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
+    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
+    "baseboard, or the bridge",
+    "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try "
+    "the GPU in another slot",
+    "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU "
+    "at a time",
 }
-_SUBJECTS: Mapping[PartKind, tuple[SubjectKind, ...]] = {
-    "gpu": ("gpu",),
-    "link": ("copy",),
-    "host-link": ("upload", "download"),
-    "host": ("host",),
-}
+_ACTIONS: Mapping[PartKind, Action]
+_ACTIONS = {"gpu": "reset-gpu", "link": "reseat", "host-link": "reseat", "host": "inspect-node"}
+_SUBJECTS = {"gpu": ("gpu",), "link": ("copy",), "host-link": ("upload", "download"), "host": ("host",)}
 """The subjects whose findings are about a part of each kind itself."""
 
 
@@ -60,13 +41,13 @@ def remedy_for(part: Part, failed: Sequence[Observation]) -> Remedy:
 
     A finding about another subject is a symptom: its severity and its action are not those of the part.
     """
-    remedy = _REMEDIES[part.kind]
-    if own := listed(entry for entry in failed if _is_about(entry.subject, part)):
-        remedy = replace(remedy, severity=own[0].severity, action=suited(own[0].action, part.kind))
-    if known := listed(entry for entry in failed if _names_the_defect(entry)):
-        # The finding gives better advice than the kind of the part.
-        action = suited(known[0].action, part.kind)
-        return Remedy(known[0].severity, action, f"drain the node; {known[0].advice}")
+    remedy = Remedy("isolate", _ACTIONS[part.kind], _ADVICE[part.kind])
+    known = listed(entry for entry in failed if _names_the_defect(entry))
+    own = listed(entry for entry in failed if _is_about(entry.subject, part))
+    if finding := next(iter(known or own), None):
+        remedy = replace(remedy, severity=finding.severity, action=suited(finding.action, part.kind))
+    if known:  # its finding gives better advice than the kind of the part
+        return replace(remedy, advice=f"drain the node; {known[0].advice}")
     if {entry.check for entry in failed} == {"performance"}:
         where = "look at clocks, throttle reasons, power and cooling, and at the width of its links"
         return replace(remedy, advice=f"{where}; {remedy.advice}")
@@ -82,14 +63,10 @@ def of_symptoms(
         if finding.ruling != "reject" or own or finding.severity == "config":
             yield finding
             continue
-        causes = [
-            str(accusation.part)
-            for accusation in accusations
-            if any(
-                (observations[number].finding, observations[number].subject) == (finding.id, finding.subject)
-                for number in accusation.observations
-            )
-        ]
+        mine = {
+            n for n, entry in enumerate(observations) if (entry.finding, entry.subject) == (finding.id, finding.subject)
+        }
+        causes = [str(accusation.part) for accusation in accusations if mine & set(accusation.observations)]
         advice = f"see the verdict on {' and '.join(causes)}, which explains it" if causes else finding.advice
         yield replace(finding, severity="isolate", action="inspect-node", advice=advice)
 

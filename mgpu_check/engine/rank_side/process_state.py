@@ -34,32 +34,19 @@ def _umask() -> int:
     return mask
 
 
-_monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12
-
-
-def _tools() -> tuple[str | None, ...]:
-    """Return the tools that monitor the process, by their numbers."""
-    return tuple(map(_monitoring.get_tool, range(6))) if _monitoring else ()
-
-
-def _free_tools(before: tuple[str | None, ...]) -> None:
-    for number, (tool, now) in enumerate(zip(before, _tools(), strict=True)):
-        if tool is None and now is not None:
-            _monitoring.free_tool_id(number)
-
-
 def _name_of(current: Callable[[], Any]) -> Kept:
     return current.__name__, lambda: current().name, lambda name: setattr(current(), "name", name)
 
 
 def _format_of(name: str) -> Kept:
-    def put(value: tuple[str, str, bool]) -> None:
-        getattr(sys, name).reconfigure(encoding=value[0], errors=value[1], line_buffering=value[2])
+    get = operator.attrgetter("encoding", "errors")
+    return (
+        name,
+        lambda: get(getattr(sys, name)),
+        lambda value: getattr(sys, name).reconfigure(encoding=value[0], errors=value[1]),
+    )
 
-    return name, lambda: _FORMAT(getattr(sys, name)), put
 
-
-_FORMAT = operator.attrgetter("encoding", "errors", "line_buffering")
 _KEPT: tuple[Kept, ...] = (
     ("umask", _umask, os.umask),
     ("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
@@ -76,7 +63,6 @@ _KEPT: tuple[Kept, ...] = (
     *(("blocking", partial(os.get_blocking, file), partial(os.set_blocking, file)) for file in range(3)),
     _name_of(threading.current_thread),
     _name_of(multiprocessing.current_process),
-    ("monitoring tools", _tools, _free_tools),
     ("stack size of threads", threading.stack_size, threading.stack_size),
     ("trace function", sys.gettrace, sys.settrace),
     ("profile function", sys.getprofile, sys.setprofile),
@@ -96,11 +82,6 @@ _OF_SYSTEM: tuple[Kept, ...] = (
         "niceness",
         lambda: os.getpriority(os.PRIO_PROCESS, 0),
         lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
-    ),
-    (
-        "scheduling policy",
-        lambda: (os.sched_getscheduler(0), os.sched_getparam(0)),
-        lambda value: os.sched_setscheduler(0, *value),
     ),
     ("processor affinity", lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value)),
 )
