@@ -222,14 +222,19 @@ class Run:
                 self.looks.append(look)  # each when it is done, so that an interrupted run keeps it
 
     def _control(self, call: RepeatableCall, failed: Sequence[Observation]) -> None:
-        """Control a call that has just failed, while its processes are still there."""
+        """Control a call that has just failed, while its processes are still there.
+
+        After several failures of a check that need a history, its further ones count as such, unless a control has
+        shown otherwise.
+        """
         assert self.node is not None
         subjects = {(entry.check, entry.subject) for entry in failed}
-        if subjects <= self._controlled or sum(look.needs_history for look in self.looks) >= CASES[self.node.depth]:
+        if subjects <= self._controlled:
             return
-        look = control(self.node, call)
-        if look.needs_history:
-            self.looks.append(look)
+        of_check = sum(look.needs_history and look.check == call.check for look in self.looks)
+        look = control(self.node, call) if of_check < CASES[self.node.depth] else None
+        if look is None or look.needs_history:
+            self.looks += [look] if look else []
             self._of_history |= subjects
         else:
             self._controlled |= subjects

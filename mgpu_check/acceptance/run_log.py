@@ -30,11 +30,6 @@ class RepeatableCall:
     host: int | None = None
 
     @property
-    def work(self) -> tuple[str, str, tuple[int, ...]]:
-        """What the call computes, and on which GPUs in any order."""
-        return self.check, self.case, tuple(sorted(self.gpus))
-
-    @property
     def case(self) -> str:
         """The function and its arguments as text; calls of the same work have the same text."""
         return f"{getattr(self.fn, '__name__', self.fn)}({', '.join(map(str, self.args))})"

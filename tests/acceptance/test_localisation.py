@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog, Section
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.verdict.localisation import SECONDS, Look, control, found_about, look_again
@@ -301,3 +302,24 @@ def test_hardware_stays_accused(wrong: Rule, every: int, calls: int) -> None:
     look, pool = controlled(wrong, every)
     assert not look.needs_history and not look.seen
     assert len(pool.calls) - every <= calls
+
+
+@pytest.mark.parametrize(
+    ("wrong", "parts"),
+    [
+        (lambda gpus, environment: 1 if CONTROL not in environment else False, set()),
+        (lambda gpus, environment: 1, {Part("gpu", (1,))}),  # also in fresh processes
+    ],
+)
+def test_a_run_accuses_only_what_fails_in_fresh_processes(wrong: Rule, parts: set[Part]) -> None:
+    pool = Pool(wrong)
+    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]
+    run = object.__new__(Run)
+    run.log, run.looks, run._of_history, run._controlled = pool.log, [], set(), set()
+    run.node = Node(pool, pool.log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    run.node.on_failed = run._control
+    for case in range(6):
+        run.node.on_ranks("collectives", collective, environment={"CASE": str(case)})
+    explanation = run._explained(tuple(pool.log.observations()))
+    assert set(explanation.parts) == parts and bool(explanation.unexplained) == (not parts)
+    assert len(pool.calls) <= 6 + 2 * 6, "a few controls of each check suffice"

@@ -15,6 +15,7 @@ from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.devices.observations import Part, Subject
+from mgpu_check.option_values import Level
 from tests.acceptance import run_reports
 
 
@@ -179,9 +180,10 @@ def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):
 
 
 def test_levels_that_differ_are_said() -> None:
+    levels: tuple[Level, ...] = ("quick", "long", "quick")
     nodes = [node(f"n{number}", run_reports.good(2)) for number in range(3)]
-    levels = [replace(report, level=level) for report, level in zip(nodes, ("quick", "long", "quick"), strict=True)]
-    lines = [line for line in joined(*levels).verdict.unknown if "level" in line]
+    mixed = [replace(report, level=level) for report, level in zip(nodes, levels, strict=True)]
+    lines = [line for line in joined(*mixed).verdict.unknown if "level" in line]
     assert lines == [
         f"{name}: its level is quick, which does less than the level long of other nodes" for name in ("n0", "n2")
     ]

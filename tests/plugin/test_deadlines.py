@@ -25,7 +25,7 @@ def deadline_on_ranks(chosen: settings) -> float | None:
 
 @pytest.fixture
 def profiles(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(settings, "_profiles", dict(settings._profiles))  # type: ignore[attr-defined]
+    monkeypatch.setattr(settings, "_profiles", dict(settings._profiles))
     return settings
 
 

@@ -204,7 +204,9 @@ class Node:
         self.clock.now += self.cost
         trial = tuple(devices)
         self.trials.append(trial)
-        shown = [("history", (), 0)] if trial in self.history else [fault for fault in self.faults if shows(fault, trial)]
+        shown = (
+            [("history", (), 0)] if trial in self.history else [fault for fault in self.faults if shows(fault, trial)]
+        )
         if shown and self.random.random() < self.rate:
             failure = RankFailure("wrong", ranks=sorted({rank for one in shown for rank in ranks_of(one, trial)}))
             failure.__cause__ = AssertionError("wrong")
