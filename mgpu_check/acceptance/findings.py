@@ -144,7 +144,7 @@ _SUITED: Mapping[PartKind, Mapping[Action, Action]] = {
     "host-link": {"replace-gpu": "reseat", "reset-gpu": "reseat", "replace-link": "reseat"},
     "host": {"replace-gpu": "inspect-node", "reset-gpu": "inspect-node", "replace-link": "inspect-node"},
 }
-"""What to do with a part instead of an action that is for parts of another kind."""
+"""Actions for parts of another kind -> the action that takes their place, by the kind of the part."""
 
 
 def suited(action: Action, kind: PartKind) -> Action:

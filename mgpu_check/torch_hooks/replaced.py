@@ -162,7 +162,7 @@ class Replaceable:
         if not all(map(is_, map(sys.modules.get, self._modules), self._modules.values())):
             yield from (name for name, module in self._modules.items() if sys.modules.get(name, _MISSING) is not module)
         for name in sys.modules.keys() - self._known if len(sys.modules) != len(self._known) else ():
-            # An import gives a module its specification. A stub of a test has none.
+            # An import gives a module its specification, which a stub of a test lacks.
             if "." not in name and name != "__mp_main__" and getattr(sys.modules[name], "__spec__", None) is None:
                 yield name
 

@@ -189,7 +189,7 @@ def open_many() -> None:
         os.close(number)
 
 
-# What a test leaves behind, and what the next test observes.
+# The first function leaves something behind, and the second observes it in the next test.
 PUT_BACK: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "os.environ is a dict": (lambda: setattr(os, "environ", {"A": "1"}), lambda: type(os.environ).__name__),
     "os.environ is an equal dict": (
@@ -291,7 +291,7 @@ PUT_BACK: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "debug level": (lambda: c10d.set_debug_level(c10d.DebugLevel.DETAIL), lambda: c10d.get_debug_level().name),
 }
 
-# With the remark.
+# The same, with the remark.
 REPLACED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "listener": (lambda: keep(listen(socket.AF_INET, ("127.0.0.1", port()))), can_bind, "open: port "),
     "datagrams": (

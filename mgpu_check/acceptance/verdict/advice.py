@@ -14,7 +14,7 @@ from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do about an accused part: how urgent it is, what a program does first, and what a person does."""
+    """The remedy for an accused part: its urgency, the first action of a program, and the advice to a person."""
 
     severity: Severity
     action: Action

@@ -109,7 +109,7 @@ def _restore(logger: logging.Logger, state: _LoggerState) -> None:
 
 
 class Loggers:
-    """The states of the root logger and of those with at most two name parts, such as "torch.distributed".
+    """The states of the root logger and of loggers with at most two name parts, such as "torch.distributed".
 
     Most deeper loggers inherit from these. There are hundreds of them, too many to check after each test.
     """
@@ -122,7 +122,7 @@ class Loggers:
         self._disabled = logging.root.manager.disable
 
     def restore(self, imported: bool) -> None:
-        """Restore the loggers. Those that are new keep the state that the import of their module gave them."""
+        """Restore the loggers. New loggers keep the state that the import of their module gave them."""
         table = logging.root.manager.loggerDict
         if logging.root.manager.disable != self._disabled:
             logging.disable(self._disabled)
@@ -177,7 +177,7 @@ def _is_locked(number: int) -> bool:
 
 
 def _own_address(number: int, ports: range) -> str:
-    """Return the address that a socket occupies; empty if it has none, or is connected."""
+    """Return the address that a socket occupies; empty without an address, or if it is connected."""
     with socket.socket(fileno=os.dup(number)) as copied:
         try:
             copied.getpeername()

@@ -38,7 +38,7 @@ _BACKENDS = "cpu:gloo,cuda:nccl"
 
 _FATAL = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals() - _FATAL)))
-"""Signals on which a test may let `faulthandler` write stacks."""
+"""Signals that a test may register with `faulthandler`."""
 
 _getpid = os.getpid  # a test may replace the name
 
