@@ -218,10 +218,9 @@ class ProcessState:
     kept: list[Any]
     of_system: list[Any]
     loggers: Loggers
-    ports: range
 
     @classmethod
-    def take(cls, ports: range) -> ProcessState:
+    def take(cls) -> ProcessState:
         return cls(
             path=tuple(sys.path),
             handlers=_handlers(),
@@ -232,7 +231,6 @@ class ProcessState:
             kept=[get() for _, get, _ in _KEPT],
             of_system=[get() for _, get, _ in _OF_SYSTEM],
             loggers=Loggers(),
-            ports=ports,
         )
 
     def restore(self, imported: bool) -> None:
@@ -262,8 +260,8 @@ class ProcessState:
         if sys.path != list(self.path):
             sys.path[:] = self.path
 
-    def left_behind(self) -> list[str]:
-        """Describe the changes that cannot be undone in a living process."""
+    def left_behind(self, ports: range) -> list[str]:
+        """Describe the changes that cannot be undone in a living process; see `left_open`."""
         found = []
         if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
             found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
@@ -275,7 +273,7 @@ class ProcessState:
         now = open_files()
         if other := sorted(number for number, identity in self.files.items() if now.get(number) != identity):
             found.append(f"closed or replaced file descriptors: {', '.join(map(str, other))}")
-        if left := left_open(self.files, now, self.ports):
+        if left := left_open(self.files, now, ports):
             found.append(f"files or addresses that are still open: {', '.join(left)}")
         if len(now) - len(self.files) > self.limits[resource.RLIMIT_NOFILE][0] // 2:
             found.append(f"{len(now) - len(self.files)} open file descriptors")

@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._tensor_str import PRINT_OPTS
 
 from mgpu_check.engine.rank_side.process_state import ProcessState, ports_of_libraries
+from mgpu_check.engine.rank_side.rendezvous import own_gloo_devices
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.protocol import SEED
 from mgpu_check.torch_hooks import precision
@@ -100,6 +101,7 @@ class FreshState:
     modes: Modes
     replaceable: Replaceable
     process: ProcessState
+    simulated: bool
     modules: int = 0
     interop_threads: int = 0
 
@@ -119,7 +121,8 @@ class FreshState:
             sharing=torch.multiprocessing.get_sharing_strategy(),
             modes=Modes(),
             replaceable=Replaceable(),
-            process=ProcessState.take(range(0) if simulated else ports_of_libraries()),
+            process=ProcessState.take(),
+            simulated=simulated,
             modules=len(sys.modules),
             interop_threads=torch.get_num_interop_threads(),
         )
@@ -181,7 +184,10 @@ class FreshState:
             found.append(f"the default process group was {how}")
         if torch.get_num_interop_threads() != self.interop_threads:
             found.append("another number of interop threads of torch, which can be set once")
-        return (*found, *self.replaceable.changed(), *self.process.left_behind())
+        # NCCL listens at ports that the kernel chooses, and so does each gloo group that does not share its device.
+        listening = not self.simulated or os.getpid() in own_gloo_devices
+        left_open = self.process.left_behind(ports_of_libraries() if listening else range(0))
+        return (*found, *self.replaceable.changed(), *left_open)
 
 
 _environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
