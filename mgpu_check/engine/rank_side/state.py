@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _flags(owner: Any, names: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names.split()]
+
+
 _numpy: Any = sys.modules.get("numpy")
 _TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_default_device, lambda _: torch.set_default_tensor_type(torch.FloatTensor)),
@@ -61,18 +66,11 @@ _TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *_flags(torch.backends.cudnn, "enabled benchmark deterministic benchmark_limit"),
+    *_flags(torch.backends.opt_einsum, "enabled strategy"),
+    *_flags(torch.utils.deterministic, "fill_uninitialized_memory"),
     *([(_numpy.random.get_bit_generator, _numpy.random.set_bit_generator)] if _numpy else ()),
     *([(_numpy.geterr, lambda value: _numpy.seterr(**value))] if _numpy else ()),
-)
-
-_FLAGS: tuple[tuple[Any, str], ...] = (
-    (torch.backends.cudnn, "enabled"),
-    (torch.backends.cudnn, "benchmark"),
-    (torch.backends.cudnn, "deterministic"),
-    (torch.backends.cudnn, "benchmark_limit"),
-    (torch.backends.opt_einsum, "enabled"),
-    (torch.backends.opt_einsum, "strategy"),
-    (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
 
 _MOMENT = 0.2  # seconds for threads to end: ample for a thread that is ending, and little compared to new ranks
@@ -89,7 +87,6 @@ def _default_device() -> torch.device | None:
 @dataclass
 class FreshState:
     torch_state: list[Any]
-    flags: list[Any]
     environment: dict[str, str]
     unknown_variables: frozenset[bytes]
     directory: str
@@ -110,7 +107,6 @@ class FreshState:
         """Record the current state."""
         return cls(
             torch_state=[get() for get, _ in _TORCH_STATE],
-            flags=[getattr(owner, name) for owner, name in _FLAGS],
             environment=dict(os.environ),
             unknown_variables=frozenset(_variables_of_c().keys() - os.environb.keys()),
             directory=os.getcwd(),
@@ -135,9 +131,6 @@ class FreshState:
         for (get, put), value in zip(_TORCH_STATE, self.torch_state, strict=True):
             if get() != value:
                 put(value)
-        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
         if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
             torch.cuda.set_device(self.device or 0)
         seed_everything(SEED)
