@@ -13,7 +13,7 @@ from mgpu_check.asserts.bits import index_of
 from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import enough
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.error_bounds import Change, error_bounds, ulps_of
+from mgpu_check.suite.common.error_bounds import ulps_of
 from mgpu_check.suite.common.operators import Function, Kind
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, indices_of, name_of, plain
@@ -88,17 +88,8 @@ class Case:
         if self.kind == "close":
             # In float64, so that the rounding of the reference is negligible.
             places = Places(torch.device("cpu"))
-            return _tensors(self.call(*[places.copied(_changed(operand, _wider)) for operand in self.operands]))
+            return _tensors(self.call(*[places.copied(_wider(operand)) for operand in self.operands]))
         return self.on(Places(torch.device("cpu")))
-
-    def bounds(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return `error_bounds` of the results."""
-        cpu = Places(torch.device("cpu"))
-
-        def run(change: Change) -> list[torch.Tensor]:
-            return _tensors(self.call(*[cpu.copied(_changed(operand, change)) for operand in self.operands]))
-
-        return error_bounds(run, dtype, run(lambda operand: operand))
 
     def __str__(self) -> str:
         return f"{self.name}, {shapes_of(self.operands)}" if self.operands else self.name
@@ -153,10 +144,6 @@ def _judged(case: Case, place: Places, right: Sequence[torch.Tensor]) -> str:
         return f"it gave {len(got)} tensors, expected {len(right)}"
     for number, (one, other) in enumerate(zip(got, right, strict=True)):
         what = f"its result is on {one.device}" if one.device != device else difference(one, other, case.kind)
-        if what and one.device == device and case.kind == "close" and one.dtype.is_floating_point:
-            # The result may be small by cancellation. Only its steps show how much of it is determined.
-            reference, largest = case.bounds(one.dtype)[number]
-            what = difference(one, reference, "close", largest)
         if what:
             return f"result {number}: {what}" if len(right) > 1 else what
     return ""
@@ -269,14 +256,12 @@ def _shown(value: torch.Tensor, kind: Kind) -> str:
     return repr(number)
 
 
-def _changed(operand: Operand, change: Change) -> Operand:
+def _wider(operand: Operand) -> Operand:
     if isinstance(operand, Window):
-        return Window(change(operand.storage), operand.view)
-    return change(operand)
-
-
-def _wider(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.dtype.is_floating_point else tensor
+        wider = _wider(operand.storage)
+        assert isinstance(wider, torch.Tensor)
+        return Window(wider, operand.view)
+    return operand.double() if operand.dtype.is_floating_point else operand
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
