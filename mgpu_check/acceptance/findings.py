@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Literal, get_args
 
 from mgpu_check.acceptance.documents import convert
-from mgpu_check.devices.observations import Observation, Ruling, Subject
+from mgpu_check.devices.observations import Observation, PartKind, Ruling, Subject
 from mgpu_check.devices.telemetry.fields import field_of
 from mgpu_check.processes.rank_lists import grouped
 
@@ -138,6 +138,20 @@ def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
     return replace(entry, finding=kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
 
 
+_SUITED: Mapping[PartKind, Mapping[Action, Action]] = {
+    "gpu": {"replace-link": "reseat"},
+    "link": {"replace-gpu": "reseat", "reset-gpu": "reseat"},
+    "host-link": {"replace-gpu": "reseat", "reset-gpu": "reseat", "replace-link": "reseat"},
+    "host": {"replace-gpu": "inspect-node", "reset-gpu": "inspect-node", "replace-link": "inspect-node"},
+}
+"""Actions for parts of another kind -> the action that takes their place, by the kind of the part."""
+
+
+def suited(action: Action, kind: PartKind) -> Action:
+    """Return the action, or the one that takes its place for a part of this kind."""
+    return _SUITED[kind].get(action, action)
+
+
 def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
     """Return the findings of a run, the most severe first."""
     found = []
@@ -145,12 +159,9 @@ def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
         kind, first = KINDS[name], entries[0]
         do = kind.do_for_host if kind.do_for_host and subject.kind == "host" else kind.do
         advice = str(first.evidence.get("advice") or do)
-        ruling = first.ruling or kind.ruling
-        found.append(
-            ReportedFinding(
-                name, kind.severity, kind.action, ruling, subject, sum(e.times for e in entries), first.seen, advice
-            )
-        )
+        action = suited(kind.action, "host") if subject.kind == "host" else kind.action
+        times, ruling = sum(entry.times for entry in entries), first.ruling or kind.ruling
+        found.append(ReportedFinding(name, kind.severity, action, ruling, subject, times, first.seen, advice))
     return sorted(found, key=lambda one: (-SEVERITIES.index(one.severity), one.id, one.subject))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.levels import seconds_for_a_call, slowdown
@@ -54,6 +54,7 @@ class Node:
         kernel_before: what the kernel of each host said before the run, by name and boot id of the host.
         lost: GPUs that no longer answer; no check is called on them.
         boundaries: a snapshot before the first test, and one after each test.
+        on_failed: called with a call that has returned failed observations, and with these.
     """
 
     def __init__(
@@ -79,6 +80,9 @@ class Node:
         self._hung: set[str] = set()
         self._pool = pool
         self._log = log
+        self._fresh = 0
+        self._controlling = False
+        self.on_failed: Callable[[RepeatableCall, Sequence[Observation]], None] = lambda call, failed: None
         self._measuring: dict[MeasuredKind, Callable[[], object]] = {}
 
     @property
@@ -154,8 +158,17 @@ class Node:
         """Repeat a call on `gpus`, with `environment` added to its variables, and return the new observations."""
         variables = {**call.environment, **(environment or {})}
         before = len(self._log.sections[-1].observations)
-        self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=variables, timeout=call.timeout)
+        if call.host is None:
+            self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=variables, timeout=call.timeout)
+        else:
+            again = replace(call, gpus=tuple(gpus), environment=variables)
+            self._on_host(again, lambda: self.repeat(call, gpus[::-1]))
         return self._log.sections[-1].observations[before:]
+
+    def repeat_in_fresh_processes(self, call: RepeatableCall) -> list[Observation]:
+        """Repeat a call on the same GPUs in processes that have not run anything."""
+        self._fresh += 1  # a world with an environment of its own has processes of its own
+        return self.repeat(call, call.gpus, {"MGPU_CHECK_CONTROL": str(self._fresh)})
 
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None, backwards: bool = False
@@ -169,23 +182,33 @@ class Node:
         Returns:
             The results of all hosts, joined. A host that did not return contributes none; its failure is recorded.
         """
-        results = []
 
         def measure() -> None:
             self.in_node_process(check, fn, *args, timeout=timeout, backwards=not backwards)
 
+        results = []
         for host, numbers in self.hosts.items():
-            chosen = numbers[::-1] if backwards else numbers
-
-            def call(host: int = host, chosen: Sequence[int] = chosen) -> list[Any]:
-                indices = [self.gpus[number].index for number in chosen]
-                return self._pool.run_in_node_process(
-                    _with_devices, fn, indices, args, host=host, timeout=timeout or seconds_for_a_call()
-                )
-
-            translation = self._translated(chosen, host)
-            results += self._looked(check, fn, chosen, call, lambda _, same=translation: same, measure)  # type: ignore[misc]  # of a lambda with defaults
+            gpus = tuple(numbers[::-1] if backwards else numbers)
+            results += self._on_host(RepeatableCall(check, fn, args, gpus, timeout, host=host), measure)
         return results
+
+    def _on_host(self, again: RepeatableCall, measure: Callable[[], object]) -> list[Any]:
+        """Make a call in the node process of its host."""
+        host, indices = again.host or 0, [self.gpus[number].index for number in again.gpus]
+
+        def call() -> list[Any]:
+            return self._pool.call(
+                self._pool.function(_with_devices),
+                (again.fn, indices, again.args),
+                {},
+                size=0,
+                timeout=again.timeout or seconds_for_a_call(),
+                host=host,
+                environment=again.environment,
+            )
+
+        translation = self._translated(again.gpus, host)
+        return self._looked(again.check, again.fn, again.gpus, call, lambda _: translation, measure, again)
 
     def measurements(self) -> list[Measurement]:
         return list(self._log.measurements())
@@ -222,7 +245,7 @@ class Node:
         call: Callable[[], list[Any]],
         translation: Callable[[int], Callable[[Any], Any]],
         measure: Callable[[], object],
-        again: RepeatableCall | None = None,
+        again: RepeatableCall,
     ) -> list[Any]:
         """Make a call and record its results.
 
@@ -244,10 +267,18 @@ class Node:
                 self._probe(check)
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]
+        failed: list[Observation] = []
         for result in translated:
             new = _subject_results(result)
             self._log.add(new, again)
             self._measuring.update({one.kind: measure for one in new if isinstance(one, Measurement)})
+            failed += [entry for entry in new if isinstance(entry, Observation) and entry.outcome == "failed"]
+        if failed and not self._controlling:
+            self._controlling = True
+            try:
+                self.on_failed(again, failed)
+            finally:
+                self._controlling = False
         return translated
 
     def _patience(self, check: str) -> float:

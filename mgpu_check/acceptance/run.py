@@ -21,15 +21,15 @@ from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files, syslog
 from mgpu_check.acceptance.report.text import verdict_lines
-from mgpu_check.acceptance.run_log import RunLog
+from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
 from mgpu_check.acceptance.selection import Selection
-from mgpu_check.acceptance.verdict.advice import advice_for, evidence_lines
-from mgpu_check.acceptance.verdict.localisation import Look, found_about, look_again
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict.advice import evidence_lines, of_symptoms, remedy_for
+from mgpu_check.acceptance.verdict.localisation import CASES, Look, control, found_about, look_again
+from mgpu_check.acceptance.verdict.verdict import Explanation, explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
-from mgpu_check.devices.observations import Observation, Part
+from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.kernel_log import past_xids
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot
@@ -80,6 +80,8 @@ class Run:
         self.broken: list[str] = []
         self.node: Node | None = None
         self.looks: list[Look] = []
+        self._of_history: set[tuple[str, Subject]] = set()
+        self._controlled: set[tuple[str, Subject]] = set()
         self.hosts: tuple[Host, ...] = ()
         self._visible: dict[int, int] = {}
         self._slots: dict[int, str] = {}
@@ -95,6 +97,7 @@ class Run:
         with self.leased("acceptance: first look at the GPUs"):
             gpus = self._gpus()
         self.node = Node(self.session.pool, self.log, gpus, plan, self.hosts, telemetry=self._watch(gpus))
+        self.node.on_failed = self._control
         with self.leased("acceptance: first look at telemetry"):
             self.node.mark()
         self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
@@ -180,6 +183,11 @@ class Run:
             record(path, entries)
         except (OSError, ValueError) as error:
             return f"NOT recorded: {path}: {error}"
+        if without := [entry.name for entry in entries if not entry.measurements]:
+            return (
+                f"recorded: {path}, without speeds of {', '.join(without)}: this run has measured none, so no speed is "
+                "compared with it; record it with all checks, at --gpu-level=quick or above"
+            )
         return f"recorded: {path}"
 
     @contextlib.contextmanager
@@ -213,6 +221,24 @@ class Run:
             for look in look_again(self.node, self.log):
                 self.looks.append(look)  # each when it is done, so that an interrupted run keeps it
 
+    def _control(self, call: RepeatableCall, failed: Sequence[Observation]) -> None:
+        """Control a call that has just failed, while its processes are still there.
+
+        After several failures of a check that need a history, its further ones count as such, unless a control has
+        shown otherwise.
+        """
+        assert self.node is not None
+        subjects = {(entry.check, entry.subject) for entry in failed}
+        if subjects <= self._controlled:
+            return
+        of_check = sum(look.needs_history and look.check == call.check for look in self.looks)
+        look = control(self.node, call) if of_check < CASES[self.node.depth] else None
+        if look is None or look.needs_history:
+            self.looks += [look] if look else []
+            self._of_history |= subjects
+        else:
+            self._controlled |= subjects
+
     def report(self) -> RunReport:
         plan = self.plan
         observations = tuple(self.log.observations())
@@ -240,21 +266,16 @@ class Run:
             planted=tuple(planted.text for planted in plan.planted),
             seed=self.seed,
             versions={"mgpu-check": version()},
-            findings=tuple(listed(observations)),
+            findings=tuple(of_symptoms(listed(observations), observations, verdict.accusations)),
             policy=plan.policy,
         )
 
     def _verdict(
         self, observations: Sequence[Observation], done: Mapping[str, CheckRun], partial: tuple[str, ...]
     ) -> Verdict:
-        software = {(look.check, look.case) for look in self.looks if look.follows_rank}
-        of_ranks = {id(entry) for entry, call in self.log.failed_calls() if (call.check, call.case) in software}
-        explanation = explain(
-            observations,
-            [gpu.host for gpu in self.node.gpus] if self.node else [],
-            [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
-        )
+        explanation = self._explained(observations)
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
+        unknown += dict.fromkeys(f"{look.check}: {look.seen[0]}" for look in self.looks if look.needs_history)
         unknown += [f"{test} could not run: the check itself raised an error, shown above" for test in self.broken]
         if self.interrupted:
             unknown.insert(0, f"the run was interrupted{f' by {self.ended_by}' if self.ended_by else ''}")
@@ -272,6 +293,17 @@ class Run:
         rivals = (explanation.rivals,) if explanation.rivals else ()
         return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial, rivals)
 
+    def _explained(self, observations: Sequence[Observation]) -> Explanation:
+        software = {(look.check, look.case) for look in self.looks if look.follows_rank}
+        of_ranks = {id(entry) for entry, call in self.log.failed_calls() if (call.check, call.case) in software}
+        of_history = self._of_history - self._controlled
+        return explain(
+            observations,
+            [gpu.host for gpu in self.node.gpus] if self.node else [],
+            [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
+            [number for number, entry in enumerate(observations) if (entry.check, entry.subject) in of_history],
+        )
+
     def _accusation(
         self,
         part: Part,
@@ -280,17 +312,17 @@ class Run:
         observations: Sequence[Observation],
     ) -> Accusation:
         failed = [observations[number] for number in numbers]
-        found = list({one.id: one for one in listed(failed)}.values())
+        remedy = remedy_for(part, failed)
         return Accusation(
             part,
             tuple(evidence_lines(observations, numbers, others)),
             numbers,
             arm=self._arm(part, failed),
-            advice=advice_for(part, failed),
+            advice=remedy.advice,
             repeat=self._repeat(failed),
-            findings=tuple(one.id for one in found),
-            severity=found[0].severity if found else "",
-            action=found[0].action if found else "",
+            findings=tuple(dict.fromkeys(finding.id for finding in listed(failed))),
+            severity=remedy.severity,
+            action=remedy.action,
             shared=tuple(others),
         )
 

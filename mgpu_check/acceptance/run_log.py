@@ -13,11 +13,12 @@ from mgpu_check.devices.observations import Measurement, Observation, SubjectRes
 
 @dataclass(frozen=True, eq=False)
 class RepeatableCall:
-    """A call ``fn(rank, *args)`` on ranks that returned results and can be repeated.
+    """A call ``fn(rank, *args)`` on ranks, or in a node process, that returned results and can be repeated.
 
     Attributes:
         gpus: numbers of the GPUs, in the order of the ranks.
         environment: variables that the ranks start with.
+        host: the host whose node process made the call ``fn(devices, *args)``; None for a call on ranks.
     """
 
     check: str
@@ -26,6 +27,7 @@ class RepeatableCall:
     gpus: tuple[int, ...]
     timeout: float | None
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: int | None = None
 
     @property
     def case(self) -> str:

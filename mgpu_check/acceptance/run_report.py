@@ -99,7 +99,8 @@ class Accusation:
         advice: what to do, in one line.
         repeat: the command that repeats the failed checks.
         findings: ids of the kinds of findings in the observations, the most severe first.
-        severity, action: of the most severe finding; empty in a report of an older version.
+        severity, action: what to do with the part, not with the subject of a symptom; empty in a report of an older
+            version.
     """
 
     part: Part

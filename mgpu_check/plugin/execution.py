@@ -221,19 +221,20 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
 def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
     """Adapt the Hypothesis settings of `item` to code that runs in other processes.
 
-    The default deadline of 200 ms is removed, because the first example may have to start the ranks. A deadline that
-    the user has set stays. The explain phase is removed, because it traces only this process.
+    Hypothesis' own deadline of 200 ms is removed, because the first example may have to start the ranks. A deadline
+    that the user has set stays; one of 200 ms is another object. The explain phase is removed, because it traces only
+    this process.
     """
     function = item.function
     current = getattr(function, "_hypothesis_internal_use_settings", None)
     if current is None:
         yield
         return
-    from hypothesis import Phase, settings
+    from hypothesis import Phase, _settings, settings
 
-    deadline = current.deadline
-    if deadline == settings.get_profile("default").deadline:
-        deadline = None
+    # Not the profile "default", under whose name a user may register settings.
+    own = getattr(_settings, "default", settings.get_profile("default"))
+    deadline = None if current.deadline is own.deadline else current.deadline
     phases = tuple(phase for phase in current.phases if phase is not Phase.explain)
     function._hypothesis_internal_use_settings = settings(
         current,

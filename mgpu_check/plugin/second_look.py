@@ -127,7 +127,13 @@ class _Second:
         most = max(_sizes_in(self._failed.kwargs[self._count])) if self._count else len(self._all)
         usual = self._order or self._all[:most]
         try:
-            self._repeat(seen, usual, _REPEATS_FIRST, self._until)
+            for _ in range(_REPEATS_FIRST):
+                self._session.pool.renew()  # an earlier example may have left something in the processes
+                self._repeat(seen, usual, len(seen.repeats) + 1, self._until)
+            if not any(rerun.failed for rerun in seen.repeats):
+                seen.notes.append("no part is named: it passes in fresh processes, so it may need what ran before")
+                self._repeat(seen, usual, _REPEATS, self._until)
+                return seen
             if seen.unreliable:
                 self._repeat(seen, usual, _REPEATS, self._half)
             self._localise(seen, seen.tries if seen.unreliable else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(ValueError, match=r"b\.json is not JSON: .*line 1"):
         read_baseline(tmp_path / "b.json")
+
+
+def test_a_baseline_without_speeds_is_said(command: Callable[..., str], tmp_path: Path) -> None:
+    node = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick", "-k", "inventory", "--record-baseline=fleet.json")
+    assert "fleet.json, without speeds of SIMULATED (cpu): this run has measured none" in command(*node)
+    assert all(not entry.measurements for entry in read_baseline(tmp_path / "fleet.json").entries)

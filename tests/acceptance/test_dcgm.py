@@ -15,7 +15,7 @@ from mgpu_check.acceptance.dcgm.diagnostic import read_diagnostic
 from mgpu_check.acceptance.findings import KINDS, judged, listed
 from mgpu_check.acceptance.floors import check_runs, floors
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.verdict.advice import advice_for
+from mgpu_check.acceptance.verdict.advice import remedy_for
 from mgpu_check.devices.observations import Observation, Part, Subject
 from tests.acceptance import run_reports
 
@@ -153,7 +153,7 @@ def test_dcgm_3_2_by_index(given):
     failed = found[3]
     assert failed.evidence["errors"] == "30" and failed.case == "DCGM 3.2.6: PCIe"
     assert [(one.id, one.action) for one in listed(found)] == [("MGPU-DCGM-FAILED", "inspect-node")]
-    assert advice_for(Part("gpu", (1,)), [failed]) == f"drain the node; {KINDS['MGPU-DCGM-FAILED'].do}"
+    assert remedy_for(Part("gpu", (1,)), [failed]).advice == f"drain the node; {KINDS['MGPU-DCGM-FAILED'].do}"
     swapped = (replace(GPUS[0], pci=GPUS[1].pci), replace(GPUS[1], pci=GPUS[0].pci))
     assert [one.subject for one in given(OLD, swapped) if one.outcome == "failed"] == [Subject("gpu", (0,))]
 

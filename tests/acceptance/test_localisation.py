@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog, Section
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.verdict.localisation import SECONDS, Look, found_about, look_again
+from mgpu_check.acceptance.verdict.localisation import SECONDS, Look, control, found_about, look_again
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
 
 Rule = Callable[[tuple[int, ...], Mapping[str, str]], bool | int]
 """Return whether a collective on these GPUs fails; or the rank that the data point at."""
+
+CONTROL = "MGPU_CHECK_CONTROL"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -261,3 +264,62 @@ def test_second_looks_end_when_their_time_is_over_and_conclude_nothing() -> None
     assert not look.follows_rank and look.group == (0, 1, 2, 3)
     assert len(pool.calls) == 3
     assert log.sections[-1].ended >= log.sections[-1].started
+
+
+def controlled(wrong: Rule, every: int = 1) -> tuple[Look, Pool]:
+    """Return the look of a control of a call that has failed, and the pool."""
+    pool = Pool(wrong, every)
+    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(2)]
+    node = Node(pool, pool.log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    looks: list[Look] = []
+    node.on_failed = lambda call, failed: looks.append(control(node, call))
+    for _ in range(every):
+        node.on_ranks("collectives", collective)
+    (look,) = looks
+    return look, pool
+
+
+def test_a_failure_that_needs_what_ran_before_accuses_no_part() -> None:
+    look, pool = controlled(lambda gpus, environment: CONTROL not in environment)
+    assert look.needs_history and "GPUs 0 and 1 does not come again in 3 fresh processes" in look.seen[0]
+    fresh = [environment[CONTROL] for environment in pool.environments if CONTROL in environment]
+    assert len(fresh) == len(set(fresh)) == 3, "each in processes of its own"
+    observations = list(pool.log.observations())
+    failed = [number for number, entry in enumerate(observations) if entry.outcome == "failed"]
+    explanation = explain(observations, (0, 0), needs_history=range(len(observations)))
+    assert (explanation.parts, explanation.unexplained) == ({}, tuple(failed))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "every", "calls"),
+    [
+        (lambda gpus, environment: True, 1, 1),  # the first fresh processes fail, too
+        (lambda gpus, environment: CONTROL not in environment, 2, 5),  # not each time in those of the run
+        (lambda gpus, environment: True, 3, 3),  # now and then
+    ],
+)
+def test_hardware_stays_accused(wrong: Rule, every: int, calls: int) -> None:
+    look, pool = controlled(wrong, every)
+    assert not look.needs_history and not look.seen
+    assert len(pool.calls) - every <= calls
+
+
+@pytest.mark.parametrize(
+    ("wrong", "parts"),
+    [
+        (lambda gpus, environment: 1 if CONTROL not in environment else False, set()),
+        (lambda gpus, environment: 1, {Part("gpu", (1,))}),  # also in fresh processes
+    ],
+)
+def test_a_run_accuses_only_what_fails_in_fresh_processes(wrong: Rule, parts: set[Part]) -> None:
+    pool = Pool(wrong)
+    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(3)]
+    run = object.__new__(Run)
+    run.log, run.looks, run._of_history, run._controlled = pool.log, [], set(), set()
+    run.node = Node(pool, pool.log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
+    run.node.on_failed = run._control
+    for case in range(6):
+        run.node.on_ranks("collectives", collective, environment={"CASE": str(case)})
+    explanation = run._explained(tuple(pool.log.observations()))
+    assert set(explanation.parts) == parts and bool(explanation.unexplained) == (not parts)
+    assert len(pool.calls) <= 6 + 2 * 6, "a few controls of each check suffice"

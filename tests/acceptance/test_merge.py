@@ -15,6 +15,7 @@ from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.devices.observations import Part, Subject
+from mgpu_check.option_values import Level
 from tests.acceptance import run_reports
 
 
@@ -176,6 +177,24 @@ def test_hosts_of_one_name_are_told_apart(capsys, tmp_path):
     assert "GPU 3 (cuda:3 of same (boot 1f0c9a3e))" in said[0] and "GPU 11 (cuda:3 of same (boot 77aa0b1c))" in said[0]
     assert "  seen: by the numbers of same (boot 77aa0b1c): compute: GPU 3: 96 of" in "\n".join(said)
     assert said[-1] == said[0]  # the last line is the verdict
+
+
+def test_levels_that_differ_are_said() -> None:
+    levels: tuple[Level, ...] = ("quick", "long", "quick")
+    nodes = [node(f"n{number}", run_reports.good(2)) for number in range(3)]
+    mixed = [replace(report, level=level) for report, level in zip(nodes, levels, strict=True)]
+    lines = [line for line in joined(*mixed).verdict.unknown if "level" in line]
+    assert lines == [
+        f"{name}: its level is quick, which does less than the level long of other nodes" for name in ("n0", "n2")
+    ]
+    assert not [line for line in joined(*nodes).verdict.unknown if "level" in line]
+
+
+def test_simulated_reports_of_the_same_serial_numbers_are_said() -> None:
+    report = replace(run_reports.good(2), simulated="cpu")
+    whole = merge({"a.json": report, "b.json": report, "c.json": node("n1", report)}, "merge")
+    (line,) = [line for line in whole.verdict.unknown if "serial" in line]
+    assert re.match(r"a\.json, b\.json have 2 serial numbers in common, such as .+: a node may count twice", line)
 
 
 def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):

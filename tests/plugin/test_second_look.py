@@ -189,18 +189,24 @@ class Node:
         self.clock, self.cost = clock, cost
         self.looked = 0.0
         self.settings = SimpleNamespace(depth="quick", per_host=())
-        self.pool = SimpleNamespace(devices=count, run=self.run)
+        self.pool = SimpleNamespace(devices=count, run=self.run, renew=self.renew)
+        self.history: set[tuple[int, ...]] = set()
         self.trials: list[tuple[int, ...]] = []
         self.on_ranks = lambda: None
         self.hear_covered = lambda heard: None
         self.some_devices = lambda size: contextlib.nullcontext()
         self.test = SimpleNamespace(in_body=True)
 
+    def renew(self) -> None:
+        self.history.clear()
+
     def run(self, fn, *, devices, **_):
         self.clock.now += self.cost
         trial = tuple(devices)
         self.trials.append(trial)
-        shown = [fault for fault in self.faults if shows(fault, trial)]
+        shown = (
+            [("history", (), 0)] if trial in self.history else [fault for fault in self.faults if shows(fault, trial)]
+        )
         if shown and self.random.random() < self.rate:
             failure = RankFailure("wrong", ranks=sorted({rank for one in shown for rank in ranks_of(one, trial)}))
             failure.__cause__ = AssertionError("wrong")
@@ -230,6 +236,16 @@ def named_in(found: Reruns) -> set[str]:
     return set(
         re.findall(r"the link between cuda:\d and cuda:\d|(?<!between )(?<!and )cuda:\d|(?<=\d and )cuda:\d", named)
     )
+
+
+def test_a_failure_that_needs_what_ran_before_names_no_part():
+    for devices in ((0, 1), (0, 1, 2)):
+        node = Node(3, [], Clock())
+        node.history.add(devices)  # only the ranks of the failed example have it
+        reruns = look(node, len(devices))
+        assert (reruns.headline, reruns.named) == ("", [])
+        assert "no part is named: it passes in fresh processes, so it may need what ran before" in reruns.lines()
+        assert set(node.trials) == {devices}
 
 
 @pytest.fixture

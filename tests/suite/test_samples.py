@@ -16,6 +16,7 @@ import torch
 from mgpu_check.asserts.covered import heard_by
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.simulated import simulated_node
+from mgpu_check.suite.common import error_bounds
 from mgpu_check.suite.common.faults.registry import planted
 from mgpu_check.suite.devices.samples import checks, rules, running, source
 from mgpu_check.suite.devices.samples.checks import SampleCase, assert_samples_agree, difference_of
@@ -176,5 +177,5 @@ def test_the_tolerance_is_that_of_rounding_and_no_more():
             made, gradients = running.results(sample, call, torch.device("cpu"))
             bounds = running.allowed(sample, call, dtype, [*made, *gradients])
             for (reference, error), one in zip(bounds, [*made, *gradients], strict=True):
-                assert bool((running._gaps(one, reference) <= error).all())
+                assert bool((error_bounds._gaps(one, reference) <= error).all())
                 assert float(error.max()) <= 1e5 * torch.finfo(dtype).eps * float(reference.abs().max())

@@ -33,6 +33,6 @@ def test_every_seed_is_drawn_by_the_strategy_that_says_why():
     }
     assert len(tests) > 150
     seeds = {strategies["seed"] for strategies in tests.values() if "seed" in strategies}
-    assert seeds == {"strategies.seeds()", "strategies.seeds(zero=True)", "seeds()", "calls.seeds"}
+    assert seeds == {"strategies.seeds()", "seeds()", "calls.seeds"}
     listed = [name for name, strategies in tests.items() if set(strategies) <= {"seed", "size", "sizes", "order"}]
     assert len(listed) < 66  # a test draws more than a seed where a smaller example simplifies a failure

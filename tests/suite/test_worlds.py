@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
-from hypothesis import Phase, given
+from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mgpu_check import settings, strategies
+from mgpu_check.suite.common import budget
 from mgpu_check.suite.mismatch.cases import GROUPS
+from tests.suite.test_seeds import SUITE
+from tests.suite.test_seeds import drawn as strategies_of
 
 T = TypeVar("T")
 
@@ -118,3 +123,69 @@ def test_orders_of_devices_are_not_ascending_only(run_with):
     found = drawn(strategies.device_orders(least=2))
     assert drawn(strategies.device_orders(least=2), 1) == {(2, 1, 0)}
     assert found == {order for size in (2, 3) for order in itertools.permutations(range(3), size)}
+
+
+PROMISING = re.compile(r"\b(world_pairs|large_worlds|device_orders|mostly_all|worlds)\(")
+"""Strategies whose first example has all devices, or as many as their argument `most` lets them."""
+
+
+def checks_of_many() -> list[Any]:
+    """Return a row for each test of the suite, and each argument, that promises to begin with all devices."""
+    return [
+        pytest.param(f"mgpu_check.suite.{path.parent.name}.{path.stem}", name, argument, text, id=f"{name}-{argument}")
+        for path in sorted(SUITE.glob("*/test_*.py"))
+        for name, strategies in strategies_of(path).items()
+        for argument, text in strategies.items()
+        if PROMISING.search(text)
+    ]
+
+
+def examples_of(test: Any, count: int, seed_of_run: int) -> list[dict[str, Any]]:
+    """Return the examples of a test of the suite, which is not run."""
+    examples: list[dict[str, Any]] = []
+
+    @seed(seed_of_run)
+    @hypothesis_settings(test._hypothesis_internal_use_settings, max_examples=count, phases=[Phase.generate])
+    @given(**{name: value for name, value in test.hypothesis._given_kwargs.items() if name != "data"})
+    def record(**example: Any) -> None:
+        examples.append(example)
+
+    record()
+    return examples
+
+
+@pytest.mark.parametrize(("module", "name", "argument", "text"), checks_of_many())
+def test_a_check_that_promises_all_devices_has_them_in_its_first_examples(
+    run_with: Callable[[int], None], module: str, name: str, argument: str, text: str
+) -> None:
+    run_with(5)
+    test = getattr(importlib.import_module(module), name)
+    _, standard, quick = budget._made[id(test._hypothesis_internal_use_settings)]
+    most = min([5, *map(int, re.findall(r"most=(\d)", text))])
+    for count, run in itertools.product({quick or 12, standard}, range(3)):
+        drawn_sizes = [example[argument] for example in examples_of(test, count, run)]
+        assert len(drawn_sizes) >= min(count, 2), "Hypothesis rejected an example"
+        sizes = [len(size) if "device_orders" in text else size for size in drawn_sizes]
+        if "world_pairs" in text:
+            assert sizes[0] == (most, most - 1), "all devices, and an odd size"
+        else:
+            assert sizes[0] == most
+        if "device_orders" in text:
+            assert drawn_sizes[0][0] == 4, "the last device is first"
+
+
+def test_the_seed_of_a_test_of_one_example_differs_between_runs() -> None:
+    def first_seed(count: int, run: int) -> int:
+        values: list[int] = []
+
+        @seed(run)
+        @hypothesis_settings(max_examples=count, phases=[Phase.generate], database=None)
+        @given(strategies.seeds())
+        def collect(value: int) -> None:
+            values.append(value)
+
+        collect()
+        return values[0]
+
+    assert len({first_seed(1, run) for run in range(6)}) > 3
+    assert {first_seed(2, run) for run in range(6)} == {0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.acceptance.among_nodes import among_nodes
@@ -53,8 +53,14 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     verdict = Verdict(
         kind=worst(report.verdict.kind for report in reports),
         accusations=tuple(one for report in joined for one in report.verdict.accusations),
-        unknown=tuple(
-            one for report, name in zip(joined, names, strict=True) for one in _unknown(report, name, len(partial) > 1)
+        unknown=(
+            *(
+                line
+                for report, name in zip(joined, names, strict=True)
+                for line in _unknown(report, name, len(partial) > 1)
+            ),
+            *_of_lower_levels(reports, names),
+            *_of_the_same_gpus(named),
         ),
         unexplained=tuple(one for report in joined for one in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
@@ -64,7 +70,7 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
         started=min(report.started for report in reports),
         seconds=max(report.seconds for report in reports),
         command=command,
-        level=min((report.level for report in reports), key=lambda level: LEVELS.index(level)),
+        level=min((report.level for report in reports), key=LEVELS.index),
         verdict=verdict,
         verdicts={host: one for report in joined for host, one in report.verdicts.items()},
         hosts=tuple(host for report in joined for host in report.hosts),
@@ -170,6 +176,23 @@ def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
     """Return why checks could not be done on a node; `with_partial` adds a partial selection."""
     partial = report.verdict.partial if with_partial else ()
     return [*report.verdict.unknown, *([f"{name}: only {', '.join(partial)} ran"] if partial else [])]
+
+
+def _of_lower_levels(reports: Sequence[RunReport], names: Sequence[str]) -> Iterator[str]:
+    highest = max((report.level for report in reports), key=LEVELS.index)
+    for report, name in zip(reports, names, strict=True):
+        if report.level != highest:
+            yield f"{name}: its level is {report.level}, which does less than the level {highest} of other nodes"
+
+
+def _of_the_same_gpus(named: Mapping[str, RunReport]) -> Iterator[str]:
+    """Yield a line for each set of simulated reports of the same GPUs; see `_moves` for real ones."""
+    seen: dict[tuple[str, ...], list[str]] = {}
+    for key, places in sightings({file: report for file, report in named.items() if report.simulated}).items():
+        if len(files := tuple(dict.fromkeys(sighting.file for sighting in places))) > 1:
+            seen.setdefault(files, []).append(key)
+    for files, keys in seen.items():
+        yield f"{', '.join(files)} have {len(keys)} serial numbers in common, such as {keys[0]}: a node may count twice"
 
 
 def _names(reports: Sequence[RunReport]) -> list[str]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mgpu_check.acceptance.checklist import CHECKLIST
-from mgpu_check.acceptance.findings import listed
-from mgpu_check.devices.observations import Observation, Part, Subject
+from mgpu_check.acceptance.findings import Action, ReportedFinding, Severity, listed, suited
+from mgpu_check.acceptance.run_report import Accusation
+from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 
-_ADVICE = {
+
+@dataclass(frozen=True)
+class Remedy:
+    """The remedy for an accused part: its urgency, the first action of a program, and the advice to a person."""
+
+    severity: Severity
+    action: Action
+    advice: str
+
+
+_ADVICE: Mapping[PartKind, str] = {
     "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
     "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
     "baseboard, or the bridge",
@@ -18,18 +30,49 @@ _ADVICE = {
     "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU "
     "at a time",
 }
+_ACTIONS: Mapping[PartKind, Action]
+_ACTIONS = {"gpu": "reset-gpu", "link": "reseat", "host-link": "reseat", "host": "inspect-node"}
+_SUBJECTS = {"gpu": ("gpu",), "link": ("copy",), "host-link": ("upload", "download"), "host": ("host",)}
+"""The subjects whose findings are about a part of each kind itself."""
 
 
-def advice_for(part: Part, failed: Sequence[Observation]) -> str:
-    """Return what to do about `part`, given the failed observations that it explains."""
-    known = [entry for entry in failed if _names_the_defect(entry)]
-    if known:  # then its finding gives better advice than the kind of the part
-        return f"drain the node; {listed(known)[0].advice}"
+def remedy_for(part: Part, failed: Sequence[Observation]) -> Remedy:
+    """Return what to do about `part`, given the failed observations that it explains.
+
+    A finding about another subject is a symptom: its severity and its action are not those of the part.
+    """
+    remedy = Remedy("isolate", _ACTIONS[part.kind], _ADVICE[part.kind])
+    known = listed(entry for entry in failed if _names_the_defect(entry))
+    own = listed(entry for entry in failed if _is_about(entry.subject, part))
+    if finding := next(iter(known or own), None):
+        remedy = replace(remedy, severity=finding.severity, action=suited(finding.action, part.kind))
+    if known:  # its finding gives better advice than the kind of the part
+        return replace(remedy, advice=f"drain the node; {known[0].advice}")
     if {entry.check for entry in failed} == {"performance"}:
-        return (
-            "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]
-        )
-    return _ADVICE[part.kind]
+        where = "look at clocks, throttle reasons, power and cooling, and at the width of its links"
+        return replace(remedy, advice=f"{where}; {remedy.advice}")
+    return remedy
+
+
+def of_symptoms(
+    findings: Iterable[ReportedFinding], observations: Sequence[Observation], accusations: Sequence[Accusation]
+) -> Iterator[ReportedFinding]:
+    """Yield the findings of a run. One whose subject is not accused asks to inspect the node, not for another part."""
+    for finding in findings:
+        own = any(_is_about(finding.subject, accusation.part) for accusation in accusations)
+        if finding.ruling != "reject" or own or finding.severity == "config":
+            yield finding
+            continue
+        mine = {
+            n for n, entry in enumerate(observations) if (entry.finding, entry.subject) == (finding.id, finding.subject)
+        }
+        causes = [str(accusation.part) for accusation in accusations if mine & set(accusation.observations)]
+        advice = f"see the verdict on {' and '.join(causes)}, which explains it" if causes else finding.advice
+        yield replace(finding, severity="isolate", action="inspect-node", advice=advice)
+
+
+def _is_about(subject: Subject, part: Part) -> bool:
+    return subject.kind in _SUBJECTS[part.kind] and subject.members == part.members
 
 
 def _names_the_defect(entry: Observation) -> bool:

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
@@ -18,7 +19,7 @@ from mgpu_check.devices.observations import Observation, Part
 SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}
 """Time for all second looks of a run, by level. A call that is running when it is over ends first."""
 
-_CASES = {"quick": 2, "standard": 4, "long": 8}
+CASES = {"quick": 2, "standard": 4, "long": 8}
 _REPEATS = {"quick": 3, "standard": 10, "long": 30}
 """Most repeats until a case fails again: an intermittent fault passes some of them."""
 
@@ -38,6 +39,7 @@ class Look:
         group: the smallest group that failed.
         seen: the findings, a line each.
         follows_rank: the fault stays with a rank when the rank gets another device.
+        needs_history: the case fails in the processes of the run, and passes in fresh ones on the same GPUs.
     """
 
     case: str
@@ -45,6 +47,7 @@ class Look:
     group: tuple[int, ...]
     seen: tuple[str, ...]
     follows_rank: bool = False
+    needs_history: bool = False
 
 
 def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monotonic) -> Iterator[Look]:
@@ -56,10 +59,10 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
     """
     calls: dict[str, RepeatableCall] = {}
     for entry, call in log.failed_calls():
-        if entry.subject.kind == "group" and len(call.gpus) > 1:
+        if entry.subject.kind == "group" and len(call.gpus) > 1 and call.host is None:
             calls.setdefault(call.case, call)
     until = clock() + SECONDS[node.depth]
-    for call in itertools.islice(calls.values(), _CASES[node.depth]):
+    for call in itertools.islice(calls.values(), CASES[node.depth]):
         section = log.begin(call.check, f"second look at {call.case}")
         try:
             look = _SecondRun(node, call, lambda: clock() > until).look()
@@ -69,6 +72,27 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
         finally:
             section.ended = log.now()
         yield look
+
+
+def control(node: Node, call: RepeatableCall) -> Look:
+    """Repeat a call that has failed in fresh processes on the same GPUs, and in those of the run.
+
+    A call whose failure needs what ran before in its processes accuses no part. It passes in fresh processes, and fails
+    in those of the run, each time.
+    """
+    repeats = _REPEATS[node.depth]
+
+    def fails(repeat: Callable[[], list[Observation]]) -> bool:
+        return any(entry.outcome == "failed" for entry in repeat())
+
+    fresh, used = partial(node.repeat_in_fresh_processes, call), partial(node.repeat, call, call.gpus)
+    if any(fails(fresh) for _ in range(repeats)) or not all(fails(used) for _ in range(repeats)):
+        return Look(call.case, call.check, call.gpus, ())
+    seen = (
+        f"a failure on GPUs {_list(sorted(call.gpus))} does not come again in {repeats} fresh processes, and comes "
+        f"{repeats} times in those of the run: it needs what ran before, so it accuses no part"
+    )
+    return Look(call.case, call.check, call.gpus, (seen,), needs_history=True)
 
 
 class _TimeIsOver(Exception):

@@ -79,18 +79,22 @@ class Explanation:
 
 
 def explain(
-    observations: Sequence[Observation], hosts: Sequence[int], follows_rank: Collection[int] = ()
+    observations: Sequence[Observation],
+    hosts: Sequence[int],
+    follows_rank: Collection[int] = (),
+    needs_history: Collection[int] = (),
 ) -> Explanation:
     """Return the parts that every smallest explanation of the failed `observations` contains.
 
     Args:
         follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has
             shown. Only the host, with its software, explains them.
+        needs_history: indices of observations that a control in fresh processes does not repeat. No part explains them.
     """
     parts: dict[Part, list[int]] = {}
     keys: dict[Key, list[int]] = {}
     for number, entry in enumerate(observations):
-        if entry.outcome != "failed":
+        if entry.outcome != "failed" or number in needs_history:
             continue
         if number in follows_rank:
             for part in _hosts_of(entry.subject, hosts):
@@ -103,7 +107,7 @@ def explain(
     passed = [_key(entry) for entry in observations if entry.outcome == "passed" and not _of_driver(entry)]
     sets = _Candidates(list(keys), passed, hosts).sets()
     named = frozenset.intersection(*sets) if sets else frozenset()
-    unexplained: list[int] = []
+    unexplained = [number for number in needs_history if observations[number].outcome == "failed"]
     shared: list[int] = []
     for key, numbers in keys.items():
         explaining = [suspect for suspect in sorted(named) if suspect.explains(key, hosts)]
@@ -113,7 +117,7 @@ def explain(
         shared += numbers if len(explaining) > 1 else ()
     return Explanation(
         {part: tuple(sorted(numbers)) for part, numbers in parts.items()},
-        tuple(unexplained),
+        tuple(sorted(unexplained)),
         tuple(sorted(shared)),
         tuple(tuple(sorted({part for one in some - named for part in one.parts})) for some in sets) if sets[1:] else (),
     )

@@ -17,6 +17,9 @@ from mgpu_check.torch_hooks.patches import Patches
 _CHOOSE_DEVICES = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 """Variables that choose the devices of gloo for the next groups of a program."""
 
+own_gloo_devices: list[int] = []
+"""The process, once for each of its groups with a device of its own, which listens at a port."""
+
 
 def open_store(address: str, size: int) -> Any:
     """Open the store at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a running store."""
@@ -47,6 +50,7 @@ def share_gloo_device() -> None:
             given = [*args, *kwargs.values()]
             is_timeout = len(given) == 1 and isinstance(given[0], timedelta) and {*kwargs} <= {"timeout"}
             if not is_timeout or any(map(os.environ.get, _CHOOSE_DEVICES)):
+                own_gloo_devices.append(os.getpid())
                 init(self, store, rank, size, *args, **kwargs)
                 return
             options = gloo._Options()

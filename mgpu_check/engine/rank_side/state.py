@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import _thread
+import copy
+import ctypes
+import itertools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.__future__ as future
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._tensor_str import PRINT_OPTS
 
-from mgpu_check.engine.rank_side.process_state import ProcessState
+from mgpu_check.engine.rank_side.process_state import ProcessState, ports_of_libraries
+from mgpu_check.engine.rank_side.rendezvous import own_gloo_devices
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.protocol import SEED
 from mgpu_check.torch_hooks import precision
@@ -31,23 +39,38 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _flags(owner: Any, names: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names.split()]
+
+
+_numpy: Any = sys.modules.get("numpy")
 _TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch._C._get_default_device, lambda _: torch.set_default_tensor_type(torch.FloatTensor)),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (_deterministic, _set_deterministic),
     (precision.kept, precision.put_back),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (lambda: copy.copy(PRINT_OPTS), lambda value: vars(PRINT_OPTS).update(vars(value))),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (future.get_overwrite_module_params_on_conversion, future.set_overwrite_module_params_on_conversion),
+    (future.get_swap_module_params_on_conversion, future.set_swap_module_params_on_conversion),
+    (torch.serialization.get_default_load_endianness, torch.serialization.set_default_load_endianness),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.backends.cuda.preferred_linalg_library, torch.backends.cuda.preferred_linalg_library),
+    (c10d.get_debug_level, c10d.set_debug_level),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
-
-_FLAGS: tuple[tuple[Any, str], ...] = (
-    (torch.backends.cudnn, "enabled"),
-    (torch.backends.cudnn, "benchmark"),
-    (torch.backends.cudnn, "deterministic"),
+    *_flags(torch.backends.cudnn, "enabled benchmark deterministic benchmark_limit"),
+    *_flags(torch.backends.opt_einsum, "enabled strategy"),
+    *_flags(torch.utils.deterministic, "fill_uninitialized_memory"),
+    *([(_numpy.random.get_bit_generator, _numpy.random.set_bit_generator)] if _numpy else ()),
+    *([(_numpy.geterr, lambda value: _numpy.seterr(**value))] if _numpy else ()),
 )
 
 _MOMENT = 0.2  # seconds for threads to end: ample for a thread that is ending, and little compared to new ranks
@@ -64,8 +87,8 @@ def _default_device() -> torch.device | None:
 @dataclass
 class FreshState:
     torch_state: list[Any]
-    flags: list[Any]
     environment: dict[str, str]
+    unknown_variables: frozenset[bytes]
     directory: str
     threads: frozenset[threading.Thread]
     count: int
@@ -75,14 +98,17 @@ class FreshState:
     modes: Modes
     replaceable: Replaceable
     process: ProcessState
+    simulated: bool
+    modules: int = 0
+    interop_threads: int = 0
 
     @classmethod
-    def take(cls, device: int | None) -> FreshState:
+    def take(cls, device: int | None, simulated: bool) -> FreshState:
         """Record the current state."""
         return cls(
             torch_state=[get() for get, _ in _TORCH_STATE],
-            flags=[getattr(owner, name) for owner, name in _FLAGS],
             environment=dict(os.environ),
+            unknown_variables=frozenset(_variables_of_c().keys() - os.environb.keys()),
             directory=os.getcwd(),
             threads=frozenset(threading.enumerate()),
             count=_thread._count(),
@@ -92,6 +118,9 @@ class FreshState:
             modes=Modes(),
             replaceable=Replaceable(),
             process=ProcessState.take(),
+            simulated=simulated,
+            modules=len(sys.modules),
+            interop_threads=torch.get_num_interop_threads(),
         )
 
     def restore(self) -> None:
@@ -102,17 +131,17 @@ class FreshState:
         for (get, put), value in zip(_TORCH_STATE, self.torch_state, strict=True):
             if get() != value:
                 put(value)
-        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
         if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
             torch.cuda.set_device(self.device or 0)
         seed_everything(SEED)
 
     def restore_process(self) -> None:
         """Undo the changes of a test to the process."""
+        imported = len(sys.modules) > self.modules
+        self.modules = len(sys.modules)
+        self.replaceable.restore(imported)
         self.restore_context()
-        self.process.restore()
+        self.process.restore(imported)
         if torch.multiprocessing.get_sharing_strategy() != self.sharing:
             torch.multiprocessing.set_sharing_strategy(self.sharing)
         _destroy_extra_groups()
@@ -122,6 +151,13 @@ class FreshState:
             os.environ.clear()
             os.environ.update(self.environment)
             time.tzset()
+        variables = {os.fsencode(name): os.fsencode(value) for name, value in self.environment.items()}
+        now = _variables_of_c()
+        for name in now.keys() - variables.keys() - self.unknown_variables:
+            os.unsetenv(name)
+        for name, value in variables.items():
+            if now.get(name) != value:
+                os.putenv(name, value)
         try:
             os.chdir(self.directory)
         except OSError:
@@ -139,7 +175,21 @@ class FreshState:
         if (group := _world()) is not self.group:
             how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
             found.append(f"the default process group was {how}")
-        return (*found, *self.replaceable.changed(), *self.process.left_behind())
+        if torch.get_num_interop_threads() != self.interop_threads:
+            found.append("another number of interop threads of torch, which can be set once")
+        # NCCL listens at ports that the kernel chooses, and so does each gloo group that does not share its device.
+        listening = not self.simulated or os.getpid() in own_gloo_devices
+        left_open = self.process.left_behind(ports_of_libraries() if listening else range(0))
+        return (*found, *self.replaceable.changed(), *left_open)
+
+
+_environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+
+
+def _variables_of_c() -> dict[bytes, bytes]:
+    """Return the environment of programs that this process starts, which `os.environ` may differ from."""
+    entries = itertools.takewhile(bool, map(_environ.__getitem__, itertools.count())) if _environ else ()
+    return {name: value for name, _, value in (entry.partition(b"=") for entry in entries)}
 
 
 def _still_running(threads: Iterable[threading.Thread]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import datetime
 import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,6 +35,12 @@ from mgpu_check.processes.spawned import give_by_value
 from mgpu_check.torch_hooks.collectives import recorder
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
+
+_FATAL = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
+_SIGNALS = tuple(sorted(map(int, signal.valid_signals() - _FATAL)))
+"""Signals that a test may register with `faulthandler`."""
+
+_getpid = os.getpid  # a test may replace the name
 
 _told: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
@@ -94,7 +102,8 @@ def _write_stacks_to(fd: int) -> None:
     faulthandler.cancel_dump_traceback_later()
     faulthandler.disable()
     faulthandler.enable(file=fd, all_threads=True)
-    faulthandler.unregister(STACKS_SIGNAL)
+    for number in _SIGNALS:
+        faulthandler.unregister(number)
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
@@ -104,7 +113,7 @@ class Worker:
     def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
         self.connection = connection
         self.stacks_fd = stacks_fd
-        self.pid = os.getpid()
+        self.pid = _getpid()
         os.register_at_fork(after_in_child=connection.close)  # a process that a test forks must not act as this rank
         self.spec = spec
         self.functions: dict[str, Any] = {}
@@ -131,7 +140,8 @@ class Worker:
         check_visible(spec.uuids)
         if spec.index is not None:
             self.join(spec.index)
-        self.baseline = FreshState.take(spec.device)
+        self.baseline = FreshState.take(spec.device, simulated=spec.simulate is not None)
+        self.variables = contextvars.copy_context()  # of one test
         pausing.on_pause(self.pause)
 
     def join(self, index: int) -> None:
@@ -168,7 +178,7 @@ class Worker:
             except EOFError:
                 return
             except OSError:
-                if os.getpid() != self.pid:
+                if _getpid() != self.pid:
                     os._exit(0)
                 raise
             if isinstance(message, protocol.Call):
@@ -203,9 +213,11 @@ class Worker:
             if call.keep:
                 self.functions[call.key] = function
             args, kwargs = pickling.loads(call.arguments)
-            result = function(
-                *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
-            )
+            args, kwargs = [*map(self.resolve, args)], {name: self.resolve(arg) for name, arg in kwargs.items()}
+            try:
+                result = self.variables.run(function, *args, **kwargs)
+            finally:
+                self.baseline.replaceable.put_back_what_messages_need()
             value = self.pickle_result(result)
             settled = self.devices.idle()
         except BaseException as error:
@@ -217,10 +229,10 @@ class Worker:
                 failure = failure_of(error)
             self.error = error
             reusable = self.devices.usable()
-        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            with contextlib.suppress(BaseException):  # the test may have closed or replaced them
-                stream.flush()  # type: ignore[union-attr]
-        if os.getpid() != self.pid:
+        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+            with contextlib.suppress(BaseException):  # the test may have closed, replaced or deleted them
+                getattr(sys, name).flush()
+        if _getpid() != self.pid:
             os._exit(0)  # the test has forked, and both processes have returned: only the parent is the rank
         self.entered = recorder.total
         self.outcome = protocol.Outcome(
@@ -251,7 +263,7 @@ class Worker:
 
     def pause(self, message: protocol.Paused) -> None:
         """Report a finished part of the call, and wait until the other ranks have finished it, too."""
-        if os.getpid() == self.pid:
+        if _getpid() == self.pid:
             self.connection.send(message)
             self.connection.recv()
 
@@ -310,19 +322,26 @@ class Worker:
     def end_test(self) -> protocol.Rested:
         self.error = self.outcome = None
         self.functions.clear()
-        gc.collect(1)  # so that warnings of finalizers belong to this test; older objects rarely have any
-        for callback in _at_rest:
-            callback()
-        uncaught.listen()
         try:
+            gc.collect(1)  # so that warnings of finalizers belong to this test; older objects rarely have any
+            for callback in _at_rest:
+                callback()
             self.devices.give_back()
             self.baseline.restore_process()
             _write_stacks_to(self.stacks_fd)
             self.restore()
+            self.variables = contextvars.copy_context()
             self.fresh = True
-        except Exception as error:
-            return protocol.Rested((f"a state that cannot be put back: {failure_of(error).headline}",))
-        late = ["operations of a process group that were begun after the function had returned"]
-        left_behind = self.baseline.left_behind()
-        told = tuple(("stray", one.plain) for one in uncaught.take())
-        return protocol.Rested((*(late if recorder.total != self.entered else ()), *left_behind), told)
+            left_behind = self.baseline.left_behind()
+        except BaseException as error:  # a test may have replaced functions that this calls
+            left_behind = (f"a state that cannot be put back: {_headline(error)}",)
+        if recorder.total != self.entered:
+            left_behind += ("operations of a process group that were begun after the function had returned",)
+        return protocol.Rested(left_behind, tuple(("stray", stray.plain) for stray in uncaught.take()))
+
+
+def _headline(error: BaseException) -> str:
+    try:
+        return failure_of(error).headline
+    except BaseException:  # a test may have replaced functions that format errors
+        return type(error).__name__

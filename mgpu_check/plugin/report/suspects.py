@@ -91,7 +91,7 @@ class Reruns:
     @property
     def headline(self) -> str:
         """The likely cause of the failure, in a line; "" if there is no conclusion."""
-        if not self.repeats:
+        if not any(rerun.failed for rerun in self.repeats):
             return ""
         part = self._part()
         if not self.unreliable:

@@ -27,7 +27,7 @@ from mgpu_check.suite.collectives.cases import (
 from mgpu_check.suite.collectives.message_cases import Message
 from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.suite.common.strategies.tensors import seeds as tensor_seeds
-from mgpu_check.suite.common.strategies.worlds import world_sizes
+from mgpu_check.suite.common.strategies.worlds import first_of, world_sizes
 from mgpu_check.torch_hooks.table import TRANSFERS
 
 PLACES = ("device", "cpu")
@@ -60,7 +60,7 @@ def worlds(draw: st.DrawFn, least: int = 1) -> int:
     """
     whole = settings.active().gpus or 0
     two = max(least, min(2, whole))
-    return draw(world_sizes(draw(st.sampled_from((*[max(least, whole)] * 3, *[two] * 4, least)))))
+    return draw(world_sizes(draw(first_of((*[max(least, whole)] * 3, *[two] * 4, least)))))
 
 
 seeds = tensor_seeds()

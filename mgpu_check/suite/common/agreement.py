@@ -13,19 +13,12 @@ from mgpu_check.asserts.bits import index_of
 from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import enough
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.suite.common.error_bounds import ulps_of
 from mgpu_check.suite.common.operators import Function, Kind
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, indices_of, name_of, plain
 
 _LISTED = 6
-_ULPS = 64
-"""Units in the last place that "close" allows in float32 and float64.
-
-Sums in the cases have at most 64 terms, and each addition rounds once (N. J. Higham, *Accuracy and Stability of
-Numerical Algorithms*, 2nd ed., section 4.2). Functions are accurate to 2 units (NVIDIA, *CUDA C++ Programming Guide*).
-"""
-_NARROW_ULPS = 4
-"""The same for narrower dtypes: they are rounded only once or twice, from sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -241,11 +234,6 @@ def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind, error: torch.T
     if kind == "values":
         wrong |= (got == 0) & (expected == 0) & (got.signbit() != expected.signbit())
     return wrong
-
-
-def ulps_of(dtype: torch.dtype) -> int:
-    """Return how many units in the last place a result may be off."""
-    return _ULPS if dtype in (torch.float32, torch.float64) else _NARROW_ULPS
 
 
 def _far(got: torch.Tensor, expected: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:

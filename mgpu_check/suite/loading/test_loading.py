@@ -28,7 +28,7 @@ def test_sampler_covers_the_dataset(gpus: tuple[torch.device, ...]) -> None:
 
 
 @examples(20, quick=2)
-@given(world=strategies.world_sizes(), seed=strategies.seeds(zero=True))
+@given(world=strategies.world_sizes(), seed=strategies.seeds())
 def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], world: int, seed: int) -> None:
     """The order of a sampler depends only on its seed and `set_epoch`, equally on all ranks."""
     NamedFunction(f"{SAMPLING}:assert_sampler_shuffles")(world, seed)

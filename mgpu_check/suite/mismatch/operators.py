@@ -76,17 +76,23 @@ N = -1
 
 @dataclass(frozen=True)
 class Operands:
-    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second."""
+    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second.
+
+    Attributes:
+        change: takes each operand, and each parameter of a module, and returns another one.
+    """
 
     first: torch.device
     second: torch.device
     rows: int
     seed: int
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def on(self, operand: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
         """Return whole numbers in [-15, 15], on the device of `operand`, 0 or 1; `N` in the shape is `rows`."""
         sizes = tuple(self.rows if size == N else size for size in shape)
-        return TensorSpec(sizes, dtype, seed=self.seed + operand, values="exact").build(self._device(operand))
+        tensor = TensorSpec(sizes, dtype, seed=self.seed + operand, values="exact").build(self._device(operand))
+        return tensor if self.change is None else self.change(tensor)
 
     def index(self, operand: int, below: int) -> torch.Tensor:
         """Return `rows` indices of type int64 in [0, `below`)."""
@@ -98,7 +104,8 @@ class Operands:
 
     def module(self, operand: int, module: nn.Module) -> nn.Module:
         """Move `module` in place to the device of `operand`, 0 or 1, and return it."""
-        return module.to(self._device(operand))
+        module = module.to(self._device(operand))
+        return module if self.change is None else module._apply(self.change)
 
     def _device(self, operand: int) -> torch.device:
         return (self.first, self.second)[operand]

@@ -11,7 +11,7 @@ from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 @st.composite
 def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
-    """Draw a case of each mechanism; at the level "quick" of one, which the seed of the run chooses."""
+    """Draw a case of each mechanism; at the level "quick" of one."""
     names = list(MECHANISMS) if active().depth != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
     return [
         MechanismCase(

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from mgpu_check.suite.common.strategies.worlds import is_only_example
 from mgpu_check.suite.common.tensors import DTYPES, LAYOUTS, TensorSpec, layouts_for
 
 
-def seeds(*, zero: bool = False) -> st.SearchStrategy[int]:
+def seeds() -> st.SearchStrategy[int]:
     """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable.
 
     A test draws a seed in place of data for one of these reasons. Sizes, roots, positions and orders have strategies of
@@ -21,13 +22,10 @@ def seeds(*, zero: bool = False) -> st.SearchStrategy[int]:
       failure names the wrong case and its first wrong element, so no smaller example would say more.
     - The seed itself is under test, as that of a generator or a sampler.
 
-    Args:
-        zero: let the first example, which Hypothesis makes of the first value of each argument, have the seed 0. By
-            default Hypothesis rejects this example, because a test of one example would draw 0 in every run. Use it in
-            tests of several examples whose first one must have all devices.
+    A test of one example draws another seed in each run. A test of several begins with 0, and so with the first value
+    of all its arguments.
     """
-    numbers = st.integers(0, 999)
-    return numbers if zero else numbers.filter(bool)
+    return st.integers(0, 999).filter(lambda seed: seed or not is_only_example())
 
 
 def dtypes(choices: Sequence[str] = DTYPES) -> st.SearchStrategy[str]:

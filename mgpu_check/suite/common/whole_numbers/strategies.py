@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from mgpu_check.suite.common.strategies.worlds import all_devices, world_sizes
+from mgpu_check.suite.common.strategies.worlds import all_devices, is_only_example, world_sizes
 from mgpu_check.suite.common.whole_numbers.cases import OPTIMIZERS, WholeRun
 
 
@@ -45,6 +45,10 @@ def whole_runs(
     )
 
 
-def mostly_all(least: int = 1) -> st.SearchStrategy[int]:
-    """Draw world sizes; two of three examples use all devices, so that few examples find an error of one device."""
-    return st.one_of(all_devices(), all_devices(), world_sizes(least=least))
+@st.composite
+def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
+    """Draw world sizes; two of three examples, the first included, use all devices, so that few examples find an error
+    of one device."""
+    sizes = () if is_only_example() else (all_devices(), world_sizes(least=least))
+    size: int = draw(st.one_of(all_devices(), *sizes))
+    return size

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.perturbation import Perturbed
-from mgpu_check.suite.common.agreement import ulps_of
-from mgpu_check.torch_hooks.tensors import as_real, name_of, plain
+from mgpu_check.suite.common.error_bounds import WIDE, error_bounds
+from mgpu_check.torch_hooks.tensors import name_of
 
 LAYOUTS = ("", "transposed", "with gaps", "with an offset", "channels_last")
 """The layouts of operands; the first is that of the sample."""
@@ -20,7 +19,6 @@ LAYOUTS = ("", "transposed", "with gaps", "with an offset", "channels_last")
 _CPU = torch.device("cpu")
 _PADDING = 77
 """The value of the elements around an operand, which the operator must not read."""
-_RUNS = 3
 
 
 def layout_of_operand(layout: int, position: int) -> str:
@@ -44,7 +42,7 @@ def results(
                 value if change is None else change(value), device, layout_of_operand(layout, next(positions))
             )
         if isinstance(value, torch.dtype) and change is not None:
-            return _WIDE.get(value, value)
+            return WIDE.get(value, value)
         return device if _is_device(value) else value
 
     first, args, options = tree_map(placed, (sample.input, sample.args, sample.kwargs))
@@ -109,77 +107,15 @@ def _weights(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-_WIDE = {
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
-    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
-}
-
-
 def allowed(
     sample: Any, call: Callable[..., Any], dtype: torch.dtype, right: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return for each result, then each gradient, the reference in float64 and the largest errors of a right device.
-
-    A right implementation rounds its operands and each of its steps, in any order. Its error is bounded by some times
-    the effect of such roundings. They are measured: the operator runs in float64 with random errors of a unit roundoff
-    in each operand and step (D. S. Parker, *Monte Carlo Arithmetic*, 1997). The error of the CPU in `dtype` counts too.
-    An element may show no effect by chance, so none counts less than the median. Elements beside a jump, as of `floor`,
-    do not widen the bounds of others.
+    """Return `error_bounds` for each result, then each gradient.
 
     Args:
         right: the results and gradients of the CPU in `dtype`.
     """
-    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
-    if not real.is_floating_point:
-        real = torch.float32  # torch computes fractions of integers in this dtype
-    units = ulps_of(real)  # beyond the effect of rounding each step once; reductions in the samples have few terms
-    roundoff = unit_roundoff(real)
-    generator = torch.Generator(_CPU).manual_seed(0)
-    wide = _all(sample, call, _widened)
-
-    def shaken(tensor: torch.Tensor) -> torch.Tensor:
-        return _shaken(_widened(tensor), roundoff, generator)
-
-    runs = []
-    for _ in range(_RUNS):
-        with Perturbed(1, generator, roundoff):
-            runs.append(_all(sample, call, shaken))
-    bounds = []
-    for number, (reference, one) in enumerate(zip(wide, right, strict=True)):
-        effect = torch.stack([_gaps(run[number], reference) for run in runs]).amax(0)
-        least = roundoff * _largest(reference)
-        bounds.append((reference, units * (_filled(effect) + least) + 2 * _filled(_gaps(one, reference))))
-    return bounds
-
-
-def _all(sample: Any, call: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    made, gradients = results(sample, call, _CPU, change=change)
-    return [*made, *gradients]
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype)).requires_grad_(tensor.requires_grad)
-
-
-def _shaken(tensor: torch.Tensor, roundoff: float, generator: torch.Generator) -> torch.Tensor:
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        return tensor
-    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
-    return (tensor.detach() * (1 + roundoff * signs.double())).to(tensor.dtype).requires_grad_(tensor.requires_grad)
-
-
-def _gaps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the differences of the elements, as real numbers; 0 where they are not finite."""
-    gaps = (as_real(plain(one)).double() - as_real(plain(other)).double()).abs()
-    return gaps.where(gaps.isfinite(), 0)
-
-
-def _filled(gaps: torch.Tensor) -> torch.Tensor:
-    return gaps.clamp(min=float(gaps.median())) if gaps.numel() else gaps
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(_gaps(tensor, torch.zeros_like(tensor)).amax()) if tensor.numel() else 0.0
+    return error_bounds(lambda change: itertools.chain(*results(sample, call, _CPU, change=change)), dtype, right)
 
 
 def sizes(sample: Any, layout: int) -> Iterator[str]:

@@ -1,0 +1,442 @@
+"""A test that passes leaves nothing to the next: its change is put back, or its ranks are replaced with a remark."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextvars
+import copy
+import copyreg
+import decimal
+import faulthandler
+import fcntl
+import functools
+import gc
+import io
+import json
+import locale
+import logging
+import math
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from mgpu_check.plugin.serialization import by_value
+
+LOCK = os.path.join(tempfile.gettempdir(), f"mgpu-check-left-behind-{os.getpid()}")
+
+
+@pytest.fixture(autouse=True)
+def this_module_by_value():
+    with by_value([sys.modules[__name__]]):
+        yield
+
+
+def variable() -> contextvars.ContextVar[int]:
+    """Return a context variable of the rank, where it stays."""
+    return vars(contextvars).setdefault("left", contextvars.ContextVar("left"))
+
+
+def raises(*args: Any, **kwargs: Any) -> Any:
+    raise SystemExit("replaced by a test")
+
+
+def program(text: str) -> str:
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def listen(family: int, address: Any, kind: int = socket.SOCK_STREAM) -> Any:
+    server = socket.socket(family, kind)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, kind == socket.SOCK_STREAM)  # connections may linger
+    server.bind(address)
+    if kind == socket.SOCK_STREAM:
+        server.listen()
+    return server
+
+
+def keep(value: Any) -> None:
+    threading.current_thread().__dict__["kept"] = value
+
+
+def port() -> int:
+    return 20_000 + 2 * (os.getppid() % 4000) + dist.get_rank()
+
+
+def can_bind(kind: int = socket.SOCK_STREAM) -> str:
+    listen(socket.AF_INET, ("127.0.0.1", port()), kind).close()
+    return "free"
+
+
+def can_lock(path: str) -> str:
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return "free"
+
+
+def lock(number: int) -> None:
+    fcntl.flock(number, fcntl.LOCK_EX)
+    keep(number)
+
+
+def own_path(directory: str = "") -> str:
+    return os.path.join(directory, f"{LOCK}-{dist.get_rank()}")
+
+
+def open_directory() -> int:
+    os.makedirs(f"{own_path()}.d", exist_ok=True)
+    return os.open(f"{own_path()}.d", os.O_RDONLY)
+
+
+def lock_directory() -> None:
+    fcntl.flock(number := open_directory(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(number)
+
+
+class Unjoinable(threading.Thread):
+    def run(self) -> None:
+        threading.Event().wait()
+
+    def join(self, timeout: float | None = None) -> None:
+        raise ValueError("this thread cannot be joined")
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        raise ImportError(f"{name} is hidden by a test")
+
+
+def pending_signal() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    signal.raise_signal(signal.SIGUSR1)  # pending for this thread
+
+
+def closed_loop() -> None:
+    asyncio.set_event_loop(loop := asyncio.new_event_loop())
+    loop.close()
+
+
+def run_loop() -> None:
+    loop = asyncio.get_event_loop_policy().get_event_loop()
+    assert not loop.is_closed()
+    loop.close()
+
+
+def new_logger() -> None:
+    logger = logging.getLogger("left.behind.by.a.test")
+    logger.setLevel(logging.ERROR)
+    logger.addHandler(logging.StreamHandler())
+
+
+def detach(name: str) -> None:
+    setattr(sys, name, io.TextIOWrapper(getattr(sys, name).detach(), encoding="utf-8", errors="replace"))
+
+
+def reopen_errors() -> None:
+    sys.stderr = open(sys.stderr.detach().fileno(), "w", closefd=False)  # type: ignore[union-attr]  # noqa: SIM115
+
+
+def stubs() -> None:
+    sys.modules["no_such_package"] = types.ModuleType("no_such_package")
+
+
+def finders() -> list[str]:
+    return [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path]
+
+
+def importable(name: str) -> bool:
+    try:
+        __import__(name)
+    except ImportError:
+        return False
+    return True
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: (first(), second())[1]
+
+
+def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+def descriptors() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def open_many() -> None:
+    for number in [os.dup(0) for _ in range(descriptors() // 2)]:
+        os.close(number)
+
+
+# The first function leaves something behind, and the second observes it in the next test.
+PUT_BACK: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "os.environ is a dict": (lambda: setattr(os, "environ", {"A": "1"}), lambda: type(os.environ).__name__),
+    "os.environ is an equal dict": (
+        lambda: setattr(os, "environ", dict(os.environ)),
+        both(lambda: os.environ.update(SET="1"), lambda: program("import os; print(os.environ.get('SET'))")),
+    ),
+    "os.environ is a copy": (
+        both(lambda: setattr(os, "environ", copy.deepcopy(os.environ)), lambda: os.environ.update(LEFT="1")),
+        lambda: program("import os; print(os.environ.get('LEFT'))"),
+    ),
+    "variable of C": (lambda: os.putenv("LEFT", "1"), lambda: program("import os; print(os.environ.get('LEFT'))")),
+    "sys.path is a tuple": (lambda: setattr(sys, "path", (*sys.path, "/left")), lambda: (type(sys.path), sys.path[-1])),
+    "sys.argv": (lambda: setattr(sys, "argv", ("left",)), lambda: (type(sys.argv), *sys.argv)),
+    "content of sys.argv": (lambda: sys.argv.append("left"), lambda: sys.argv),
+    "sys.meta_path": (lambda: sys.meta_path.insert(0, Finder()), finders),
+    "sys.meta_path without finders": (lambda: sys.meta_path.clear(), finders),
+    "sys.meta_path is another list": (lambda: setattr(sys, "meta_path", []), finders),
+    "sys.path_hooks": (lambda: sys.path_hooks.insert(0, raises), lambda: len(sys.path_hooks)),
+    "sys.modules is a dict": (
+        lambda: setattr(sys, "modules", {}),
+        lambda: (sys.modules["torch"] is torch, importable("torch")),
+    ),
+    "sys.excepthook": (lambda: setattr(sys, "excepthook", None), lambda: callable(sys.excepthook)),
+    "sys.displayhook": (lambda: delattr(sys, "displayhook"), lambda: callable(sys.displayhook)),
+    "sys.unraisablehook": (lambda: setattr(sys, "unraisablehook", raises), lambda: sys.unraisablehook.__name__),
+    "threading.excepthook": (lambda: setattr(threading, "excepthook", raises), lambda: threading.excepthook.__name__),
+    "sys.frozen": (lambda: setattr(sys, "frozen", True), lambda: hasattr(sys, "frozen")),
+    "sys.tracebacklimit": (lambda: setattr(sys, "tracebacklimit", 0), lambda: hasattr(sys, "tracebacklimit")),
+    "new builtin": (lambda: setattr(builtins, "left", 1), lambda: hasattr(builtins, "left")),
+    "root logger": (lambda: setattr(logging, "root", logging.Logger("left")), lambda: logging.getLogger().name),
+    "manager of loggers": (
+        lambda: setattr(logging.Logger, "manager", logging.Manager(logging.root)),
+        lambda: logging.getLogger("torch").manager is logging.root.manager,
+    ),
+    "table of loggers": (
+        lambda: logging.Logger.manager.loggerDict.clear(),
+        lambda: (logging.getLogger("torch").level, len(logging.getLogger("torch").handlers)),
+    ),
+    "new logger": (
+        new_logger,
+        lambda: (logging.getLogger("left.behind.by.a.test").level, logging.getLogger("left.behind.by.a.test").handlers),
+    ),
+    "names of levels": (lambda: logging.addLevelName(logging.INFO, "LEFT"), lambda: logging.getLevelName(logging.INFO)),
+    "last resort of logging": (lambda: setattr(logging, "lastResort", None), lambda: logging.lastResort is None),
+    "disabled logging": (lambda: logging.disable(logging.CRITICAL), lambda: logging.root.manager.disable),
+    "warning filters": (lambda: setattr(warnings, "filters", []), lambda: len(warnings.filters)),
+    "context of decimal": (lambda: setattr(decimal.getcontext(), "prec", 3), lambda: decimal.getcontext().prec),
+    "context variable": (both(lambda: variable().set(1), lambda: None), lambda: variable().get(0)),
+    "encoding of output": (lambda: sys.stdout.reconfigure(encoding="ascii"), lambda: sys.stdout.encoding),  # type: ignore[union-attr]
+    "output that does not block": (lambda: os.set_blocking(1, False), lambda: os.get_blocking(1)),
+    "sys.__stdout__": (lambda: delattr(sys, "__stdout__"), lambda: hasattr(sys, "__stdout__")),
+    "name of the thread": (
+        lambda: setattr(threading.current_thread(), "name", "left"),
+        lambda: threading.current_thread().name,
+    ),
+    "generator of NumPy": (
+        lambda: np.random.set_bit_generator(np.random.PCG64(1)),  # type: ignore[attr-defined]
+        lambda: float(np.random.rand()),
+    ),
+    "errors of NumPy": (lambda: np.seterr(all="raise"), np.geterr),
+    "directory of models": (lambda: torch.hub.set_dir("/left"), torch.hub.get_dir),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL, "C"), lambda: locale.setlocale(locale.LC_ALL)),
+    "temporary directory": (lambda: setattr(tempfile, "tempdir", "/left"), tempfile.gettempdir),
+    "event loop": (closed_loop, run_loop),
+    "no event loop": (lambda: asyncio.run(asyncio.sleep(0)), run_loop),
+    "policy of event loops": (
+        lambda: asyncio.set_event_loop_policy(mock.Mock(spec=asyncio.AbstractEventLoopPolicy)),
+        lambda: asyncio.get_event_loop_policy().__module__,
+    ),
+    "socket timeout": (lambda: socket.setdefaulttimeout(0.1), socket.getdefaulttimeout),
+    "digits of integers": (lambda: sys.set_int_max_str_digits(700), sys.get_int_max_str_digits),
+    "stack size of threads": (lambda: threading.stack_size(1 << 20), threading.stack_size),
+    "hooks of generators": (lambda: sys.set_asyncgen_hooks(raises), lambda: sys.get_asyncgen_hooks().firstiter),
+    "pickling of a type": (
+        lambda: copyreg.pickle(complex, raises),
+        lambda: copyreg.dispatch_table[complex].__name__,
+    ),
+    "garbage collector": (
+        both(lambda: gc.disable(), lambda: gc.callbacks.append(raises)),
+        lambda: (gc.isenabled(), len(gc.callbacks)),
+    ),
+    "pending signal": (pending_signal, lambda: signal.getsignal(signal.SIGUSR1)),
+    "handler of faulthandler": (
+        lambda: faulthandler.register(signal.SIGUSR2, sys.__stderr__, chain=False),
+        lambda: faulthandler.unregister(signal.SIGUSR2),
+    ),
+    "generator of torch": (
+        lambda: setattr(torch, "default_generator", torch.Generator()),
+        lambda: (torch.default_generator.initial_seed(), torch.rand(1).item()),
+    ),
+    "generator of Python": (lambda: setattr(random, "_inst", random.Random(1)), random.random),
+    "type of tensors": (lambda: torch.set_default_tensor_type(torch.DoubleTensor), lambda: torch.ones(1).dtype),
+    "printed tensors": (lambda: torch.set_printoptions(precision=1), lambda: str(torch.tensor([0.123456]))),
+    "warn always": (lambda: torch.set_warn_always(True), torch.is_warn_always_enabled),
+    "backward in one thread": (
+        lambda: torch._C._set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+    ),
+    "debug level": (lambda: c10d.set_debug_level(c10d.DebugLevel.DETAIL), lambda: c10d.get_debug_level().name),
+}
+
+# The same, with the remark.
+REPLACED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "listener": (lambda: keep(listen(socket.AF_INET, ("127.0.0.1", port()))), can_bind, "open: port "),
+    "datagrams": (
+        lambda: keep(listen(socket.AF_INET, ("127.0.0.1", port()), socket.SOCK_DGRAM)),
+        lambda: can_bind(socket.SOCK_DGRAM),
+        "open: port ",
+    ),
+    "unix socket": (
+        lambda: keep(listen(socket.AF_UNIX, f"\0left-{port()}")),
+        lambda: listen(socket.AF_UNIX, f"\0left-{port()}").close(),
+        "open: socket ",
+    ),
+    "store": (
+        lambda: keep(c10d.TCPStore("127.0.0.1", port(), 1, is_master=True, wait_for_workers=False)),
+        can_bind,
+        "open: port ",
+    ),
+    "locked file": (
+        lambda: lock(os.open(own_path(), os.O_CREAT | os.O_RDWR)),
+        lambda: can_lock(own_path()),
+        f"open: {LOCK}",
+    ),
+    "locked directory": (
+        lambda: lock(open_directory()),
+        lock_directory,
+        f"open: {LOCK}",
+    ),
+    "locked shared memory": (
+        lambda: lock(os.open(f"/dev/shm/{os.path.basename(own_path())}", os.O_CREAT | os.O_RDWR)),
+        lambda: can_lock(f"/dev/shm/{os.path.basename(own_path())}"),
+        "open: /dev/shm/",
+    ),
+    "many files": (
+        lambda: keep([os.pipe() for _ in range(descriptors() // 2 - 100)]),
+        open_many,
+        "open file descriptors",
+    ),
+    "detached output": (lambda: detach("stdout"), lambda: print("é"), "a closed stdout"),
+    "detached errors": (lambda: detach("stderr"), lambda: print("é", file=sys.stderr), "a closed stderr"),
+    "errors without a file": (
+        reopen_errors,
+        lambda: print("é", file=sys.stderr),
+        "a closed stderr",
+    ),
+    "output to nowhere": (lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 1), lambda: None, "descriptors: 1"),
+    "no errors": (lambda: os.close(2), lambda: os.fstat(2) and None, "descriptors: 2"),
+    "thread that cannot be joined": (
+        lambda: Unjoinable(daemon=True).start(),
+        threading.active_count,
+        "cannot be joined",
+    ),
+    "os.listdir": (replace(os, "listdir", raises), lambda: len(os.listdir("/")) > 0, "replaced by a test"),
+    "open": (replace(builtins, "open", raises), lambda: open("/dev/null").close(), "replaced functions: builtins.open"),
+    "pickle.loads": (
+        replace(pickle, "loads", raises),
+        lambda: pickle.loads(pickle.dumps(1)),
+        "functions: pickle.loads",
+    ),
+    "print": (replace(builtins, "print", raises), lambda: print("printed"), "replaced functions: builtins.print"),
+    "int": (replace(builtins, "int", float), lambda: int("3"), "replaced functions: builtins.int"),
+    "os.getpid": (replace(os, "getpid", lambda: 1), lambda: os.getpid() > 1, "replaced functions: os.getpid"),
+    "os.path.exists": (replace(os.path, "exists", lambda path: False), lambda: os.path.exists("/"), "posixpath.exists"),
+    "os._exit": (replace(os, "_exit", raises), lambda: callable(os._exit), "replaced functions: os._exit"),
+    "time.time": (replace(time, "time", lambda: 0.0), lambda: time.time() > 1, "replaced functions: time.time"),
+    "signal.signal": (
+        replace(signal, "signal", lambda *args: None),
+        lambda: signal.signal.__module__,
+        "replaced functions: signal.signal",
+    ),
+    "socket.socket": (replace(socket, "socket", raises), lambda: socket.socket().close(), "socket.socket"),
+    "subprocess.Popen": (replace(subprocess.Popen, "wait", raises), lambda: program("print(1)"), "Popen.wait"),
+    "threading.Thread": (
+        replace(threading.Thread, "start", raises),
+        lambda: callable(threading.Thread.start),
+        "Thread.start",
+    ),
+    "warnings.warn": (replace(warnings, "warn", mock.Mock()), lambda: type(warnings.warn).__name__, "warnings.warn"),
+    "json.dumps": (replace(json, "dumps", mock.Mock(return_value="")), lambda: json.dumps(1), "json.dumps"),
+    "math.sqrt": (replace(math, "sqrt", raises), lambda: math.sqrt(4), "replaced functions: math.sqrt"),
+    "copy.deepcopy": (replace(copy, "deepcopy", raises), lambda: copy.deepcopy([1]), "copy.deepcopy"),
+    "functools.partial": (
+        replace(functools, "partial", raises),
+        lambda: callable(functools.partial(len)),
+        "functools.partial",
+    ),
+    "torch.add": (replace(torch, "add", raises), lambda: torch.add(torch.ones(1), 1).item(), "functions: torch.add"),
+    "torch.Tensor.add": (
+        replace(torch.Tensor, "add", raises),
+        lambda: torch.ones(1).add(1).item(),
+        "replaced functions: Tensor.add",
+    ),
+    "random.random": (replace(random, "random", lambda: 0.5), random.random, "replaced functions: random.random"),
+    "gc.collect": (replace(gc, "collect", raises), lambda: gc.collect() >= 0, "replaced by a test"),
+    "certificates": (
+        lambda: setattr(ssl, "_create_default_https_context", ssl._create_unverified_context),
+        lambda: ssl._create_default_https_context().verify_mode,
+        "replaced functions: ssl._create_default_https_context",
+    ),
+    "stub of a package": (stubs, lambda: importable("no_such_package"), "sys.modules: no_such_package"),
+    "hidden package": (
+        lambda: sys.modules.__setitem__("json", None),
+        lambda: importable("json"),
+        "sys.modules: json",
+    ),
+    "package that is gone": (
+        lambda: sys.modules.pop("torch.nn"),
+        lambda: sys.modules["torch.nn"] is torch.nn,
+        "torch.nn",
+    ),
+    "method of a layer": (
+        replace(torch.nn.Linear, "forward", raises),
+        lambda: torch.nn.Linear(1, 1)(torch.ones(1)).shape,
+        "replaced functions: Linear.forward",
+    ),
+    "hook of all optimizers": (
+        lambda: sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(raises),
+        lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step(),
+        "hooks on all modules or optimizers",
+    ),
+    "interop threads": (
+        lambda: torch.set_num_interop_threads(torch.get_num_interop_threads() + 1),
+        torch.get_num_interop_threads,
+        "interop threads",
+    ),
+}
+
+
+def check(pool: Any, leave: Callable[[], Any], observe: Callable[[], Any]) -> list[str]:
+    expected = pool.run(lambda: observe(), size=2)
+    assert pool.end_test(failed=False) == [], "the observation itself leaves something"
+    pool.begin_test()
+    pool.run(both(leave, lambda: None), size=2)
+    remarks = pool.end_test(failed=False)
+    pool.begin_test()
+    assert pool.run(lambda: observe(), size=2) == expected
+    return list(remarks)
+
+
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_a_change_is_put_back(pool: Any, name: str) -> None:
+    assert check(pool, *PUT_BACK[name]) == []
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_ranks_are_replaced_with_a_remark(pool: Any, name: str) -> None:
+    leave, observe, remark = REPLACED[name]
+    remarks = check(pool, leave, observe)
+    assert any(remark in line for line in remarks), remarks
