@@ -249,7 +249,7 @@ class Trace:
     """Module -> the dtype of its outputs, in the order of the first calls."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """The other events: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led",
-    "group", "starts", "spawned", "alone", "skipped", "epoch", "foreign", "given", "unreplayed", "ambiguous", "rate",
+    "group", "starts", "spawned", "alone", "skipped", "epoch", "given", "unreplayed", "ambiguous", "ordered", "rate",
     "stopped", "ended"."""
 
     @property
