@@ -113,6 +113,20 @@ def join_tensors(parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Ten
     return torch.cat([_padded(part, widest, value) for part in parts])
 
 
+def sample_dimension(parts: Sequence[torch.Tensor], own: torch.Tensor) -> int | None:
+    """Return the only dimension along which the parts add up to the shape of `own`."""
+    if any(part.dim() != own.dim() for part in parts):
+        return None
+    sizes = [sum(lengths) for lengths in zip(*(part.shape for part in parts), strict=True)]
+    fits = [d for d in range(own.dim()) if sizes[d] == own.shape[d]]
+    fits = [d for d in fits if all(_without(part, d) == _without(own, d) for part in parts)]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _without(tensor: torch.Tensor, dimension: int) -> list[int]:
+    return [size for d, size in enumerate(tensor.shape) if d != dimension]
+
+
 class SampleRows:
     """The order of rows if a tensor has several rows for each sample, such as those of two views.
 

@@ -7,8 +7,12 @@ and buffers are those of rank 0, and so are the learning rates.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import operator
 import os
+import random
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loaders
 
-from mgpu_check.compare import replay_numbers
 from mgpu_check.compare.replay_giving import RankReplaying
 from mgpu_check.compare.replay_points import Points, RecordedScript
 from mgpu_check.compare.replay_recording import RankRecording
@@ -58,12 +61,16 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
     patches.set(base, "__next__", made.around_next(base.__next__))
     patches.apply()
     patches.wrap(torch.optim.Optimizer, "__init__", made.around_optimizer)
-    replay_numbers.install(made.around_numbers)  # it imports numpy.random
-    if tape is not None:
-        made.own.install()
-    elif tapes.other_seeds:
+    patches.wrap(torch.autograd.Function, "apply", made.around_apply)
+    patches.wrap(torch.autograd, "grad", made.around_backward)
+    patches.wrap(torch.autograd, "backward", made.around_backward)
+    patches.wrap(torch.Tensor, "register_hook", made.around_hook)
+    patches.wrap(torch.Tensor, "numpy", made.around_numpy)
+    if replay is not None and tapes.other_seeds:
         _seed_otherwise()
-    register_optimizer_step_pre_hook(made.before_step)
+    for name in ("enter", "leave", "before_step", "after_step"):
+        patches.set(recorder, name, made.unfollowed(getattr(recorder, name)))
+    register_optimizer_step_pre_hook(made.step_begins)
     register_optimizer_step_post_hook(made.after_step)
     made.draws.__enter__()
     os.register_at_fork(after_in_child=made.leave)
@@ -75,7 +82,9 @@ def _seed_otherwise() -> None:
     for function in {torch.manual_seed, torch.random.manual_seed}:
         patches.replace(function, with_other_seeds(function))
     patches.apply()
-    for module, _ in replay_numbers.generators():
+    with contextlib.suppress(ImportError):
+        importlib.import_module("numpy.random")
+    for module in filter(None, (random, sys.modules.get("numpy.random"))):
         patches.wrap(module, "seed", with_other_seeds)
         module.seed(0)
     torch.manual_seed(0)

@@ -11,12 +11,14 @@ from torch import nn
 
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.replay_draws import ReplayedDraws
-from mgpu_check.compare.replay_numbers import ReplayedNumbers
+from mgpu_check.compare.replay_origins import Origin
+from mgpu_check.compare.replay_outside import ReplayedData
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.replay_recording import LoaderEnd
 from mgpu_check.compare.tape import Tapes, Unstored, place
 from mgpu_check.processes.frames import calling_line
 from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import plain
 
 _NEAR = 1e-3
@@ -26,14 +28,15 @@ _NEAR = 1e-3
 class RankReplaying(Points):
     """Gives one device what the ranks were given."""
 
+    outside: ReplayedData
+
     def __init__(self, recorder: RecordedScript, until: int, tapes: Tapes) -> None:
         super().__init__(recorder, until)
         self._tapes = tapes
         self._told: set[tuple[str, ...]] = set()
         self._rows = SampleRows(tapes.turned)
-        self.draws = ReplayedDraws(self, tapes, self._rows, self._missing_draw)
-        self._numbers = ReplayedNumbers(tapes, self._rows, self._missing_number, _line, self._counts)
-        self._most *= tapes.world
+        self.outside = ReplayedData(self, tapes, self._rows, self._give, self._missing)
+        self.draws = ReplayedDraws(self, tapes, self._missing, self.outside)
 
     def _tell(self, event: str, what: str, why: str = "", line: str = "") -> None:
         told = f"{what}{line or _line()}"
@@ -41,24 +44,20 @@ class RankReplaying(Points):
             self._told.add((event, told))
             self.recorder.note(event, what=told, why=why)
 
-    def _missing_draw(self, name: str, why: str) -> None:
-        if self.trained and torch.is_grad_enabled():
-            self._tell("unreplayed", name, why)
+    def _missing(self, what: str, why: str, line: str = "") -> None:
+        self._tell("unreplayed", what, why, line)
 
-    def _missing_number(self, name: str, line: str, why: str) -> None:
-        self._tell("unreplayed", name, why, line)
-
-    def _counts(self) -> bool:
-        return self.prepared and torch.is_grad_enabled()  # not what precedes the training, such as a seed
-
-    def number(self, name: str, own: Any) -> Any:
-        return self._numbers.take(name, own, self.micro())
+    def _give(self, what: str) -> None:
+        self._tell("given", what)
 
     def start(self, module: nn.Module, place: str) -> None:
         kept = self._tapes.first("start", place)
         if kept is None:
             return
         own = tensors_of(module)
+        prints = self._tapes.turn("buffers", place)
+        if any(rank != prints[0] for rank in prints):
+            self._missing(f"the buffers of {type(module).__name__}", "ranks start with other values")
         if isinstance(kept, Unstored):
             self._tell("unreplayed", f"the start of {type(module).__name__}", kept.why)
             return
@@ -79,28 +78,29 @@ class RankReplaying(Points):
         return [self._input(kind, value, [part[i] for part in parts]) for i, value in enumerate(own)]
 
     def _input(self, kind: str, own: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        here, first = plain(own), parts[0]
-        if torch.equal(here, first) and all(torch.equal(part, first) for part in parts):
-            return None
+        known = self.outside.origins.of(own) is Origin.KNOWN
         guesses: list[str] = []
+        self.outside.learn(own, parts)
         try:
-            joined = self._rows.join(parts, guesses)
+            value = self.outside.joint(own, parts, guesses, input_=True)
         except NotJoinedError as error:
-            self._tell("unreplayed", f"an argument of {kind}", str(error))
+            if not known:
+                self._missing(f"an argument of {kind}", str(error))
             return None
-        if _is_near(here, joined):
+        if value is None or (known and _same_rows(plain(own), value)):
             return None
         for guess in guesses:
-            self._tell("unreplayed", f"an argument of {kind}", guess)
-        self._tell("given", f"the inputs of {kind}")
-        return joined.to(own.device, own.dtype)
+            self._missing(f"an argument of {kind}", guess)
+        self.outside.ordered = self.outside.ordered or not known
+        self._give(f"the inputs of {kind}")
+        return value
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.active():
-            return
-        self._numbers.end_step()
+    def before_step(self, optimizer: Any) -> None:
+        self.outside.judge("code outside of a backward pass", self.gradients())
         if self._rows.ambiguous:
             self.recorder.note("ambiguous")
+        if self.outside.ordered:
+            self.recorder.note("ordered")
         where, number = self._rates_of(optimizer)
         rates = self._tapes.first("rate", where, number) or []
         if len(rates) != len(optimizer.param_groups):
@@ -119,7 +119,7 @@ class RankReplaying(Points):
             where = f"{where} {self._kinds[where]}"
             if self.active() and self._tapes.first("batch", where) is not None:
                 return self._batches(where)
-            with self.loading():
+            with self.paused():
                 return original(loader)
 
         return iterate
@@ -141,13 +141,14 @@ class RankReplaying(Points):
                 return
             for guess in guesses:
                 self._tell("unreplayed", "a batch", guess)
-            self._tell("given", "the batches of the DataLoader")
+            self._give("the batches of the DataLoader")
+            self.outside.origins.set(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
             yield batch
 
     def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def following(iterator: Any) -> Any:
-            with self.loading():
+            with self.paused():
                 return original(iterator)
 
         return following
@@ -168,10 +169,12 @@ def _line() -> str:
     return f" at {relative(file)}:{line}" if file else ""
 
 
-def _is_near(own: torch.Tensor, joined: torch.Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding: computed ones may be, in batches of another size."""
+def _same_rows(own: torch.Tensor, joined: torch.Tensor) -> bool:
+    """Return whether two tensors have the same rows up to rounding, in any order: the script may have ordered views."""
     if own.shape != joined.shape or own.dtype != joined.dtype:
         return False
-    if torch.equal(own, joined) or not own.is_floating_point():
+    if not own.is_floating_point():
         return torch.equal(own, joined)
-    return bool((own.double() - joined.double()).abs().max() <= _NEAR * joined.double().abs().max())
+    rows = [tensor.double().reshape(len(tensor), -1) for tensor in (own, joined)]
+    first, second = (row @ torch.arange(1.0, row.shape[1] + 1, dtype=row.dtype).sin() for row in rows)
+    return bool((first.sort().values - second.sort().values).abs().max() <= _NEAR * second.abs().max())

@@ -5,10 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import random
-import sys
 import threading
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -16,14 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.naming import unwrapped
-from mgpu_check.compare.replay_numbers import MOST, generators
-from mgpu_check.compare.replay_own import OwnGenerators
+from mgpu_check.compare.replay_draws import InterceptedDraws
+from mgpu_check.compare.replay_outside import OutsideData
 from mgpu_check.compare.watched import Note
+from mgpu_check.simulated.tensor import tensors_in
 from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
 from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
 from mgpu_check.torch_hooks.values import is_distributed
@@ -47,31 +45,39 @@ class RecordedScript(Protocol):
 class Points(abc.ABC):
     """Watches a script, for recording and for replaying."""
 
-    draws: TorchDispatchMode
+    draws: InterceptedDraws
+    outside: OutsideData
 
     def __init__(self, recorder: RecordedScript, until: int) -> None:
         self.recorder, self.until = recorder, until
         self._thread = threading.get_ident()
         self._depth = 0  # calls of modules and losses
-        self._loading = 0  # calls of loaders
+        self._paused = 0  # calls that are not followed
         self._seen: set[int] = set()
         self._held: list[Any] = []  # keeps objects alive whose ids are keys
         self._kinds: Counter[str] = Counter()
         self._rates: dict[int, list[int]] = {}
-        self._random: dict[str, int] | None = None
-        self._drawn: Counter[tuple[types.CodeType, int, int]] = Counter()
-        self._most = MOST  # draws of a line and a micro-batch that pass through `number`
-        self.own = OwnGenerators(self.active)
-        self.trained = False  # a module was called with gradients
-        self.prepared = False  # an optimizer exists
+        self._optimizers: list[Any] = []
+        self._stepping = False
+        self._differentiating = False  # within a backward pass
 
     def active(self) -> bool:
         """Return whether the script's own thread runs within the recorded steps."""
-        return self.recorder.done < self.until and threading.get_ident() == self._thread and not self._loading
+        return self.recorder.done < self.until and threading.get_ident() == self._thread and not self._paused
 
     def micro(self) -> int:
         """Return the number of the micro-batch."""
         return self.recorder.passes
+
+    def follows(self) -> bool:
+        """Return whether operators are followed now: not those of a backward pass or an optimizer."""
+        computes = self._stepping or self._differentiating  # with gradients: a closure, or a checkpointed part
+        return torch.is_grad_enabled() or not computes
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the gradients of the parameters of all optimizers."""
+        for optimizer in self._optimizers:
+            yield from (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
     def leave(self) -> None:
         """Do nothing in a forked child, such as a worker of a loader."""
@@ -86,10 +92,11 @@ class Points(abc.ABC):
             if id(module) not in self._seen:
                 self._seen.add(id(module))
                 self._held.append(module)
-                self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
+                with self.paused():
+                    self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
                 self._kinds[kind] += 1
-            args, kwargs = self.recorder.guard(self._replaced)(kind, args, kwargs)
-            with self._inside():
+                self.outside.origins.set([value for _, value in (*named_parameters(module), *named_buffers(module))])
+            with self._call(kind, args, kwargs):
                 return original(module, *args, **kwargs)
 
         return call
@@ -99,8 +106,7 @@ class Points(abc.ABC):
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not self._enters():
                 return original(*args, **kwargs)
-            args, kwargs = self.recorder.guard(self._replaced)(original.__name__, args, kwargs)
-            with self._inside():
+            with self._call(original.__name__, args, kwargs):
                 return original(*args, **kwargs)
 
         return call
@@ -119,85 +125,117 @@ class Points(abc.ABC):
 
         return call
 
-    def around_numbers(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of `random` or `numpy.random` whose results pass through `number`."""
-
-        @functools.wraps(original)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if not self.active():
-                return original(*args, **kwargs)
-            frame = sys._getframe(1)
-            self._drawn[at := (frame.f_code, frame.f_lineno, self.micro())] += 1
-            if self._drawn[at] > self._most + 1:  # they take long; `_notice_random` notices them
-                return original(*args, **kwargs)
-            self._notice_random()
-            result = original(*args, **kwargs)
-            self._random = _random_states()
-            return self.number(name, result)
-
-        return draw
-
     def around_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            self.prepared = True
+            self._optimizers.append(optimizer := args[0])
+            self.outside.origins.set(p for group in optimizer.param_groups for p in group["params"])
 
         return make
+
+    def around_apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Follow the forward pass of a `torch.autograd.Function`, which runs without gradients."""
+
+        @functools.wraps(original)
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            if self.outside.applying or not (self.active() and self.follows() and torch.is_grad_enabled()):
+                return original(*args, **kwargs)
+            return self.outside.apply(lambda: original(*args, **kwargs), args[0].__name__, args[1:])
+
+        return apply
+
+    def around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Replace the gradients that the script gives to `torch.autograd.backward` or `grad`."""
+
+        @functools.wraps(original)
+        def backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.active() or self._differentiating:
+                return original(outputs, *args, **kwargs)
+            self._differentiating = True
+            try:
+                with self._call(original.__name__, args, kwargs):
+                    result = original(outputs, *args, **kwargs)
+            finally:
+                self._differentiating = False
+            self.outside.origins.set(tensors_in([result]))
+            return result
+
+        return backward
+
+    def around_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Follow the hooks of gradients, and judge their results."""
+
+        @functools.wraps(original)
+        def register(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+            @functools.wraps(hook)
+            def followed(gradient: torch.Tensor) -> Any:
+                if not self.active():
+                    return hook(gradient)
+                before, self._differentiating = self._differentiating, False
+                try:
+                    with self.outside.origins.known([gradient]):
+                        result = hook(gradient)
+                        self.outside.judge("a hook", tensors_in([gradient, result]))
+                finally:
+                    self._differentiating = before
+                return result
+
+            return original(tensor, followed)
+
+        return register
+
+    def around_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Take note of tensors that share their memory with an array: the script may change it unseen."""
+
+        @functools.wraps(original)
+        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.active() and not tensor.requires_grad:
+                self.outside.origins.set([tensor], None)
+            return original(tensor, *args, **kwargs)
+
+        return numpy
 
     def _enters(self) -> bool:
         return self.active() and not self.recorder.backwards and not is_capturing() and not is_transforming()
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _call(self, kind: str, args: Any, kwargs: Any) -> Iterator[None]:
+        """Replace the tensors of an outermost call that were not computed with parameters; let them be known in it."""
+        inputs: list[torch.Tensor] = []
+        if torch.is_grad_enabled():
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is_input(leaf)]
+            self.recorder.guard(self._keep_inputs)(kind, inputs)
         self._depth += 1
         try:
-            yield
+            with self.outside.origins.known(inputs):
+                yield
         finally:
             self._depth -= 1
 
-    def _replaced(self, kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with other tensors, except for tensors that were computed with parameters."""
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        if not self.trained:
-            self._notice_own()
-        self.trained = True
-        leaves, form = tree_flatten((args, kwargs))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
-        at = [i for i in at if not is_distributed(leaves[i]) and leaves[i].layout is torch.strided]
-        for i, value in zip(at, self.inputs(kind, [leaves[i].detach() for i in at]), strict=True):
-            if value is not None:
-                leaves[i] = value
-        args, kwargs = tree_unflatten(leaves, form)
-        return args, kwargs
+    def _keep_inputs(self, kind: str, inputs: list[torch.Tensor]) -> None:
+        with self.paused():
+            for tensor, value in zip(inputs, self.inputs(kind, inputs), strict=True):
+                self.outside.keep(tensor, value)
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Leave the draws of a loader to it: its batches have them."""
-        self._notice_random()
-        self._notice_own()
-        self._loading += 1
+    def paused(self) -> Iterator[None]:
+        """Follow neither a loader, whose batches are replayed, nor this recording itself."""
+        self._paused += 1
         try:
             yield
         finally:
-            self._loading -= 1
-            self._random = _random_states()
-            self.own.drawn()
+            self._paused -= 1
 
-    def _notice_random(self) -> None:
-        """Record that the script has drawn numbers of Python or NumPy in a way that `around_numbers` does not see."""
-        now = _random_states()
-        if self._random is not None and self.trained:
-            for name, state in now.items():
-                if state != self._random.get(name, state):
-                    self.recorder.note("foreign", generator=name)
-        self._random = now
+    def unfollowed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook of this package whose operators do not count."""
 
-    def _notice_own(self) -> None:
-        """Record draws from generators of the script's own; before the training, with the first states."""
-        for name, start in self.own.drawn():
-            self.recorder.note("foreign", generator=name, **({} if self.trained else {"start": start}))
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.paused():
+                return hook(*args, **kwargs)
+
+        return call
 
     def _rates_of(self, optimizer: Any) -> tuple[str, int]:
         """Return the place of an optimizer's learning rates, and the number of its step."""
@@ -207,11 +245,15 @@ class Points(abc.ABC):
         entry[1] += 1
         return str(entry[0]), entry[1]
 
-    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.active():
-            self._notice_random()
-            self._notice_own()
-        elif _get_current_dispatch_mode() is self.draws:
+            self.outside.end()
+            self.before_step(optimizer)
+        self._stepping = True
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping = False
+        if not self.active() and _get_current_dispatch_mode() is self.draws:
             self.draws.__exit__(None, None, None)  # it costs time
 
     @abc.abstractmethod
@@ -220,15 +262,11 @@ class Points(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Record the tensors of a call, or return those to give it; None for a tensor that stays."""
+        """Record the tensors of a call, or return those to take their places; None for a tensor that stays."""
 
     @abc.abstractmethod
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """Record the learning rates of an optimizer, or set them."""
-
-    @abc.abstractmethod
-    def number(self, name: str, own: Any) -> Any:
-        """Record the result of a function that draws numbers, or return another one."""
 
     @abc.abstractmethod
     def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,12 +281,11 @@ class Points(abc.ABC):
         """Return a method that gives the number of batches."""
 
 
-def _random_states() -> dict[str, int]:
-    found = {}
-    for module, _ in generators():
-        state: Any = random.getstate() if module is random else module.get_state()
-        found[module.__name__] = hash(state if module is random else (bytes(state[1]), state[2]))
-    return found
+def _is_input(leaf: Any) -> bool:
+    """Return whether an argument is a dense tensor that was not computed with parameters."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or hasattr(leaf, "full_tensor"):
+        return False
+    return not leaf.requires_grad or (leaf.grad_fn is None and not isinstance(leaf, nn.Parameter))
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,9 +12,12 @@ from torch import nn
 
 from mgpu_check.compare.fingerprint import fingerprint
 from mgpu_check.compare.replay_draws import RecordedDraws
-from mgpu_check.compare.replay_numbers import RecordedNumbers
+from mgpu_check.compare.replay_outside import RecordedData
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.tape import Tape, place
+from mgpu_check.torch_hooks.members import named_buffers
+from mgpu_check.torch_hooks.nested import leaves
+from mgpu_check.torch_hooks.tensors import plain
 
 _LISTED = 2**14
 """Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
@@ -31,8 +34,8 @@ class RankRecording(Points):
     def __init__(self, recorder: RecordedScript, until: int, rank: int, tape: Tape) -> None:
         super().__init__(recorder, until)
         self._rank, self._tape = rank, tape
-        self.draws = RecordedDraws(self, tape)
-        self._numbers = RecordedNumbers(tape)
+        self.outside = RecordedData(self, tape)
+        self.draws = RecordedDraws(self, tape, self.outside)
         self._loaders: list[tuple[Any, int]] = []
 
     def active(self) -> bool:
@@ -49,16 +52,16 @@ class RankRecording(Points):
     def start(self, module: nn.Module, place: str) -> None:
         if not self._rank:
             self._tape.put("start", place, tensors_of(module))
+        dense = [(name, buffer) for name, buffer in named_buffers(module) if not hasattr(buffer, "full_tensor")]
+        prints = {name: fingerprint(plain(buffer)) for name, buffer in dense if not buffer.is_meta}
+        self._tape.put("buffers", place, prints)
 
     def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        self._tape.put("call", f"{kind} {place()} {self.micro()}", own)
+        self._tape.put("call", f"{kind} {place()} {self.micro()}", [tensor.detach() for tensor in own])
         return [None] * len(own)
 
-    def number(self, name: str, own: Any) -> Any:
-        return self._numbers.take(name, own, self.micro())
-
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.active() and not self._rank:
+    def before_step(self, optimizer: Any) -> None:
+        if not self._rank:
             where, _ = self._rates_of(optimizer)
             self._tape.put("rate", where, [group.get("lr") for group in optimizer.param_groups])
 
@@ -67,7 +70,7 @@ class RankRecording(Points):
         def iterate(loader: Any) -> Any:
             if not self.active():
                 return original(loader)
-            with self.loading():
+            with self.paused():
                 own = original(loader)
             if torch.is_grad_enabled() and all(loader is not other for other, _ in self._loaders):
                 self._loaders.append((loader, int(getattr(own, "_base_seed", 0))))
@@ -84,14 +87,15 @@ class RankRecording(Points):
             where = getattr(iterator, "_mgpu_check_place", None)
             if where is None or not self.active() or not torch.is_grad_enabled():
                 return original(iterator)
-            with self.loading():
+            with self.paused():
                 try:
                     batch = original(iterator)
                 except StopIteration:
                     self._tape.put("batch", where, LoaderEnd())
                     raise
                 self._tape.put("batch", where, batch)
-                return batch
+            self.outside.origins.set(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+            return batch
 
         return following
 

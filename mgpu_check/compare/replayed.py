@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.assembly import Assembly
 from mgpu_check.compare.control import SEED, measured
+from mgpu_check.compare.first_difference import first_difference
 from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.processes import ScriptRun
 from mgpu_check.compare.rounding import Rounding, repeatability
@@ -24,6 +25,11 @@ from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.compare.within_step import with_rows_together
 from mgpu_check.processes.rank_lists import few
+
+_REMEDY = (
+    "do: at these lines, use tensors with an entry for each sample, or the same values on all ranks; or let one device "
+    "get the data of all ranks by itself"
+)
 
 
 class RunOneDevice(Protocol):
@@ -95,16 +101,10 @@ def replayed(
             made = turned if turned.verdict.kind == "equal" else made
         verdict = made.verdict
         if verdict.kind == "differs":
-            if left := list(_left(trace, ranks, verdict.step or until)):
-                return _none(refused, f"not all could be replayed: {few(left, 5)}")
-            # The control: numbers that were not replayed must not explain the difference.
-            other = again("replaying the ranks, with other seeds", other_seeds=True)
-            if other.failed:
-                return _none(refused, f"with other seeds, {other.failed}", last_words(other.failed))
-            repeat = repeatability(trace, other.traces[0])
-            if repeat is not None and repeat.step < (verdict.step or until):
-                told = f"with other seeds it differs at step {repeat.step + 1}: {repeat.what}"
-                return _none(refused, f"the replay does not cover all random numbers: {told}")
+            if left := list(_left(trace, verdict.step or until)):
+                return _none(refused, f"not all could be replayed: {few(left, 5)}", [_REMEDY])
+            if (why := _control(made, trace, again)) is not None:
+                return _none(refused, *why)
     report = verdict.report
     hidden = mistakes_of(ranks)
     remarks = [*report.remarks, *_told(refused, trace, until), *remarks_of(ranks)]
@@ -113,6 +113,31 @@ def replayed(
         report = replace(report, headline=headline, findings=hidden)
         verdict = replace(verdict, kind="differs")
     return replace(made, verdict=replace(verdict, report=replace(report, remarks=remarks), replayed=True))
+
+
+def _control(made: Replay, trace: Trace, again: Callable[..., ScriptRun]) -> tuple[str, list[str]] | None:
+    """Return why a difference does not count, as the first lines of a remark; None if it does.
+
+    Data that were not replayed must not explain it. Nor must the order of the samples, where the script did not join
+    them itself: rows of a tensor may be steps of a sequence.
+    """
+    ordered, step = bool(trace.of("ordered")), made.verdict.step or len(trace.steps)
+    order = " and in another order" if ordered else ""
+    other = again(f"replaying the ranks, with other seeds{order}", other_seeds=True, backwards=ordered)
+    if other.failed:
+        return f"with other seeds{order}, {other.failed}", last_words(other.failed)
+    if not ordered:
+        repeat = repeatability(trace, other.traces[0])
+        if repeat is None or repeat.step >= step:
+            return None
+        told = f"with other seeds it differs at step {repeat.step + 1}: {repeat.what}"
+        return f"the replay does not cover all random numbers: {told}", []
+    assert made.rounding is not None
+    difference = first_difference(Aligned(trace, [replace(other.traces[0], rank=0)], replayed=True), made.rounding)
+    if difference is None or difference.step >= step:
+        return None
+    told = f"with other seeds, and the samples of the last rank first, it differs at step {difference.step + 1}"
+    return f"the replay does not cover all random numbers, or the order of the rows has a meaning: {told}", []
 
 
 def _none(refused: ComparisonVerdict, why: str, more: Sequence[str] = ()) -> Replay:
@@ -134,17 +159,11 @@ def _until(trace: Trace, steps: int) -> Trace:
     return replace(trace, steps=trace.steps[:steps], events=[e for e in trace.events if e.get("after", 0) < steps])
 
 
-def _left(trace: Trace, ranks: Sequence[Trace], step: int) -> Iterator[str]:
+def _left(trace: Trace, step: int) -> Iterator[str]:
     """Yield what the replay could not give one device, up to a step that is counted from 1."""
     for event in trace.of("unreplayed"):
         if event["after"] < step:
             yield f"{event['what']}: {event['why']}"
-    drawn = [[event for event in rank.of("foreign") if event["after"] < step] for rank in ranks]
-    # Draws that precede the training are the same on all ranks if their generators have started equally.
-    same = len({tuple(event["start"] for event in own if "start" in event) for own in drawn}) == 1
-    names = {event["generator"] for own in drawn for event in own if "start" not in event or not same}
-    for name in sorted(names):
-        yield f"numbers of {name}, which the ranks draw in a way that was not seen"
 
 
 def _told(refused: ComparisonVerdict, trace: Trace, steps: int) -> Iterator[str]:

@@ -32,7 +32,10 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _AROUND = (
     _TORCH,
-    *(_OURS + part for part in ("simulated" + os.sep, "compare/watched", "compare/replay", "compare/tape")),
+    *(
+        _OURS + part
+        for part in ("simulated" + os.sep, "torch_hooks" + os.sep, "compare/watched", "compare/replay", "compare/tape")
+    ),
 )
 """Files whose frames may be between the code of the user and a draw of the user."""
 _DIRECTORY = os.getcwd()  # when the run starts: the script may change it
@@ -108,15 +111,6 @@ class Tapes:
             here = [here[rank]]
         return [self._read(own[number]) for own in here] if all(number < len(own) for own in here) else []
 
-    def all(self, kind: str, place: str, micro: int) -> list[list[Any]]:
-        """Return the values of each rank for this place; of one rank if micro-batches are dealt."""
-        ranks: Sequence[int] = range(self.world)
-        if self._dealt:
-            micro, rank = divmod(micro, self.world)
-            ranks = [rank]
-        here = self._at.get((kind, f"{place} {micro}"))
-        return [[self._read(at) for at in here[rank]] for rank in ranks] if here else []
-
     def first(self, kind: str, place: str, number: int = 0) -> Any:
         """Return a value of the first rank that has it; None if no rank has it."""
         for own in self._at.get((kind, place), ()):
@@ -129,7 +123,15 @@ class Tapes:
         return pickle.loads(os.pread(self._fd, size, start))
 
 
-def write_joint(fd: int, tapes: Sequence[int], dealt: bool, *, turned: bool = False, other_seeds: bool = False) -> None:
+def write_joint(
+    fd: int,
+    tapes: Sequence[int],
+    dealt: bool,
+    *,
+    turned: bool = False,
+    other_seeds: bool = False,
+    backwards: bool = False,
+) -> None:
     """Write the items of all ranks to one file, in place of its content.
 
     Args:
@@ -138,12 +140,13 @@ def write_joint(fd: int, tapes: Sequence[int], dealt: bool, *, turned: bool = Fa
             ``n * world + r`` is the n-th of rank r.
         turned: see `mgpu_check.compare.joining.SampleRows`.
         other_seeds: change the seeds that the script sets on one device.
+        backwards: the samples of the last rank come first.
     """
     os.ftruncate(fd, 0)
     os.lseek(fd, 0, os.SEEK_SET)
     head = pickle.dumps((dealt, len(tapes), turned, other_seeds))
     write_all(fd, _HEAD.pack(0, len(head)), head)
-    for tape in tapes:
+    for tape in reversed(tapes) if backwards else tapes:
         write_all(fd, _HEAD.pack(0, 0))
         size, start = os.fstat(tape).st_size, 0
         while start < size:
@@ -208,21 +211,24 @@ def _within_run(file: str) -> str:
     return file if file.startswith("<") else os.path.relpath(file, _DIRECTORY)
 
 
-def own_draw() -> bool:
-    """Return whether this package itself draws, such as for a perturbation."""
-    names = (frame.f_code.co_filename for frame in _frames())
-    return next((name.startswith(_OURS) for name in names if not name.startswith(_AROUND)), False)
+def nearest_line() -> str | None:
+    """Return the innermost line outside of torch; None if this package itself computes, such as a perturbation."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _is_around(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return None
+    return f"{_within_run(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def in_a_constructor() -> bool:
-    """Return whether a module is being made, or initialized by `torch.nn.init`: such draws are no part of a step."""
-    for frame in _frames():
-        code = frame.f_code
-        if code.co_filename.endswith("torch/nn/init.py"):
-            return True
-        if code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
-            return True
-    return False
+@functools.cache
+def _is_around(file: str) -> bool:
+    return file.startswith((*_AROUND, "<frozen "))
+
+
+def is_within_gradients() -> bool:
+    """Return whether `torch.func` differentiates a function, whose tensors it saves before operators run."""
+    return any(frame.f_code.co_filename.endswith("torch/_functorch/eager_transforms.py") for frame in _frames())
 
 
 def _frames() -> Iterator[types.FrameType]:

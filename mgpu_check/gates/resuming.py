@@ -330,8 +330,8 @@ def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: Stat
         raise ValueError(
             f"{_GATE}: train depends on the number of ranks: after steps 0 to {training.steps}, without any "
             f"checkpoint, {differing} {there} differ by more than rounding; so a run that is resumed on other ranks "
-            "cannot be judged. Make the step the same at any world size (assert_step_scales says where it differs), without "
-            "random numbers that differ between ranks"
+            "cannot be judged. Make the step the same at any world size (assert_step_scales says where it differs), "
+            "without random numbers that differ between ranks"
         )
     if not agreeing:
         raise NotCompared(

@@ -1,0 +1,381 @@
+"""Check all data that reach a loss from outside of the replay: tensors, and numbers among the arguments of operators.
+
+If an operator in the graph of a loss gets a tensor from outside, the ranks record it. One device compares its own, or
+gets the joint tensor in its place. Numbers are not replaced: those of one device must follow from those of the ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mgpu_check.compare.joining import NotJoinedError, SampleRows, sample_dimension
+from mgpu_check.compare.replay_calls import MOST, Calls, follows, unexplained
+from mgpu_check.compare.replay_origins import OperatorSchema, Origin, Origins, schema_of
+from mgpu_check.compare.tape import Tape, Tapes, Unstored, is_within_gradients, nearest_line, place
+from mgpu_check.simulated.tensor import tensors_in
+from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.torch_hooks.tensors import plain
+
+_EQUAL = 1e-5  # the relative difference that rounding explains
+_OUTSIDE = (None, Origin.OUTSIDE)
+_LARGEST = 2**24  # elements of a sparse tensor
+
+
+class Now(Protocol):
+    """The progress of the script."""
+
+    def active(self) -> bool:
+        """Return whether calls count now."""
+
+    def micro(self) -> int:
+        """Return the number of the micro-batch."""
+
+    def follows(self) -> bool:
+        """Return whether operators are followed now: not those of a backward pass or an optimizer."""
+
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """Return the gradients of the parameters of all optimizers."""
+
+
+class OutsideData(abc.ABC):
+    """Follows the operators of the script.
+
+    Attributes:
+        applying: a `torch.autograd.Function` of the script runs its forward pass.
+    """
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self.origins = Origins()
+        self.applying = False
+        self._micro = -1
+        self._calls: Calls = {}
+        self._computed: set[float] = set()  # numbers that the script has read from known tensors
+        self._checked: dict[Any, tuple[StorageWeakRef, torch.Tensor | None]] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, check what it gets from outside, and return its result."""
+        self._advance()
+        operator = schema_of(func)
+        tensors = list(tensors_in([*args, *kwargs.values()] if kwargs else args))
+        written = operator.changed(args, kwargs) if operator.written else []
+        whole = [id(tensor) for tensor in written if operator.overwrites and tensor._base is None]
+        sources = [tensor for tensor in tensors if id(tensor) not in whole] if whole else tensors
+        origins = [self.origins.of(tensor) for tensor in sources]
+        outside = [i for i, origin in enumerate(origins) if origin in _OUTSIDE]
+        numbers = operator.numbers(args, kwargs)
+        known = Origin.KNOWN in origins
+        graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
+        reaches = graph or (self.applying and known)
+        line = nearest_line() if reaches or (numbers and known and not outside) else None
+        if line and outside and not is_capturing():
+            self._check(operator, args, {i: _reaching(sources[i], written) for i in outside})
+        result = func(*args, **kwargs)
+        if operator.name == "aten::_local_scalar_dense":
+            if not outside and isinstance(result, (int, float)):
+                self._computed.add(float(result))
+            return result
+        origin: Origin | None = Origin.KNOWN
+        if operator.constant:
+            origin = Origin.CONSTANT if len(numbers) < 2 or not numbers[0] else None
+        elif outside and not reaches:
+            origin = Origin.OUTSIDE
+        elif not reaches and not known:
+            origin = Origin.CONSTANT if origins and not numbers else None
+        for tensor in written:
+            if not tensor.requires_grad:
+                self._change(tensor, origin, id(tensor) in whole, sources, bool(numbers))
+        in_graph = False
+        for made in tensors_in([result]):
+            differentiable = graph and made.is_floating_point() and operator.name != "aten::detach"
+            in_graph = in_graph or differentiable
+            if not differentiable and all(made is not tensor for tensor in tensors):
+                self.origins.set([made], origin)
+        if line and (numbers or in_graph):
+            self._add(operator.name, line, in_graph, numbers)
+        return result
+
+    def apply(self, function: Callable[..., Any], name: str, args: Sequence[Any]) -> Any:
+        """Run the forward pass of a `torch.autograd.Function` of the script, which has no graph."""
+        self._advance()
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        origins = [self.origins.of(tensor) for tensor in tensors]
+        known = [tensor for tensor, origin in zip(tensors, origins, strict=True) if origin is Origin.KNOWN]
+        if known:
+            numbers = tuple(arg for arg in args if type(arg) in (int, float))
+            outside = {i: t for i, t in enumerate(tensors) if origins[i] in _OUTSIDE}
+            if line := nearest_line():
+                self._check(OperatorSchema(name, (), (), False, False), tensors, outside)
+                self._add(name, line, True, numbers)
+            self.origins.set(known)  # within the function, their data and views have no graph
+        self.applying = bool(known)
+        try:
+            result = function()
+        finally:
+            self.applying = False
+        self.judge("an autograd function", (one for one in tensors_in([result]) if one.requires_grad))
+        return result
+
+    def _add(self, operator: str, line: str, in_graph: bool, numbers: tuple[float, ...]) -> None:
+        calls = self._calls.setdefault((operator, line, in_graph), [])
+        if len(calls) < MOST:
+            calls.append(numbers)
+
+    def _change(
+        self, tensor: torch.Tensor, origin: Origin | None, whole: bool, sources: Sequence[torch.Tensor], numbers: bool
+    ) -> None:
+        """Set the origin of a tensor that an operator has changed in place."""
+        before = self.origins.of_storage(tensor)
+        outside = any(self.origins.of(source) in _OUTSIDE for source in sources if source is not tensor)
+        if whole or (origin is Origin.KNOWN and before is Origin.CONSTANT):
+            self.origins.set([tensor], origin)
+        elif (before is Origin.CONSTANT and numbers) or (origin is Origin.OUTSIDE and outside):
+            self.origins.set([tensor], Origin.OUTSIDE)
+
+    def _advance(self) -> None:
+        if self._micro != self._now.micro():
+            self.end()
+            self._micro = self._now.micro()
+            self._checked.clear()
+            self._computed.clear()
+            self.origins.drop_ended()
+            self.origins.set(self._now.gradients())
+
+    def _key(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return None
+        version = 0 if tensor.is_inference() else tensor._version
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return *place, tensor.shape, tensor.stride(), tensor.dtype, version
+
+    def keep(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
+        """Take note that a tensor was checked in this micro-batch, and of the data that take its place."""
+        self._advance()
+        if (key := self._key(tensor)) is not None:
+            self._checked[key] = StorageWeakRef(tensor.untyped_storage()), value
+
+    @abc.abstractmethod
+    def _check(self, operator: OperatorSchema, args: Sequence[Any], outside: Mapping[int, torch.Tensor]) -> None:
+        """Record the tensors from outside that an operator gets, or replace them; keys are their positions."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Record or judge the calls since the last end, at the end of a micro-batch and before a step."""
+
+    def judge(self, by: str, results: Iterable[torch.Tensor]) -> None:
+        """Judge results of code that runs outside of the graph: data from outside must not be among their sources."""
+        return
+
+
+class RecordedData(OutsideData):
+    """Writes the data from outside to the tape of a rank."""
+
+    def __init__(self, now: Now, tape: Tape) -> None:
+        super().__init__(now)
+        self._tape = tape
+
+    def _check(self, operator: OperatorSchema, args: Sequence[Any], outside: Mapping[int, torch.Tensor]) -> None:
+        sizes = operator.indexed(args)
+        values = {}
+        for i, tensor in outside.items():
+            if self._key(tensor) not in self._checked:
+                self.keep(tensor)
+                values[i] = _stored(tensor), sizes.get(id(tensor))
+        if values:
+            self._tape.put("outside", f"{operator.name} {place()} {self._micro}", values)
+
+    def end(self) -> None:
+        if self._micro >= 0:
+            self._tape.put("calls", f"all {self._micro}", self._calls)
+            self._calls = {}
+
+
+class ReplayedData(OutsideData):
+    """Gives one device the joint tensors of the ranks.
+
+    Args:
+        replaced: called with each tensor that was replaced.
+        missing: called with a tensor or an operator, the reason and the line of the user, for data of one device that
+            neither follow from those of the ranks nor could be replaced; without a line it is the present one.
+    """
+
+    def __init__(
+        self,
+        now: Now,
+        tapes: Tapes,
+        rows: SampleRows,
+        replaced: Callable[[str], None],
+        missing: Callable[[str, str, str], None],
+    ) -> None:
+        super().__init__(now)
+        self._tapes, self._rows, self._replaced, self._missing = tapes, rows, replaced, missing
+        self._batch: tuple[int, list[int]] = (-1, [])  # the micro-batch, and the numbers of samples of the ranks
+        self.ordered = False  # a joint tensor has the samples of the ranks one after the other
+
+    def _check(self, operator: OperatorSchema, args: Sequence[Any], outside: Mapping[int, torch.Tensor]) -> None:
+        asked = [i for i, tensor in outside.items() if self._key(tensor) not in self._checked]
+        parts = self._tapes.turn("outside", f"{operator.name} {place()}", self._micro) if asked else []
+        sizes = operator.indexed(args)
+        written = {id(_reaching(tensor, [tensor])) for tensor in operator.changed(args, {})}
+        for i, tensor in outside.items():
+            what = f"a tensor of shape {list(tensor.shape)}"
+            if i in asked:
+                try:
+                    value = self._joint(tensor, [part.get(i) for part in parts], sizes.get(id(tensor)))
+                    if value is not None and (id(tensor) in written or tensor.layout is not torch.strided):
+                        raise NotJoinedError("ranks have other values, and it cannot be replaced there")
+                    if value is not None and _saves_elsewhere():
+                        raise NotJoinedError("ranks have other values, and torch has saved those of one device")
+                except NotJoinedError as error:
+                    self._missing(what, str(error), "")
+                    value = None
+            else:
+                value = self._checked[self._key(tensor)][1]
+            self.keep(tensor, value)
+            if value is not None:
+                self.ordered = True
+                self._replaced(what)
+
+    def keep(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
+        super().keep(tensor, value)
+        if value is not None:  # other views of its storage keep their data
+            tensor.data = value.to(tensor.device, tensor.dtype)
+            self.origins.set([tensor])
+
+    def _joint(self, own: torch.Tensor, parts: Sequence[Any], size: int | None) -> torch.Tensor | None:
+        if not parts or any(part is None for part in parts):
+            raise NotJoinedError("not every rank has it there")
+        values = [part[0] for part in parts]
+        own = _stored(own)
+        if unstored := [value for value in (own, *values) if isinstance(value, Unstored)]:
+            raise NotJoinedError(unstored[0].why)
+        sizes = [part[1] for part in parts]
+        if size is not None and None not in sizes and sum(sizes) == size and own.dim():  # positions of samples
+            values = [value + sum(sizes[:rank]) for rank, value in enumerate(values)]
+        guesses: list[str] = []
+        value = self.joint(own, values, guesses)
+        if guesses:
+            raise NotJoinedError(guesses[0])
+        return value
+
+    def joint(
+        self, own: torch.Tensor, parts: Sequence[torch.Tensor], guesses: list[str], input_: bool = False
+    ) -> torch.Tensor | None:
+        """Return the tensor that one device gets in place of its own; None if its own follows from those of the ranks.
+
+        Args:
+            guesses: receives a clause for each decision that the values do not determine.
+            input_: it is an input of a model or loss, which may have samples in another number than the first input.
+
+        Raises:
+            NotJoinedError: it does not follow, and there is no joint tensor.
+        """
+        here, first = plain(own), parts[0]
+        if all(torch.equal(here, part) for part in parts):
+            return None
+        if len(parts) == 1:
+            return first
+        if any(part.dtype != first.dtype or part.dim() != own.dim() for part in parts):
+            raise NotJoinedError("ranks have tensors of different dtypes or dimensions")
+        if not own.dim():
+            numbers = [part.item() for part in parts]
+            if not own.is_complex() and follows(own.item(), numbers, len(parts), self._computed):
+                return None
+            raise NotJoinedError("it is one number for all samples, and does not follow from those of the ranks")
+        dimension = sample_dimension(parts, here)
+        if dimension:
+            joined = torch.cat(list(parts), dimension)
+        elif dimension == 0 or self._has_samples(parts):
+            joined = self._rows.join(parts, guesses)
+        elif _agree(here, parts):
+            return None
+        elif first.shape == own.shape and all(torch.equal(part, first) for part in parts):
+            joined = first  # the ranks have one tensor for all samples
+        elif input_ and (not self._batch[1] or len({len(part) for part in parts}) > 1):
+            joined = self._rows.join(parts, guesses)
+        else:
+            shapes = ", ".join(dict.fromkeys(str(list(part.shape)) for part in parts))
+            raise NotJoinedError(f"ranks have tensors of shape {shapes} with other values, which are not its samples")
+        return None if torch.equal(here, joined) else joined
+
+    def learn(self, own: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Learn the numbers of samples from the first input of a model in a micro-batch."""
+        if self._batch[0] != self._now.micro() and own.dim():
+            known = sample_dimension(parts, own) in (None, 0)
+            self._batch = self._now.micro(), [len(part) for part in parts] if known else []
+
+    def _has_samples(self, parts: Sequence[torch.Tensor]) -> bool:
+        sizes = self._rows.sizes or self._batch[1]
+        if len(sizes) != len(parts) or not all(sizes):
+            return False
+        return len({divmod(len(part), size) for part, size in zip(parts, sizes, strict=True)}) == 1 and not (
+            len(parts[0]) % sizes[0]
+        )
+
+    def end(self) -> None:
+        if self._micro < 0:
+            return
+        calls, self._calls = self._calls, {}
+        parts = self._tapes.turn("calls", "all", self._micro)
+        if any(isinstance(part, Unstored) for part in parts) or (calls and not parts):
+            self._missing("the operators of a micro-batch", "not every rank has recorded them", " of one device")
+            return
+        for key in {key: None for part in [calls, *parts] for key in part}:
+            operator, line, in_graph = key
+            ranks = [part.get(key) for part in parts]
+            if not in_graph and None in ranks:  # such as a report of rank 0
+                continue
+            if why := unexplained(operator, calls.get(key), ranks, self._tapes.world, self._computed):
+                self._missing(operator.removeprefix("aten::"), why, f" at {line}")
+
+    def judge(self, by: str, results: Iterable[torch.Tensor]) -> None:
+        for result in results:
+            if self.origins.of_storage(result) is Origin.OUTSIDE:
+                what = f"a tensor of shape {list(result.shape)}"
+                self._missing(what, f"{by} has computed it with data that are not replayed", "")
+
+
+def _reaching(tensor: torch.Tensor, written: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor whose data reach a loss: if an operator changes a view, also the rest of its base."""
+    base = tensor._base
+    return base if base is not None and any(tensor is changed for changed in written) else tensor
+
+
+def _saves_elsewhere() -> bool:
+    """Return whether tensors of the graph are saved before operators run: by hooks, as of a checkpointed part."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return is_within_gradients() or (top is not None and top(True) is not None)
+
+
+def _stored(tensor: torch.Tensor) -> Any:
+    """Return the values of a tensor for the tape; those of a sparse tensor are dense."""
+    if tensor.layout is torch.strided and not tensor.is_meta:
+        return tensor.detach()
+    if tensor.layout is torch.strided or tensor.numel() > _LARGEST:
+        return Unstored("it has no dense values")
+    try:
+        return tensor.detach().to_dense()
+    except RuntimeError as error:  # such as of a nested tensor
+        return Unstored(f"it has no dense values: {error}")
+
+
+def _agree(own: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Return whether the ranks have the tensor of one device, or the beginning of a table.
+
+    The values agree up to rounding, or have the number of ranks as a factor: then the script says so.
+    """
+    first = parts[0]
+    if own.is_complex() or any(part.shape == first.shape and not torch.equal(part, first) for part in parts):
+        return False
+    if any(size > most for part in parts for size, most in zip(part.shape, own.shape, strict=True)):
+        return False
+    finite = [part[part.isfinite()].double().abs() for part in parts]
+    scale = _EQUAL * max((float(values.max()) for values in finite if values.numel()), default=0.0)
+    blocks = [(own[tuple(slice(size) for size in part.shape)].double(), part.double()) for part in parts]
+    factors = (1.0, len(parts), 1 / len(parts)) if own.is_floating_point() else (1.0,)
+    return any(all(torch.allclose(one * f, rank, rtol=0, atol=scale) for one, rank in blocks) for f in factors)
