@@ -38,6 +38,8 @@ _DEVIATIONS = 2.0
 """Standard errors of the variance of the last roundings that may hide errors before them."""
 _OUTLIER = 8.0
 """Standard deviations above which an error is a jump: a ReLU or maximum that decides differently."""
+_JUMPS = 1.5
+"""Factor for the largest jump of an element: ranks may be on the other side of more ties than any one run."""
 _OF_MEDIAN = 2.2
 """Mean square of normal errors over their median square."""
 
@@ -127,7 +129,7 @@ def narrow_tolerance(
     count = int(active.sum())
     unknown = _DEVIATIONS * _DEVIATION_OF_SQUARE * math.sqrt(float(last[active].pow(4).mean()) / count)
     wide = _quantile(comparisons, count * len(samples)) * spread + _quantile(comparisons) * math.sqrt(unknown)
-    return wide + last / 2 + jumps
+    return wide + last / 2 + _JUMPS * jumps
 
 
 def unit_in_last_place(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
