@@ -54,7 +54,10 @@ class InterceptedDraws(TorchDispatchMode, abc.ABC):
             return result
         divided = any(hasattr(kind, "full_tensor") for kind in types)  # such models are not replayed
         follows = self.now.follows() and not divided
-        return self.outside.run(func, args, kwargs) if follows else func(*args, **kwargs)
+        if not follows:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # a class of the user may override what is read here
+            return self.outside.run(func, args, kwargs)
 
     @abc.abstractmethod
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -142,7 +142,7 @@ class RankReplaying(Points):
             for guess in guesses:
                 self._tell("unreplayed", "a batch", guess)
             self._give("the batches of the DataLoader")
-            self.outside.origins.set(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+            self.know(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
             yield batch
 
     def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:

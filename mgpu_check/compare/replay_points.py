@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.replay_draws import InterceptedDraws
+from mgpu_check.compare.replay_origins import Origin
 from mgpu_check.compare.replay_outside import OutsideData
 from mgpu_check.compare.watched import Note
 from mgpu_check.simulated.tensor import tensors_in
@@ -95,7 +96,7 @@ class Points(abc.ABC):
                 with self.paused():
                     self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
                 self._kinds[kind] += 1
-                self.outside.origins.set([value for _, value in (*named_parameters(module), *named_buffers(module))])
+                self.know([value for _, value in (*named_parameters(module), *named_buffers(module))])
             with self._call(kind, args, kwargs):
                 return original(module, *args, **kwargs)
 
@@ -130,7 +131,7 @@ class Points(abc.ABC):
         def make(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             self._optimizers.append(optimizer := args[0])
-            self.outside.origins.set(p for group in optimizer.param_groups for p in group["params"])
+            self.know(p for group in optimizer.param_groups for p in group["params"])
 
         return make
 
@@ -158,7 +159,7 @@ class Points(abc.ABC):
                     result = original(outputs, *args, **kwargs)
             finally:
                 self._differentiating = False
-            self.outside.origins.set(tensors_in([result]))
+            self.know(tensors_in([result]))
             return result
 
         return backward
@@ -176,7 +177,7 @@ class Points(abc.ABC):
                 try:
                     with self.outside.origins.known([gradient]):
                         result = hook(gradient)
-                        self.outside.judge("a hook", tensors_in([gradient, result]))
+                        self.recorder.guard(self.outside.judge)("a hook", tensors_in([gradient, result]))
                 finally:
                     self._differentiating = before
                 return result
@@ -191,7 +192,7 @@ class Points(abc.ABC):
         @functools.wraps(original)
         def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.active() and not tensor.requires_grad:
-                self.outside.origins.set([tensor], None)
+                self.know([tensor], None)
             return original(tensor, *args, **kwargs)
 
         return numpy
@@ -202,10 +203,7 @@ class Points(abc.ABC):
     @contextlib.contextmanager
     def _call(self, kind: str, args: Any, kwargs: Any) -> Iterator[None]:
         """Replace the tensors of an outermost call that were not computed with parameters; let them be known in it."""
-        inputs: list[torch.Tensor] = []
-        if torch.is_grad_enabled():
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is_input(leaf)]
-            self.recorder.guard(self._keep_inputs)(kind, inputs)
+        inputs = self.recorder.guard(self._kept_inputs)(kind, args, kwargs) or [] if torch.is_grad_enabled() else []
         self._depth += 1
         try:
             with self.outside.origins.known(inputs):
@@ -213,10 +211,16 @@ class Points(abc.ABC):
         finally:
             self._depth -= 1
 
-    def _keep_inputs(self, kind: str, inputs: list[torch.Tensor]) -> None:
+    def know(self, tensors: Iterable[torch.Tensor], origin: Origin | None = Origin.KNOWN) -> None:
+        """Set the origin of tensors; the objects of the user among them may raise any error."""
+        self.recorder.guard(self.outside.origins.set)(tensors, origin)
+
+    def _kept_inputs(self, kind: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is_input(leaf)]
         with self.paused():
             for tensor, value in zip(inputs, self.inputs(kind, inputs), strict=True):
                 self.outside.keep(tensor, value)
+        return inputs
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -283,7 +287,7 @@ class Points(abc.ABC):
 
 def _is_input(leaf: Any) -> bool:
     """Return whether an argument is a dense tensor that was not computed with parameters."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or hasattr(leaf, "full_tensor"):
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or is_distributed(leaf):
         return False
     return not leaf.requires_grad or (leaf.grad_fn is None and not isinstance(leaf, nn.Parameter))
 

@@ -18,6 +18,7 @@ from mgpu_check.compare.tape import Tape, place
 from mgpu_check.torch_hooks.members import named_buffers
 from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.values import is_distributed
 
 _LISTED = 2**14
 """Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
@@ -52,7 +53,7 @@ class RankRecording(Points):
     def start(self, module: nn.Module, place: str) -> None:
         if not self._rank:
             self._tape.put("start", place, tensors_of(module))
-        dense = [(name, buffer) for name, buffer in named_buffers(module) if not hasattr(buffer, "full_tensor")]
+        dense = [(name, buffer) for name, buffer in named_buffers(module) if not is_distributed(buffer)]
         prints = {name: fingerprint(plain(buffer)) for name, buffer in dense if not buffer.is_meta}
         self._tape.put("buffers", place, prints)
 
@@ -94,7 +95,7 @@ class RankRecording(Points):
                     self._tape.put("batch", where, LoaderEnd())
                     raise
                 self._tape.put("batch", where, batch)
-            self.outside.origins.set(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+            self.know(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
             return batch
 
         return following

@@ -88,6 +88,10 @@ class ObservedRun:
         histories: parameter -> a checksum of its first value and of the gradients that were applied to it, in order,
             if requested.
         located: see `Holdings`; it stays in the rank.
+        calls: number of calls of the step.
+        backwards: number of backward passes.
+        losses: on several ranks, the scalars that backward passes began with.
+        equal_lengths: whether all samples have as many valid positions; None if samples have no positions.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -123,6 +127,10 @@ class ObservedRun:
     outside: dict[Result, Outside] = field(default_factory=dict)
     histories: dict[str, str] = field(default_factory=dict)
     located: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    backwards: int = 0
+    losses: list[float] = field(default_factory=list)
+    equal_lengths: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial), "located": {}}

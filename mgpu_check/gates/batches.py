@@ -141,6 +141,18 @@ def has_padding(batch: Any) -> bool:
     return any(_is_padded(leaf) for leaf in tensors_of(batch))
 
 
+def has_equal_lengths(batches: Sequence[Any]) -> bool | None:
+    """Return whether all samples have as many valid positions; None without tokens, labels or masks of positions."""
+    leaves = [leaf for leaf in tensors_of(batches) if leaf.dim() > 1 and (_is_padded(leaf) or not _is_number(leaf))]
+    if not leaves:
+        return None
+    return all(len(set(_valid(leaf).flatten(1).sum(1).tolist())) <= 1 for leaf in leaves)
+
+
+def _is_number(leaf: torch.Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
 def _is_padded(leaf: torch.Tensor) -> bool:
     if leaf.dim() < 2 or (leaf.is_floating_point() and not _is_mask(leaf)):
         return False

@@ -18,7 +18,7 @@ from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.assembly import assembled
-from mgpu_check.gates.batches import make_batches, wider
+from mgpu_check.gates.batches import has_equal_lengths, make_batches, wider
 from mgpu_check.gates.draws import DrawsOfFloat32
 from mgpu_check.gates.holdings import Held, Holdings, moved_apart, named_tensors
 from mgpu_check.gates.meshes import coordinates_of, mesh_of
@@ -89,7 +89,8 @@ def observe(
     )
     if alter is not None:
         batches = [alter(batch) for batch in batches]
-    seen = ObservedRun(batch=_digest_of_all(batches), built=seeds)
+    seen = ObservedRun(batch=_digest_of_all(batches), built=seeds, calls=len(batches))
+    seen.equal_lengths = has_equal_lengths(batches)
     if initial:
         for _, name, value, _, _ in named_tensors(modules):
             seen.initial[name] = plain_copy(value)

@@ -14,12 +14,13 @@ from mgpu_check.gates.arguments import check_arguments
 from mgpu_check.gates.comparability import check_unjudged
 from mgpu_check.gates.definitions import definition_of
 from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
+from mgpu_check.gates.micro_batches import micro_batches_of
 from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.search import smallest_failure
 from mgpu_check.gates.step_seeds import try_seeds
 from mgpu_check.gates.trial import Trial, Trials
-from mgpu_check.gates.worlds import RanksFixture, world_sizes_of
+from mgpu_check.gates.worlds import RanksFixture, check_count, world_sizes_of
 from mgpu_check.numerics.placement.declared import Placement
 
 _EXAMPLES = 24
@@ -42,6 +43,7 @@ def assert_step_scales(
     placement: Placement = None,
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None,
     unjudged: Mapping[str, str] | None = None,
+    micro_batches: int | None = None,
 ) -> None:
     """Assert that a training step on several ranks gives the same results as on one device.
 
@@ -68,8 +70,8 @@ def assert_step_scales(
             that process the batch shard by shard.
         world_sizes: world sizes to try; default the powers of two up to ``ranks.size``, and ``ranks.size``.
         sizes: batch sizes: a strategy of integers, an integer, several integers, "divisible" for multiples of the world
-            size, or a function from the world size to a strategy. Default: sizes below, at and above the world size,
-            divisible by it and not.
+            size and of `micro_batches`, or a function from the world size to a strategy. Default: sizes below, at and
+            above the world size, divisible by it and not.
         observe: the kinds to compare, of "grads", "params", "buffers", "optimizer", "returned" and "rng".
         tolerance: replaces the measured tolerance: a fraction of the largest magnitude of each tensor, for all tensors
             or by name.
@@ -86,6 +88,8 @@ def assert_step_scales(
         returned_by: the ranks whose returned values count: "last" for the last stage (axis "pp", or the last rank), or
             a function of the coordinates, ``lambda at: at["tp"] == 0``. Default: all ranks.
         unjudged: parameters that need not be compared: a mapping from patterns to reasons.
+        micro_batches: number of micro-batches that a rank divides its part of the batch into, for "divisible" sizes.
+            Default: found out by runs on one device.
 
     Raises:
         NotCompared: no error was found, but a trained parameter was not compared with one device.
@@ -105,7 +109,13 @@ def assert_step_scales(
         returned_by=returned_by,
     )
     reasons = check_unjudged(program.gate, unjudged)
-    _assert_scales(ranks, program, batch, world_sizes, sizes, observe, tolerance, max_examples, meshes, reasons)
+    if micro_batches is not None:
+        check_count(program.gate, "micro_batches", micro_batches)
+        if sizes != "divisible":
+            raise ValueError(f'{program.gate}: micro_batches={micro_batches} is for sizes="divisible"; give both')
+    _assert_scales(
+        ranks, program, batch, world_sizes, sizes, observe, tolerance, max_examples, meshes, reasons, micro_batches
+    )
 
 
 def assert_metric_scales(
@@ -145,6 +155,7 @@ def _assert_scales(
     max_examples: int | None,
     meshes: Iterable[Mapping[str, int]] | None = None,
     unjudged: Mapping[str, str] = MappingProxyType({}),
+    micro_batches: int | None = 1,
 ) -> None:
     check_arguments(program, observe, tolerance, max_examples)
     if meshes is None:
@@ -161,7 +172,9 @@ def _assert_scales(
             f"{program.gate}: world_sizes={allowed} compares one device with itself; give a reference, or 2"
         )
     trials = Trials(ranks, program, frozenset(observe), tolerance, name_of(program.step))
-    for kind in families(worlds, sizes, drawn, max_examples or _EXAMPLES):
+    if micro_batches is None:
+        micro_batches = micro_batches_of(ranks, program) if sizes == "divisible" else 1
+    for kind in families(worlds, sizes, drawn, max_examples or _EXAMPLES, micro_batches):
         if kind.name == SEVERAL_STEPS and not trials.trains:
             continue
         try:

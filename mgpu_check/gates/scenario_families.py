@@ -41,6 +41,7 @@ def families(
     sizes: Sizes,
     drawn: st.SearchStrategy[Any] | None,
     max_examples: int,
+    micro_batches: int = 1,
 ) -> list[Family]:
     """Return the families of scenarios, from ordinary cases to provoking ones.
 
@@ -48,8 +49,9 @@ def families(
         worlds: world sizes to try, each with the mesh that divides it, or with ().
         sizes: batch sizes; None for sizes below, at and above the world size, divisible by it and not.
         drawn: strategy of batches, which bring their own sizes.
+        micro_batches: number of micro-batches of each rank; "divisible" sizes are divisible by it, too.
     """
-    of = _sizes(sizes)
+    of = _sizes(sizes, micro_batches)
 
     @st.composite
     def scenario(
@@ -89,7 +91,7 @@ def families(
     return [Family(name, strategy, max(1, round(share * max_examples))) for name, strategy, share in shares]
 
 
-def _sizes(sizes: Sizes) -> Callable[[int, str, int], st.SearchStrategy[int]]:
+def _sizes(sizes: Sizes, micro_batches: int) -> Callable[[int, str, int], st.SearchStrategy[int]]:
     """Return a function to a strategy of sizes, which may be empty.
 
     The arguments are the world size, the kind, and the samples per rank of the first divisible size.
@@ -97,7 +99,7 @@ def _sizes(sizes: Sizes) -> Callable[[int, str, int], st.SearchStrategy[int]]:
     if sizes is None:
         return _any_size
     if sizes == _DIVISIBLE:
-        return lambda world, kind, first: _any_size(world, "divisible", first)
+        return lambda world, kind, first: _any_size(world * micro_batches, "divisible", first)
     given = _given(sizes)
     return lambda world, kind, first: (
         given(world).filter(functools.partial(_is_of_kind, world, kind)) if kind else given(world)

@@ -113,6 +113,8 @@ class StepRecorder:
     def __enter__(self) -> StepRecorder:
         self.applied.start_histories(value for _, value in self._parameters())
         self._stack.enter_context(self._captured.watching())
+        patches = self._stack.enter_context(Patches())
+        patches.wrap(torch.autograd, "backward", around(self._backward))  # Tensor.backward calls it, too
         self._stack.callback(self.applied.close)
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
@@ -201,6 +203,12 @@ class StepRecorder:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return parameters_of(self._modules)
+
+    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        self._seen.backwards += 1
+        if self._several and isinstance(tensors, torch.Tensor) and not tensors.dim() and not is_capturing():
+            self._seen.losses.append(float(plain_copy(tensors)))
+        original(tensors, *args, **kwargs)
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         self._holdings.calls(module)

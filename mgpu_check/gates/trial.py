@@ -18,6 +18,7 @@ from mgpu_check.gates.comparability import ParameterCoverage
 from mgpu_check.gates.expectations import Effort, Expectations, key_of
 from mgpu_check.gates.measuring import largest_factor
 from mgpu_check.gates.meshes import Mesh, place_in, where_is
+from mgpu_check.gates.pass_limits import PassLimits
 from mgpu_check.gates.program import Program, is_class, raise_unusable
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step, run_traced_alone
@@ -102,6 +103,7 @@ class Trials:
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
         self._apart = self._rewritten = False
         self.coverage = ParameterCoverage(program, name, self.against)
+        self.limits = PassLimits(program)
 
     @property
     def is_ambiguous(self) -> bool:
@@ -151,8 +153,9 @@ class Trials:
                 break  # otherwise measure the tolerance with more effort
         assert expected is not None
         self.completed[scenario.place] += 1
-        if relations.holds and self.passed is None and scenario.world_size > 1:
-            self.passed = scenario
+        if relations.holds and scenario.world_size > 1:
+            self.passed = self.passed or scenario
+            self.limits.add(expected, runs[0])
         return None if relations.holds else Trial(scenario, expected, relations, runs[0])
 
     def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:
@@ -321,6 +324,9 @@ class Trials:
                 "the model that it is given, in place, or return what it computes"
             )
         self.coverage.finish(unjudged)
+        if self.one_device:
+            for line in self.limits.lines():
+                self.ranks._not_seen(f"{gate}: {self.name}: not seen: {line}")
 
     def _placed(self, scenario: Scenario) -> Scenario:
         """Return the scenario with the largest scaling factor that the step can take, and with what is now known."""

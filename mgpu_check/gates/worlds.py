@@ -37,6 +37,10 @@ class RanksFixture(Protocol):
         """Add a line to the summary of the run, once."""
         ...
 
+    def _not_seen(self, line: str) -> None:
+        """Add a line to the summary of the run, and to the report of the test: what its pass does not show."""
+        ...
+
     @property
     def _at_once(self) -> int:
         """The number of calls that `_run_apart` can make at the same time."""

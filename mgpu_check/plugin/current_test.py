@@ -25,6 +25,7 @@ class CurrentTest:
         met: the known defects that it has met.
         drawn: whether it draws examples.
         in_body: whether its body is running, not a fixture.
+        not_seen: what the passes of its gates do not show.
         modules: the modules that are pickled by value for it: its own, and conftests.
     """
 
@@ -35,4 +36,5 @@ class CurrentTest:
     met: list[Met] = field(default_factory=list)
     drawn: bool = False
     in_body: bool = False
+    not_seen: list[str] = field(default_factory=list)
     modules: list[types.ModuleType] = field(default_factory=list)

@@ -62,7 +62,9 @@ class Replay:
         tapes = [file.fileno() for file in self._files]
         gradients = []
         for number in range(3):
-            recorder = types.SimpleNamespace(done=0, passes=0, backwards=0, note=self._note)
+            recorder = types.SimpleNamespace(
+                done=0, passes=0, backwards=0, note=self._note, guard=lambda record: record
+            )
             made: Points
             if number < 2:
                 made = RankRecording(recorder, 1, number, Tape(tapes[number]))
@@ -333,7 +335,9 @@ def test_tensors_without_samples(tmp_path, own, ranks, stays):
     """They stay if they follow from those of the ranks; else one device gets the tensor of the ranks, if they have the same."""
     with tmp_path.joinpath("joint").open("w+b") as file:
         write_joint(file.fileno(), [], False)
-        made = RankReplaying(types.SimpleNamespace(done=0, passes=0, backwards=0), 1, Tapes(file.fileno()))
+        made = RankReplaying(
+            types.SimpleNamespace(done=0, passes=0, backwards=0, guard=lambda record: record), 1, Tapes(file.fileno())
+        )
         value = made.outside.joint(torch.tensor(own), [torch.tensor(rank) for rank in ranks], [])
     assert (value is None) == stays
     assert stays or torch.equal(value, torch.tensor(ranks[0]))

@@ -57,6 +57,9 @@ class Counted:
     def _remark(self, line: str) -> None:
         self._ranks._remark(line)
 
+    def _not_seen(self, line: str) -> None:
+        self._ranks._not_seen(line)
+
     def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
         self.ran[f"{fn.__name__} apart"] += 1
         return self._ranks._run_apart(fn, arguments)

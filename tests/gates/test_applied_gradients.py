@@ -1,0 +1,203 @@
+"""The gradients that a gate compares are those that optimizers apply, whatever an optimizer writes into them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.gates.steps import passes, refuted
+
+pytestmark = pytest.mark.gpus(2)
+
+
+def build():
+    return nn.Linear(6, 3)
+
+
+def batch(n):
+    return torch.randn(n, 6), torch.randn(n, 3)
+
+
+def gate(judge, ranks, step, **options):
+    return judge(ranks, step, build=build, batch=batch, sizes="divisible", max_examples=6, **options)
+
+
+def part(batch, rank):
+    return (one.chunk(rank.size)[rank.index].to(rank.device) for one in batch)
+
+
+def nesterov(parameters, **options):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, **options)
+
+
+class Step:
+    """On devices torch's foreach optimizers add the momentum to `grad`, on the CPU they do not."""
+
+    wraps = True
+
+    def __init__(self, model, rank):
+        self.net = DDP(model.to(rank.device)) if self.wraps else model.to(rank.device)
+        self.optimizer = self.make(model, rank)
+
+    def make(self, model, rank):
+        return nesterov(model.parameters())
+
+    def __call__(self, model, batch, rank):
+        x, y = part(batch, rank)
+        self.optimizer.zero_grad()
+        F.mse_loss(self.net(x), y).backward()
+        return self.update(model)
+
+    def update(self, model):
+        self.optimizer.step()
+
+
+class Reference:
+    def __init__(self, model):
+        self.optimizer = nesterov(model.parameters())
+
+    def __call__(self, model, batch):
+        self.optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+
+
+class Returning(Step):
+    def update(self, model):
+        self.optimizer.step()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+class ReturningReference(Reference):
+    def __call__(self, model, batch):
+        super().__call__(model, batch)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+class Closed(Step):
+    """The gradients appear within the step of the optimizer, as with Lightning and L-BFGS."""
+
+    def __call__(self, model, batch, rank):
+        x, y = part(batch, rank)
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.net(x), y)
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+class Averaging(Step):
+    """A hook of the optimizer averages the gradients."""
+
+    wraps, divided = False, True
+
+    def make(self, model, rank):
+        optimizer = nesterov(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: self.average(model, rank))
+        return optimizer
+
+    def average(self, model, rank):
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            if self.divided:
+                parameter.grad /= rank.size
+
+
+class Summing(Averaging):
+    divided = False
+
+
+class Reducing(torch.optim.SGD):
+    """An optimizer of the user that averages the gradients in its step."""
+
+    times = 1
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for _ in range(self.times):
+                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG if self.times == 1 else dist.ReduceOp.SUM)
+        return super().step(closure)
+
+
+class ReducingTwice(Reducing):
+    times = 2
+
+
+class InStep(Step):
+    wraps, kind = False, Reducing
+
+    def make(self, model, rank):
+        return self.kind(model.parameters(), lr=0.1)
+
+
+class InStepTwice(InStep):
+    kind = ReducingTwice
+
+
+class Owned(torch.optim.Optimizer):
+    """Each rank computes the update of some parameters in their gradients, and sends it to the others, as Muon does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = number % dist.get_world_size()
+            if dist.get_rank() == owner:
+                parameter.grad.sign_().mul_(0.1)
+                parameter.sub_(parameter.grad)
+            dist.broadcast(parameter.detach(), owner)
+
+
+class Distributed(Step):
+    def make(self, model, rank):
+        return Owned(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("step", "reference"),
+    [(Step, Reference), (Step, None), (Returning, ReturningReference), (Closed, Reference), (Averaging, Reference)],
+)
+def test_what_torch_writes_into_gradients_does_not_count(ranks, step, reference):
+    gate(passes, ranks, step, reference=reference)
+
+
+@pytest.mark.parametrize("step", [InStep, Distributed])
+def test_optimizers_of_the_user_may_write_into_gradients(ranks, step):
+    gate(passes, ranks, step)
+
+
+@pytest.mark.parametrize(("step", "reference"), [(Summing, Reference), (InStepTwice, None)])
+def test_gradients_that_are_reduced_wrongly_before_they_are_applied(ranks, step, reference):
+    gate(refuted, ranks, step, match="gradient of weight", reference=reference)
+
+
+def test_hooks_of_the_gate_leave_the_optimizer(ranks):
+    def hooks(rank):
+        from mgpu_check.gates.applied_gradients import AppliedGradients
+
+        model = nn.Linear(2, 1)
+        optimizer = nesterov(model.parameters())
+        applied = AppliedGradients(after=False, traced=lambda parameter: False)
+        order = []
+        optimizer.register_step_pre_hook(lambda *_: order.append("user"))
+        applied.before_step(optimizer, lambda _: order.append("gate"))
+        model(torch.ones(1, 2)).sum().backward()
+        before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad.mul_(2)  # as an optimizer that computes in place
+        applied.after_step(optimizer)
+        right = all(torch.equal(applied.of(p), grad) for p, grad in zip(model.parameters(), before, strict=True))
+        return order, right, len(optimizer._optimizer_step_pre_hooks)
+
+    assert ranks.run(hooks, size=1) == [(["user", "gate"], True, 1)]
