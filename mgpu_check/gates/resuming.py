@@ -156,12 +156,13 @@ class _TrainingRuns:
     def restored(self, place: Place) -> Path:
         """Return the directory of a checkpoint with the files that the interrupted run has saved there."""
         self.half(place)
-        directory, saved = self.checkpoint(place), self.checkpoint(place, "saved")
-        if saved.exists():
+        directory, linked = self.checkpoint(place), self.checkpoint(place, "saved with links")
+        if linked.exists():
             shutil.rmtree(directory)
-            shutil.copytree(saved, directory)
+            shutil.copytree(linked, directory, symlinks=True)  # a link to the latest file may lead into `directory`
         else:  # no run has resumed here yet
-            shutil.copytree(directory, saved)
+            shutil.copytree(directory, linked, symlinks=True)
+            shutil.copytree(directory, self.checkpoint(place, "saved"))
         return directory
 
     def resumed(self, saved: Place, loaded: Place, again: bool) -> Path:

@@ -60,6 +60,38 @@ def test_a_link_to_the_latest_checkpoint_stays_a_link(ranks):
     assert_resume_continues(ranks, train)
 
 
+def counted(keeps, returned):
+    """Training whose loader skips what its state counts, and may then count from zero again."""
+
+    def train(rank, directory, start, stop):
+        file = directory / f"{rank.index}.pt"
+        total, position = torch.load(file) if start else (torch.zeros(()), 0)
+        read = 0
+        for sample in torch.arange(1.0, 99.0)[position:][: stop - start]:
+            total, read = total * 0.5 + sample, read + 1
+        position = position + read if keeps else read
+        torch.save((total, position), file)
+        return {"total": total} | ({"position": position} if returned else {})
+
+    return train
+
+
+def test_a_second_interruption(ranks):
+    assert_resume_continues(ranks, counted(keeps=True, returned=True))
+    text = refuted(
+        ranks,
+        counted(keeps=False, returned=False),
+        "state-not-restored",
+        match=r"resumed at step 3, and again at step 5, does not continue .* after step 6, total on ranks 0-1",
+    )
+    assert "smallest case: world size 2, steps 3 + 2 + 1" in text
+    assert "every entry that train returns is restored" in text
+
+
+def test_a_single_step_leaves_no_room_for_a_second_interruption(ranks):
+    assert_resume_continues(ranks, counted(keeps=False, returned=False), steps=1)
+
+
 def test_random_numbers(ranks):
     text = refuted(ranks, training("rng", dropout=0.5), "state-not-restored", match="does not continue")
     assert "right after loading, on no rank as saved: random numbers of torch" in text
