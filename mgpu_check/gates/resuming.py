@@ -46,11 +46,11 @@ def assert_resume_continues(
     """Assert that a run of `steps` steps, saved and resumed for `steps` more, equals one run of 2 * `steps` steps.
 
     At each world size `train` runs on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 *
-    steps in the directory of that checkpoint. If that continues, it is interrupted twice: it is resumed from steps to a
-    step in the middle of the second half, and from there to 2 * steps. All generators (torch on CPU and devices,
-    Python, and NumPy if imported) get the same seeds before the runs from 0, and other seeds before the resumed runs.
-    So random numbers that matter must be restored, and data or permutations that are made again must be made from seeds
-    of their own.
+    steps in the directory of that checkpoint. If that continues, the run is interrupted twice: it is resumed from steps
+    to a step in the middle of the second half, and from there to 2 * steps. That is left out with `save_on` or
+    `load_on`. All generators (torch on CPU and devices, Python, and NumPy if imported) get the same seeds before the
+    runs from 0, and other seeds before the resumed runs. So random numbers that matter must be restored, and data or
+    permutations that are made again must be made from seeds of their own.
 
     On each rank, every entry of the final state must equal that of the uninterrupted run. Bits are compared first. If
     they differ, floating-point numbers may be off by rounding errors. Correct code may round differently after a start:
@@ -125,8 +125,9 @@ def assert_resume_continues(
         with Scratch.new("resume") as root:
             training = _TrainingRuns(ranks, train, steps, root)
             for saved, loaded in group:
-                for again in (False, True):
-                    _check(training, saved, loaded, tolerance, again)
+                _check(training, saved, loaded, tolerance)
+                if saved == loaded:  # a checkpoint of other ranks may leave files that a second one must not read
+                    _check(training, saved, loaded, tolerance, again=True)
     smallest = next((pair for group in groups for pair in group if max(pair)[0] > 1), None)
     if smallest is not None:
 
@@ -290,7 +291,7 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
         before = training.until(loaded, step)
         parts = training.loaded(saved, loaded, step)
         state = compared(parts, [before], rounded=across)
-        if across and not again:
+        if across:
             moved = ranks.run(resharded, *training.halves(saved, loaded), parts, size=1)[0]
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
@@ -301,7 +302,7 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     observables, findings = explained(ends, state, attempts, epochs, moved)
     twice = f", and again at step {step}," if again else ""
     said = (
-        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)}{twice} does not continue"
+        f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
         if across
         else f"resumed at step {steps}{twice} does not continue at {where_is(*loaded)}"
     )
