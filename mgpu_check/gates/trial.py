@@ -326,7 +326,7 @@ class Trials:
         self.coverage.finish(unjudged)
         if self.one_device:
             for line in self.limits.lines():
-                self.ranks._not_seen(f"{gate}: {self.name}: not seen: {line}")
+                self.ranks._not_seen(self.name, line)
 
     def _placed(self, scenario: Scenario) -> Scenario:
         """Return the scenario with the largest scaling factor that the step can take, and with what is now known."""

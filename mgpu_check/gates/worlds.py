@@ -37,8 +37,8 @@ class RanksFixture(Protocol):
         """Add a line to the summary of the run, once."""
         ...
 
-    def _not_seen(self, line: str) -> None:
-        """Add a line to the summary of the run, and to the report of the test: what its pass does not show."""
+    def _not_seen(self, step: str, line: str) -> None:
+        """Add a line to the summary of the run, and to the report of the test: what the pass of a step does not show."""
         ...
 
     @property

@@ -114,10 +114,10 @@ class Ranks:
         if line not in self._session.notes.remarks:
             self._session.notes.remarks.append(line)
 
-    def _not_seen(self, line: str) -> None:
+    def _not_seen(self, step: str, line: str) -> None:
         """Add what a pass does not show to the summary of the run, and to the report of the test."""
-        self._session.test.not_seen.append(line)
-        self._remark(line)
+        self._session.test.not_seen.append(f"{step}: {line}")
+        self._session.notes.not_seen.setdefault(line, []).append(step)
 
     def __repr__(self) -> str:
         return f"<{self.size} ranks>"

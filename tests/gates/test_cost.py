@@ -57,8 +57,8 @@ class Counted:
     def _remark(self, line: str) -> None:
         self._ranks._remark(line)
 
-    def _not_seen(self, line: str) -> None:
-        self._ranks._not_seen(line)
+    def _not_seen(self, step: str, line: str) -> None:
+        self._ranks._not_seen(step, line)
 
     def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
         self.ran[f"{fn.__name__} apart"] += 1

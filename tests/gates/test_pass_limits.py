@@ -163,8 +163,8 @@ def test_the_summary_and_the_report_say_it(run, pytester):
     pytester.makepyfile(PROGRAM)
     result = run("--gpus=2", "--simulate", "--junitxml=out.xml")
     result.assert_outcomes(passed=3)
-    lines = [line for line in result.outlines if "not seen: " in line]
+    lines = [line for line in result.outlines if "not seen " in line]
     assert len(lines) == 1, result.outlines
-    assert lines[0].startswith("mgpu-check: assert_step_scales: step: not seen: a wrong weight of micro-batches: ")
+    assert lines[0].startswith("mgpu-check: not seen by the gate of step: a wrong weight of micro-batches: ")
     told = pytester.path.joinpath("out.xml").read_text()
     assert told.count('name="mgpu_check.not_seen"') == 1

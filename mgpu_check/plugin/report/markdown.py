@@ -54,7 +54,7 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     )
     if others := len(passed) - len(ours):
         page.add(f"{others} {'test' if others == 1 else 'tests'} without GPUs also passed.", "")
-    for line in [*session.notes.remarks, *leasing.told(session.notes.waits)]:
+    for line in [*session.notes.lines, *leasing.told(session.notes.waits)]:
         page.add(f"- {text(line)}")
     return page.content()
 

@@ -24,7 +24,7 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
         terminal.section("ranks that died while no test used them", red=True)
         for line in session.notes.deaths:
             terminal.line(line, red=True)
-    for line in [*session.notes.remarks, *leasing.told(session.notes.waits)]:
+    for line in [*session.notes.lines, *leasing.told(session.notes.waits)]:
         terminal.line(f"mgpu-check: {line}", yellow=True)
     skipped = [report for report in terminal.stats.get("skipped", []) if lacks_devices(report)]
     if skipped:
