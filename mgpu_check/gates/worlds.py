@@ -38,7 +38,7 @@ class RanksFixture(Protocol):
         ...
 
     def _not_seen(self, step: str, line: str) -> None:
-        """Add a line to the summary of the run, and to the report of the test: what the pass of a step does not show."""
+        """Add to the summary of the run, and to the report of the test, what the pass of a step does not show."""
         ...
 
     @property
