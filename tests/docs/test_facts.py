@@ -46,7 +46,6 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
         "--all-pairs",
         "--seeds",
         "--reports",
-        "--surface",
         "--collect-only",
     }  # of selftest, and of the examples' own conftest
     known = {
