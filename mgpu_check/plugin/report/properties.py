@@ -84,14 +84,16 @@ def defects_met(report: object) -> tuple[list[str], list[str]]:
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], simulated: bool) -> None:
     """Record the failed ranks, the likely mistakes and their line, the replay lines, and an advice for the suite."""
-    if is_packaged(item) and not isinstance(error, StartupFailure):
+    parts = parts_of(error)
+    proven = all(isinstance(part, AssertionError) and not isinstance(part, StartupFailure) for part in parts)
+    if is_packaged(item) and parts and proven:  # a busy machine also makes ranks late, or refuses to start them
         _set(item, "advice", f"a failed check shows that the code or torch is wrong, or {_ADVICE[simulated]}")
-    mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
+    mistakes = dict.fromkeys(name for part in parts for name in getattr(part, "mistakes", ()))
     if mistakes:
         _set(item, "mistakes", " ".join(mistakes))
-    if site := next(filter(None, (getattr(part, "site", "") for part in parts_of(error))), ""):
+    if site := next(filter(None, (getattr(part, "site", "") for part in parts)), ""):
         _set(item, "site", site)
-    ranks = {rank for part in parts_of(error) for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
+    ranks = {rank for part in parts for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
     _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
     _set(item, "replay", "\n".join(replay))
 
