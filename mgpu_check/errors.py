@@ -79,14 +79,7 @@ class DeviceMismatch(CheckFailure):
 
 
 class UnexpectedError(CheckFailure):
-    """A call in a check of the suite raised an error that the check does not expect.
-
-    ``kind`` is the name of the class of that error.
-    """
-
-    def __init__(self, message: str, *, ranks: Iterable[int] = (), kind: str = "") -> None:
-        super().__init__(message, ranks=ranks)
-        self.kind = kind
+    """A call in a check of the suite raised an error that the check does not expect."""
 
 
 class RankFailure(CheckFailure):

@@ -7,8 +7,8 @@ import re
 from typing import Literal, get_args
 
 REPORT_SUFFIXES = (".md", ".sarif")
-ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml", ".prom")
-"""Suffixes of the reports of an acceptance: a page, JSON, Markdown, JUnit, a textfile for Prometheus."""
+ACCEPTANCE_SUFFIXES = (".html", ".json", ".prom")
+"""Suffixes of the reports of an acceptance: a page, JSON, a textfile for Prometheus."""
 
 Level = Literal["glance", "quick", "standard", "long"]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -217,8 +217,8 @@ class Settings:
     accept_report: tuple[str, ...] = _option(
         (),
         option_values.acceptance_reports,
-        "acceptance: write a report to this file, which ends in .html, .json, .md, .xml (JUnit) or .prom "
-        "(Prometheus); can be given several times, in the ini file one file per line",
+        "acceptance: write a report to this file, which ends in .html, .json or .prom (Prometheus); can be given "
+        "several times, in the ini file one file per line",
         "none",
         {"metavar": "FILE", "action": "append"},
         repeats=False,
@@ -228,14 +228,6 @@ class Settings:
         option_values.switch,
         "acceptance: keep every observation and sample in JSON reports, which are ten times as large then",
         "like observations are joined",
-        _SWITCH,
-        repeats=False,
-    )
-    accept_syslog: bool = _option(
-        False,
-        option_values.switch,
-        "acceptance: send the verdict to the system log, in one line",
-        "send nothing",
         _SWITCH,
         repeats=False,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.comparison import UNUSABLE, Comparison, least_shortfall, models, same_memory
-from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text, read_document
+from mgpu_check.acceptance.documents import Amount, Count, DocumentType, Positive, Spread, Text, read_document
 from mgpu_check.acceptance.robust import DEVIATIONS, NORMAL, shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
@@ -42,11 +42,11 @@ class Recorded:
     quantity: Text
     unit: Unit
     size: Count
-    value: float
-    spread: float
+    value: Amount
+    spread: Spread
     subjects: Positive
     repeats: Positive
-    places: Mapping[str, float]
+    places: Mapping[str, Amount]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class Plan:
             nothing.
         policy: rulings on findings that differ from the defaults, by id.
         evidence: whether JSON reports keep every observation and sample.
-        syslog: whether to send the verdict to the system log.
     """
 
     level: Level
@@ -47,7 +46,6 @@ class Plan:
     verdict_file: Path | None = None
     policy: Mapping[str, Ruling] = field(default_factory=dict)
     evidence: bool = False
-    syslog: bool = False
     dcgm: Diagnostic | None = None
 
     @classmethod
@@ -90,7 +88,6 @@ class Plan:
             Path(settings.accept_verdict_file) if settings.accept_verdict_file else None,
             policy,
             settings.accept_evidence,
-            settings.accept_syslog,
             dcgm,
         )
 

@@ -19,7 +19,7 @@ from mgpu_check.acceptance.machine.kernel import Component, KernelFacts, read_ke
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
-from mgpu_check.acceptance.report import files, syslog
+from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.report.text import verdict_lines
 from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
@@ -168,8 +168,6 @@ class Run:
                 said.append(f"written: {path}")
             except OSError as error:
                 said.append(f"NOT written: {path}: {error}")
-        if self.plan.syslog:
-            said.append(syslog.send(report, self.interrupted))
         return said + ([self._recorded(report, self.plan.record)] if self.plan.record else [])
 
     def _recorded(self, report: RunReport, path: Path) -> str:

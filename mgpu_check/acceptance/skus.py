@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.comparison import Comparison
-from mgpu_check.acceptance.documents import Count, DocumentType, Positive, Text, Texts
+from mgpu_check.acceptance.documents import Amount, Count, DocumentType, Positive, Spread, Text, Texts
 from mgpu_check.acceptance.robust import shortfall
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Measurement, SubjectKind, Unit
@@ -39,12 +39,12 @@ class Floor:
     subject: SubjectKind
     quantity: Text
     unit: Unit
-    data_sheet: float
-    fraction: float
+    data_sheet: Amount
+    fraction: Amount
     source: Text
     reason: Text
     least_size: Count = 0
-    overhead: float = 0.0
+    overhead: Spread = 0.0
 
     def at(self, size: int) -> float:
         """Return the floor for a measurement of `size` bytes, or elements along a side."""

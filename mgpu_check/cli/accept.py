@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import secrets
@@ -32,23 +31,18 @@ _OWN = {
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
 
-_OWN_SWITCHES = ("--evidence", "--syslog")
+_OWN_SWITCHES = ("--evidence",)
 """Options of this command that the plugin calls ``--accept-...``, without a value."""
 
 _OURS = {*_OWN, *_OWN_SWITCHES}
 
 _LIST = ("--accept-plant", "list")
-_ON_FILES = ("history", "lint", "merge")
-"""Commands on files of earlier runs: the modules ``accept_…`` beside this one."""
-
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=glance|quick|standard|long] [--for=TIME] [--simulate]
                          [--memory=SHARE] [--baseline=FILE] [--record-baseline=FILE]
-                         [--report=FILE.html|.json|.md|.xml|.prom] [--evidence] [--syslog] [--verdict-file=FILE]
+                         [--report=FILE.html|.json|.prom] [--evidence] [--verdict-file=FILE]
                          [--policy=FILE.toml] [--dcgm=FILE.json] [-k NAME] [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
-       mgpu-check accept history DIR [--json] [--gpu=SERIAL]
-       mgpu-check accept lint [FILE ...]
 
 Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and their host, and
 prints one verdict. Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the GPUs of all hosts,
@@ -62,7 +56,6 @@ each with a verdict.
   --record-baseline write facts and speed of these GPUs to a file, unless a check failed; use a node that you trust
   --report          write a report; can be given several times
   --evidence        keep every observation and sample in JSON reports, which are ten times as large then
-  --syslog          send the verdict to the system log, in one line
   --verdict-file    write the verdict: its word alone in the first line, then the exit code; also where a launcher, such
                     as torchrun, has an exit code of its own
   --policy          rule on kinds of findings by their ids: accept, warn or reject; a file with a table [findings]
@@ -80,8 +73,10 @@ The last line of the output is the verdict.
 
 def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
-    if arguments and arguments[0] in _ON_FILES:
-        return int(importlib.import_module(f"mgpu_check.cli.accept_{arguments[0]}").main(arguments[1:]))
+    if arguments and arguments[0] == "merge":
+        from mgpu_check.cli import accept_merge
+
+        return accept_merge.main(arguments[1:])
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0

@@ -27,7 +27,7 @@ A GPU that a later report has in another host makes its old node INCONCLUSIVE.
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check accept merge",
-        usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml|.prom]",
+        usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.prom]",
         description="Join the JSON reports of many nodes into one, and name the nodes that differ from the others.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import mgpu_check.suite
-from mgpu_check.cli import selftest_surface
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, ERROR, PASSED, SKIPPED, of_properties
 from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, run
@@ -33,7 +32,6 @@ _CELL = "mgpu_check.cell"
 _HELP = """\
 usage: mgpu-check selftest [--quick] [--all-pairs] [--seeds=N] [--gpus=N] [--simulate] [pytest arguments]
                            [FILE[::CHECK] ...]
-       mgpu-check selftest --surface[=RECORD] [--gpus=N] [--simulate] [pytest arguments] [FILE[::CHECK] ...]
 
 Plants each known fault, runs the checks that must catch it, and prints which check catches which fault. Also runs each
 check without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
@@ -44,12 +42,9 @@ All arguments of pytest work, except -n: -k NAME, -x, ...
   --all-pairs  try each fault on all checks of its property; require for each check a fault that no other check catches
   --seeds=N    try each pair with the seeds 0 to N-1; require that 19 of 20 catch the fault
   -k           run only pairs whose property, check or fault matches
-  --surface    plant no faults; record the calls of torch, and list what the checks never draw. RECORD is a file
-               to continue and to rewrite
 
 exit codes:
-  0 each check catches its faults   1 a fault is not caught, a check fails without a fault, or a variant is undrawn
-  2 interrupted
+  0 each check catches its faults   1 a fault is not caught, or a check fails without a fault   2 interrupted
   3 internal error   4 wrong usage   5 no test was run
 """
 
@@ -59,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
     ``--quick`` plants always the same 1/15 of the faults. ``--all-pairs`` tries each fault on all checks of its
     property, and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with
-    the seeds 0 to N-1, and requires that 19 of 20 catch the fault. ``--surface`` plants no faults; see
-    `selftest_surface`.
+    the seeds 0 to N-1, and requires that 19 of 20 catch the fault.
 
     Returns:
         0 if every check catches all its faults, has at least one, and passes without a fault; 1 if not; 4 for a wrong
@@ -69,8 +63,6 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
-    surface = [word for word in argv if word.partition("=")[0] == selftest_surface.FLAG]
-    argv = [word for word in argv if word not in surface]
     ours = {_QUICK, _ALL_PAIRS}
     typed = arguments = [word for word in argv if word not in ours and not word.startswith(f"{_SEEDS}=")]
     own = tuple(word for word in argv if word not in arguments)
@@ -85,11 +77,6 @@ def main(argv: Sequence[str]) -> int:
     if refused := misuse(arguments):
         print(f"mgpu-check selftest: {refused}", file=sys.stderr)
         return WRONG_USAGE
-    if surface and own:
-        print(f"mgpu-check selftest: {surface[-1]} plants no faults: leave out {own[0]}", file=sys.stderr)
-        return WRONG_USAGE
-    if surface:
-        return selftest_surface.main(arguments, typed, surface[-1].partition("=")[2])
     with importing():  # of torch
         faults = all_faults()
     plugin = Selftest(faults, quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0)

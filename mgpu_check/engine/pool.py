@@ -225,13 +225,6 @@ class RankPool:
         finally:
             world.discard()
 
-    def renew(self) -> None:
-        """End the processes of all worlds, so that further calls run in fresh ones."""
-        with self._lock:
-            for key, _ in self._worlds:
-                self._worlds.let_go(key)
-            self._used = set()
-
     def prepare(self, size: int, backend: str | None = None, host: int = 0) -> None:
         """Start the world of `size` (0: the node process of `host`) now, outside the measured time of a test."""
         with self._lock:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mgpu_check.asserts.known_defects import Met
     from mgpu_check.plugin.report.drawn import Drawn
-    from mgpu_check.plugin.report.suspects import Reruns
-    from mgpu_check.plugin.second_look import Failed
 
 
 @dataclass
@@ -19,8 +17,6 @@ class CurrentTest:
 
     Attributes:
         examples: number of examples, or plain runs, that it has completed.
-        failing: its last failing example.
-        seen: the result of the second look at that example.
         values: the values drawn by a check of the packaged suite; None in other tests.
         met: the known defects that it has met.
         drawn: whether it draws examples.
@@ -30,8 +26,6 @@ class CurrentTest:
     """
 
     examples: int = 0
-    failing: Failed | None = None
-    seen: Reruns | None = None
     values: Drawn | None = None
     met: list[Met] = field(default_factory=list)
     drawn: bool = False

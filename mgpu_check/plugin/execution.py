@@ -17,6 +17,7 @@ from mgpu_check.asserts.known_defects import reported_to
 from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin.forwarding import steps_to
+from mgpu_check.plugin.packaged import is_packaged
 from mgpu_check.plugin.rank_logging import Logging
 from mgpu_check.plugin.ranks import Ranks, abandoning
 from mgpu_check.plugin.replacements import Replacements
@@ -24,7 +25,6 @@ from mgpu_check.plugin.report.drawn import Drawn
 from mgpu_check.plugin.report.example import blob_of_this, draws_on, is_final, keeping_steps
 from mgpu_check.plugin.report.replay import BLOB
 from mgpu_check.plugin.requirements import Needs
-from mgpu_check.plugin.second_look import Failed, is_packaged, look_again
 from mgpu_check.plugin.serialization import bare, by_value
 from mgpu_check.plugin.session import FirstFailure, GpuSession
 from mgpu_check.plugin.stash import SESSION
@@ -95,10 +95,6 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
         session.test.in_body = True
         try:
             yield
-        except (AssertionError, BaseExceptionGroup) as error:
-            if session.test.failing is not None and is_packaged(item) and not session.first_failure:
-                session.test.seen = look_again(body, session.test.failing, needs, session, error)
-            raise
         finally:
             session.test.in_body = False
             if handle is None:
@@ -201,7 +197,6 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
                 setattr(hang, BLOB, blob_of_this())
             raise
         except AssertionError as failure:
-            session.test.failing = Failed(args, kwargs)
             if session.first_failure:
                 raise FirstFailure(failure) from failure
             if drawn and isinstance(failure, RankFailure) and is_final():

@@ -22,7 +22,6 @@ from _pytest.assertion import util
 
 from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.known_defects import reported_to
-from mgpu_check.asserts.surface import heard_by as calls_heard_by
 from mgpu_check.engine.rank_side import uncaught
 from mgpu_check.engine.rank_side.coverage import Measuring
 from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
@@ -73,7 +72,6 @@ def call(
             _collector.filtered(reversed(filters)),
             reported_to(lambda met: tell(("known", (met.name, met.failed)))),
             heard_by(lambda facts: tell(("covered", dict(facts)))),
-            calls_heard_by(lambda calls: tell(("surface", calls))),
             _fault(fault),
             example,
             without_debugger(),

@@ -23,6 +23,11 @@ def package_of(item: pytest.Item) -> str:
     return next((package for package in _COMMANDS if module.startswith(f"{package}.")), "")
 
 
+def is_packaged(item: pytest.Item) -> bool:
+    """Return whether a test is a check of the packaged suite."""
+    return package_of(item) == SUITE
+
+
 def command_of(package: str) -> tuple[str, ...]:
     """Return the words after `mgpu-check` that run a packaged suite."""
     return _COMMANDS[package]
@@ -30,7 +35,7 @@ def command_of(package: str) -> tuple[str, ...]:
 
 def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
     """Return the modules of the suite that ranks import for these tests."""
-    return modules_of_ranks(item.path for item in items if package_of(item) == SUITE)
+    return modules_of_ranks(item.path for item in items if is_packaged(item))
 
 
 def modules_of_ranks(tests: Iterable[Path]) -> list[str]:

@@ -342,9 +342,8 @@ def pytest_runtest_makereport(
         failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")
         lines = replay.lines_for(item, _invocation(item.config), error, item.config.getoption("gpu_replay"))
         if item.config.option.tbstyle != "line":
-            failures.add_second_look(report, session)
             failures.add_replay(report, lines)
-        properties.add_failure(item, error, lines, session.test.seen)
+        properties.add_failure(item, error, lines, session.settings.simulate is not None)
         report.user_properties = list(item.user_properties)
     return report
 

@@ -27,7 +27,7 @@ def as_finding(error: BaseException) -> BaseException:
     last = next(frame for frame in reversed(frames) if _FOLDER in frame.filename)
     place = f"{last.filename.rpartition(_FOLDER)[2]}:{last.lineno}"
     message = f"{_call(last)} raised {type(error).__name__}: {error} (in {place})"
-    return UnexpectedError(message, kind=type(error).__name__).with_traceback(error.__traceback__)
+    return UnexpectedError(message).with_traceback(error.__traceback__)
 
 
 def _call(frame: traceback.FrameSummary) -> str:

@@ -50,7 +50,6 @@ class GpuSession:
         devices: the real devices; empty before they are counted, and on a node simulated on the CPU.
         test: the state of the current test; a new one for each.
         notes: what the end of the run reports besides its tests.
-        looked: seconds that all second looks of the run have taken.
         on_example: called after each example, to show progress.
         fault: name of a fault that is planted on ranks during every call; None for no fault.
         first_failure: end a test at its first failing example, by `FirstFailure`.
@@ -69,7 +68,6 @@ class GpuSession:
         self.devices: list[Device] = []
         self.test = CurrentTest()
         self.notes = RunNotes()
-        self.looked = 0.0
         self.fault: Planting | None = None
         self.first_failure = False
         self.on_example: Callable[[], None] = lambda: None

@@ -87,12 +87,10 @@ class Placeholder:
     Attributes:
         name: the value: the `Rank`, or a list of GPUs.
         count: number of GPUs, None for all.
-        order: indices of the GPUs; empty for the first `count`.
     """
 
     name: Literal["rank", "gpus"]
     count: int | None = None
-    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
         ({"accept_for": "2x"}, "--for: '2x' is not valid; choose a time above 0 with its unit"),
         ({"gpu_level": "fast"}, "choose one of glance, quick, standard, long"),
         ({"accept_memory": "1"}, "choose a share of the free memory, above 0 and below 1"),
-        ({"accept_report": ["a.pdf"]}, "choose a file whose name ends in .html, .json, .md, .xml or .prom"),
-        ({"accept_report": ["/no/such/a.md"]}, "--report: there is no directory /no/such"),
+        ({"accept_report": ["a.pdf"]}, "choose a file whose name ends in .html, .json or .prom"),
+        ({"accept_report": ["/no/such/a.json"]}, "--report: there is no directory /no/such"),
         ({"accept_plant": ["x"], "simulate": None}, "a defect is planted in a simulated node only; add --simulate"),
         (
             {"accept_plant": ["memory-stuck"]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Callable
@@ -253,8 +254,13 @@ def with_measure(**more: Any) -> dict[str, Any]:
         (with_entry(measurements={}), r"entries\[0\]\.measurements is \{\}; give a list"),
         (with_measure(unit="GB/s"), r'measurements\[0\]\.unit is "GB/s"; give one of B/s, FLOP/s, s'),
         (with_measure(subject="link"), r'measurements\[0\]\.subject is "link"; give one of gpu, copy'),
-        (with_measure(value="1"), r'measurements\[0\]\.value is "1"; give a number'),
-        (with_measure(places={"0": None}), r"measurements\[0\]\.places\.0 is null; give a number"),
+        (with_measure(value="1"), r'measurements\[0\]\.value is "1"; give a finite number above 0'),
+        (with_measure(value=0.0), r"measurements\[0\]\.value is 0\.0; give a finite number above 0"),
+        (with_measure(value=math.nan), r"measurements\[0\]\.value is NaN; give a finite number above 0"),
+        (with_measure(value=math.inf), r"measurements\[0\]\.value is Infinity; give a finite number above 0"),
+        (with_measure(spread=-1.0), r"measurements\[0\]\.spread is -1\.0; give a finite number of at least 0"),
+        (with_measure(places={"0": math.nan}), r"measurements\[0\]\.places\.0 is NaN; give a finite number above 0"),
+        (with_measure(places={"0": None}), r"measurements\[0\]\.places\.0 is null; give a finite number above 0"),
     ],
 )
 def test_errors_name_file_key_value_and_what_is_valid(document, error):

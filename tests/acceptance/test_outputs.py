@@ -1,13 +1,9 @@
-"""Files for machines beside the full report: the short JSON, a textfile for Prometheus, a line of the system log."""
+"""Files for machines beside the full report: the short JSON, and a textfile for Prometheus."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
-import socket
-import syslog as system
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.report import junit, markdown, page, prometheus, syslog, view
+from mgpu_check.acceptance.report import page, prometheus, view
 from mgpu_check.acceptance.report.brief import brief
 from mgpu_check.acceptance.report.files import shortened, write
 from mgpu_check.acceptance.report.health import health_of
@@ -138,48 +134,6 @@ def test_labels_are_escaped() -> None:
     assert 'model="a\\"b\\\\c\\nd"' in prometheus.render(odd)
 
 
-# System log
-
-
-def test_the_line_of_the_system_log_is_words_that_a_shell_reads() -> None:
-    text = syslog.line(judged_report(run_reports.bad()), False)
-    assert "\n" not in text
-    words = dict(word.split("=", 1) for word in shlex.split(text))
-    assert (words["verdict"], words["code"], words["simulated"]) == ("REJECTED", "1", "no")
-    assert words["parts"] == "GPU 3,link GPU 0 -> GPU 5"
-    assert words["serials"] == "165302400000,165302400003,165302400005"
-    assert "MGPU-COMPUTE-DATA" in words["findings"].split(",")
-    assert "code=130" in syslog.line(run_reports.good(), True)
-
-
-@pytest.mark.parametrize(
-    ("name", "priority"),
-    [("good", system.LOG_NOTICE), ("bad", system.LOG_ERR), ("inconclusive", system.LOG_WARNING)],
-)
-def test_the_priority_is_that_of_the_verdict(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, priority: int
-) -> None:
-    sent: list[tuple[int, str]] = []
-    monkeypatch.setattr(system, "syslog", lambda *words: sent.append(words))
-    report = run_reports.ALL[name]()
-    monkeypatch.setattr(syslog, "LOG", tmp_path / "log")
-    assert syslog.send(report, False).startswith(
-        f"NOT sent to the system log: --syslog needs {tmp_path}/log; mount it, or use --verdict-file: verdict"
-    )
-    assert sent == []
-    monkeypatch.chdir(tmp_path)  # the name of a socket has at most 108 bytes
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
-        log.bind("log")
-        assert syslog.send(report, False) == f"sent to the system log: {syslog.line(report, False)}"
-    assert sent == [(priority, syslog.line(report, False))]
-
-
-def test_a_run_tells_the_system_log(command: Command) -> None:
-    node = ("accept", "--gpus=1", "--simulate", "--gpu-level=quick", "-k", "inventory")
-    sent = "sent to the system log" if syslog.LOG.is_socket() else "needs /dev/log; mount it, or use --verdict-file"
-    assert f"{sent}: verdict=ACCEPTED code=0 gpus=1 " in command(*node, "--syslog")
-
-
 def test_the_short_report_is_as_the_schema_says(tmp_path: Path) -> None:
     write(tmp_path / "a.json", brief(judged_report(run_reports.bad())))
     assert json.loads((tmp_path / "a.json").read_text())["findings"][0]["id"].startswith("MGPU-")
@@ -203,13 +157,8 @@ def test_pages_show_findings_warnings_and_the_policy() -> None:
         findings=(*bad.findings, *listed([warned])),
         policy={"MGPU-XID-PAST": "reject"},
     )
-    html, text = page.render(report), markdown.render(report)
+    html = page.render(report)
     told = "MGPU-COMPUTE-DATA; severity replace, action replace-gpu"
-    assert told in html and f"- finding: {told}" in text
-    assert "MGPU-PERSISTENCE-MODE: GPU 2: mode is &lt;off&gt;; do: " in html and "## Warnings" in text
-    assert "policy: MGPU-XID-PAST = reject" in html and "- policy: MGPU-XID-PAST = reject" in text
-    cases = ET.fromstring(junit.render(report))
-    properties = {one.get("name"): one.get("value") for one in cases.iter("property")}
-    assert str(properties["mgpu_check.warnings"]).startswith("MGPU-PERSISTENCE-MODE: GPU 2: ")
-    assert "MGPU-COMPUTE-DATA" in str(properties["mgpu_check.findings"]).split("\n")
-    assert {one.get("type") for one in cases.iter("failure")} >= {"MGPU-COMPUTE-DATA", "MGPU-LINK-DATA"}
+    assert told in html
+    assert "MGPU-PERSISTENCE-MODE: GPU 2: mode is &lt;off&gt;; do: " in html
+    assert "policy: MGPU-XID-PAST = reject" in html

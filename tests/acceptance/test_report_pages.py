@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 
-from mgpu_check.acceptance.report import junit, markdown, page
+from mgpu_check.acceptance.report import page
 from mgpu_check.acceptance.report.figures import Grid
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
@@ -188,9 +188,6 @@ def test_nothing_that_is_quoted_is_markup():
     )
     html = page.render(odd)
     assert "<script" not in html and "<i>" not in html and "&lt;script&gt;" in html
-    row = next(line for line in markdown.render(odd).splitlines() if line.startswith("| memory | GPU 0 |"))
-    assert row.count("&#60;script&#62;") == 2 and "\x1b" not in markdown.render(odd)  # seen and case; the rest is code
-    ET.fromstring(junit.render(odd).encode(errors="backslashreplace"))
     lines(odd)
 
 

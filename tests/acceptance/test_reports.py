@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import sys
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import jsonschema
 import pytest
 
 from mgpu_check.acceptance.checklist import CHECKLIST
-from mgpu_check.acceptance.report import junit, markdown, values
+from mgpu_check.acceptance.report import prometheus, values
 from mgpu_check.acceptance.report.detected import rates
 from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
@@ -123,8 +122,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("report.txt", r"does not end in \.html, \.json, \.md, \.xml or \.prom; choose one of them"),
-        ("report", r"does not end in \.html, \.json, \.md, \.xml or \.prom"),
+        ("report.txt", r"does not end in \.html, \.json or \.prom; choose one of them"),
+        ("report.md", r"does not end in \.html, \.json or \.prom"),
         ("no/such/report.json", "there is no directory .*/no/such for report.json"),
         (
             "/proc/self/report.json",
@@ -135,42 +134,42 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 )
 def test_a_name_that_is_no_report_is_refused_before_a_run(name, words, tmp_path):
     (tmp_path / "directory.json").mkdir()
-    check_paths([tmp_path / "right.json", str(tmp_path / "right.XML")])
+    check_paths([tmp_path / "right.json", str(tmp_path / "right.PROM")])
     with pytest.raises(ValueError, match=words):
         check_paths([tmp_path / "right.json", tmp_path / name])
     assert [path.name for path in tmp_path.iterdir()] == ["directory.json"]
 
 
 def test_reports_of_earlier_runs_are_removed_before_a_run(tmp_path):
-    write(tmp_path / "a.md", report("one GPU"))
-    clear([tmp_path / "a.md", str(tmp_path / "never.json")])
+    write(tmp_path / "a.prom", report("one GPU"))
+    clear([tmp_path / "a.prom", str(tmp_path / "never.json")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    check_paths([tmp_path / "a.json", tmp_path / "a.md", tmp_path / "a.xml"])
+    check_paths([tmp_path / "a.json", tmp_path / "a.prom"])
     for path in (tmp_path / "a.html", "a.html"):
         with pytest.raises(ValueError, match=r"a\.html needs jinja2, .*pip install 'mgpu-check\[report\]'"):
             check_paths([path])
     with pytest.raises(ValueError, match="needs jinja2"):
         write(tmp_path / "a.html", report("one GPU"))
-    for suffix in ("json", "md", "xml"):
+    for suffix in ("json", "prom"):
         write(tmp_path / f"a.{suffix}", report("one GPU"))
 
 
 def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "a.md"
+    path = tmp_path / "a.prom"
     write(path, report("one GPU"))
     before = path.read_text()
 
     def broken(found):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(markdown, "render", broken)
+    monkeypatch.setattr(prometheus, "render", broken)
     with pytest.raises(ZeroDivisionError):
         write(path, report("bad"))
-    assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.md"]
+    assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.prom"]
 
 
 # The terminal
@@ -201,7 +200,7 @@ def test_sets_of_parts_that_explain_failures_alike_are_listed_and_not_named(tmp_
     said = lines(unsure)
     assert said[0] == "REJECTED: 1 failure that several sets of parts explain equally well"
     assert "  none is named of GPU 0 and GPU 2; or GPU 1 and GPU 3" in said
-    for suffix in (".md", ".html", ".json"):
+    for suffix in (".html", ".json"):
         path = tmp_path / f"report{suffix}"
         write(path, unsure)
         assert suffix == ".json" or "none is named of GPU 0 and GPU 2; or GPU 1 and GPU 3" in path.read_text()
@@ -242,65 +241,16 @@ def test_a_hundred_failures_are_eight_lines():
     assert sum("memory: GPU 0: wrong" in line for line in said) == 7 and "  … and 93 more" in said
 
 
-# Markdown and JUnit
-
-
-def test_markdown_for_the_page_of_a_job():
-    text = markdown.render(report("bad"))
-    assert "- planted: `x`\n\n" in markdown.render(replace(report("bad"), planted=("x",)))
-    assert text.startswith("# mgpu-check accept: REJECTED: GPU 3, link GPU 0 -&#62; GPU 5; 1 failure")
-    assert "```sh\nmgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7\n```" in text
-    assert "| compute | **failed** | 8 | 3 | 1 | 0 | 60 s | 40 operations |" in text
-    assert '"found": "NaN", "bits": "0x7fc0"' in text and "<b>" not in text
-    assert all(f"`{gpu.uuid}`" in text and gpu.serial in text for gpu in report("bad").gpus)
-    simulated = markdown.render(report("two hosts"))
-    assert simulated.startswith("# mgpu-check accept: REJECTED on 8 SIMULATED cpu GPUs: GPU 6")
-    assert "| node-a | ACCEPTED |\n| node-b | REJECTED |" in simulated
-
-
-def test_markdown_is_not_larger_than_github_shows():
-    failed = Observation("memory", Subject("gpu", (0,)), "failed", "wrong " * 200)
-    many = replace(
-        report("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(2000))), observations=(failed,) * 2000
-    )
-    text = markdown.render(many)
-    assert len(text.encode()) < 2**20 and re.search(r"… \d+ more rows are left out", text)
-
-
-def test_junit_has_a_case_for_each_check_and_subject():
-    root = ET.fromstring(junit.render(report("bad")))
-    (suite,) = root
-    cases = suite.findall("testcase")
-    counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
-    # The health of GPU 6 and the work of memory are unknown.
-    assert counts == {"tests": len(cases), "failures": 5, "errors": 2, "skipped": 0}
-    by_name = {(case.get("classname").rpartition(".")[2], case.get("name")): case for case in cases}
-    assert len(by_name) == len(cases)
-    compute = by_name["compute", "GPU 3"]
-    failure = compute.find("failure")
-    assert failure.get("message").startswith("96 of 1048576") and failure.text.count('"bits": "0x7fc0"') == 3
-    assert report("bad").gpus[3].uuid in compute.find("system-out").text
-    assert by_name["links", "copy GPU 0 -> GPU 5"].find("failure") is not None
-    assert by_name["links", "copy GPU 5 -> GPU 0"].find("failure") is None
-    assert by_name["health", "GPU 6"].find("error").get("type") == "unknown"
-    assert by_name["memory", "all"].find("error").get("message") == "GPU 2: 12 GiB of 60 GiB were tested"
-    properties = {entry.get("name"): entry.get("value") for entry in suite.find("properties")}
-    assert properties["mgpu_check.verdict"] == "REJECTED"
-    assert properties["mgpu_check.accused"] == "GPU 3\nlink GPU 0 -> GPU 5"
-    assert suite.find("system-out").text.startswith("REJECTED: ")
-
-
 def test_a_run_in_which_nothing_was_seen_is_reported(tmp_path):
     empty = replace(
         report("one GPU"),
         verdict=Verdict("INCONCLUSIVE", unknown=("no check ran",)),
         verdicts={}, hosts=(), gpus=(), checks=(), observations=(), measurements=(), samples=(),
     )  # fmt: skip
-    for suffix in ("html", "json", "md", "xml"):
+    for suffix in ("html", "json", "prom"):
         write(tmp_path / f"a.{suffix}", empty)
     assert read(tmp_path / "a.json") == empty
     assert lines(empty)[0] == "INCONCLUSIVE: no check ran" and "no check ran" in (tmp_path / "a.html").read_text()
-    assert ET.parse(tmp_path / "a.xml").getroot().get("tests") == "0"
 
 
 def test_health_counts_what_has_grown_in_this_run_only():

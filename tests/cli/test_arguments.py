@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.cli import accept, accept_history, accept_merge, compare, record, selftest, simulate, suite
+from mgpu_check.cli import accept, accept_merge, compare, record, selftest, simulate, suite
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import OPTIONS, resolve
 
@@ -93,7 +93,6 @@ PARSERS: dict[tuple[str, ...], Callable[[], argparse.ArgumentParser]] = {
     ("record",): record._parser,
     ("simulate",): simulate._parser,
     ("accept", "merge"): accept_merge._parser,
-    ("accept", "history"): accept_history._parser,
 }
 
 
@@ -113,13 +112,12 @@ def test_each_option_of_a_parser_names_its_value(words: tuple[str, ...], capfd: 
                 assert "give" in output or f"needs a value: {flag}={action.metavar}" in output, (form, output)
 
 
-@pytest.mark.parametrize("words", [("merge",), ("history",), ("lint",)], ids="-".join)
-def test_an_empty_file_is_not_the_current_directory(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["accept", *words, ""]) == 4
+def test_an_empty_file_is_not_the_current_directory(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["accept", "merge", ""]) == 4
     assert "'' is empty; give " in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("words", [("devices",), ("accept", "lint"), *PARSERS], ids="-".join)
+@pytest.mark.parametrize("words", [("devices",), *PARSERS], ids="-".join)
 def test_what_a_parser_does_not_know_is_exit_code_4(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--no-such-option"]) == 4
     assert main([*words, "-h"]) == 0

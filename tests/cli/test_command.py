@@ -64,6 +64,7 @@ def test_one_property_from_anywhere(command, tmp_path):
     assert said[0] < first < said[1], "before the first check, and at the end"
     assert lines[first - 1].startswith("1 checks; ")
     assert said[1] == len(lines) - 2
+    assert "a failed check shows" not in text
 
 
 def test_verbose_shows_each_check_and_its_data(command):
@@ -94,6 +95,9 @@ def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_pat
     )
     assert re.search(r"^\[1/3\] FAILED       fixtures: .*\n\[2/3\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
     assert re.search(r"^fixtures +2 +\d+ +[\d.]+ +1 FAILED, 1 passed\n +FAILED: `try_gpu", text, re.MULTILINE)
+    (advice,) = [line for line in text.splitlines() if "a failed check shows" in line]
+    assert "the code or torch is wrong, or the machine below the simulated GPUs" in advice
+    assert "run mgpu-check accept" in advice and "second look" not in text
 
 
 def test_what_torch_says_of_its_own_names_is_not_shown(command):

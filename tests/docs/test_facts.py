@@ -12,7 +12,7 @@ import pytest
 
 import mgpu_check
 from mgpu_check import version
-from mgpu_check.cli import accept_history, compare, record, simulate
+from mgpu_check.cli import compare, record, simulate
 from mgpu_check.settings import OPTIONS, Settings
 from tests.docs.pages import DOCS, ROOT, all_pages, blocks
 
@@ -46,13 +46,11 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
         "--all-pairs",
         "--seeds",
         "--reports",
-        "--surface",
         "--collect-only",
     }  # of selftest, and of the examples' own conftest
     known = {
         "accept": of_pytest
         | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in OPTIONS.values()},
-        "accept history": set(accept_history._parser()._option_string_actions),
         "compare": set(compare._parser()._option_string_actions),
         "record": set(record._parser()._option_string_actions),
         "simulate": set(simulate._parser()._option_string_actions),

@@ -1,17 +1,21 @@
-"""The closing table shows the values that the checks of the packaged suite got, and why one was skipped."""
+"""The closing table shows the values that the checks of the packaged suite got, why one was skipped, and what to do."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.plugin import execution
+from mgpu_check.plugin.report import properties
 from mgpu_check.plugin.report.drawn import Drawn
-from mgpu_check.plugin.report.table import row_of
+from mgpu_check.plugin.report.table import print_to, row_of
 from mgpu_check.suite.allreduce.cases import Contributions
 from mgpu_check.suite.common.tensors import TensorSpec
 
@@ -90,3 +94,59 @@ def test_examples_of_a_packaged_check_are_no_copies_of_each_other():
     with execution._each_example_for_itself():
         assert different() > 80
     assert different() < 50, "Hypothesis does not copy examples any more"
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "simulated", "advice"),
+    [
+        (
+            "mgpu_check.suite.scatter.test_scatter",
+            RankFailure("wrong"),
+            False,
+            "or a GPU or link; to find a faulty part",
+        ),
+        ("mgpu_check.suite.scatter.test_scatter", RankHang("late"), False, ""),
+        (
+            "mgpu_check.suite.scatter.test_scatter",
+            RankFailure("wrong"),
+            True,
+            "or the machine below the simulated GPUs",
+        ),
+        (
+            "mgpu_check.suite.scatter.test_scatter",
+            ExceptionGroup("two", [RankFailure("a"), RankFailure("b")]),
+            False,
+            "run",
+        ),
+        ("mgpu_check.suite.scatter.test_scatter", StartupFailure("no memory"), False, ""),
+        ("mgpu_check.suite.scatter.test_scatter", ExceptionGroup("two", [StartupFailure("no memory")]), False, ""),
+        ("mgpu_check.acceptance.memory.test_memory", RankFailure("wrong"), False, ""),
+        ("mgpu_check.suite.scatter.test_scatter", None, False, ""),
+        ("test_of_a_user", RankFailure("wrong"), False, ""),
+    ],
+)
+def test_a_failed_check_of_the_suite_advises_an_acceptance(module, error, simulated, advice):
+    item: Any = SimpleNamespace(module=SimpleNamespace(__name__=module), user_properties=[])
+    properties.add_failure(item, error, [], simulated)
+    text = dict(item.user_properties).get("mgpu_check.advice", "")
+    assert advice in text and bool(text) == bool(advice)
+    assert not text or text.endswith("run mgpu-check accept")
+
+
+def test_an_advice_ends_the_closing_table_once():
+    found = [("mgpu_check.property", "scatter"), ("mgpu_check.advice", "a failed check shows this")]
+    failed = [
+        pytest.TestReport(name, ("file", 1, name), {}, "failed", None, "call", user_properties=found) for name in "ab"
+    ]
+    lines: list[str] = []
+    terminal: Any = SimpleNamespace(
+        stats={"failed": failed},
+        section=lambda *_, **__: None,
+        line=lambda text, **_: lines.append(text),
+        write=lambda *_, **__: None,
+        config=SimpleNamespace(invocation_params=SimpleNamespace(args=()), get_verbosity=lambda: 0),
+        _tw=SimpleNamespace(fullwidth=80),
+    )
+    print_to(terminal, "quick")
+    assert lines[-1] == "mgpu-check: a failed check shows this"
+    assert sum("a failed check" in line for line in lines) == 1

@@ -37,7 +37,6 @@ def test_the_first_place_that_says_something_wins():
         "accept_record_baseline": "default",
         "accept_report": "default",
         "accept_evidence": "default",
-        "accept_syslog": "default",
         "accept_policy": "default",
         "accept_dcgm": "default",
         "accept_verdict_file": "default",

@@ -32,8 +32,7 @@ def test_the_expression_that_raised_is_named(ranks):
         r"raised UnexpectedError: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in collectives/\w+.py:\d+\)",
         first,
     )
-    cause = caught.value.__cause__
-    assert isinstance(cause, UnexpectedError) and cause.kind == "AttributeError"
+    assert isinstance(caught.value.__cause__, UnexpectedError)
 
 
 def test_a_function_that_raises_itself_is_named_once(ranks):

@@ -20,7 +20,7 @@ from mgpu_check.suite.common import error_bounds
 from mgpu_check.suite.common.faults.registry import planted
 from mgpu_check.suite.devices.samples import checks, rules, running, source
 from mgpu_check.suite.devices.samples.checks import SampleCase, assert_samples_agree, difference_of
-from mgpu_check.suite.surface.classes import layout_of
+from tests.surface.classes import layout_of
 
 Devices = list[torch.device]
 PATTERNS = {

@@ -16,11 +16,13 @@ from mgpu_check.acceptance.health.limits import SHARE, examine_limits
 from mgpu_check.acceptance.health.xids import CONSEQUENCES, advice_on, meaning_of
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
-from mgpu_check.devices.pcie import TRANSFERS
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
 _CHECK = "health"
+
+TRANSFERS: Mapping[int, float] = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9}
+"""Bits per second on one lane of PCIe, in one direction, by generation (PCI Express Base Specification)."""
 
 _COOLING = "look at fans, air flow, inlet temperature and heat sinks; compare with the other GPUs"
 

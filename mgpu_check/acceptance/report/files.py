@@ -16,8 +16,6 @@ from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 _WRITERS: Mapping[str, str] = {
     ".html": "page:render",
     ".json": "values:to_json",
-    ".md": "markdown:render",
-    ".xml": "junit:render",
     ".prom": "prometheus:render",
 }
 """Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""

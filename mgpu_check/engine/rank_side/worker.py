@@ -298,7 +298,7 @@ class Worker:
             return argument
         if argument.name == "rank":
             return current_rank()
-        return tuple(torch.device("cuda", i) for i in argument.order or range(argument.count or self.spec.devices))
+        return tuple(torch.device("cuda", i) for i in range(argument.count or self.spec.devices))
 
     def meet(self) -> protocol.Rested:
         try:

@@ -18,7 +18,6 @@ from mgpu_check.processes.frames import is_engine, is_installed
 
 _ON_PURPOSE = (CheckFailure, pytest.fail.Exception, ValueError, TypeError, pytest.UsageError, RankHang)
 _REPLAY = "repeat with"
-_SECOND_LOOK = "second look"
 _LOGGED = re.compile(r"^\[rank\d+\]:\[[A-Z]\d{4} [\d:.]+ ", re.MULTILINE)
 """How a line of torch's log begins, with rank, level, date and time."""
 _TOLD_BELOW = "Failed to reproduce exception"
@@ -98,9 +97,7 @@ def replace_traceback(
         lines += _story(part, item, report, in_parent)
     if isinstance(error, BaseExceptionGroup):
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
-        unreliable = session.test.seen is not None and session.test.seen.unreliable
-        message = session.test.seen.headline if session.test.seen is not None and unreliable else error.message
-        lines[:0] = [message, *notes, *([] if len(parts) > 1 else [""])]
+        lines[:0] = [error.message, *notes, *([] if len(parts) > 1 else [""])]
     first = parts[0]
     location = _location_in_test(first, item, report)
     headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
@@ -126,21 +123,10 @@ def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, i
 
 def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
     """End the report of a failure with the shell lines that repeat it."""
-    _add(report, _REPLAY, lines)
-
-
-def add_second_look(report: pytest.TestReport, session: GpuSession) -> None:
-    """Add the results of the second look, if any, to the report of a failure."""
-    lines = [] if session.test.seen is None else session.test.seen.lines()
-    if lines:
-        _add(report, _SECOND_LOOK, lines)
-
-
-def _add(report: pytest.TestReport, title: str, lines: Sequence[str]) -> None:
     if isinstance(report.longrepr, ExceptionRepr):
-        report.longrepr.addsection(title, "\n".join(lines))
+        report.longrepr.addsection(_REPLAY, "\n".join(lines))
     elif isinstance(report.longrepr, str):
-        report.longrepr = "\n".join([report.longrepr, f"{f' {title} ':-^80}", *lines])
+        report.longrepr = "\n".join([report.longrepr, f"{f' {_REPLAY} ':-^80}", *lines])
 
 
 def _printable(text: str) -> str:

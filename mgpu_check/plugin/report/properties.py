@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from mgpu_check.plugin.packaged import SUITE, package_of
+from mgpu_check.errors import StartupFailure
+from mgpu_check.plugin.packaged import is_packaged
 from mgpu_check.plugin.report.replay import parts_of
-from mgpu_check.plugin.report.suspects import Reruns
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.protocol import SEED
+
+_ADVICE = {
+    True: "the machine below the simulated GPUs; to test real GPUs and links, run mgpu-check accept",
+    False: "a GPU or link; to find a faulty part, run mgpu-check accept",
+}
+"""Other causes of a failed check than the code and torch, and what to do, by whether the devices are simulated."""
 
 _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 
@@ -26,10 +32,10 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
         "mgpu_check.mistakes",
         "mgpu_check.replay",
         "mgpu_check.site",
-        "mgpu_check.second_look",
+        "mgpu_check.advice",
     )  # from an earlier try, if failures are rerun
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
-    if package_of(item) == SUITE:
+    if is_packaged(item):
         name = item.path.stem.removeprefix("test_")
         title = (getattr(item, "function", item).__doc__ or item.name).strip().splitlines()[0].rstrip(".")
         _set(item, "property", name)
@@ -78,16 +84,18 @@ def defects_met(report: object) -> tuple[list[str], list[str]]:
     return showed, unseen
 
 
-def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Reruns | None) -> None:
-    """Record the failed ranks, the likely mistakes and their line, the replay lines, and the second look's headline."""
-    if seen is not None and seen.headline:
-        _set(item, "second_look", seen.headline)
-    mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
+def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], simulated: bool) -> None:
+    """Record the failed ranks, the likely mistakes and their line, the replay lines, and an advice for the suite."""
+    parts = parts_of(error)
+    proven = all(isinstance(part, AssertionError) and not isinstance(part, StartupFailure) for part in parts)
+    if is_packaged(item) and parts and proven:  # a busy machine also makes ranks late, or refuses to start them
+        _set(item, "advice", f"a failed check shows that the code or torch is wrong, or {_ADVICE[simulated]}")
+    mistakes = dict.fromkeys(name for part in parts for name in getattr(part, "mistakes", ()))
     if mistakes:
         _set(item, "mistakes", " ".join(mistakes))
-    if site := next(filter(None, (getattr(part, "site", "") for part in parts_of(error))), ""):
+    if site := next(filter(None, (getattr(part, "site", "") for part in parts)), ""):
         _set(item, "site", site)
-    ranks = {rank for part in parts_of(error) for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
+    ranks = {rank for part in parts for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
     _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
     _set(item, "replay", "\n".join(replay))
 

@@ -47,6 +47,7 @@ class Row:
     line: int
     reason: str = ""
     drawn: str = ""
+    advice: str = ""
 
 
 def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
@@ -63,8 +64,6 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
     showed, unseen = defects_met(report) if outcome == "passed" else ([], [])
     measured = [str(properties["mgpu_check.measured"])] if "mgpu_check.measured" in properties else []
     reason = "; ".join([*measured, *map(told, showed), *map(told_unseen, unseen)])
-    if outcome == "failed":
-        reason = str(properties.get("mgpu_check.second_look", ""))
     if showed:
         outcome = "known"
     if outcome == "xfailed":
@@ -81,6 +80,7 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
         line=report.location[1] or 0,
         reason=reason,
         drawn=str(properties.get("mgpu_check.drawn", "")),
+        advice=str(properties.get("mgpu_check.advice", "")),
     )
 
 
@@ -145,6 +145,8 @@ def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
         bold=True,
     )
     terminal.line(told_level(level))
+    for advice in dict.fromkeys(row.advice for row in rows if row.advice):
+        terminal.line(f"mgpu-check: {advice}", red=True)
 
 
 def _print_properties(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from mgpu_check.suite.surface.demands import Variant, matches
+from tests.surface.demands import Variant, matches
 
 
 class LeftOut(NamedTuple):
@@ -38,23 +38,13 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("a part of torch's own implementation, which programs do not call",
         _of(_FUNCTIONAL, "*_backward *_setup_context *_inplace backend_impl allow_inflight_* "
             "AsyncCollectiveTensor.*")
-        + " torch.distributed.nn.Function* torch.optim.Optimizer.profile_hook_step torch.optim.*.get_lr"
+        + " torch.distributed.nn.Function*"
         " torch.nn.parallel.DistributedDataParallel.gather torch.nn.parallel.DistributedDataParallel.scatter"
-        " torch.nn.parallel.DistributedDataParallel.to_kwargs torch.optim.lr_scheduler.*.recursive_undo"
-        " operators.slice_inverse"),
-    *(LeftOut("a signature of torch names it, but the function refuses it, or accepts the default only",
-        f"operators.{name}", options) for name, options in (
-            ("elu", "scale"), ("hash_tensor", "mode"), ("index_reduce", "include_input"), ("msort", "descending"),
-            ("nuclear_norm", "dtype"), ("segment_reduce", "indices"), ("to", "layout"))),
-    LeftOut("the suite draws it, but torch does not pass it to a mode, which is what records",
-        "operators.l1_loss", "weight"),
-    LeftOut("it chooses a kernel of CUDA in Python, below the simulated device: the suite draws it on real devices",
-        "operators.linear_cross_entropy", "options"),
+        " torch.nn.parallel.DistributedDataParallel.to_kwargs"),
     LeftOut("an abstract class: checks draw its subclasses",
         _of(_DIST, "checkpoint.LoadPlanner* checkpoint.SavePlanner* checkpoint.StorageReader* "
             "checkpoint.StorageWriter* algorithms.Join*Hook* algorithms.Joinable* "
-            "algorithms.model_averaging.averagers.ModelAverager*")
-        + " torch.optim.Optimizer torch.optim.Optimizer.step torch.optim.lr_scheduler.LRScheduler"),
+            "algorithms.model_averaging.averagers.ModelAverager*")),
     LeftOut("the engine calls it before each test, and fails without it",
         _of(_DIST, "init_process_group is_available rendezvous register_rendezvous_handler")),
     LeftOut("about another backend than NCCL and gloo, or a plug-in",
@@ -77,10 +67,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("it accepts strided tensors only, the default", "torch.distributed.tensor.[a-z]*", "layout"),
     LeftOut("it accepts meshes of one dimension only", "torch.distributed.tensor.parallel.parallelize_module",
         "device_mesh", "mesh?of?2"),
-    LeftOut("the suite continues a schedule from its state instead, which has the epoch",
-        "torch.optim.*", "last_epoch"),
-    LeftOut("deprecated: all schedulers but CosineAnnealingWarmRestarts count their steps",
-        "torch.optim.lr_scheduler.*.step", "epoch"),
     LeftOut("the acceptance reads it from the driver", _of(_CUDA, "temperature power_draw utilization clock_rate "
         "memory_usage device_memory_used list_gpu_processes")),
     LeftOut("it replaces the allocator of the process, or its memory, which the simulated node refuses",
@@ -138,53 +124,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         _of(_CUDA, "CUDAGraph.raw_cuda_graph* CUDAGraph.get_graph_data")),
     LeftOut("an address of a graph, its description, or marks in a trace, for other libraries and tools",
         _CUDA + "graph", "enable_annotations"),
-    LeftOut("it makes sparse tensors by an old constructor, which the simulated node lacks",
-        "torch.optim.SparseAdam*"),
-    LeftOut("quotients of inner products, which narrow dtypes round too coarsely to compare", "torch.optim.LBFGS",
-        "params", "*float16"),
-    LeftOut("torch has it for the CPU only", "torch.optim.Adagrad", "fused", "True"),
-    LeftOut("it must be given together with another parameter that torch recommends in its place",
-        "operators.*", "size_average reduce"),
-    LeftOut("the result goes to a tensor that is given, from the same kernel", "operators.*", "out"),
-    LeftOut("only memory of the host can be pinned", "operators.*_like operators.to", "pin_memory"),
-    LeftOut("an operator of sparse, quantized or other tensors that are not dense tensors of CUDA",
-        _of("operators.", "q_* *quantize* fake_* fused_moving* *quantized* fbgemm* miopen* mkldnn* sparse* hspmm smm "
-            "sspaddmm *_indices *indices_copy coalesce is_coalesced dense_dim to_sparse to_mkldnn int_repr qscheme "
-            "ipu xpu mtia is_distributed choose_qparams* ccol_indices* col_indices* resize_as_sparse "
-            "native_channel_shuffle native_norm")),
-    LeftOut("it returns a property of a tensor, or converts it for Python, and computes nothing",
-        _of("operators.", "repr reduce_ex setstate array array_wrap dlpack dlpack_device complex long nonzero reversed "
-            "storage storage_type const_data_ptr get_device is_* ndimension nelement numel dim_order type "
-            "module_load map map2 apply sym_* result_type can_cast deepcopy len contains int float bool "
-            "index hash format iter dir")),
-    LeftOut("it differs from an operator that is drawn in that it copies, for functionalization",
-        _of("operators.", "*_copy")),
-    LeftOut("it draws random numbers, and another check judges their distribution, or that of an operator which draws "
-        "in the same way",
-        _of("operators.", "alpha_dropout binomial cauchy dropout1d dropout2d dropout3d exponential lobpcg "
-            "feature_alpha_dropout feature_dropout fractional_max_pool* geometric gumbel_softmax log_normal "
-            "native_dropout pca_lowrank poisson rand svd_lowrank")),
-    LeftOut("it draws random numbers with this option",
-        _of("operators.", "rrelu kaiming_uniform normal random uniform scaled_dot_product_attention"),
-        "lower upper training mode nonlinearity generator mean std from to dropout_p"),
-    LeftOut("a histogram that torch has for the CPU only", _of("operators.", "histogram histogramdd")),
-    LeftOut("CUDA alone has it: the CPU refuses it, so there is no reference",
-        _of("operators.", "linalg.lu linalg.lu_factor linalg.lu_factor_ex lu"), "pivot", "False"),
-    LeftOut("CUDA alone has it: the CPU refuses it, so there is no reference",
-        _of("operators.", "linalg.svd linalg.svdvals"), "driver"),
-    LeftOut("it moves a tensor of the host, or the memory of one, and computes nothing",
-        _of("operators.", "cuda pin_memory record_stream share_memory set indices values")),
-    LeftOut("SyncBatchNorm calls it within autograd, where calls are not recorded, and a check of it judges the result",
-        _of("operators.", "batch_norm_*")),
-    LeftOut("torch calls another function for it, which is drawn",
-        _of("operators.", "max_pool?d adaptive_max_pool?d"), "return_indices", "True"),
-    LeftOut("torch.spmm is the same function, so its calls are recorded there", "operators.mm", "input mat2 out_dtype"),
-    LeftOut("a part of autograd that runs on the host, without a kernel",
-        _of("operators.", "backward register_post_accumulate_grad_hook retain_grad")),
-    LeftOut("it sets an attribute of the result, not its elements",
-        _of("operators.", "empty_like full_like ones_like zeros_like"), "layout requires_grad dtype"),
-    LeftOut("its gradient or operand is sparse", _of("operators.", "gather to_dense spmm"),
-        "sparse_grad masked_grad dtype out_dtype"),
 )  # fmt: skip
 
 

@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 from fnmatch import translate
 from typing import NamedTuple
 
-from mgpu_check.suite.surface.classes import OPERATIONS, SIZES
-from mgpu_check.suite.surface.names import SurfaceParameter, entries, operators
 from mgpu_check.torch_hooks import table
+from tests.surface.classes import OPERATIONS, SIZES
+from tests.surface.names import SurfaceParameter, entries
 
 CALLED = "called"
 """The class of each call, for the parameter ""."""
+
+Call = tuple[str, str, str]
+"""A function, one of its parameters, and a class of a value; the parameter "" has the class `CALLED`."""
 
 
 class Variant(NamedTuple):
@@ -57,7 +60,6 @@ def _collectives(*kinds: str) -> str:
 
 _MOVED = ("bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 """The dtypes that NCCL has."""
-_FLOATS = ("float16", "bfloat16", "float32")
 _OPERAND = (*_MOVED, *SIZES, "contiguous", "offset")
 
 _WORDS = ("'sum'", "'avg'", "'max'", "'min'", "'product'")
@@ -84,22 +86,8 @@ DEMANDS = (
     Demand("torch.nn.parallel.scatter_gather.scatter_kwargs", "kwargs", ("dict", "dict with a list", "float32")),
     Demand("torch.nn.parallel.comm.scatter", "tensor", ("square", "transposed", "strided", "channels_last", "offset")),
     Demand("torch.nn.parallel.comm.broadcast", "tensor", ("transposed", "strided", "offset", "above 2^20")),
-    Demand("torch.amp.GradScaler", "growth_interval", ("1", "to 2^8")),
-    Demand("torch.amp.GradScaler.scale", "outputs", ("0-d", "list", "tuple")),
     Demand("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", "factor", ("1.0", "above 1")),
     Demand("torch.distributed.checkpoint.state_dict.*", "optimizers", ("SGD", "Adam")),
-    Demand("torch.optim.[A-Z]*", "params", ("dict", *_FLOATS)),
-    Demand("operators.bmm operators.mm operators.matmul", "input mat2 other", (*_FLOATS, "transposed", "to 2^16")),
-    Demand("operators.addmm operators.baddbmm", "mat1 mat2 batch1 batch2", (*_FLOATS, "transposed")),
-    Demand("operators.linear", "input", (*_FLOATS, "transposed", "to 2^16")),
-    Demand(
-        "operators.topk operators.sort operators.cumsum operators.softmax operators.logsumexp",
-        "input",
-        ("rows above 2^8", "transposed", *_FLOATS),
-    ),
-    Demand("operators.sum operators.mean operators.max operators.add operators.mul", "input", ("above 2^20", *_FLOATS)),
-    Demand("operators.copy operators.to", "input", ("transposed", "strided", "offset", "above 2^20", "channels_last")),
-    Demand("operators.conv2d", "input", ("channels_last", *_FLOATS)),
 )
 
 
@@ -111,10 +99,6 @@ def demanded() -> Iterator[tuple[Variant, ...]]:
     for entry in entries():
         if not entry.deprecated:
             yield _variants(entry.path, entry.parameters)
-    merged: dict[str, dict[Variant, None]] = {}
-    for one in operators().values():
-        merged.setdefault(one.name, {}).update(dict.fromkeys(_variants(*one)))
-    yield from map(tuple, merged.values())
 
 
 def values_of(path: str, parameter: SurfaceParameter) -> list[str]:

@@ -1,7 +1,6 @@
-"""Record the calls of the surface in a process, and report the classes that it has not reported before.
+"""Record the calls of the surface in a process, and write down the classes that it has not written before.
 
-Functions, constructors and methods are replaced by wrappers, for the time of a context. A mode of torch records the
-operators, except those that another operator calls, and those of threads that the code under test starts.
+Functions, constructors and methods are replaced by wrappers, for the time of a context.
 """
 
 from __future__ import annotations
@@ -9,24 +8,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
+import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
-from mgpu_check.asserts.surface import Call, tell
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.processes.frames import is_engine
-from mgpu_check.suite.surface.classes import classes_of
-from mgpu_check.suite.surface.demands import CALLED
-from mgpu_check.suite.surface.names import Callee, SurfaceParameter, called_by, entries, operators
 from mgpu_check.torch_hooks.patches import Patches
+from tests.surface.classes import classes_of
+from tests.surface.demands import CALLED, Call
+from tests.surface.names import Callee, SurfaceParameter, entries
 
-RECORDING = f"{__name__}:recording"
-"""The function below, by its name: ranks record with it."""
+ENDING = ".json"
 
 
 class _CallRecorder:
@@ -34,10 +31,9 @@ class _CallRecorder:
 
     def __init__(self) -> None:
         self.seen: set[Call] = set()
-        self.told: set[Call] = set()
+        self.written: set[Call] = set()
         self.on = False
         self._here = threading.local()
-        self._operators = operators()
         self._entries = list(entries())
         self._names: list[tuple[Any, str, object]] = []
         self._modules = 0
@@ -58,11 +54,6 @@ class _CallRecorder:
                     self.seen.add((path, parameter.name, found))
         finally:
             self._here.busy = False
-
-    def operator(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        path = called_by(function)
-        if path in self._operators:
-            self.note(*self._operators[path], args, kwargs)
 
     def wrap(self, entry: Callee) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         skipped = entry.owner is not None
@@ -94,35 +85,10 @@ class _CallRecorder:
             patches.set(module, name, new)
 
     def fresh(self) -> tuple[Call, ...]:
-        """Return the classes that were not reported before."""
-        found = self.seen - self.told
-        self.told |= found
-        return tuple(sorted(found))
-
-
-class _Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _recorder().operator(func, args, kwargs or {})
-        return _of_c(func)(*args, **(kwargs or {}))
-
-
-def _of_c(function: Any) -> Any:
-    """Return the function of C in place of the simulated node's wrapper of a method or attribute of a tensor.
-
-    The wrapper has called C, which calls the mode with the wrapper again, because it looks the function up by its name.
-    """
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, property) and owner in _PROPERTIES:
-        return getattr(getattr(torch._C.TensorBase, _PROPERTIES[owner]), function.__name__)
-    name = getattr(function, "__name__", "")
-    code = getattr(function, "__code__", None)
-    if code is not None and is_engine(code.co_filename) and vars(torch.Tensor).get(name) is function:
-        return getattr(torch._C.TensorBase, name, function)
-    return function
-
-
-_PROPERTIES = {value: name for name, value in vars(torch.Tensor).items() if isinstance(value, property)}
-"""The attributes of tensors that the simulated node replaces; this module is imported in a rank."""
+        """Return the classes that were not written before."""
+        fresh = self.seen - self.written
+        self.written |= fresh
+        return tuple(sorted(fresh))
 
 
 @functools.cache
@@ -131,19 +97,34 @@ def _recorder() -> _CallRecorder:
 
 
 @contextlib.contextmanager
-def recording(_: str = "") -> Iterator[None]:
-    """Record the calls of this process until the context exits, and report what is new."""
+def recording(directory: str) -> Iterator[None]:
+    """Record the calls of this process until the context exits, and write new classes to a file in `directory`."""
     recorder = _recorder()
     patches = Patches()
     try:
         recorder.apply(patches)
         recorder.on = True
-        with _Mode():
-            yield
+        yield
     finally:
         recorder.on = False
         patches.undo()
-        tell(recorder.fresh())
+        _write(recorder.fresh(), Path(directory))
+
+
+def _write(calls: Sequence[Call], directory: Path) -> None:
+    """Write calls to a new file. The file gets its name at the end: a rank may be killed while it writes."""
+    if not calls:
+        return
+    number, name = tempfile.mkstemp(dir=directory)
+    with open(number, "w") as file:
+        json.dump(calls, file)
+    os.rename(name, f"{name}{ENDING}")
+
+
+def written_to(directory: Path) -> Iterator[Call]:
+    """Yield the calls that the processes of a run have written."""
+    for path in sorted(directory.glob(f"*{ENDING}")):
+        yield from map(tuple, json.loads(path.read_text()))
 
 
 def bound(

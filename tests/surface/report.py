@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_check.asserts.surface import Call
-from mgpu_check.suite.surface.demands import CALLED, Variant, demanded
-from mgpu_check.suite.surface.names import AREAS, OPERATORS, area_of, tagged
-from mgpu_check.suite.surface.reasons import reason_for
+from tests.surface.demands import CALLED, Call, Variant, demanded
+from tests.surface.names import AREAS, area_of, tagged
+from tests.surface.reasons import reason_for
 
 RECORD = Path(__file__).parent / "drawn.json"
-"""The record of runs at the level standard. `mgpu-check selftest --surface=FILE` writes it."""
+"""The record of runs at the level standard. `python -m tests.surface` writes it."""
 
 
 class SurfaceRecord:
@@ -105,7 +104,7 @@ def report(record: SurfaceRecord) -> tuple[str, int]:
         elif one.state == "left out":
             left[one.reason] += 1
     lines = [f"{'surface':<44}" + "".join(f"{column:>10}" for column in _COLUMNS)]
-    lines += [_row(name, counts[name]) for name in (*AREAS, OPERATORS)]
+    lines += [_row(name, counts[name]) for name in AREAS]
     lines.append(_row("all", sum(counts.values(), Counter())))
     if left:
         lines += ["", "left out:", *(f"{count:>6}  {reason}" for reason, count in left.most_common())]

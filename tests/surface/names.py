@@ -1,6 +1,6 @@
-"""List the public functions, classes and operators of the installed torch, with their parameters.
+"""List the public functions and classes of the installed torch for several devices, with their parameters.
 
-The list is the *surface*: everything that a check of the suite could call.
+The list is the *surface*: everything about ranks, devices and loaders that a check of the suite could call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.overrides import get_testing_overrides, resolve_name
 
 AREAS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
     "torch.distributed": ("", ".nn", ".device_mesh"),
@@ -37,14 +36,9 @@ AREAS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
     ),
     "torch.nn.parallel": ("", ".comm", ".scatter_gather"),
     "torch.cuda": ("", ".nvtx", ".nccl", ".amp"),
-    "torch.amp": ("",),
     "torch.utils.data": ("",),
-    "torch.optim": ("", ".lr_scheduler", ".swa_utils"),
 })  # fmt: skip
 """Area of the report -> the ends of the names of its modules. An object of several modules counts for the first."""
-
-OPERATORS = "operators"
-"""The area of the functions that torch lets a mode override: those of tensors."""
 
 _HOMES = ("torch.", "mgpu_check.simulated.")
 """The packages of public objects; the simulated node replaces some objects of torch."""
@@ -78,7 +72,7 @@ class Callee:
     """A function, constructor or method of the surface.
 
     Attributes:
-        path: its name, such as ``torch.amp.GradScaler.step``; that of a constructor is the name of the class.
+        path: its name, such as ``torch.distributed.Store.set``; that of a constructor is the name of the class.
         owner: the class of a method or constructor; None for a function.
     """
 
@@ -102,12 +96,12 @@ class Callee:
 
 
 def area_of(path: str) -> str:
-    """Return the area of an entry or operator by its path."""
-    return max((area for area in AREAS if path.startswith(f"{area}.")), key=len, default=OPERATORS)
+    """Return the area of an entry by its path."""
+    return max((area for area in AREAS if path.startswith(f"{area}.")), key=len)
 
 
 def entries() -> list[Callee]:
-    """Return the functions, constructors and methods of all areas but the operators. Imports their modules."""
+    """Return the functions, constructors and methods of all areas. Imports their modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated names
         return list(_entries())
@@ -130,103 +124,6 @@ def _entries() -> Iterator[Callee]:
                     yield from _of_class(path, value)
                 elif isinstance(value, types.FunctionType):
                     yield Callee(path, "function", value)
-
-
-class TensorFunction(NamedTuple):
-    """A function that torch lets a mode override.
-
-    Attributes:
-        name: of the operator: ``torch.add``, ``Tensor.add_`` and ``Tensor.__radd__`` are "operators.add".
-    """
-
-    name: str
-    parameters: tuple[SurfaceParameter, ...]
-
-
-def operators() -> dict[str, TensorFunction]:
-    """Return the functions that torch lets a mode override, by path. A method's ``self`` is called `input`."""
-    found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecated operators
-        for function, twin in get_testing_overrides().items():
-            path = called_by(function)
-            if path and "__get__" not in path:
-                name = _operator(path)
-                parameters = {p.name: p for p in map(_input, _parameters(twin))}
-                found[path] = TensorFunction(
-                    f"{OPERATORS}.{name}", (*parameters.values(), *_left_out(name, tuple(parameters)))
-                )
-    return dict(sorted(found.items()))
-
-
-def _input(parameter: SurfaceParameter) -> SurfaceParameter:
-    return parameter._replace(name="input") if parameter.name == "self" else parameter
-
-
-@functools.cache
-def _left_out(name: str, known: tuple[str, ...]) -> tuple[SurfaceParameter, ...]:
-    """Return the options of an operator's schemas that the signature in `torch.overrides` lacks, such as `alpha`."""
-    found: dict[str, SurfaceParameter] = {}
-    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name.replace('.', '_')}"):
-        if any(argument.is_out for argument in schema.arguments) or "Tensor" not in {
-            str(a.type) for a in schema.arguments
-        }:
-            continue  # also functions of Python, such as list.sort
-        earlier: list[str] = []
-        for argument in schema.arguments:
-            if argument.has_default_value() and argument.name not in {*known, *found, *_INTERNAL}:
-                default, last = argument.default_value, earlier == [*known, *found] and not argument.kwarg_only
-                kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if last else inspect.Parameter.KEYWORD_ONLY
-                domain = frozenset({"True", "False"} if isinstance(default, bool) else ())
-                found[argument.name] = SurfaceParameter(argument.name, kind, default, domain)
-            earlier.append("input" if argument.name == "self" else argument.name)
-    return tuple(found.values())
-
-
-_INTERNAL = frozenset({"self", "cudnn_enable", "implicit", "input_scale", "path"})
-"""Options of schemas that are not options of functions."""
-
-
-def _operator(path: str) -> str:
-    """Return the name of an operator: of its function, its method, its method in place, and its symbol."""
-    module, _, name = path.removeprefix("torch.").rpartition(".")
-    family = module if module in ("linalg", "fft") else ""
-    if name.startswith("__"):
-        word = name.strip("_")  # add, iadd, radd
-        name = next((one for one in (word, word[1:]) if one in _SYMBOLS or hasattr(torch, one)), word)
-    return ".".join(filter(None, (family, _SYMBOLS.get(name, name.rstrip("_")))))
-
-
-_SYMBOLS = {
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "invert": "bitwise_not",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-}
-"""The words of Python for symbols -> the operators of torch."""
-
-
-@functools.cache
-def called_by(function: Callable[..., Any]) -> str:
-    """Return the path of an operator; "" for a private one, and for the read or write of an attribute."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        path = resolve_name(function) or _of_wrapped(function)
-    name = path.rpartition(".")[2]
-    private = name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
-    return "" if private or name in ("__get__", "__set__", "__delete__") else path
-
-
-def _of_wrapped(function: Any) -> str:
-    """Return the path of a function of C that the simulated node replaces by a wrapper."""
-    name = getattr(function, "__name__", "")
-    home = "torch.functional" if hasattr(torch.functional, name) else "torch"
-    return f"{home}.{name}" if getattr(torch._C._VariableFunctions, name, None) is function else ""
 
 
 def tagged() -> str:
@@ -259,13 +156,8 @@ def _of_class(path: str, kind: type) -> Iterator[Callee]:
         yield Callee(path, "constructor", own["__init__"], kind)
     for name, value in sorted(own.items()):
         function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        if not name.startswith("_") and isinstance(function, types.FunctionType) and not _is_inherited(function, kind):
+        if not name.startswith("_") and isinstance(function, types.FunctionType):
             yield Callee(f"{path}.{name}", "method", function, None if isinstance(value, staticmethod) else kind)
-
-
-def _is_inherited(function: types.FunctionType, kind: type) -> bool:
-    """Return whether an optimizer's method is that of a base class: torch wraps `step` for the class of an instance."""
-    return hasattr(function, "hooked") and not function.__qualname__.startswith(f"{kind.__qualname__}.")
 
 
 def _parameters(function: Callable[..., Any], *, bound: bool = False) -> tuple[SurfaceParameter, ...]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import comm
+from torch.utils.data import DataLoader, TensorDataset
 
-from mgpu_check.asserts.surface import heard_by
-from mgpu_check.suite.surface import names, report
-from mgpu_check.suite.surface.classes import classes_of, layout_of, size_of
-from mgpu_check.suite.surface.demands import DEMANDS, Variant, demanded, values_of
-from mgpu_check.suite.surface.names import SurfaceParameter, called_by, entries, operators
-from mgpu_check.suite.surface.reasons import LEFT_OUT
-from mgpu_check.suite.surface.recorder import bound, recording
-from mgpu_check.suite.surface.report import RECORD, SurfaceRecord, judged
+from tests.surface import names, report
+from tests.surface.classes import classes_of, layout_of, size_of
+from tests.surface.demands import DEMANDS, Variant, demanded, values_of
+from tests.surface.names import SurfaceParameter, entries
+from tests.surface.reasons import LEFT_OUT
+from tests.surface.recorder import bound, recording, written_to
+from tests.surface.report import RECORD, SurfaceRecord, judged
 
 
 @functools.cache
@@ -34,19 +35,12 @@ def version(text: str) -> tuple[int, ...]:
 def test_nothing_of_the_installed_torch_is_undrawn():
     """A new function or option of torch must be drawn by a check, or left out with a reason.
 
-    The record is of one run at the level standard. To draw more: `mgpu-check selftest --surface=FILE`, with the record.
+    The record is of one run at the level standard. To draw more: `python -m tests.surface`.
     """
     if version(names.tagged()) < version(recorded().torch):
         pytest.skip(f"the record is of torch {recorded().torch}, which has other options")
     undrawn = [str(one.variant) for one in judged(recorded()) if one.state == "undrawn"]
     assert undrawn == []
-
-
-def test_the_surface_is_the_same_after_torch_has_wrapped_a_method():
-    before = {entry.path for entry in entries()}
-    torch.optim.AdamW([torch.zeros(1)])  # its class gets a step of its own, which was inherited
-    assert {entry.path for entry in entries()} == before
-    assert "torch.optim.Adam.step" in before
 
 
 def variants_of_this_torch() -> set[Variant]:
@@ -186,56 +180,50 @@ def test_arguments_are_bound_to_parameters():
     ]
 
 
-def test_the_surface_has_functions_constructors_methods_and_operators():
+def test_the_surface_has_functions_constructors_and_methods():
     found = {entry.path: entry for entry in entries()}
     assert found["torch.distributed.all_reduce"].kind == "function"
-    assert found["torch.amp.GradScaler"].kind == "constructor"
-    assert [p.name for p in found["torch.amp.GradScaler.step"].parameters] == ["optimizer", "args", "kwargs"]
+    assert found["torch.utils.data.DataLoader"].kind == "constructor"
+    method = found["torch.utils.data.DistributedSampler.set_epoch"]
+    assert [p.name for p in method.parameters] == ["epoch"]
     assert found["torch.distributed.all_gather_into_tensor"].deprecated or names.tagged() < "2.13"
-    assert operators()["torch.Tensor.__iadd__"].name == operators()["torch.add"].name == "operators.add"
-    shape: Any = torch.Tensor.shape
-    assert called_by(shape.__get__) == called_by(print) == ""
 
 
-def test_operators_have_the_options_of_their_schemas():
-    """`torch.overrides` has signatures without them."""
-
-    def options(path: str) -> dict[str, Any]:
-        return {one.name: one for one in operators()[path].parameters}
-
-    assert options("torch.index_add")["alpha"].default == 1
-    assert options("torch.amax")["keepdim"].domain == {"True", "False"}
-    assert list(options("torch.argmax")) == ["input", "dim", "keepdim"]
-    assert [value for one, value in bound(operators()["torch.argmax"].parameters, (0, 1, True), {})] == [0, 1, True]
-    assert "reverse" not in options("torch.sort"), "list.sort has it"
-
-
-def test_calls_are_recorded_under_each_name_and_reported_once():
-    module: Any = inspect.getmodule(test_calls_are_recorded_under_each_name_and_reported_once)
-    before = vars(comm)["scatter"], torch.amp.GradScaler.__init__
+def test_calls_are_recorded_under_each_name_and_written_once(tmp_path):
+    module: Any = inspect.getmodule(test_calls_are_recorded_under_each_name_and_written_once)
+    before = vars(comm)["scatter"], DataLoader.__init__
     module.early = comm.scatter  # as an import before the recording
-    heard: list[tuple[str, str, str]] = []
-    with heard_by(heard.extend):
-        with recording():
-            torch.amp.GradScaler("cpu", growth_interval=1)
-            torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 5, 4).mT)
+    numbers = TensorDataset(torch.arange(2))
+
+    def recorded(name: str, batch_size: int) -> set[tuple[str, str, str]]:
+        directory = Path(tmp_path, name)
+        directory.mkdir()
+        with recording(str(directory)):
+            DataLoader(numbers, batch_size=batch_size)
             with pytest.raises(Exception):  # noqa: B017  # there is no device
                 module.early(torch.ones(3, 3), [1, 0])
-        assert (vars(comm)["scatter"], torch.amp.GradScaler.__init__) == before
-        torch.amp.GradScaler("cpu", growth_interval=2)  # not within the context
-        calls = set(heard)
-        assert {
-            ("torch.amp.GradScaler", "", "called"),
-            ("torch.amp.GradScaler", "growth_interval", "1"),
-            ("operators.bmm", "mat2", "transposed"),
-            ("torch.nn.parallel.comm.scatter", "tensor", "square"),
-            ("torch.nn.parallel.comm.scatter", "devices", "out of order"),
-        } <= calls
-        assert ("torch.amp.GradScaler", "growth_interval", "to 2^8") not in calls
-        heard.clear()
-        with recording():
-            torch.amp.GradScaler("cpu", growth_interval=1)
-    assert heard == []
+        assert (vars(comm)["scatter"], DataLoader.__init__) == before
+        return set(written_to(directory))
+
+    calls = recorded("first", 1)
+    DataLoader(numbers, batch_size=300)  # not within the context
+    assert {
+        ("torch.utils.data.DataLoader", "", "called"),
+        ("torch.utils.data.DataLoader", "batch_size", "1"),
+        ("torch.nn.parallel.comm.scatter", "tensor", "square"),
+        ("torch.nn.parallel.comm.scatter", "devices", "out of order"),
+    } <= calls
+    assert recorded("second", 2) == {
+        ("torch.utils.data.DataLoader", "batch_size", "not the default"),
+        ("torch.utils.data.DataLoader", "batch_size", "to 2^8"),
+        ("torch.utils.data.BatchSampler", "batch_size", "to 2^8"),
+    }
+    assert recorded("third", 1) == set()
+
+
+def test_a_file_that_a_killed_rank_has_not_finished_is_left_out(tmp_path):
+    (tmp_path / "unfinished").write_text('[["torch.f", "", "cal')
+    assert list(written_to(tmp_path)) == []
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

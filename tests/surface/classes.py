@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.suite.surface.names import SurfaceParameter
 from mgpu_check.torch_hooks.table import ROOTS
 from mgpu_check.torch_hooks.tensors import name_of
+from tests.surface.names import SurfaceParameter
 
 _BORDERS = (8, 10, 12, 16, 20)
 SIZES = ("size 0", "size 1", "odd size", *(f"to 2^{power}" for power in _BORDERS), "above 2^20")

@@ -1,0 +1,116 @@
+"""The packaged table of floors has no floor that a broken GPU or link reaches."""
+
+from __future__ import annotations
+
+import copy
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from mgpu_check.acceptance import skus
+from mgpu_check.acceptance.documents import read_document
+from mgpu_check.acceptance.skus import TABLE, packaged_floors
+from tests.acceptance.floors_lint import bytes_per_second, lint_floors
+
+OWN: dict[str, Any] = json.loads(files("mgpu_check.acceptance").joinpath(TABLE).read_text())
+PACKAGED = {sku["names"][0]: sku for sku in OWN["skus"]}
+
+
+def table(
+    name: str = "NVIDIA H200", quantity: str = "", pcie: Any = None, nominal: Any = None, **floor: Any
+) -> list[str]:
+    """Return the findings in our table for one model, with changes to one floor."""
+    sku = copy.deepcopy(PACKAGED[name])
+    sku["pcie"] = pcie or sku["pcie"]
+    sku["nominal"] = nominal or sku["nominal"]
+    for entry in sku["floors"]:
+        if entry["quantity"] == quantity:
+            entry.update(floor)
+    return lint_floors(skus.FORM.decoded({**OWN, "skus": [sku]}, "t.json"))
+
+
+def test_our_own_table_is_clean_and_each_source_and_reason_is_used():
+    own = packaged_floors()
+    assert lint_floors(own) == []
+    floors = [floor for sku in own.skus for floor in sku.floors]
+    others = [part for sku in own.skus for part in (sku.pcie, sku.nominal) if part is not None]
+    assert {part.source for part in (*floors, *others)} == set(own.sources)
+    assert {floor.reason for floor in floors} == set(own.reasons)
+    assert len(own.skus) >= 20
+
+
+@pytest.mark.parametrize("sku", [sku for sku in PACKAGED.values() if sku["pcie"]], ids=lambda sku: sku["names"][0])
+def test_a_link_one_generation_below_misses_each_floor_and_a_healthy_one_does_not(sku):
+    generation, width = sku["pcie"]["generation"], sku["pcie"]["width"]
+    for floor in sku["floors"]:
+        if floor["subject"] in ("upload", "download"):
+            assert (
+                bytes_per_second(generation - 1, width)
+                < floor["fraction"] * floor["data_sheet"]
+                < 0.75 * bytes_per_second(generation, width)
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"quantity": "memory bandwidth", "data_sheet": 2333e6}, "2.33 GB/s, which no hardware has"),
+        ({"quantity": "memory bandwidth", "data_sheet": 4.8e15}, "which no hardware has"),
+        ({"pcie": {"generation": 9, "width": 16, "source": "pcie"}}, "there is no PCIe Gen9 x16"),
+        ({"pcie": {"generation": 5, "width": 7, "source": "pcie"}}, "there is no PCIe Gen5 x7"),
+        ({"pcie": {"generation": 5, "width": 16, "source": "x"}}, "source 'x' is not among the sources"),
+        ({"quantity": "upload bandwidth", "fraction": 0.5}, "a link that was trained at less, with 31.5 GB/s, passes"),
+        ({"quantity": "upload bandwidth", "data_sheet": 128e9}, "vendors give both directions together"),
+        ({"quantity": "matrix product, bfloat16", "fraction": 0.05}, "every GPU that works at all passes"),
+        ({"quantity": "matrix product, bfloat16", "fraction": 1.2}, "every GPU fails"),
+        ({"quantity": "matrix product, bfloat16", "data_sheet": 989.4}, "which no hardware has"),
+        ({"quantity": "memory bandwidth", "source": "my memory"}, "source 'my memory' is not among the sources"),
+        ({"quantity": "memory bandwidth", "reason": "so"}, "reason 'so' is not among the reasons"),
+        ({"nominal": {"source": "nvlink", "facts": {"links": 18}}}, "links is no fact of a GPU"),
+    ],
+)
+def test_mistakes_in_a_table_are_found(change, text):
+    found = table(**change)
+    assert [line for line in found if text in line], found
+
+
+def test_what_is_listed_twice_or_without_floors_is_found():
+    sku = copy.deepcopy(PACKAGED["NVIDIA H200"])
+    twice = {**sku, "floors": [*sku["floors"], sku["floors"][0]]}
+    found = lint_floors(skus.FORM.decoded({**OWN, "skus": [twice, sku]}, "t.json"))
+    assert found == [
+        "NVIDIA H200: the model is listed 2 times",
+        "NVIDIA H200: memory bandwidth of a gpu is listed 2 times",
+    ]
+    none = lint_floors(skus.FORM.decoded({**OWN, "skus": [{**sku, "floors": []}]}, "t.json"))
+    assert none == ["NVIDIA H200: the model has no floors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"skus": None}, r"t\.json: skus is null; give a list\. floors_of_skus\.json in the package is such a file"),
+        ({"skus": [{}]}, r"t\.json: skus\[0\]\.names is missing; give a list of at least one text"),
+        ({"skus": [{"names": ["M"]}]}, r"skus\[0\]\.pcie is missing; give an object with generation, width, source or null"),
+        ({"skus": [{"names": []}]}, r"skus\[0\]\.names is \[\]; give a list of at least one text"),
+        ({"skus": [{"names": ["M"], "pcie": {}}]}, r"skus\[0\]\.pcie\.generation is missing; give an integer of at least 1"),
+        ({"skus": [{"pcie": None, "names": ["M"], "floors": [{}]}]}, r"skus\[0\]\.floors\[0\]\.subject is missing; give one of gpu"),
+        ({"skus": [{"pcie": None, "names": ["M"], "floors": [{**OWN["skus"][0]["floors"][0], "fraction": 0.0}]}]},
+         r"floors\[0\]\.fraction is 0\.0; give a finite number above 0"),
+        ({"measured_by": {"x": []}}, r"measured_by\.x is \[\]; give a list of at least one text"),
+    ],
+)  # fmt: skip
+def test_errors_of_a_table_name_the_key(change, error):
+    with pytest.raises(ValueError, match=error):
+        skus.FORM.decoded({**OWN, **change}, "t.json")
+
+
+def test_a_whole_number_may_be_written_in_any_way(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 1.6e1'))
+    assert skus.FORM.decoded(read_document(path), "t.json").skus == packaged_floors().skus
+    path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 16.5'))
+    with pytest.raises(ValueError, match=r"pcie\.width is 16\.5; give an integer of at least 1"):
+        skus.FORM.decoded(read_document(path), "t.json")
