@@ -108,8 +108,7 @@ class Evidence:
             much; else 1.
         normalizes: the modules that normalize by statistics of the batch.
         draws: ranks draw random numbers for their own parts of the batch.
-        numbers_apart: ranks draw different random numbers, but as many as one device.
-        may_draw: the code that may draw them.
+        may_draw: random numbers that change wrong results.
         same_samples: all ranks saw the same samples.
         repeated_epoch: an epoch had the order of an earlier one.
         samplers: the samplers that distribute samples.
@@ -136,7 +135,6 @@ class Evidence:
     undivided: float = 1
     normalizes: str = ""
     draws: str = ""
-    numbers_apart: str = ""
     may_draw: str = ""
     same_samples: str = ""
     repeated_epoch: str = ""
@@ -219,6 +217,8 @@ class Restored:
         at_the_end: all entries that are wrong at the end.
         epochs: a clause on a sampler that continues with the wrong epoch, if nothing but generators was lost.
         resharded: entries whose saved parts are in wrong places after loading -> a description; in no other field.
+        altered: entries with neither the saved value after loading nor that of a run that loads nothing -> those ranks;
+            in no other field. They are no evidence of a mistake.
     """
 
     seen: bool
@@ -231,7 +231,8 @@ class Restored:
     at_the_end: Sequence[object] = ()
     epochs: str = ""
     resharded: Mapping[Any, str] = field(default_factory=dict)
+    altered: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
     @property
     def lost(self) -> bool:
-        return bool(self.on_some or self.nowhere or self.of_rank_0 or self.resharded)
+        return bool(self.on_some or self.nowhere or self.of_rank_0 or self.resharded or self.altered)

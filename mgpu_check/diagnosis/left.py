@@ -37,6 +37,14 @@ def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) 
     )
 
 
+def is_clipped(left: Sequence[Left], norms: Sequence[float | None]) -> bool:
+    """Return whether each rank clips what its own backward pass left, unlike other ranks: clipping finds its norm."""
+    own = [math.hypot(*(one["norm"] for one in gradients.values())) for gradients in left]
+    if len(set(own)) < 2 or len(own) != len(norms):
+        return False
+    return all(norm is not None and abs(norm - total) <= _NEAR * total for norm, total in zip(norms, own, strict=True))
+
+
 def is_held(contents: Mapping[str, float], values: Sequence[torch.Tensor], size: int) -> bool:
     """Return whether a recorded tensor has these values, or `size` times these values."""
     if "norm" not in contents or any(not value.is_floating_point() for value in values):

@@ -319,22 +319,24 @@ class Change:
     """A change to the calls of one line, tried on a wrong step.
 
     Attributes:
-        kind: the change. The collective uses another "group" or another "op". Its result is divided or multiplied by
-            the size of the group ("divide", "multiply"), or has its rows in another order ("reorder"). It is left out
-            ("skip"), or gets only the part that is new since its last call ("new"). A range continues the range of the
-            previous rank ("shift"). A term of the loss is divided or multiplied by the size of a group ("term").
-            Gradients are combined over a group after each backward pass ("combine").
+        kind: the change. The code waits for asynchronous collectives at once ("wait"). The collective uses another
+            "group" or another "op". Its result is divided or multiplied by the size of the group ("divide",
+            "multiply"), or has its rows in another order ("reorder"). It is left out ("skip"), or gets only the part
+            that is new since its last call ("new"). A range continues the range of the previous rank ("shift"). A term
+            of the loss is divided or multiplied by the size of a group ("term"). Gradients are combined over a group
+            after each backward pass ("combine").
         name: name of the collective; "arange" or "slice" for a range; "backward" for a term, or for gradients.
         site: the line: "train.py:40".
-        value: index of the group; name of the operation; or the number of calls before the same call again. For
-            "reorder", the number of pieces of each rank's rows. For "shift", the number of parts of the range, and
-            whether neighbours have consecutive parts ("inner") or not ("outer"). For "term", the term and its factor.
-            For "combine", the index of the group, the names of the parameters, and "mean" or "sum".
+        value: index of the group; name of the operation; or the number of calls before the same call again. For "wait",
+            name and line of each collective. For "reorder", the number of pieces of each rank's rows. For "shift", the
+            number of parts of the range, and whether neighbours have consecutive parts ("inner") or not ("outer"). For
+            "term", the term and its factor. For "combine", the index of the group, the names of the parameters, and
+            "mean" or "sum".
         was, now: ranks of each group before and after the change, if it changes the group; for "combine", only `now`.
         holds: the step is right with the change.
     """
 
-    kind: Literal["group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term", "combine"]
+    kind: Literal["wait", "group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term", "combine"]
     name: str
     site: str
     value: Any = None

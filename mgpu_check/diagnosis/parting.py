@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.diagnosis.left import Left, is_left
+from mgpu_check.diagnosis.left import Left, is_clipped, is_left
 from mgpu_check.diagnosis.observed import CallEvent, RankTrace
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
 
 _VALUES = 4
@@ -77,6 +77,8 @@ def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting |
             steps += 1
         if found is None and first.kind == "backward" and number == _last_backward(tensors):
             found = _of_last_backward(tensors, known)
+        if found is not None and first.kind == "clip":
+            return _of_backward_clipped(tensors, number) or _at(first, found)
         if found is not None:
             return _at(first, found)
     return _in_the_end(tensors)
@@ -271,6 +273,17 @@ def _of_backward_before(tensors: Tensors, number: int, step: int, name: Result) 
     return _at(same[0], _left(name, left))
 
 
+def _of_backward_clipped(tensors: Tensors, number: int) -> Parting | None:
+    """Return the backward pass that left the gradients as clipping finds them; None if another call changed them."""
+    before = [[event for event in trace.events[:number] if event.kind == "backward"][-1:] for trace in tensors.traces]
+    left = [event.details.get("left", {}) for events in before for event in events]
+    if not is_clipped(left, [trace.events[number].details.get("norm") for trace in tensors.traces]):
+        return None
+    everywhere = [Result("grads", name) for name in left[0] if all(name in one for one in left)]
+    split = [name for name in everywhere if name in tensors.relations.split]  # no later call combines them
+    return _at(before[0][0], _left(split[0], left)) if split else None
+
+
 def _element(name: object, values: Sequence[torch.Tensor]) -> Found | None:
     """Return the element where values of one shape differ most; None if they are equal."""
     first = values[0]
@@ -309,8 +322,7 @@ def _of_last_backward(tensors: Tensors, same: Sequence[CallEvent]) -> Found | No
 
 
 def _left(name: Result, left: Sequence[Left]) -> Found:
-    norms = [_shown(one[name.of]["norm"]) for one in left]
-    return f"the norm of {name}, which nothing changes after it", norms
+    return f"the norm of {name}, which nothing combines after it", [_shown(one[name.of]["norm"]) for one in left]
 
 
 def _in_the_end(tensors: Tensors) -> Parting | None:

@@ -34,11 +34,13 @@ class MistakeClass:
         name: for example "mean-of-means"; its page has the same name.
         title: what goes wrong, in one clause.
         advice: what to do, in one line.
+        of_ranks: it takes several ranks, so it does not explain a step that is wrong at world size 1 already.
     """
 
     name: str
     title: str
     advice: str
+    of_ranks: bool = False
 
     @property
     def page(self) -> str:
@@ -48,9 +50,9 @@ class MistakeClass:
 _mistakes: dict[str, MistakeClass] = {}
 
 
-def mistake(name: str, title: str, advice: str) -> None:
+def mistake(name: str, title: str, advice: str, *, of_ranks: bool = False) -> None:
     """Register a mistake. For the arguments, see `MistakeClass`."""
-    new = MistakeClass(name, title, advice)
+    new = MistakeClass(name, title, advice, of_ranks)
     known = _mistakes.setdefault(name, new)
     if known != new:
         raise ValueError(f"mistake: {name!r} is the name of two: {known.title!r} and {title!r}; give each its own name")

@@ -23,6 +23,8 @@ class Finding:
     """The ranks at fault, if they are known."""
     site: str = ""
     """The line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown."""
+    advice: str = ""
+    """What to do, if that is more precise than the advice of the mistake."""
     also: bool = False
     """It holds besides the finding before it, and is no other explanation."""
 
@@ -92,7 +94,7 @@ class Report:
             lines += [
                 f"  {('and' if finding.also else 'or') if number else 'looks like'} {known.name}: {known.title}",
                 f"    seen: {finding.evidence}",
-                f"    do: {known.advice}",
+                f"    do: {finding.advice or known.advice}",
                 f"    see: {known.page}",
             ]
         lines += ["", *_table(self.observables)] if self.observables else []

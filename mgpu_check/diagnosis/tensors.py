@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,10 +45,12 @@ class Tensors:
         hypotheses: the results of one device for parts of the batch.
         wrong_alone: the step already differs from the reference at world size 1.
         right_when_small: whether all relations hold for the same batch scaled down; None if that was not tried.
-        further: the same case with other seeds.
+        further: the same case with other seeds, and sometimes with more samples.
         elsewhere: the case at another world size, with the results of rank 0 there.
         shardwise: the reference takes the world size, and processes the batch shard by shard.
         alone: the calls of one device.
+        mesh: the axes of the mesh, the outermost first, with their sizes.
+        by_draws: the results that other random numbers change.
         tried: changes to single calls, and whether the step is right with them.
     """
 
@@ -66,6 +68,8 @@ class Tensors:
     elsewhere: Tensors | None = None
     shardwise: bool = False
     alone: RankTrace | None = None
+    mesh: Sequence[tuple[str, int]] = ()
+    by_draws: Collection[Result] = ()
     tried: Sequence[Change] = ()
 
     def wrong(self, *kinds: Kind) -> list[Result]:
@@ -98,6 +102,21 @@ class Tensors:
         """True if returned values replace gradients or parameters in the comparison."""
         return any(name.kind in ("grads", "params") for name in self.relations.skipped)
 
+    @property
+    def steps_alike(self) -> bool:
+        """True if steps of optimizers can be paired: one device runs the step itself, or as many optimizers."""
+        single = self.expected.single
+        return not self.expected.by_reference or all(one.optimizers == single.optimizers for one in self.seen)
+
+    def holders(self, name: Result) -> list[int]:
+        """Return the ranks that have a result, or some of its elements."""
+        has = [(name in one.values or name in one.digests, one.own.get(name)) for one in self.seen]
+        return [rank for rank, (here, own) in enumerate(has) if here and (own is None or bool(own.any()))]
+
+    def right_ranks(self, name: Result) -> list[int]:
+        """Return the ranks that have a result, as one device has it."""
+        return [rank for rank in self.holders(name) if rank not in self.relations.wrong.get(name, [])]
+
     def is_of_model(self, name: Result) -> bool:
         return name.kind in ("params", "buffers", "grads") or (
             name.kind == "returned" and Result("params", name.of) in self.seen[0].values
@@ -123,16 +142,24 @@ class Tensors:
     def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
         """Return whether the wrong results equal the results of all parts combined in this way; see `combined`."""
         names = names or self.names
-        if not self.explains(self.combined(division, how, factor, names), names):
-            return False
-        for other in self.further:
-            same = next(
-                (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
-                None,
-            )
-            if same is None or not other.explains(other.combined(same, how, factor, names), names, False):
-                return False
-        return True
+
+        def values(case: Tensors) -> Sequence[Mapping[Result, torch.Tensor]] | None:
+            divisions = case.hypotheses.divisions
+            same = next((d for d in divisions if (d.name, d.windows) == (division.name, division.windows)), None)
+            return None if same is None else case.combined(same, how, factor, names)
+
+        return self.explains(self.combined(division, how, factor, names), names) and self._is_confirmed(values, names)
+
+    def _is_confirmed(
+        self, values: Callable[[Tensors], Sequence[Mapping[Result, torch.Tensor]] | None], names: Collection[Result]
+    ) -> bool:
+        """Return whether `values` explain the results of all further cases, at least one of which is not right anyway.
+
+        Where no further case could be run, nothing is refuted.
+        """
+        found = [(case, values(case)) for case in self.further]
+        explained = all(known is not None and case.explains(known, names, telling=False) for case, known in found)
+        return explained and (not found or any(known and case.explains(known, names) for case, known in found))
 
     @cached_property
     def own_parts(self) -> list[tuple[Division, list[Result]]]:
@@ -150,20 +177,14 @@ class Tensors:
 
     def is_alternative(self, alternative: Alternative) -> bool:
         """Return whether the wrong results equal the results of one device for another batch."""
-        if not self.explains([dict(alternative.values)] * self.size):
-            return False
-        for other in self.further:
-            same = next(
-                (
-                    a
-                    for a in other.hypotheses.alternatives
-                    if (a.kind, a.index) == (alternative.kind, alternative.index)
-                ),
-                None,
-            )
-            if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
-                return False
-        return True
+
+        def values(case: Tensors) -> Sequence[Mapping[Result, torch.Tensor]] | None:
+            others = case.hypotheses.alternatives
+            kind = (alternative.kind, alternative.index)
+            same = next((other for other in others if (other.kind, other.index) == kind), None)
+            return None if same is None else [same.values] * case.size
+
+        return self.explains([alternative.values] * self.size) and self._is_confirmed(values, self.names)
 
     def explains(
         self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu_check.torch_hooks.drawing import draws
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import plain
 
 _aten = torch.ops.aten
@@ -82,6 +85,37 @@ def _narrow(value: Any) -> Any:
 
 def _is_float32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+class _Redrawing(TorchDispatchMode):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._times = times
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for _ in range(self._times if draws(func, args, kwargs or {}) else 0):
+            func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def redrawing(times: int) -> Iterator[None]:
+    """Give the code other random numbers from the same seeds: discard the first `times` draws of each draw.
+
+    Python's generators discard them after each seed.
+    """
+    seed = random.Random.seed
+
+    def reseeded(generator: random.Random, *args: Any, **kwargs: Any) -> None:
+        seed(generator, *args, **kwargs)
+        for _ in range(times):
+            generator.random()
+
+    of_module = functools.partial(reseeded, random.seed.__self__)  # type: ignore[attr-defined]
+    with replaced(random.Random, "seed", reseeded), replaced(random, "seed", of_module), _Redrawing(times):
+        yield
 
 
 class Notes(TorchDispatchMode):

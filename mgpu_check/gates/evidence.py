@@ -6,16 +6,17 @@ import dataclasses
 import itertools
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Start, UnfinishedCall
 from mgpu_check.diagnosis.observed import CallEvent, RankTrace
+from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.processes.rank_lists import few, named
+from mgpu_check.processes.rank_lists import few, grouped, named
 
-_MAY_DRAW = "the step draws random numbers, and each rank draws those of its own part of the batch"
 _NEAR = 2e-3
 """Relative tolerance of a factor: no element is further from it."""
 
@@ -34,7 +35,6 @@ def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
         micro_batches=attempts.piece(_micro_batches, tensors, 1.0),
         normalizes=attempts.piece(_normalizes, tensors, ""),
         draws=attempts.piece(_draws, tensors, ""),
-        numbers_apart=attempts.piece(_numbers_apart, tensors, ""),
         may_draw=attempts.piece(_may_draw, tensors, ""),
         repeated_epoch=attempts.piece(_repeated_epoch, tensors, ""),
         samplers=attempts.piece(_samplers, tensors, []),
@@ -122,7 +122,9 @@ def _start(tensors: Tensors) -> Start | None:
 
 
 def _different(held: Sequence[dict[str, float]]) -> list[str]:
-    return [name for name, value in held[0].items() if any(o.get(name) != value for o in held)] if held else []
+    """Return what differs, of the parameters that all of them have: stages of a pipeline have their own."""
+    common = [name for name in held[0] if all(name in one for one in held)] if held else []
+    return [name for name in common if any(one[name] != held[0][name] for one in held)]
 
 
 def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
@@ -152,17 +154,22 @@ def _first_calls(trace: RankTrace) -> list[CallEvent]:
 def _loads(tensors: Tensors) -> ByRank:
     if not _held(tensors):
         return ByRank()
-    loads = [trace.of("load") for trace in tensors.traces]
-    counts = [len(events) for events in loads]
-    rank = counts.index(max(counts))
-    if not loads[rank]:
-        return ByRank(counts)
-    event = loads[rank][0]
-    return ByRank(counts, f"{event.where} ran on rank {rank} and not on all")
+    lines = [[event.where for event in trace.of("load")] for trace in tensors.traces]
+    if len(set(map(len, lines))) == 1:
+        return ByRank(list(map(len, lines)))
+    odd = next(line for one in lines for line in one if len({other.count(line) for other in lines}) > 1)
+    counts = [one.count(odd) for one in lines]
+    groups = grouped((count, rank) for rank, count in enumerate(counts))
+    said = ", ".join(f"{count} time{'s' * (count != 1)} on {named(ranks)}" for count, ranks in groups)
+    return ByRank(counts, f"{odd} ran {said}")
 
 
 def _steps(tensors: Tensors) -> ByRank:
     steps = [one.optimizer_steps for one in tensors.seen]
+    each = {one.optimizer_steps / max(1, one.optimizers) for one in tensors.seen}  # a rank may have several optimizers
+    relations = tensors.relations
+    if len(each) == 1 or not (relations.split or any(len(one) < tensors.size for one in relations.wrong.values())):
+        return ByRank()  # ranks end alike: one of them may step for all
     told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
     return ByRank(steps, f"the optimizer has stepped a different number of times on each rank ({told})")
 
@@ -173,18 +180,19 @@ def _trained(tensors: Tensors) -> ByRank:
     trained = [[event.details.get("trained", ()) for event in events[:common]] for events in passes]
     for number in range(common):
         sets = [set(one[number]) for one in trained]
-        if odd := sorted(set.union(*sets) - set.intersection(*sets)):
+        known = [set(events[number].details.get("layouts", sets[0])) for events in passes]
+        if odd := sorted((set.union(*sets) - set.intersection(*sets)) & set.intersection(*known)):
             ranks = [rank for rank, one in enumerate(sets) if odd[0] in one]
             told = f"{few(odd)} requires gradients on {named(ranks)} only, in backward ({passes[0][number].site})"
             return ByRank(trained, told)
-    return ByRank(trained)
+    return ByRank()
 
 
 def _rates(tensors: Tensors) -> ByRank:
     rates = [[event.details["rates"] for event in trace.of("step")] for trace in tensors.traces]
     of_its_own = any(one.own for one in tensors.seen) or len({one.groups for one in tensors.seen}) > 1
-    if of_its_own and not _trained_apart(tensors):
-        return ByRank()  # each rank steps parameters of its own, in groups of its own
+    if (of_its_own and not _trained_apart(tensors)) or len(set(map(len, rates))) > 1:
+        return ByRank()  # each rank steps parameters of its own, in groups of its own, or another number of times
     metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
     schedule, by = tensors.first("schedule"), ""
     if schedule is not None and len(set(metrics.values())) > 1:
@@ -201,16 +209,23 @@ def _trained_apart(tensors: Tensors) -> bool:
 
 
 def _scales(tensors: Tensors) -> ByRank:
-    scales = [[event.details["scale"] for event in trace.of("scale")] for trace in tensors.traces]
-    event = tensors.first("scale")
-    told = ", ".join(f"{one[0]:g} on rank {rank}" for rank, one in enumerate(scales) if one)
-    return ByRank(scales, "" if event is None else f"{event.where} has a scale of each rank's own: {told}")
+    where, scales = _first_apart(tensors, "scale", "scale")
+    told = ", ".join(f"{scale:g} on rank {rank}" for rank, scale in enumerate(scales))
+    return ByRank(scales, f"{where} has a scale of each rank's own: {told}")
 
 
 def _metrics(tensors: Tensors) -> ByRank:
-    metrics = [[event.details.get("metric") for event in trace.of("schedule")] for trace in tensors.traces]
-    event = tensors.first("schedule")
-    return ByRank(metrics, "" if event is None else f"{event.where} is given a different value on each rank")
+    where, metrics = _first_apart(tensors, "schedule", "metric")
+    return ByRank(metrics, f"{where} is given a different value on each rank")
+
+
+def _first_apart(tensors: Tensors, kind: str, detail: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the first call that all ranks make with another detail, and the details; ("", ()) if there is none."""
+    for same in zip(*(trace.of(kind) for trace in tensors.traces), strict=False):
+        details = tuple(event.details.get(detail) for event in same)
+        if len({event.site for event in same}) == 1 < len(set(details)):
+            return same[0].where, details
+    return "", ()
 
 
 def _factor(tensors: Tensors) -> Factor | None:
@@ -260,32 +275,29 @@ def _normalizes(tensors: Tensors) -> str:
 def _draws(tensors: Tensors) -> str:
     if all(_drawn(trace) == tensors.expected.drawn for trace in tensors.traces):
         return ""
+    if not set(tensors.names or _off(tensors)) <= set(tensors.by_draws):
+        return ""  # something else is wrong, too
     return (
         "each rank draws random numbers for its own part of the batch, as dropout and noise do: the comparison with "
         "one device says nothing more"
     )
 
 
-def _numbers_apart(tensors: Tensors) -> str:
-    drawn = [trace.drawn for trace in tensors.traces]
-    alone = None if tensors.alone is None else tensors.alone.drawn
-    if len(drawn) < 2 or any(one != alone for one in drawn):
-        return ""
-    for shape, sums in zip(drawn[0], zip(*(trace.numbers for trace in tensors.traces), strict=True), strict=True):
-        if len(set(sums)) > 1 and None not in sums:
-            told = ", ".join(f"{one:.6g} on rank {rank}" for rank, one in enumerate(sums))
-            what = f"{list(shape)} random numbers, whose sum is" if shape else "a random number, which is"
-            return f"each rank draws {what} another one than on other ranks: {told}"
-    return ""
+def _off(tensors: Tensors) -> list[Result]:
+    return list(dict.fromkeys((*tensors.relations.wrong, *tensors.relations.split)))
 
 
 def _may_draw(tensors: Tensors) -> str:
-    for same in zip(*(trace.of("generator") for trace in tensors.traces), strict=False):
-        seeds = [event.details["seed"] for event in same]
-        if len({event.site for event in same}) == 1 and len(set(seeds)) > 1:
-            told = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds))
-            return f"{same[0].where} is given another seed on each rank: {told}"
-    return _MAY_DRAW if tensors.expected.single.draws or tensors.seen[0].draws else ""
+    """Describe random numbers that change wrong results, unless all ranks draw the numbers of one device."""
+    changed = [name for name in _off(tensors) if name in tensors.by_draws]
+    drawn = [(one.drawn, one.numbers) for one in (tensors.alone, *tensors.traces) if one is not None]
+    alike = tensors.alone is not None and all(one == drawn[0] and None not in one[1] for one in drawn)
+    where, seeds = _first_apart(tensors, "generator", "seed")
+    if not changed or (alike and not seeds):
+        return ""
+    told = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds))
+    what = f"{where} is given another seed on each rank: {told}" if seeds else "the step draws random numbers"
+    return f"{what}; other random numbers change {few(changed)}"
 
 
 def _drawn(trace: RankTrace) -> tuple[tuple[int, ...], ...]:

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from mgpu_check.diagnosis.observed import CallEvent, Change, Expected, RankTrace, Relations
+from mgpu_check.diagnosis.observed import FINITE, REPEATS, CallEvent, Change, Expected, RankTrace, Relations
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.errors import CheckFailure, RankHang
 from mgpu_check.gates.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
+from mgpu_check.gates.relations import RANDOM
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.torch_hooks.table import COLLECTIVES
@@ -84,13 +85,14 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
     """Yield the changes to try, the likeliest first.
 
-    They are: other groups, combined gradients, positions, orders, factors, terms of the loss, groups of one rank, other
-    operations, calls left out.
+    They are: waits, other groups, combined gradients, positions, orders, factors, terms of the loss, groups of one
+    rank, other operations, calls left out.
 
     If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
     come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.
     """
     lines = _lines(traces)
+    yield from _waits(lines, relations)
     groups = _groups(traces, scenario.world_size)
     several = [group for group in groups if len(group[1][0]) > 1]
     yield from _in_groups(lines, several)
@@ -116,6 +118,24 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
         calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
         if scenario.steps > 1 and not rest and op == "sum":
             yield Change("new", name, line, calls, size=size)
+
+
+def _waits(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], relations: Relations) -> Iterator[Change]:
+    """Yield waits right after asynchronous collectives: of the lines without a wait, of each line, of all lines.
+
+    A line with a wait matters only if a result is not finite, or changes. A send may not end before its receive, so
+    messages are left alone.
+    """
+    started = [
+        (line, all(event.details.get("waited") for event in events))
+        for line, events in lines
+        if _kind(line[0]) != "message" and any(event.details.get("asynchronous") for event in events)
+    ]
+    unsteady = any(False in (held.get(FINITE), held.get(REPEATS)) for n, held in relations.held.items() if n != RANDOM)
+    each = [*((line,) for line, _ in started), tuple(line for line, _ in started)] if unsteady else []
+    for chosen in dict.fromkeys((tuple(line for line, waited in started if not waited), *each)):
+        if chosen:
+            yield Change("wait", *chosen[0], chosen)
 
 
 def _op(events: Sequence[CallEvent]) -> str:

@@ -96,7 +96,7 @@ class Mismatch(Failure):
         size: the world size, or the number of devices of a single process.
         patterns: descriptions of the first wrong values, a line each.
         axes, first, parting, module: see their types; None if unknown.
-        factor: the one factor that explains all differences; None if unknown.
+        factor: the one factor of all results in `factor_of`; None if unknown.
         of_update: the gradients are right and the parameters are wrong.
         wrong_alone: the step already differs from the reference at world size 1.
         repeated: a second run completed.
@@ -112,6 +112,7 @@ class Mismatch(Failure):
     parting: Parting | None = None
     module: WrongModule | None = None
     factor: float | None = None
+    factor_of: Sequence[Result] = ()
     of_update: bool = False
     wrong_alone: bool = False
     repeated: bool = True

@@ -73,7 +73,8 @@ def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _with_calls(change: Change) -> Iterator[None]:
-    """Change the collectives of one name that one line calls."""
+    """Change the collectives of one name that one line calls, or those of several lines."""
+    lines = change.value if change.kind == "wait" else ((change.name, change.site),)
     call, apply = Recorder.call, torch.autograd.Function.__dict__["apply"]
     alter = _ALTERED.get(change.kind)
     kept: list[torch.Tensor] = []
@@ -82,8 +83,13 @@ def _with_calls(change: Change) -> Iterator[None]:
     def changed(
         recorder: Recorder, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if recorder._inside.depth or form.name != change.name or site(sys._getframe()) != change.site:
+        if recorder._inside.depth or (form.name, site(sys._getframe())) not in lines:
             return call(recorder, function, form, args, kwargs)
+        if change.kind == "wait":
+            result = call(recorder, function, form, args, kwargs)
+            if isinstance(result, dist.Work):
+                result.wait()
+            return result
         if change.kind == "skip":
             return _done(form, args, kwargs)
         if change.kind == "new":

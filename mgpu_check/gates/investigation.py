@@ -60,6 +60,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         parting=attempts.of("the line where ranks part", None, first_parting, tensors, mistakes),
         module=attempts.of("the first wrong module", None, first_wrong_module, tensors),
         factor=attempts.of("the factor", None, tensors.factor),
+        factor_of=tensors.names,
         of_update=_is_of_update(tensors),
         patterns=attempts.of("the pattern of wrong values", [], _patterns, tensors),
         wrong_alone=tensors.wrong_alone,

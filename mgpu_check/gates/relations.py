@@ -81,15 +81,26 @@ def repeats(
             continue
         if name in expected.undetermined:
             continue  # rounding decides the result, and some kernels sum in no fixed order
-        same = [
-            one.digests.get(name) == other.digests.get(name)
-            or close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
-            for one, other in zip(seen, again, strict=True)
-        ]
-        held[REPEATS] = all(same)
-        if not all(same) and name not in relations.details:
-            ranks = [rank for rank, equal in enumerate(same) if not equal]
+        ranks = ranks_changed(expected, seen, again, name, tolerance)
+        held[REPEATS] = not ranks
+        if ranks and name not in relations.details:
             relations.details[name] = f"a second run gives other values, {named(ranks)}"
+
+
+def ranks_changed(
+    expected: Expected,
+    seen: Sequence[ObservedRun],
+    again: Sequence[ObservedRun],
+    name: Result,
+    tolerance: float | Mapping[str, float] | None,
+) -> list[int]:
+    """Return the ranks where two runs have other values of a result."""
+    return [
+        rank
+        for rank, (one, other) in enumerate(zip(seen, again, strict=True))
+        if one.digests.get(name) != other.digests.get(name)
+        and not close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
+    ]
 
 
 def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:

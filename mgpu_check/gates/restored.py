@@ -72,6 +72,9 @@ class Entries:
     def ranks_wrong(self, name: StateEntry) -> list[int]:
         return [rank for rank, row in self.by_name.get(name, {}).items() if row.same is False]
 
+    def ranks_right(self, name: StateEntry) -> list[int]:
+        return [rank for rank, row in self.by_name.get(name, {}).items() if row.same]
+
     def drawn(self, name: StateEntry) -> bool:
         """Return whether the later steps draw from this generator on any rank."""
         return any(row.moved for row in self.by_name[name].values())
@@ -94,14 +97,16 @@ def explained(
     attempts: Attempts,
     epochs: Sequence[Sequence[Sequence[int]]] = (),
     resharded: Mapping[StateEntry, str] = MappingProxyType({}),
-) -> tuple[list[Observable], list[Finding]]:
-    """Return the table row of each entry, and the likely causes.
+    fresh: Entries | None = None,
+) -> tuple[list[Observable], list[Finding], list[str]]:
+    """Return the table row of each entry, the likely causes, and the facts that prove no cause.
 
     Args:
         ends: compares the end of the resumed run with the uninterrupted run.
         loaded: compares the states right after loading with the saved ones; None if loading could not be observed.
         epochs: for each rank, the epochs of samplers in the uninterrupted run, before the interruption, and after it.
         resharded: `Restored.resharded`.
+        fresh: compares the states right after loading with those of a run that loads nothing; None if that failed.
     """
     observables = []
     drawn = [name for name in ends.by_name if name.generator and ends.drawn(name)]
@@ -118,8 +123,26 @@ def explained(
         observables.append(Observable(str(name), relations, detail))
     # Show entries that were lost in loading first: they are the cause, and a report shows only a few rows.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
-    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs), resharded)
-    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts)
+    altered = {} if loaded is None else _altered(ends, loaded, fresh, resharded)
+    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs), resharded, altered)
+    told = f"right after loading, not as saved: {by_ranks(altered, _SHOWN)}"
+    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts), [told] * bool(altered)
+
+
+def _altered(
+    ends: Entries, loaded: Entries, fresh: Entries | None, resharded: Mapping[StateEntry, str]
+) -> dict[StateEntry, list[int]]:
+    """Return the entries that loading changed to other values than the saved ones, with those ranks.
+
+    An entry that was not restored is missing, or has its value of a run without a checkpoint.
+    """
+    found = {}
+    for name, ranks in loaded.wrong.items():
+        left = [] if fresh is None else fresh.ranks_right(name)
+        other = [rank for rank in ranks if rank not in left and loaded.by_name[name][rank].got]
+        if other and name not in resharded and _holds(ends, name) is not None and not loaded.is_rank_0s(name):
+            found[name] = other
+    return found
 
 
 def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
@@ -142,12 +165,14 @@ def _evidence(
     drawn: Sequence[StateEntry],
     epochs: str,
     resharded: Mapping[StateEntry, str],
+    altered: Mapping[StateEntry, Sequence[int]],
 ) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
     wrong = {} if loaded is None else loaded.wrong
-    lost = {n: r for n, r in wrong.items() if _holds(ends, n) is not None and n not in resharded}
-    if loaded is not None and (lost or lost_numbers or resharded):
-        partly = {name: ranks for name, ranks in {**lost, **lost_numbers}.items() if len(ranks) < loaded.size}
+    lost = {n: r for n, r in wrong.items() if _holds(ends, n) is not None and n not in (*resharded, *altered)}
+    if loaded is not None and (lost or lost_numbers or resharded or altered):
+        both = {**lost, **lost_numbers}
+        partly = {name: ranks for name, ranks in both.items() if len(ranks) < len(loaded.by_name[name])}
         of_rank_0 = {name: ranks for name, ranks in partly.items() if loaded.is_rank_0s(name)}
         return Restored(
             seen=True,
@@ -157,13 +182,14 @@ def _evidence(
             of_rank_0=of_rank_0,
             numbers_of_rank_0={name: ranks for name, ranks in of_rank_0.items() if name.generator},
             resharded=resharded,
+            altered=altered,
         )
     parted = {name: ranks for name, ranks in ends.wrong.items() if ends.parted(name)}
     return Restored(
         seen=loaded is not None,
         epochs=epochs,
         parted=parted,
-        right_on_rank_0={name: ranks for name, ranks in ends.wrong.items() if 0 not in ranks and name not in parted},
+        right_on_rank_0={n: r for n, r in ends.wrong.items() if 0 in ends.ranks_right(n) and n not in parted},
         at_the_end=[*ends.wrong, *lost_numbers],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -196,6 +197,10 @@ class _TrainingRuns:
             shutil.copytree(copy, apart / str(rank))
         return self.run(loaded, step, step, "loaded", apart, _OTHER_SEED, apart=True)
 
+    def fresh(self, place: Place) -> Path:
+        """Return the state of a run that loads nothing and makes no step, under the seed of a resumed run."""
+        return self.run(place, 0, 0, "fresh", self._of(place) / "of fresh", _OTHER_SEED)
+
     def run(self, place: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
         from mgpu_check.gates.states import TrainingPart, train_and_keep
 
@@ -285,6 +290,7 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     if across:
         remarks.append(_agreement(training, saved, loaded, entry, tolerance))
     state: Entries | None = None
+    fresh: Entries | None = None
     moved: dict[StateEntry, str] = {}
     before = training.half(loaded)
     try:
@@ -298,8 +304,11 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
         call = f"train(rank, directory, {step}, {step})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()
+    if state is not None and state.wrong:
+        with contextlib.suppress(RankFailure, RankHang, ValueError):
+            fresh = compared(parts, [training.fresh(loaded)])
     epochs = ranks.run(epochs_of, [whole[0], before, resumed], size=size)
-    observables, findings = explained(ends, state, attempts, epochs, moved)
+    observables, findings, facts = explained(ends, state, attempts, epochs, moved, fresh)
     twice = f", and again at step {step}," if again else ""
     said = (
         f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
@@ -312,6 +321,7 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
         observables,
         findings,
         [*remarks, *attempts.remarks],
+        known=facts,
         place=definition_of(training.train),
     )
     raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=report.site)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mgpu_check.diagnosis.observed import ObservedRun, RankTrace
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.draws import redrawing
 from mgpu_check.gates.events import traced
 from mgpu_check.gates.module_outputs import noting_outputs
 from mgpu_check.gates.observing import observe
@@ -43,6 +44,13 @@ def run_step(
 def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[ObservedRun, RankTrace]:
     """Run the step on this rank, and return its results (also after each optimizer step) with the calls it made."""
     return _traced(_placed(rank, program, scenario), program, scenario, of_reference=False)
+
+
+def run_redrawn(rank: Rank, program: Program, scenario: Scenario, times: int) -> ObservedRun:
+    """Run the step on this rank with other random numbers from the same seeds; see `redrawing`."""
+    with full_precision():
+        placed = _placed(rank, program, scenario)
+        return observe(placed, program, scenario, traced=True, around=lambda model, batches: redrawing(times))
 
 
 def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTrace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +17,8 @@ from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.expectations import Effort
 from mgpu_check.gates.experiments import changes_tried
 from mgpu_check.gates.program import wants_world_size
-from mgpu_check.gates.relations import RANDOM, allowed_for, close, repeats
-from mgpu_check.gates.running import run_traced
+from mgpu_check.gates.relations import RANDOM, allowed_for, close, ranks_changed, repeats
+from mgpu_check.gates.running import run_redrawn, run_traced
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.numerics.compare import difference
@@ -25,6 +26,10 @@ from mgpu_check.numerics.compare import difference
 _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000
+_FEW = 16
+"""Fewer wrong values than this may fit an explanation by chance."""
+_REDRAWN = (1, 2, 3)
+"""Draws to discard in further runs: a decision may come out alike with other numbers."""
 _ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)
 """Efforts that show whether a scaled-down batch is right: every effort rejects a wrong result."""
 _ENDS = (CheckFailure, RankHang)
@@ -71,7 +76,7 @@ class SecondLook:
             if hypotheses is not None and hypotheses.divisions
             else []
         )
-        return Tensors(
+        tensors = Tensors(
             case.world_size,
             case.samples,
             case.steps,
@@ -86,17 +91,21 @@ class SecondLook:
             elsewhere=elsewhere,
             shardwise=wants_world_size(self._trials.program.reference),
             alone=attempts.of("the record of one device", None, self._trace_alone),
+            mesh=case.mesh,
+            by_draws=attempts.of("the runs with other random numbers", frozenset(), self._by_draws),
             tried=attempts.of(
                 "changes to single calls", [], changes_tried, self._trials, case, self._traces, self._relations
             ),
         )
+        if not tensors.steps_alike:  # no step of a rank has its counterpart among those of one device
+            tensors.expected = replace(tensors.expected, snapshots=[], allowances=[])
+        return tensors
 
     def _trace(self) -> None:
         """Run the case and record its calls. Its results replace the earlier ones only if it fails again."""
         trials, case = self._trials, self._scenario
-        size = 1 if trials.program.single_process else case.world_size
         try:
-            pairs = trials.ranks.run(run_traced, trials.program, case, size=size)
+            pairs = trials.run_on_ranks(trials.program, case, by=run_traced)
         except _ENDS:
             return
         self._traces = tuple(trace for _, trace in pairs)
@@ -129,28 +138,38 @@ class SecondLook:
         return found
 
     def _with_other_seeds(self, windows: int) -> list[Tensors]:
-        """Return the evidence of the same case with other seeds; a mistake must explain these results, too."""
-        trials, case = self._trials, self._scenario
-        found: list[Tensors] = []
+        """Return the evidence of the same case with other seeds; a mistake must explain these results, too.
+
+        A metric has so few values that any explanation may fit them by chance, and other seeds may leave the batch as
+        it is. Then there are cases with more samples, too: so many that parts remain as uneven as they are.
+        """
+        case, found = self._scenario, []
         if case.batches:
-            return found
-        for seed in range(case.seed + 1, case.seed + 1 + _FURTHER):
-            other = replace(case, seed=seed)
-            try:
-                expected, seen = trials.expected(other), trials.on_ranks(other, whole=True)
-            except _ENDS:
-                continue
-            if expected.single.batch == self._expected.single.batch:
-                return found  # the user's code sets its own seeds, so the case would only repeat
-            if sum(value.numel() for value in seen[0].values.values()) > _LARGE:
-                return found
-            hypotheses = self._hypotheses(other, windows)
-            if hypotheses is not None:
-                relations = trials.compared(expected, seen)
-                found.append(
-                    Tensors(other.world_size, other.samples, other.steps, expected, relations, seen, (), hypotheses)
-                )
+            return []
+        values = self._expected.single.values
+        small = sum(values[name].numel() for name in self._relations.wrong if name in values) < _FEW
+        for number in range(1, _FURTHER + 1):
+            other = replace(case, seed=case.seed + number)
+            more = replace(other, samples=case.samples * (number * case.world_size + 1))
+            tried = (further for one in (other, more) if (further := self._further(one, windows)) is not None)
+            found += list(itertools.islice(tried, 2 if small else 1))
         return found
+
+    def _further(self, other: Scenario, windows: int) -> Tensors | None:
+        """Return the evidence of another case; None if it has the same batch, too many values, or does not run."""
+        trials = self._trials
+        try:
+            expected = trials.expected(other)
+            if expected.single.batch == self._expected.single.batch:
+                return None  # the user's code sets its own seeds
+            seen = trials.on_ranks(other, whole=True)
+        except (*_ENDS, ValueError):  # the user's functions may not take that number of samples
+            return None
+        hypotheses = self._hypotheses(other, windows)
+        if hypotheses is None or sum(value.numel() for value in seen[0].values.values()) > _LARGE:
+            return None
+        relations = trials.compared(expected, seen)
+        return Tensors(other.world_size, other.samples, other.steps, expected, relations, seen, (), hypotheses)
 
     def _when_small(self) -> bool | None:
         """Return whether the step is right for a scaled-down batch, which reaches no limit on a norm."""
@@ -173,6 +192,22 @@ class SecondLook:
             return
         repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
 
+    def _by_draws(self) -> frozenset[Result]:
+        """Return the results that other random numbers change."""
+        trials, case = self._trials, self._scenario
+        found: set[Result] = set()
+        if not self._expected.drawn and not any(trace.drawn or trace.of("generator") for trace in self._traces):
+            return frozenset()
+        for times in _REDRAWN:
+            try:
+                seen = trials.run_on_ranks(trials.program, case, times, by=run_redrawn)
+            except _ENDS:
+                break
+            again = trials.assembled(case, seen)
+            compared = (self._expected, self._seen, again)
+            found |= {name for name in self._relations.held if ranks_changed(*compared, name, trials.tolerance)}
+        return frozenset(found)
+
     def _at_another_size(self) -> Tensors | None:
         """Return the case at the smallest other world size, and note for each result whether it is the same there.
 
@@ -193,17 +228,10 @@ class SecondLook:
             allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
             held[f"same at {low} and {high}"] = close(there.values.get(name), self._seen[0].values.get(name), allowed)
         more = case.samples * other
-        found = self._with_samples(other, more) if 0 < case.samples < other and not case.batches else None
+        few = 0 < case.samples < other and not case.batches
+        found = self._further(replace(case, world_size=other, samples=more), 1) if few else None
         nothing = Hypotheses([], [])
         return found or Tensors(other, case.samples, case.steps, self._expected, self._relations, [there], (), nothing)
-
-    def _with_samples(self, size: int, samples: int) -> Tensors | None:
-        case = replace(self._scenario, world_size=size, samples=samples)
-        try:
-            expected, seen = self._trials.expected(case), self._trials.on_ranks(case, whole=True)[:1]
-        except (*_ENDS, ValueError):  # the user's functions may not take that number of samples
-            return None
-        return Tensors(size, samples, case.steps, expected, self._relations, seen, (), Hypotheses([], []))
 
     def _in_other_order(self) -> None:
         """Note for each result whether permuted samples change it, if they do not change it on one device."""

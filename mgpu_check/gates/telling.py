@@ -124,7 +124,8 @@ def _known(failure: Mismatch) -> Iterator[str]:
     if failure.module is not None:
         yield _module(failure.module, failure.against)
     if failure.factor is not None:
-        yield f"all that differs is {failure.factor:.6g} times what {failure.against} gives"
+        verb = "is" if len(failure.factor_of) == 1 else "are"
+        yield f"{few(failure.factor_of)} {verb} {failure.factor:.6g} times what {failure.against} gives"
 
 
 def _module(module: WrongModule, against: str) -> str:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -273,10 +274,10 @@ class Trials:
         return self.assembled(scenario, seen)
 
     def run_on_ranks(
-        self, program: Program, scenario: Scenario, whole: bool = False, histories: bool = False
-    ) -> list[ObservedRun]:
+        self, program: Program, scenario: Scenario, *how: Any, by: Callable[..., Any] = run_step
+    ) -> list[Any]:
         size = 1 if program.single_process else scenario.world_size
-        return self.ranks.run(run_step, program, scenario, whole, histories, size=size)
+        return self.ranks.run(by, program, scenario, *how, size=size)
 
     def assembled(self, scenario: Scenario, seen: Sequence[ObservedRun]) -> list[ObservedRun]:
         """Return the results of ranks, with divided results assembled from their pieces.

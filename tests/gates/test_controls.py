@@ -378,7 +378,11 @@ def test_a_parameter_that_is_right_by_chance_on_one_rank(of_gradient, named):
     parameter, gradient = Result("params", "a"), Result("grads", "a")
     relations = Relations(held={}, wrong={parameter: [1], gradient: of_gradient}, split=[gradient, parameter])
     found = right_on_one_rank(
-        case(ObservedRun(), ObservedRun(), traces=(RankTrace(), RankTrace()), relations=relations)
+        case(
+            *(ObservedRun(digests={parameter: of}) for of in "ab"),
+            traces=(RankTrace(), RankTrace()),
+            relations=relations,
+        )
     )
     assert (found is not None) is named
 

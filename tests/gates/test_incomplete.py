@@ -156,9 +156,9 @@ def test_without_evidence_of_a_resumed_run_nothing_is_named(monkeypatch):
         Entries([[StateRow(StateEntry("weight"), False, "got 1, expected 2", "a", "b", True, True)]]),
         Attempts(),
     )
-    assert [finding.mistake for finding in explained(ends, ends, attempts)[1]] == ["state-not-restored"]
+    assert [finding.mistake for finding in explained(ends, ends, attempts, fresh=ends)[1]] == ["state-not-restored"]
     monkeypatch.setattr(restored, "_evidence", fails)
-    observables, findings = explained(ends, ends, attempts)
+    observables, findings, _ = explained(ends, ends, attempts)
     assert observables and not findings and len(attempts.remarks) == 1
 
 

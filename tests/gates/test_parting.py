@@ -139,7 +139,7 @@ def test_a_collective_that_gives_ranks_different_results_is_no_mistake_of_the_co
         traces = [RankTrace([reduced(total)]) for total in totals]
         relations = Relations(split=[GRADIENT], wrong={GRADIENT: [1]})
         expected = Expected(ObservedRun(), None)
-        seen = [ObservedRun() for _ in totals]
+        seen = [ObservedRun(digests={GRADIENT: str(rank)}) for rank, _ in enumerate(totals)]
         return right_on_one_rank(Tensors(2, 4, 1, expected, relations, seen, traces, Hypotheses([], [])))
 
     assert found(1.0, 1.0).mistake == "value-of-one-rank"
@@ -258,7 +258,7 @@ def stepped(line=7):
     return call("step", line, "SGD")
 
 
-LEFT = Parting("train.py:5", "backward, the norm of gradient of w, which nothing changes after it", ["1", "2"])
+LEFT = Parting("train.py:5", "backward, the norm of gradient of w, which nothing combines after it", ["1", "2"])
 AT_STEP = Parting("train.py:7", "SGD, gradient of w", ["1", "2"])
 
 
@@ -301,7 +301,7 @@ def test_what_a_step_without_an_optimizer_leaves_parts_in_its_last_backward_pass
     seen = [ObservedRun(values={name: torch.tensor(value)}) for value in (1.0, 2.0)]
     ranks = [[*before, backward(value), A] for value in (1.0, 2.0)]
     in_the_end = Parting("train.py:1", str(name), ["1", "2"], after=True)
-    of_backward = Parting("train.py:5", f"backward, the norm of {name}, which nothing changes after it", ["1", "2"])
+    of_backward = Parting("train.py:5", f"backward, the norm of {name}, which nothing combines after it", ["1", "2"])
     assert parting(*ranks, seen=seen, split=[name]) == (in_the_end if name == WEIGHT else of_backward)
     changed = [[*before, backward(3.0 * value), A] for value in (1.0, 2.0)]
     assert parting(*changed, seen=seen, split=[name]) == in_the_end

@@ -32,6 +32,7 @@ UNNAMED = Mismatch(
     parting=Parting("train.py:40", "all_reduce, its result", ["1", "1", "2", "2"]),
     module=WrongModule("0", (2, 3), "output"),
     factor=2.0,
+    factor_of=[WEIGHT],
     of_update=True,
 )
 
@@ -45,7 +46,7 @@ def test_a_failure_without_a_name_says_at_the_top_what_is_known():
         "  no known mistake explains this",
         "  gradients are right; what the optimizer makes of them is not",
         "  the first module whose output is not that of one device is 0, on ranks 2-3",
-        "  all that differs is 2 times what one device gives",
+        "  0.weight is 2 times what one device gives",
         "  ranks first part at train.py:40, in all_reduce, its result: 1 on ranks 0-1, 2 on ranks 2-3",
         "",
     ]

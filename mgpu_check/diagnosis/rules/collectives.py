@@ -12,6 +12,7 @@ from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
+from mgpu_check.processes.rank_lists import few
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
 if TYPE_CHECKING:
@@ -59,11 +60,16 @@ mistake(
 
 @on_tensors(Precedence.UNDEFINED + 10)
 def not_waited(tensors: Tensors) -> Finding | None:
-    """Detect a collective with async_op=True without a wait, or whose tensor is written to before the wait."""
+    """Detect a collective whose result is read too early, so that the step is right with a wait at once.
+
+    A tensor that is written to before the wait is undefined, whatever else is wrong. A handle without a wait proves
+    nothing by itself: a future, a stream or the whole device may be waited for instead.
+    """
+    if (change := tensors.right_with("wait")) is not None:
+        lines = few([f"{name} ({site})" for name, site in change.value])
+        told = f"{lines} was called with async_op=True; with wait() right after the call the step is right"
+        return Finding("not-waited", told, site=change.site)
     for _, event in tensors.events("collective"):
-        if event.details.get("asynchronous") and not event.details.get("waited"):
-            told = f"{event.where} was called with async_op=True, and wait() was never called"
-            return Finding("not-waited", told, site=event.site)
         if event.details.get("touched"):
             told = f"the tensor given to {event.where} with async_op=True was written to before wait()"
             return Finding("not-waited", told, site=event.site)
@@ -108,7 +114,7 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
             continue
         right = event.details["dst"]
         for name in tensors.relations.split:
-            if right not in tensors.relations.wrong.get(name, []):
+            if right in tensors.right_ranks(name):
                 told = f"{event.where} delivers to rank {right} only: {name} is right there, and not elsewhere"
                 return Finding("value-of-one-rank", told, site=event.site)
     return None
@@ -184,22 +190,6 @@ def _before_backward(trace: RankTrace) -> list[CallEvent]:
     return [event for event in forward if event.kind == "collective"]
 
 
-@on_tensors(Precedence.CALLS_AND_VALUES + 30)
-def read_too_early(tensors: Tensors) -> Finding | None:
-    """Detect a result that is read before wait(): it is not finite, or it differs when the step is repeated.
-
-    The simulated node fills the result of an asynchronous collective with non-finite values until the wait.
-    """
-    broken = tensors.broken
-    waited = [event for _, event in tensors.events("collective") if event.details.get("asynchronous")]
-    unsteady = [name for name, held in tensors.relations.held.items() if held.get("repeats") is False]
-    if not waited or not (broken or unsteady):
-        return None
-    seen = "not finite, as what is read before wait()" if broken else "different in a second run"
-    told = f"{waited[0].where} was called with async_op=True, and {(broken or unsteady)[0]} is {seen}"
-    return Finding("not-waited", told, site=waited[0].site)
-
-
 @on_tensors(Precedence.AMBIGUOUS + 120)
 def other_reduction(tensors: Tensors) -> Finding | None:
     """Detect results that are the maximum, the minimum or the root of the sum of squares of the parts' results."""
@@ -208,17 +198,4 @@ def other_reduction(tensors: Tensors) -> Finding | None:
             if tensors.is_combined(division, how):
                 told = f"{tensors.names[0]} is the {name} of what ranks have for {division.name}"
                 return Finding("wrong-reduction", told)
-    return None
-
-
-@on_tensors(Precedence.POSSIBLE + 100)
-def reduces_by_other_operation(tensors: Tensors) -> Finding | None:
-    """Detect a collective with max, min or product whose operand or result is a wrong result of the step."""
-    wrong = [value for name in tensors.wrong() if (value := tensors.seen[0].values.get(name)) is not None]
-    for _, event in tensors.events("collective"):
-        given = [one for one in event.details.get("after", ()) if any(is_held(one, [value], 1) for value in wrong)]
-        on_wrong = any(tensor["result"] in tensors.relations.wrong for tensor in event.tensors)
-        if event.details.get("op") in ("max", "min", "product") and (given or on_wrong):
-            told = f"{event.where} combines by {event.details['op']}"
-            return Finding("wrong-reduction", told, site=event.site)
     return None

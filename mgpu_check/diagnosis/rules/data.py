@@ -137,7 +137,8 @@ def counted_by_every_rank(tensors: Tensors) -> Finding | None:
 
 
 def _multiplied(tensors: Tensors) -> list[Result]:
-    return [name for name in tensors.wrong("returned") if _is_multiple(tensors, name)]
+    cases = (tensors, *tensors.further)
+    return [name for name in tensors.wrong("returned") if all(_is_multiple(case, name) for case in cases)]
 
 
 def _is_multiple(tensors: Tensors, name: Result) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observed import CallEvent
 from mgpu_check.diagnosis.parting import has_unlike_results
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
@@ -77,20 +76,39 @@ def decides_by_own_values(evidence: Evidence) -> Finding | None:
     return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
 
 
-@on_tensors(Precedence.AMBIGUOUS + 110)
+@on_tensors(Precedence.CALLS_AND_VALUES + 30)
 def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
-    """Detect an optimizer that steps another number of times than on one device."""
+    """Detect an optimizer that steps another number of times than on one device, which explains all wrong parameters.
+
+    One of both ends with the parameters that the other has after as many steps.
+    """
     here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
-    if (
-        not there
-        or here == there
-        or (tensors.traces and not any(trace.of("step") for trace in tensors.traces) and not here)
-    ):
-        return None  # the step uses no optimizer, so the number of steps means nothing
+    if not there or here == there or not tensors.steps_alike or len({one.optimizer_steps for one in tensors.seen}) > 1:
+        return None  # a reference may have other optimizers
+    if not _ends_after(tensors, min(here, there)):
+        return None
     return Finding(
         "decision-per-rank",
         f"the optimizer has stepped {here} times on {tensors.size} ranks, {there} times on one device",
     )
+
+
+def _ends_after(tensors: Tensors, steps: int) -> bool:
+    """Return whether the side that steps less often ends with the parameters of the other side after as many steps."""
+    expected, start = tensors.expected, tensors.expected.single.initial
+    wrong = [name for name in tensors.wrong("params", "returned") if name.of in start]
+    for one, name in itertools.product(tensors.seen, wrong):
+        is_first = one.optimizer_steps == steps
+        end = (one.values if is_first else expected.exact).get(name)
+        stages = [{Result("params", of): value for of, value in start.items()}]
+        stages += expected.snapshots if is_first else one.snapshots
+        after = stages[steps].get(Result("params", name.of)) if steps < len(stages) else None
+        allowed = expected.tolerance.get(name)
+        if end is None or after is None or allowed is None or not end.shape == after.shape == allowed.shape:
+            return False
+        if bool(((end.double() - after.double()).abs() > allowed).any()):
+            return False
+    return bool(wrong)
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 60)
@@ -100,12 +118,10 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
     if odd is None or odd not in tensors.relations.split:
         return None
     before = tensors.expected.single.initial[odd.of]
-    updated = [
-        rank
-        for rank, one in enumerate(tensors.seen)
-        if odd in one.values and not one.values[odd].to(before.dtype).equal(before)
-    ]
-    if not 0 < len(updated) < tensors.size:
+    values = [one.values.get(odd) for one in tensors.seen]
+    known = {rank: value for rank, value in enumerate(values) if value is not None and value.shape == before.shape}
+    updated = [rank for rank, value in known.items() if not value.to(before.dtype).equal(before)]
+    if len(known) < tensors.size or not 0 < len(updated) < tensors.size:
         return None
     told = f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
     return Finding("value-of-one-rank", told)
@@ -142,10 +158,11 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
             continue
         if len({event.details.get("owns") for event in same}) > 1:
             continue  # ranks hold different parts of one model, not copies
-        odd = next((name for name in held[0] if any(one.get(name) != held[0][name] for one in held)), "")
+        common = [name for name in held[0] if all(name in one for one in held)]
+        odd = next((name for name in common if any(one[name] != held[0][name] for one in held)), "")
         if not odd or not tensors.is_whole(odd):
             continue  # each rank holds a slice of the parameter, as FSDP1 does
-        told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
+        told = ", ".join(f"{one[odd]:.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
         return Finding(
             "value-of-one-rank",
             f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} "
@@ -217,51 +234,12 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
         return None
     for name in tensors.relations.split:
         wrong = tensors.relations.wrong.get(name, [])
-        right = [rank for rank in range(tensors.size) if rank not in wrong]
+        right = tensors.right_ranks(name)
         wrong_before = tensors.relations.wrong.get(Result("grads", name.of), []) if name.kind == "params" else []
-        if wrong and len(right) == 1 and right[0] not in wrong_before:
+        by_chance = any(rank not in case.right_ranks(name) for case in tensors.further for rank in right)
+        if len(wrong) == tensors.size - 1 and len(right) == 1 and right[0] not in wrong_before and not by_chance:
             return Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
     return None
-
-
-@on_tensors(Precedence.POSSIBLE + 30)
-def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
-    """Detect a broadcast from a rank other than 0, if ranks agree on a wrong result."""
-    return _broadcast_wrong(tensors, from_rank_0=False)
-
-
-@on_tensors(Precedence.POSSIBLE + 90)
-def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
-    """Detect a broadcast from rank 0, if ranks agree on a wrong result; right programs do this, too."""
-    return _broadcast_wrong(tensors, from_rank_0=True)
-
-
-def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
-    sent = next((same[0] for same in _broadcasts(tensors) if _differs_before(same)), None)
-    wrong = [name for name in tensors.wrong() if name not in tensors.relations.split]
-    if sent is None or not wrong:
-        return None
-    source = sent.details.get("src", 0)
-    if (not source) is not from_rank_0:
-        return None
-    return Finding(
-        "value-of-one-rank",
-        f"broadcast ({sent.site}) sends the value of rank {source}, and {wrong[0]} is the same on all ranks, but "
-        "differs from one device",
-        site=sent.site,
-    )
-
-
-def _broadcasts(tensors: Tensors) -> Iterator[tuple[CallEvent, ...]]:
-    """Yield the broadcasts that all ranks call, each as the calls of the ranks."""
-    calls = [[event for event in trace.of("collective") if event.name == "broadcast"] for trace in tensors.traces]
-    return zip(*calls, strict=False)
-
-
-def _differs_before(same: Sequence[CallEvent]) -> bool:
-    """Return whether ranks hand a collective different values: a broadcast of what they have alike changes nothing."""
-    given = [[tensor.get("before") for tensor in event.details.get("tensors", ())] for event in same]
-    return any(one != given[0] for one in given)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 30)
@@ -297,13 +275,7 @@ def draws_by_rank(evidence: Evidence) -> Finding | None:
     return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
 
 
-@on_evidence(Precedence.POSSIBLE + 10)
-def draws_other_numbers(evidence: Evidence) -> Finding | None:
-    """Detect random numbers that differ between ranks, although each rank draws as many as one device."""
-    return Finding("random-numbers-per-rank", evidence.numbers_apart) if evidence.numbers_apart else None
-
-
 @on_evidence(Precedence.POSSIBLE + 40)
 def may_draw_by_rank(evidence: Evidence) -> Finding | None:
-    """Report that the step draws random numbers, which may be harmless."""
+    """Detect random numbers that change wrong results, if ranks may draw other numbers than one device."""
     return Finding("random-numbers-per-rank", evidence.may_draw) if evidence.may_draw else None

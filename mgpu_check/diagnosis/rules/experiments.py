@@ -16,6 +16,7 @@ mistake(
     "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",
     "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the "
     "number of ranks, too; if they are averaged, multiply each term that is divided by a global count",
+    of_ranks=True,
 )
 mistake(
     "positions-restart",

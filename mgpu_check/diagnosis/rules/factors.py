@@ -26,12 +26,14 @@ mistake(
     "world-size-factor",
     "a result is off by a factor that depends on the number of ranks",
     "average once: DistributedDataParallel divides by the world size already, all_reduce with SUM does not",
+    of_ranks=True,
 )
 mistake(
     "expert-gradients-factor",
     "gradients of experts are off by the size of the group that shares the experts out",
     "scale the gradients of experts like all others: an expert sees the tokens of all ranks of its group, so its "
     "gradient is their sum; if the other gradients are averaged over ranks, divide it by the size of the group",
+    of_ranks=True,
 )
 mistake(
     "accumulation-factor",

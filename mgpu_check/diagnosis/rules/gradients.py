@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.left import is_clipped
 from mgpu_check.diagnosis.modules import module_of_partial_gradients
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
@@ -113,13 +114,15 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
 
 @on_tensors(Precedence.SUMS + 210)
 def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
-    """Detect gradients that each rank's own backward left, where combining them makes the step right."""
+    """Detect gradients that each rank's own backward left, and maybe clipped, where combining them makes it right."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
     lasts = [next(iter(reversed(trace.of("backward"))), None) for trace in tensors.traces]
     left = [event.details.get("left", {}) for event in lasts if event is not None]
     if len(left) < max(2, len(lasts)):
         return None
-    own = [name for name in local if tensors.stays_as_left(name, left)]
+    clips = [next(iter(trace.of("clip")), None) for trace in tensors.traces]
+    clipped = is_clipped(left, [None if clip is None else clip.details.get("norm") for clip in clips])
+    own = [name for name in local if (clipped and name.of in left[0]) or tensors.stays_as_left(name, left)]
     change = tensors.right_with("combine")
     if not own or change is None:
         return None
@@ -127,7 +130,7 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
     also = f"; with their {change.combination} the step is right"
     what = f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}{also}"
-    return _local(tensors, own, what)
+    return _local(tensors, own, what, over=few([named(ranks) for ranks in change.now]))
 
 
 @on_tensors(Precedence.AMBIGUOUS + 130)
@@ -143,12 +146,19 @@ def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
     return _local(tensors, local, f"{few(local)} differ from rank to rank{why}", "")
 
 
-def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = None) -> Finding:
+def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = None, over: str = "") -> Finding:
     if all(_is_buffer(tensors, name) for name in local):
         return Finding("buffers-drift", told + ": nothing synchronizes them")
     if not tensors.gradient_like or not any(_is_like_a_gradient(tensors, name) for name in local):
         return Finding("value-of-one-rank", f"{told}: nothing has combined them")
-    return Finding("gradients-not-synchronized", told + (_why_local(tensors, local) if why is None else why))
+    # Without a wrapper, a collective by hand is missing.
+    over = over or " and ".join(axis for axis, size in tensors.mesh if size > 1) or named(range(tensors.size))
+    advice = f"all-reduce {few(local)} over {over} after backward, before anything else reads it"
+    return Finding(
+        "gradients-not-synchronized",
+        told + (_why_local(tensors, local) if why is None else why),
+        advice=advice if tensors.first("wrap") is None else "",
+    )
 
 
 def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:

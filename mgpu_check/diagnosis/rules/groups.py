@@ -56,8 +56,8 @@ def _as_power(ratio: float | None, number: float) -> str | None:
 @on_tensors(Precedence.SUMS + 110)
 def parted_by_group(tensors: Tensors) -> Finding | None:
     """Detect a wrong process group: ranks agree within groups of one size, and differ between the groups."""
-    split = tensors.relations.split
-    if not split or tensors.size < 4:
+    split = [name for name in tensors.relations.split if len(tensors.holders(name)) == tensors.size]
+    if not split or len(split) < len(tensors.relations.split) or tensors.size < 4:
         return None
     parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(tensors.seen)) for name in split]
     groups = [ranks for _, ranks in parts[0]]
@@ -70,6 +70,8 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
         for name in split
         for ranks in groups
     )
+    apart = any(len({one.digests.get(name) for one in other.seen}) > 1 for other in tensors.further for name in split)
+    always &= apart or not tensors.further
     if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
         return None
     together = " and ".join(named(ranks) for ranks in groups)

@@ -101,8 +101,9 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
     if len(held) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
         return None
     for name, order in held[0].items():
-        if tensors.is_whole(name) and any(other.get(name) != order for other in held):
-            told = ", ".join(_in_memory(other.get(name, ()), rank) for rank, other in enumerate(held))
+        orders = [one[name] for one in held if name in one]  # a stage of a pipeline has parameters of its own
+        if tensors.is_whole(name) and len(orders) == len(held) and any(one != order for one in orders):
+            told = ", ".join(_in_memory(one, rank) for rank, one in enumerate(orders))
             return Finding(
                 "memory-formats-differ", f"{name} has different memory orders of its dimensions on the ranks: {told}"
             )

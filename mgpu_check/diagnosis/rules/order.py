@@ -9,6 +9,7 @@ from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Restored, UnfinishedCall
 from mgpu_check.diagnosis.registry import (
     RuleOf,
+    known_mistake,
     on_calls,
     on_checkpoint,
     on_epoch,
@@ -74,7 +75,11 @@ def distinct(named: Iterable[Finding | None], most: int | None = None) -> list[F
 
 
 def _found(evidence: Evidence, attempts: Attempts) -> Iterator[Finding | None]:
-    return (_attempted(rule, evidence, attempts) for rule in RULES)
+    """Yield the finding of each rule, without those that a failure at world size 1 refutes."""
+    wrong_alone = evidence.tensors is not None and evidence.tensors.wrong_alone
+    for rule in RULES:
+        finding = _attempted(rule, evidence, attempts)
+        yield None if finding is None or (wrong_alone and known_mistake(finding.mistake).of_ranks) else finding
 
 
 def _attempted(rule: RuleOf[_Evidence], evidence: _Evidence, attempts: Attempts) -> Finding | None:

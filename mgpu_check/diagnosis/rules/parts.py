@@ -8,7 +8,6 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.rules.clipping import clips_parts
-from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
@@ -94,16 +93,3 @@ def mean_of_parts(tensors: Tensors) -> Finding | None:
 def uneven_parts(evidence: Evidence) -> Finding | None:
     """Detect a mean of means: ranks saw unequal numbers of samples, or their losses divide by unequal counts."""
     return Finding("mean-of-means", evidence.uneven) if evidence.uneven else None
-
-
-@on_tensors(Precedence.AMBIGUOUS + 160)
-def wrong_where_uneven(tensors: Tensors) -> Finding | None:
-    """Detect a mean of means: ranks agree on a wrong result, and the number of samples does not divide evenly."""
-    samples, size = tensors.samples, tensors.size
-    if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
-        return None
-    return Finding(
-        "mean-of-means",
-        f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each "
-        "other, but not with one device: parts of different size seem to count alike",
-    )

@@ -51,15 +51,6 @@ def overflows(tensors: Tensors) -> Finding | None:
     return None
 
 
-@on_tensors(Precedence.POSSIBLE + 60)
-def computes_in_narrow_dtype(tensors: Tensors) -> Finding | None:
-    """Detect an overflow by a non-finite result of a step that computes in a narrow dtype."""
-    if not tensors.broken or not tensors.expected.narrow:
-        return None
-    told = f"the step computes in {', '.join(tensors.expected.narrow)}, and {tensors.broken[0]} is not finite"
-    return Finding("low-precision-overflow", told)
-
-
 @on_tensors(Precedence.POSSIBLE + 70)
 def narrow_operand(tensors: Tensors) -> Finding | None:
     """Detect a collective that communicates a narrow dtype, if rounding can explain the wrong results."""

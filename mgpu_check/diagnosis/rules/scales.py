@@ -13,6 +13,7 @@ from mgpu_check.processes.rank_lists import few
 if TYPE_CHECKING:
     import torch
 
+    from mgpu_check.diagnosis.left import Left
     from mgpu_check.diagnosis.observed import Division
     from mgpu_check.diagnosis.results import Result
     from mgpu_check.diagnosis.tensors import Tensors
@@ -101,13 +102,33 @@ def counts_parts_unlike(tensors: Tensors) -> Finding | None:
         return None
     for division, rows in _weighed(tensors):
         if division.even and _alike(rows) and max(rows[0]) > (1 + _UNLIKE) * min(rows[0]) > 0:
-            each = ", ".join(f"{weight * tensors.size:.4g} of rank {rank}" for rank, weight in enumerate(rows[0]))
+            factors = _left_factors(tensors, division)
+            if factors is None or _ratio(factors, rows[0]) is None:
+                continue  # parts may also be of another size than the division says
+            each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
             return Finding(
                 "decision-per-rank",
-                f"{few(tensors.names)}: the parts of ranks have equal size but unequal weights ({each}), as if each "
-                "rank scaled its loss by its own factor",
+                f"{few(tensors.names)}: the parts of ranks have equal size but unequal weights: backward leaves the "
+                f"gradient of its part times a factor of each rank's own ({each})",
             )
     return None
+
+
+def _left_factors(tensors: Tensors, division: Division) -> list[float] | None:
+    """Return the factor between what backward left on each rank and the gradient of its part; None if none fits."""
+    factors = []
+    for trace, part in zip(tensors.traces, tensors.combined(division, "own"), strict=False):
+        left: Left = next((event.details.get("left", {}) for event in reversed(trace.of("backward"))), {})
+        pairs = [(left[name.of], value) for name, value in part.items() if name.of in left]
+        norms = [(got["norm"], float(value.norm())) for got, value in pairs]
+        total = math.hypot(*(norm for _, norm in norms))
+        factor = math.hypot(*(norm for norm, _ in norms)) / total if total else 0.0
+        sums = [(got["sum"], float(value.sum())) for got, value in pairs]
+        slack = _SAME * factor * total
+        if not factor or any(abs(got - factor * right) > slack for got, right in (*norms, *sums)):
+            return None
+        factors.append(factor)
+    return factors or None
 
 
 @on_tensors(Precedence.CLIPPING + 40)
@@ -199,22 +220,29 @@ def divides_a_count(tensors: Tensors) -> Finding | None:
     if ratio is None or ratio <= 0 or (alone and tensors.mean_of_parts is not None):
         return None
     for count, of in _counts(tensors):
-        share, floor = count / tensors.size, count // tensors.size
-        for rounded, how in ((floor, "down"), (floor + 1, "up")):
-            if not floor or count % tensors.size == 0 or not rounded:
-                continue
-            for factor in (share / rounded, rounded / share):
-                if abs(ratio - factor) <= _EXACT * factor:
-                    return Finding(
-                        "integer-division",
-                        f"{few(tensors.names)} is {ratio:.6g} times what one device gives: {of}, {count:g}, divided by "
-                        f"{tensors.size} ranks is {share:g}, and {rounded:g} rounded {how}, as by //",
-                    )
+        if (found := _rounded_share(ratio, count, tensors.size)) is not None:
+            rounded, how = found
+            return Finding(
+                "integer-division",
+                f"{few(tensors.names)} is {ratio:.6g} times what one device gives: {of}, {count:g}, divided by "
+                f"{tensors.size} ranks is {count / tensors.size:g}, and {rounded:g} rounded {how}, as by //",
+            )
+    return None
+
+
+def _rounded_share(ratio: float | None, count: int, size: int) -> tuple[int, str] | None:
+    """Return the rounded share of a count that causes a factor, and how it is rounded; None if none does."""
+    share, floor = count / size, count // size
+    for rounded, how in ((floor, "down"), (floor + 1, "up")):
+        factors = (share / rounded, rounded / share) if floor and count % size else ()
+        if ratio and any(abs(ratio - factor) <= _EXACT * factor for factor in factors):
+            return rounded, how
     return None
 
 
 def _counts(tensors: Tensors) -> Iterator[tuple[int, str]]:
-    if tensors.samples and tensors.factor() is not None:
+    others = [_rounded_share(case.factor_here(tensors.names), case.samples, case.size) for case in tensors.further]
+    if tensors.samples and None not in others:
         yield tensors.samples, "the number of samples"
     for _, event in tensors.events("collective"):
         for contents in event.details.get("after", ()):

@@ -35,7 +35,7 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
                 continue
             excess, before = got - value.double(), before.double()
             share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
-            if abs(share) > _LEFT_OUT and tensors.same(excess, share * before, got):
+            if share > _LEFT_OUT and tensors.same(excess, share * before, got):
                 added = "that" if abs(share - 1) < _ONCE else f"{share:.4g} times that"
                 told = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
                 return Finding("stale-gradients", told)
@@ -52,14 +52,15 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
         if division.windows < 2 or division.along:
             continue
         weights = tensors.weights_of_windows(division)
-        if weights is None or max(weights) - min(weights) < _UNLIKE:
+        if weights is None or max(weights) - min(weights) < _UNLIKE or min(weights) < -_LEFT_OUT:
             continue
-        told = ", ".join(f"{weight:.3g}" for weight in weights)
+        told = ", ".join(f"{weight if abs(weight) > _LEFT_OUT else 0:.3g}" for weight in weights)
         seen = f"in {tensors.names[0]} the micro-batches of each rank count {told} times"
-        if min(weights) < _LEFT_OUT and (reduced := _reduced_between(tensors)) is not None:
+        left_out = any(abs(weight) <= _LEFT_OUT for weight in weights)
+        if left_out and (reduced := _reduced_between(tensors)) is not None:
             again = f"{reduced.where} has reduced it, and its result was overwritten"
             return Finding("result-discarded", f"{seen}: one of them is left out, though {again}")
-        if min(weights) < _LEFT_OUT:
+        if left_out:
             return Finding("samples-missed", f"{seen}: one of them is left out")
         return Finding("stale-gradients", f"{seen}: what was reduced already is reduced again")
     return None

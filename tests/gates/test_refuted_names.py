@@ -1,0 +1,371 @@
+"""A mistake whose evidence also holds in a right program is not named; the same mistake is named where it is one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check import ScalingMismatch, assert_metric_scales, assert_step_scales
+from mgpu_check.gates.draws import redrawing
+from tests.gates.checkpoints import refuted as resuming_refuted
+from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
+
+pytestmark = pytest.mark.gpus(2)
+
+
+def report(ranks, step, gate=assert_step_scales, **options: Any) -> ScalingMismatch:
+    given: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 2}
+    with pytest.raises(ScalingMismatch) as caught:
+        gate(ranks, step, **{**given, **options})
+    return caught.value
+
+
+def line_of(function: Any, text: str) -> str:
+    """The line of a function that contains a text, as a report names it."""
+    lines = Path(__file__).read_text().splitlines()
+    first = function.__code__.co_firstlineno
+    number = next(number for number, line in enumerate(lines[first - 1 :], first) if text in line)
+    return f"tests/gates/{Path(__file__).name}:{number}"
+
+
+# Asynchronous collectives
+
+STATE: list[torch.Tensor] = []
+
+
+def waits_by(how: str, model, batch, rank):
+    """A gradient that is summed instead of averaged, beside an asynchronous collective that is waited for."""
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    total = torch.ones(3, device=rank.device)
+    work = dist.all_reduce(total, async_op=True)
+    if how == "future":
+        work.get_future().wait()
+    elif how == "device":
+        torch.cuda.synchronize()
+    elif how == "poll":
+        while not work.is_completed():
+            pass
+    else:
+        work.wait()
+    if how == "unseeded":
+        torch.manual_seed(random.SystemRandom().getrandbits(32))
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("how", ["wait", "future", "device", "poll", "unseeded"])
+def test_a_collective_that_is_waited_for_is_not_blamed(ranks, how):
+    found = report(ranks, functools.partial(waits_by, how))
+    assert found.mistakes[0] == "world-size-factor", str(found)
+    assert "not-waited" not in found.mistakes
+
+
+def overflows(model, batch, rank):
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, async_op=True).wait()
+        parameter.grad /= rank.size if rank.size == 1 else 0
+
+
+def test_a_result_that_is_not_finite_is_no_evidence_of_a_missing_wait(ranks):
+    assert "not-waited" not in report(ranks, overflows).mistakes
+
+
+def forgets_one_wait(model, batch, rank):
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    first, *others = (parameter.grad for parameter in model.parameters())
+    dist.all_reduce(first, async_op=True).wait()
+    works = [dist.all_reduce(one, async_op=True) for one in others]  # read before the wait
+    for one in (first, *others):
+        one.copy_(one / rank.size)
+    for work in works:
+        work.wait()
+
+
+def reads_without_waiting(model, batch, rank):
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    for parameter in model.parameters():
+        total = parameter.grad.clone()
+        if rank.size > 1:
+            dist.all_reduce(total, async_op=True)  # never waited for
+        parameter.grad = total / rank.size
+
+
+@pytest.mark.parametrize(
+    ("step", "text"), [(forgets_one_wait, "# read before"), (reads_without_waiting, "# never waited")]
+)
+def test_a_collective_is_blamed_if_waiting_for_it_makes_the_step_right(ranks, step, text):
+    found = report(ranks, step)
+    assert found.mistakes[0] == "not-waited" and found.site == line_of(step, text), str(found)
+
+
+# Random numbers
+
+
+class DrawsBeside:
+    """Draws numbers on ranks that no result depends on, and keeps the gradients of each rank."""
+
+    def __init__(self, model, rank, wrong=True):
+        torch.manual_seed(7 + rank.index)
+        if rank.size > 1:
+            torch.rand(2 + rank.index)
+        self.wrong = wrong
+
+    def __call__(self, model, batch, rank):
+        torch.rand(len(batch[0]) // rank.size)
+        backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+        if not self.wrong:
+            synchronize(model, rank)
+
+
+def drops(model, batch, rank, seed=0):
+    """Each rank draws the dropout of its own samples."""
+    x, y = (leaf.to(rank.device) for leaf in part(batch, rank))
+    model.to(rank.device)
+    F.mse_loss(model[2](F.dropout(torch.tanh(model[0](x)))), y).backward()
+    synchronize(model, rank)
+
+
+def drops_alike(model, batch, rank):
+    """All ranks draw what one device draws; another factor is wrong."""
+    model.to(rank.device)
+    kept = torch.rand(8, generator=torch.Generator().manual_seed(3)).to(rank.device) > 0.3
+    x, y = (leaf.to(rank.device) for leaf in part(batch, rank))
+    F.mse_loss(model[2](kept * torch.tanh(model[0](x))), y).backward()
+    synchronize(model, rank)
+    if rank.size > 1:
+        for parameter in model.parameters():
+            parameter.grad *= 1 + 0.1 * torch.linspace(0.5, 1, parameter.numel(), device=rank.device).view_as(parameter)
+
+
+def test_random_numbers_that_no_result_depends_on_are_not_blamed(ranks):
+    found = report(ranks, DrawsBeside)
+    assert found.mistakes == ("gradients-not-synchronized",), str(found)
+    assert_step_scales(
+        ranks, functools.partial(DrawsBeside, wrong=False), build=mlp, batch=regression, sizes=4, world_sizes=[2],
+        max_examples=1, observe=["grads"],
+    )  # fmt: skip
+
+
+def test_random_numbers_that_are_those_of_one_device_are_not_blamed(ranks):
+    assert "random-numbers-per-rank" not in report(ranks, drops_alike).mistakes
+
+
+def test_random_numbers_that_change_all_wrong_results_are_named(ranks):
+    assert report(ranks, drops).mistakes[0] == "random-numbers-per-rank"
+
+
+def test_redrawn_numbers_follow_from_the_same_seeds():
+    def drawn() -> tuple[Any, ...]:
+        random.seed(5)
+        own, of_torch = random.Random(6), torch.Generator().manual_seed(7)
+        values = torch.rand(3, generator=of_torch), torch.empty(3).normal_(generator=of_torch)
+        return (random.random(), own.random(), *(tuple(value.tolist()) for value in values))
+
+    def again(times: int) -> tuple[Any, ...]:
+        with redrawing(times):
+            return drawn()
+
+    several = [drawn(), again(1), again(2)]
+    assert again(1) == several[1] and drawn() == several[0]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*several, strict=True))
+
+
+# Numbers of optimizer steps
+
+
+class MovesAway:
+    """Averages replicas that inner optimizers have trained, with the wrong sign."""
+
+    def __init__(self, model, rank):
+        self.outer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.7)
+
+    def __call__(self, model, batch, rank):
+        replica = trained(model, tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+        for parameter, other in zip(model.parameters(), replica.parameters(), strict=True):
+            parameter.grad = other.detach() - parameter.detach()
+        synchronize(model, rank)
+        self.outer.step()
+
+
+class MovesTowards:
+    """All replicas, one after the other."""
+
+    def __init__(self, model):
+        self.outer = torch.optim.SGD(model.parameters(), lr=0.7)
+
+    def __call__(self, model, batch, world_size):
+        replicas = [trained(model, tuple(leaf[n::world_size] for leaf in batch)) for n in range(world_size)]
+        for parameter, *others in zip(model.parameters(), *(one.parameters() for one in replicas), strict=True):
+            parameter.grad = parameter.detach() - torch.stack([one.detach() for one in others]).mean(0)
+        self.outer.step()
+
+
+def trained(model: nn.Module, batch: Any) -> nn.Module:
+    replica = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(replica, batch)
+        optimizer.step()
+    return replica
+
+
+def test_steps_are_not_counted_where_the_reference_has_other_optimizers(ranks):
+    found = str(report(ranks, MovesAway, reference=MovesTowards))
+    assert "no known mistake explains this" in found
+    assert "gradient of 0.weight, gradient of 0.bias and 2 more are -1 times what one device gives" in found
+    assert "has stepped" not in found and "does not do" not in found and "in optimizer step" not in found
+
+
+def steps_by_hand(model, batch, rank):
+    """Updates the parameters without an optimizer, by a rate that is 1.3 times too large."""
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    synchronize(model, rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.13 * parameter.grad
+
+
+def steps_by_sgd(model, batch):
+    backward(model, batch)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_update_by_hand_is_no_step_that_is_left_out(ranks):
+    found = report(ranks, steps_by_hand, reference=steps_by_sgd)
+    assert "decision-per-rank" not in found.mistakes, str(found)
+    assert "which rank 0 does not do" not in str(found)
+
+
+def skips_all(model, batch, rank):
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    synchronize(model, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(1 if rank.size > 1 else 2):
+        optimizer.step()
+
+
+def test_steps_that_are_left_out_are_named_if_they_explain_the_parameters(ranks):
+    found = report(ranks, skips_all)
+    assert found.mistakes[0] == "decision-per-rank", str(found)
+    assert "has stepped 1 times on 2 ranks, 2 times on one device" in str(found)
+
+
+# The step is wrong at world size 1 already
+
+
+def doubles(model, batch, rank):
+    backward(model.to(rank.device), tuple(leaf.to(rank.device) for leaf in part(batch, rank)))
+    synchronize(model, rank)
+    for parameter in model.parameters():
+        parameter.grad *= 2
+
+
+@pytest.mark.parametrize(("step", "named"), [(doubles, False), (functools.partial(waits_by, "wait"), True)])
+def test_a_factor_that_one_rank_has_too_is_not_the_world_size(ranks, step, named):
+    found = report(ranks, step, reference=backward)
+    assert ("world-size-factor" in found.mistakes) is named, str(found)
+    assert named or "are 2 times what one device gives" in str(found)
+
+
+# Metrics, which are few numbers
+
+
+def data(n: int) -> Any:
+    """The first samples of fixed data: no seed changes them."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(64, 4, generator=generator)[:n], torch.randint(3, (64,), generator=generator)[:n]
+
+
+def classifier() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def shares(model, batch, rank, blocks):
+    x, y = (
+        (leaf.tensor_split(rank.size)[rank.index] if blocks else leaf[rank.index :: rank.size]).to(rank.device)
+        for leaf in batch
+    )
+    share = (model.to(rank.device)(x).argmax(1) == y).float().mean()
+    dist.all_reduce(share)
+    return {"share": share / rank.size}
+
+
+@pytest.mark.parametrize(("blocks", "parts"), [(False, "every 2nd sample"), (True, "blocks of samples")])
+def test_a_metric_of_three_samples_is_explained_in_other_cases_too(ranks, blocks, parts):
+    step = functools.partial(shares, blocks=blocks)
+    found = report(ranks, step, gate=assert_metric_scales, build=classifier, batch=data, sizes=3)
+    assert found.mistakes == ("mean-of-means",), str(found)
+    assert f"({parts}: 2, 1)" in str(found)
+
+
+def truncates(model, batch, rank):
+    right = (model.to(rank.device)(batch[0].to(rank.device)).argmax(1).cpu() == batch[1]).double()
+    return {"share": right[: len(right) // rank.size * rank.size].mean()}
+
+
+def test_samples_that_a_metric_misses_are_named(ranks):
+    found = report(ranks, truncates, gate=assert_metric_scales, build=classifier, batch=data, sizes=5)
+    assert found.mistakes[0] == "samples-missed", str(found)
+
+
+# Clipping after gradients that were not synchronized
+
+
+def synchronizes_too_early(model, batch, rank):
+    optimizer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.1)
+    x, y = (leaf.to(rank.device).chunk(2) for leaf in part(batch, rank))
+    for number in range(2):
+        (F.mse_loss(model(x[number]), y[number]) / 2).backward()  # the second one is not synchronized
+        if number == 0 or rank.size == 1:
+            synchronize(model, rank)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def test_gradients_that_are_clipped_as_backward_left_them_point_at_the_backward_pass(ranks):
+    found = report(ranks, synchronizes_too_early, sizes=8)
+    assert found.mistakes[0] == "gradients-not-synchronized", str(found)
+    assert f"ranks first part at {line_of(synchronizes_too_early, '# the second')}, in backward" in str(found)
+
+
+def test_the_advice_names_the_group_whose_collective_is_missing(ranks):
+    step = DrawsBeside
+    found = report(ranks, step, world_sizes=None, meshes=[{"dp": 1, "cp": 2}])
+    assert "do: all-reduce gradient of 0.weight, gradient of 0.bias and 2 more over cp after backward" in str(found)
+
+
+# Checkpoints
+
+
+def of_another_step(rank, directory, start, stop):
+    state = {"weight": torch.ones(4), "moment": torch.zeros(4)}
+    if start:
+        saved = torch.load(directory / "state.pt")
+        state |= saved | {"weight": saved["weight"] + 0.5}
+    dist.barrier()
+    for number in range(start, stop):
+        state["moment"] = 0.9 * state["moment"] + number + 1
+        state["weight"] = state["weight"] + 0.1 * state["moment"]
+    if rank.index == 0:
+        torch.save(state, directory / "state.pt")
+    dist.barrier()
+    return state
+
+
+def test_what_a_checkpoint_gives_another_value_was_restored(ranks):
+    text = resuming_refuted(ranks, of_another_step, match="weight on ranks 0-1")
+    assert "no known mistake explains this" in text
+    assert "right after loading, not as saved: weight on ranks 0-1" in text
