@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,11 +154,9 @@ def test_the_gate_for_loaders_says_which_rule_has_failed(ranks, monkeypatch):
 
 def test_without_evidence_of_a_resumed_run_nothing_is_named(monkeypatch):
     monkeypatch.delenv(RAISE)
-    ends, attempts = (
-        Entries([[StateRow(StateEntry("weight"), False, "got 1, expected 2", "a", "b", True, True)]]),
-        Attempts(),
-    )
-    assert [finding.mistake for finding in explained(ends, ends, attempts, fresh=ends)[1]] == ["state-not-restored"]
+    row = StateRow(StateEntry("weight"), False, "got 1, expected 2", "a", "b", True, True)
+    ends, fresh, attempts = Entries([[row]]), Entries([[replace(row, same=True)]]), Attempts()
+    assert [finding.mistake for finding in explained(ends, ends, attempts, fresh=fresh)[1]] == ["state-not-restored"]
     monkeypatch.setattr(restored, "_evidence", fails)
     observables, findings, _ = explained(ends, ends, attempts)
     assert observables and not findings and len(attempts.remarks) == 1
