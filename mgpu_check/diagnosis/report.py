@@ -24,7 +24,7 @@ class Finding:
     site: str = ""
     """The line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown."""
     advice: str = ""
-    """What to do, if that is more precise than the advice of the mistake."""
+    """A more precise advice than that of the mistake; "" if there is no such."""
     also: bool = False
     """It holds besides the finding before it, and is no other explanation."""
 
