@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mgpu_check.processes.frames import is_engine, line_under_test
+from mgpu_check.processes.frames import is_engine, is_file_under_test, line_under_test
 from mgpu_check.processes.record import relative
 
 HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
@@ -46,22 +46,39 @@ def clean(text: str) -> str:
 
 def _is_noise(line: str) -> bool:
     frame = _FRAME.match(line)
-    engine = frame is not None and is_engine(frame["file"]) and frame["function"] not in RETURNING
-    return bool(_NOISE.match(line)) or engine
+    return bool(_NOISE.match(line)) or (frame is not None and is_engine(frame["file"]) and not _is_return(frame))
 
 
 def is_returning(stacks: str) -> bool:
-    """Return whether a rank has run the function, and pickles or sends the result."""
-    frames = filter(None, map(_FRAME.match, stacks.splitlines()))
-    return any(frame["function"] in RETURNING and is_engine(frame["file"]) for frame in frames)
+    """Return whether a rank has run the function, and pickles or sends the result, in no code under test."""
+    for frame in _frames(stacks):
+        if _is_return(frame):
+            return True
+        if is_file_under_test(frame["file"]):
+            return False  # a `__reduce__` of the user, or a signal handler
+    return False
+
+
+def _is_return(frame: re.Match[str]) -> bool:
+    return frame["function"] in RETURNING and is_engine(frame["file"])
 
 
 def location_of(stacks: str) -> Location | None:
-    """Return the location of the thread that received the signal, which is written last; None without stacks.
+    """Return the location of the thread that received the signal; None without stacks."""
+    frames = _frames(stacks)
+    collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
+    if frames and frames[0]["function"] == _BACKWARD:
+        collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
+    found = line_under_test((frame["file"], int(frame["line"])) for frame in frames)
+    return None if found is None else Location(collective, frames[0]["function"], *found)
+
+
+def _frames(stacks: str) -> list[re.Match[str]]:
+    """Return the frames of the thread that received the signal, which is written last, the innermost first.
 
     That is the main thread, unless it cannot receive signals.
     """
-    frames = []
+    frames: list[re.Match[str]] = []
     lines = stacks.splitlines()
     threads = [number for number, line in enumerate(lines) if line.startswith(("Current thread", "Thread 0x"))]
     current = [number for number in threads if lines[number].startswith("Current")]
@@ -69,8 +86,4 @@ def location_of(stacks: str) -> Location | None:
         if (frame := _FRAME.match(line)) is None:
             break
         frames.append(frame)
-    collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
-    if frames and frames[0]["function"] == _BACKWARD:
-        collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
-    found = line_under_test((frame["file"], int(frame["line"])) for frame in frames)
-    return None if found is None else Location(collective, frames[0]["function"], *found)
+    return frames

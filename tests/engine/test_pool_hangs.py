@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -37,8 +38,7 @@ def test_a_result_that_takes_too_long_is_named(pool):
     class Slow:
         """A result that takes long to pickle, as one of gigabytes does."""
 
-        def __reduce__(self):
-            time.sleep(3600)
+        __reduce__ = staticmethod(functools.partial(time.sleep, 3600))
 
     with pytest.raises(RankHang) as info:
         pool.run(lambda rank: Slow() if rank.index else None, size=2, timeout=0.5)
@@ -46,6 +46,15 @@ def test_a_result_that_takes_too_long_is_named(pool):
         "rank 1 of 2 did not finish <lambda> within 0.5 s",
         "rank 1 is sending its result, which takes long if it is large: return less, or allow more time",
     ]
+
+
+def test_a_hang_in_a_method_of_the_result_is_named_by_its_line(pool):
+    class Endless:
+        def __reduce__(self):
+            time.sleep(3600)
+
+    with pytest.raises(RankHang, match=r"rank 1 is in __reduce__ \(.*test_pool_hangs.py:\d+\)"):
+        pool.run(lambda rank: Endless() if rank.index else None, size=2, timeout=0.5)
 
 
 def test_a_stopped_rank_is_a_hang_without_stacks(pool):

@@ -41,11 +41,12 @@ def test_no_collective():
 
 def test_a_rank_that_sends_its_result():
     line = '  File "/p/mgpu_check/engine/rank_side/worker.py", line 7 in send_result'
-    stacks = clean(
-        f'Current thread 0x1 (most recent call first):\n  File "/p/mgpu_check/processes/channel.py", line 1 in send\n{line}'
-    )
+    current = "Current thread 0x1 (most recent call first):"
+    stacks = clean(f'{current}\n  File "/p/mgpu_check/processes/channel.py", line 1 in send\n{line}')
     assert line in stacks and "channel" not in stacks and is_returning(stacks)
-    assert not is_returning('  File "/home/me/train.py", line 7 in send_result')
+    assert is_returning(f'Thread 0x2 (most recent call first):\n  File "/home/me/train.py", line 1 in log\n{stacks}')
+    assert not is_returning(f'{current}\n  File "/home/me/train.py", line 7 in send_result')
+    assert not is_returning(f'{current}\n  File "/home/me/train.py", line 3 in on_signal\n{line}')
 
 
 def test_nothing_to_read():
