@@ -119,7 +119,7 @@ def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list
             except RankFailure as error:
                 from mgpu_check.gates.unmoved import left_on_cpu
 
-                if unmoved := left_on_cpu(program, run):
+                if unmoved := left_on_cpu(program, error, run):
                     raise ValueError(f"assert_evaluation_agrees: {unmoved}\n\n{error}") from None
                 raise
         for problem in filter(None, problems):

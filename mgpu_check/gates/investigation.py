@@ -39,7 +39,9 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     if failed.relations is None:
         assert failed.error is not None
         lost = no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
-        unmoved = left_on_cpu(trials.program, lambda moved: trials.run_on_ranks(moved, failed.scenario))
+        unmoved = left_on_cpu(
+            trials.program, failed.error, functools.partial(trials.run_on_ranks, scenario=failed.scenario)
+        )
         return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
     attempts = Attempts()
     look = SecondLook(trials, failed, sizes, attempts)

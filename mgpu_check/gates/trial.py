@@ -314,7 +314,7 @@ class Trials:
                     raise ValueError(f"{gate}: {why}")
                 error, scenario = self._cause
                 run = functools.partial(self.ranks.run, run_step, scenario=scenario, size=1)
-                unmoved = left_on_cpu(self.program, run)
+                unmoved = left_on_cpu(self.program, error, run)
                 raise ValueError(f"{gate}: {'; '.join(filter(None, [unmoved, why]))}\n\n{error}") from None
             raise ValueError(
                 f"{gate}: no case could be drawn at {where}; sizes and world_sizes together leave nothing to try"

@@ -8,26 +8,32 @@ from typing import Any
 
 import torch
 
+from mgpu_check.engine.failures import Account
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.gates.program import bound, modules_of
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 
+_BOTH = ("model", "batch")
 _SENTENCES = {
     ("batch",): "the batch arrives on the CPU: move it to rank.device",
     ("model",): "the model arrives on the CPU: move it to rank.device",
-    ("model", "batch"): "model and batch arrive on the CPU: move both to rank.device",
+    _BOTH: "model and batch arrive on the CPU: move both to rank.device",
 }
 _OF_EVALUATION = "the batch of evaluate arrives on the CPU: move it to the device of the model"
 
 
-def left_on_cpu(program: Any, run: Callable[[Any], object]) -> str:
+def left_on_cpu(program: Any, error: BaseException, run: Callable[[Any], object]) -> str:
     """Return a sentence about what a failed step leaves on the CPU; "" if it also fails with that moved.
 
     Args:
         program: a dataclass with the step as a field.
+        error: the failure. Only code that raised may have missed a device; a hang would cost another time limit.
         run: runs a program on ranks.
     """
+    account = getattr(error, "account", None)
+    if not (isinstance(account, Account) and account.raised):
+        return ""
 
     def fails(**changes: Any) -> bool:
         try:
@@ -39,13 +45,16 @@ def left_on_cpu(program: Any, run: Callable[[Any], object]) -> str:
         return False
 
     try:
-        if not fails():
-            return ""
-        for moved, sentence in _SENTENCES.items():
-            if not fails(step=_MovedStep(program.step, moved)):
-                return sentence
         evaluate = getattr(program, "evaluate", None)
-        return _OF_EVALUATION if evaluate is not None and not fails(evaluate=_MovedEvaluation(evaluate)) else ""
+        if not fails(step=_MovedStep(program.step, _BOTH)):
+            single = (moved for moved in _SENTENCES if moved != _BOTH)
+            moved = next((moved for moved in single if not fails(step=_MovedStep(program.step, moved))), _BOTH)
+            sentence = _SENTENCES[moved]
+        elif evaluate is not None and not fails(evaluate=_MovedEvaluation(evaluate)):
+            sentence = _OF_EVALUATION
+        else:
+            return ""
+        return sentence if fails() else ""  # the failure may not repeat
     except (RankDied, RankHang):
         return ""
 

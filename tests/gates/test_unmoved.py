@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check import assert_evaluation_agrees, assert_metric_scales, assert_step_scales, assert_steps_agree
-from mgpu_check.errors import RankFailure, ScalingMismatch
+from mgpu_check.engine.failures import Account, Interrupted, Raised, Who
+from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.unmoved import left_on_cpu
+from mgpu_check.processes.protocol import RaisedInRank
 
 pytestmark = pytest.mark.gpus(2)
 FEW: Any = {"sizes": "divisible", "max_examples": 2}
@@ -118,15 +120,20 @@ def test_other_tensors_on_the_cpu_accuse_neither(ranks, step):
         assert_step_scales(ranks, step, build=build, batch=batch, **FEW)
 
 
-@pytest.mark.parametrize(("failures", "sentence"), [(1, BATCH), (0, "")])
-def test_a_failure_that_does_not_repeat_accuses_neither(failures, sentence):
-    errors = [RankFailure("rank 0 of 1 raised RuntimeError")] * failures
+RAISED = Account({0: Raised(RaisedInRank("error", "RuntimeError", "", "", "train.py", 1, None))}, Who(1)).error()
+HUNG = Account({0: Interrupted(5.0, "")}, Who(1), deadline=5.0).error()
 
+
+@pytest.mark.parametrize(
+    ("error", "repeats", "sentence"), [(RAISED, True, BATCH), (RAISED, False, ""), (HUNG, True, "")]
+)
+def test_a_failure_that_does_not_repeat_or_takes_a_time_limit_accuses_neither(error, repeats, sentence):
     def run(program):
-        if errors:
-            raise errors.pop()
+        moved = getattr(program.step, "moved", ())
+        if "batch" not in moved and (moved or repeats):
+            raise error
 
-    assert left_on_cpu(Program(without_batch, build, batch), run) == sentence
+    assert left_on_cpu(Program(without_batch, build, batch), error, run) == sentence
 
 
 def test_other_gates(ranks):
