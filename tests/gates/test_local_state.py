@@ -289,13 +289,17 @@ CASES = {
 FEW: dict[str, Any] = {"build": build, "batch": batch, "sizes": [8], "world_sizes": [2], "max_examples": 6}
 
 
-@pytest.mark.parametrize("name", CASES)
+def few(*slow: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in CASES]
+
+
+@pytest.mark.parametrize("name", few("fedavg-one", "persistent", "by-hand"))
 def test_state_of_its_own_need_not_agree(ranks, name):
     step, reference = CASES[name]
     passes(ranks, step, reference=reference, **FEW)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(*CASES.keys() - {"fedavg", "diloco", "loss-weight"}))
 def test_the_model_that_ranks_share_must(ranks, name):
     step, reference = CASES[name]
     wrong = type(step.__name__, (step,), {"wrong": "sum"})

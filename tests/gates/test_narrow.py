@@ -89,6 +89,7 @@ class Autocast(Plain):
 
 
 STEPS = [Plain, Float16, Buckets, Masters, Autocast]
+FAST = [(Float16, "twice"), (Buckets, "not updated"), (Masters, "twice"), (Autocast, "not synchronized")]
 
 
 def built(step):
@@ -100,8 +101,14 @@ def test_right_steps_pass(ranks, step):
     passes(ranks, step, build=built(step), batch=batch, **FEW)
 
 
-@pytest.mark.parametrize("wrong", ["not updated", "twice", "not synchronized"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "wrong"),
+    [
+        pytest.param(step, wrong, marks=() if step is Plain or (step, wrong) in FAST else pytest.mark.slow)
+        for step in STEPS
+        for wrong in ("not updated", "twice", "not synchronized")
+    ],
+)
 def test_lost_and_doubled_updates(ranks, step, wrong):
     refuted(ranks, type(step.__name__, (step,), {"wrong": wrong}), build=built(step), batch=batch, **FEW)
 

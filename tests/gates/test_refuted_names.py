@@ -63,7 +63,9 @@ def waits_by(how: str, model, batch, rank):
         torch.rand(3)
 
 
-@pytest.mark.parametrize("how", ["wait", "future", "device", "poll", "unseeded"])
+@pytest.mark.parametrize(
+    "how", ["wait", "unseeded", *(pytest.param(how, marks=pytest.mark.slow) for how in ("future", "device", "poll"))]
+)
 def test_a_collective_that_is_waited_for_is_not_blamed(ranks, how):
     found = report(ranks, functools.partial(waits_by, how))
     assert found.mistakes[0] == "world-size-factor", str(found)

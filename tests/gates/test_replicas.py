@@ -95,8 +95,16 @@ class Cleared(ByHand):
         self.optimizer.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("build", [build, narrow])
-@pytest.mark.parametrize("step", [Drifting, DriftingState, ByHand])
+@pytest.mark.parametrize(
+    ("step", "build"),
+    [
+        (Drifting, narrow),
+        (DriftingState, build),
+        (ByHand, build),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(Drifting, build), (DriftingState, narrow)]),
+        pytest.param(ByHand, narrow, marks=pytest.mark.slow),
+    ],
+)
 def test_drift_within_the_tolerance(ranks, step, build):
     text = gate(refuted, ranks, step, match=DRIFTS, build=build)
     assert "0.weight  " in text or "momentum_buffer of 2.weight" in text
