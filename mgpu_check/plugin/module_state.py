@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -28,8 +29,16 @@ _PACKAGE = str(Path(__file__).parents[1])
 _CHANGING = {"update", "setdefault", "pop", "append", "extend", "insert", "add", "remove", "discard", "clear"}
 
 
+_watched: weakref.WeakSet[types.ModuleType] = weakref.WeakSet()
+"""All watched modules: to look for them among thousands would take longer than a short call."""
+
+
 class WatchedModule(types.ModuleType):
     """A module that remembers which files set its attributes. Its own code sets them in its dictionary, unseen."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        _watched.add(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -67,13 +76,16 @@ def set_by(modules: Iterable[types.ModuleType]) -> Iterator[Place]:
     outside of functions, and those of fixtures, hooks and tests.
     """
     files = {module.__file__: module for module in modules if module.__file__}
-    watched = [module for module in sys.modules.values() if isinstance(module, WatchedModule)]
+    watched = [module for module in _watched if sys.modules.get(module.__name__) is module]
     for module in watched:
         names = vars(module).get("__set_by__", {})
         yield from ((module, False, name) for name, file in names.items() if file in files)
+    targets = {file: () if file.startswith(_PACKAGE) else _targets(file) for file in files}
+    if not any(targets.values()):
+        return
     known = {id(value) for module in watched for value in (module, *vars(module).values())}
     for file, test in files.items():
-        for target in () if file.startswith(_PACKAGE) else _targets(file):
+        for target in targets[file]:
             with contextlib.suppress(Exception):  # the statement may not have run, and properties may raise anything
                 yield from _places(target, vars(test), known)
 

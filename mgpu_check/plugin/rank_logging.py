@@ -70,7 +70,9 @@ def logged(how: Logging | None, files: Iterable[TextIO], tell: Callable[[tuple[s
     lines = [logging.StreamHandler(file) for file in files]
     for handler in lines:
         handler.setFormatter(logging.Formatter(how.form, how.dates))
-    levels = {logging.getLogger(name): level for name, level in how.levels.items()}
+    # A new level makes `logging` visit every logger, which takes longer than a short call.
+    loggers = ((logging.getLogger(name), level) for name, level in how.levels.items())
+    levels = {logger: level for logger, level in loggers if logger.level != level}
     before = {logger: logger.level for logger in levels}
     logging.root.handlers += [*lines, records := _Records(tell)]
     try:

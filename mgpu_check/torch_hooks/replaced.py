@@ -51,8 +51,7 @@ _PROCESS_WIDE: tuple[Any, ...] = (
 _OF_PYTHON: tuple[Any, ...] = (
     *_PROCESS_WIDE,
     *(cls for cls in _classes("threading socket subprocess random pathlib") if cls.__flags__ & 1 << 9),  # not of C
-    *(module for module in _loaded(" ".join(sorted(sys.stdlib_module_names))) if module not in _PROCESS_WIDE),
-    os.path,
+    *_loaded("copy functools getpass glob importlib json math os.path pathlib pickle platform posix shutil uuid"),
 )
 _HOOKS_OF_PYTHON = ("excepthook", "displayhook", "breakpointhook", "unraisablehook")
 _ADDED_TO = (builtins, os, sys)
@@ -74,6 +73,12 @@ def _is_function(owner: Any, name: str, value: Any) -> bool:
     return issubclass(type(value), (*_KINDS, type) if owner in _OF_PYTHON else (*_KINDS, types.MethodDescriptorType))
 
 
+def _variables(owner: Any, functions: list[str]) -> list[str]:
+    """Return the names of data, without the numbers that are constants: `socket` and `ssl` have hundreds."""
+    data = vars(owner).keys() - functions
+    return [name for name in data if not (name.isupper() and isinstance(vars(owner)[name], int))]
+
+
 # Computed once, in the fork server: each value that a rank touches makes it copy a page of memory.
 _FUNCTIONS = (
     *(
@@ -83,7 +88,7 @@ _FUNCTIONS = (
     (torch.Tensor, [name for name in dir(torch.Tensor) if callable(getattr(torch.Tensor, name))]),  # also inherited
 )
 _DATA = (
-    *((owner, [*(vars(owner).keys() - names)]) for owner, names in _FUNCTIONS if owner in _PROCESS_WIDE),
+    *((owner, _variables(owner, names)) for owner, names in _FUNCTIONS if owner in _PROCESS_WIDE),
     *((owner, ["default_generator"]) for owner in (torch, torch.random)),
     (torch.hub, ["_hub_dir"]),
 )
@@ -94,6 +99,7 @@ class Replaceable:
 
     def __init__(self) -> None:
         self._functions = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _FUNCTIONS]
+        self._values = [[*vars(owner).values()] for owner, _ in _FUNCTIONS]
         self._data = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _DATA]
         self._lists = [(value, list(value)) for value in (getattr(owner, name) for owner, name in _LISTS)]
         self._tables = [(value, dict(value)) for value in (getattr(owner, name) for owner, name in _TABLES)]
@@ -108,7 +114,7 @@ class Replaceable:
         """Put back functions without which a rank cannot read its next message. A replaced one stays in `changed`."""
         replaced = []
         for owner, present, fresh in self._needed:  # a call of a function would use what a test has replaced
-            for name in fresh:
+            for name in fresh if present != fresh else ():
                 if name not in present or present[name] is not fresh[name]:
                     replaced += [(owner, present, name, present.get(name))]
                     present[name] = fresh[name]
@@ -137,20 +143,22 @@ class Replaceable:
         for table, known in self._tables:
             table.update(known)
         for owner, fresh in self._added_to if not imported else ():
-            for name in vars(owner).keys() - fresh:
+            for name in vars(owner).keys() - fresh if len(vars(owner)) > len(fresh) else ():
                 delattr(owner, name)
 
     def changed(self) -> list[str]:
         """Describe the functions, modules and hooks that have changed."""
         replaced = set(self._put_back)
-        for owner, names, functions in self._functions:
+        for number, (owner, names, functions) in enumerate(self._functions):
             present = vars(owner)
-            if list(map(present.get, names)) == functions:  # by far the fastest way to compare thousands
+            values = [*present.values()]
+            if _are_equal(values, self._values[number]):
                 continue
             for name, function in zip(names, functions, strict=True):
                 now = present.get(name)
                 if now is not function and _by_a_test(now, owner):
                     replaced.add(f"{owner.__name__}.{name}")
+            self._values[number] = values
         lines = [f"replaced functions: {', '.join(sorted(replaced))}"] if replaced else []
         if entries := sorted({*self._changed_modules()}):
             lines.append(f"changed entries of sys.modules: {', '.join(entries)}")
@@ -165,6 +173,13 @@ class Replaceable:
             # An import gives a module its specification, which a stub of a test lacks.
             if "." not in name and name != "__mp_main__" and getattr(sys.modules[name], "__spec__", None) is None:
                 yield name
+
+
+def _are_equal(values: list[Any], before: list[Any]) -> bool:
+    try:
+        return values == before  # by far the fastest way to compare thousands
+    except Exception:  # a tensor in the place of another has no truth
+        return False
 
 
 def _maker(value: Any) -> Any:

@@ -88,7 +88,7 @@ def _default_device() -> torch.device | None:
 class FreshState:
     torch_state: list[Any]
     environment: dict[str, str]
-    unknown_variables: frozenset[bytes]
+    environment_of_c: dict[bytes, bytes]
     directory: str
     threads: frozenset[threading.Thread]
     count: int
@@ -108,7 +108,7 @@ class FreshState:
         return cls(
             torch_state=[get() for get, _ in _TORCH_STATE],
             environment=dict(os.environ),
-            unknown_variables=frozenset(_variables_of_c().keys() - os.environb.keys()),
+            environment_of_c=_variables_of_c(),
             directory=os.getcwd(),
             threads=frozenset(threading.enumerate()),
             count=_thread._count(),
@@ -151,12 +151,10 @@ class FreshState:
             os.environ.clear()
             os.environ.update(self.environment)
             time.tzset()
-        variables = {os.fsencode(name): os.fsencode(value) for name, value in self.environment.items()}
-        now = _variables_of_c()
-        for name in now.keys() - variables.keys() - self.unknown_variables:
-            os.unsetenv(name)
-        for name, value in variables.items():
-            if now.get(name) != value:
+        if (now := _variables_of_c()) != self.environment_of_c:
+            for name in now.keys() - self.environment_of_c.keys():
+                os.unsetenv(name)
+            for name, value in self.environment_of_c.items():
                 os.putenv(name, value)
         try:
             os.chdir(self.directory)
