@@ -91,7 +91,10 @@ def test_a_warning_keeps_its_action() -> None:
     ("check", "plants", "part", "action"),
     [
         ("links", ["copy-out:device=1"], Part("gpu", (1,)), "reset-gpu"),
-        ("compute", [f"product-lane:device={device}" for device in range(3)], Part("host", (0,)), "inspect-node"),
+        pytest.param(
+            *("compute", [f"product-lane:device={device}" for device in range(3)], Part("host", (0,)), "inspect-node"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_asks_to_do_what_suits_the_part(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # a maintainer's command
 ROOT = Path(__file__).parents[2]
 SELECTED = (
     "--gpus=2",
