@@ -12,6 +12,7 @@ import faulthandler
 import fcntl
 import functools
 import gc
+import glob
 import io
 import json
 import locale
@@ -21,6 +22,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import socket
 import ssl
@@ -50,6 +52,8 @@ LOCK = os.path.join(tempfile.gettempdir(), f"mgpu-check-left-behind-{os.getpid()
 def this_module_by_value():
     with by_value([sys.modules[__name__]]):
         yield
+    for path in glob.glob(f"{glob.escape(LOCK)}*"):
+        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
 
 
 def variable() -> contextvars.ContextVar[int]:
