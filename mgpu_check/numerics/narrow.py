@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
@@ -32,6 +34,10 @@ _CHANCE = 1 / 24
 _FALSE_ALARM = 1e-6
 """Probability that a right result exceeds its tolerance."""
 _LAST_ROUNDING = 1 / 12
+_OF_PARTS = 7 / 12
+"""Variance of a sum over 4 ranks, which rounds 4 parts and 3 sums, in squared units; parts may be as large as it."""
+_NEIGHBOURS = 16
+"""Elements whose mean square shows the size of the parts of each of them."""
 _DEVIATION_OF_SQUARE = math.sqrt(1 / 80 - 1 / 144)
 """Standard deviation of the square of a uniform error of one unit, in squared units."""
 _DEVIATIONS = 2.0
@@ -52,13 +58,25 @@ def is_narrow(dtype: torch.dtype) -> bool:
 class Dithered(Perturbed):
     """Moves results of operators in narrow dtypes by one unit in the last place, up or down, at random places.
 
-    Results that are written in place are left alone: mostly an optimizer's update, whose rounding is the last one.
+    Results that are written in place are left alone: mostly an optimizer's update, whose rounding is the last one. What
+    a collective adds up is moved more: on several ranks each part is rounded, and each sum of parts.
     """
 
     _decomposes = _in_place = False
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(0.0, generator, 0.0, copies=False)
+
+    def _after_collective(self, func: Any, written: Any) -> None:
+        if "reduce" in func._opname:
+            for value in tree_leaves(written):
+                tensor = self._raw(value) if isinstance(value, torch.Tensor) else None
+                if tensor is not None and is_narrow(tensor.dtype) and tensor.device.type != "meta":
+                    wide = tensor.double()
+                    size = wide.abs() + _size_of_parts(wide)
+                    noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor.device)
+                    deviation = math.sqrt(_OF_PARTS) * unit_in_last_place(size, tensor.dtype)
+                    tensor.copy_(wide + deviation * noise)
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
         if spared or not is_narrow(tensor.dtype) or tensor.is_meta:
@@ -69,6 +87,21 @@ class Dithered(Perturbed):
         move = move.to(tensor.device) * ((tensor != 0) & tensor.isfinite())
         bits = tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
         bits.add_(move.to(bits.dtype))
+
+
+def _size_of_parts(total: torch.Tensor) -> torch.Tensor:
+    """Return how large the parts of a sum may be, from the elements beside each element of the sum.
+
+    A single element may be small because its parts cancel. A bucket holds gradients of very different sizes, so only
+    neighbours count. The mean square of few numbers may be small by chance: it is divided by the 0.01 quantile of
+    chi-squared over its degrees of freedom (E. B. Wilson and M. M. Hilferty, 1931).
+    """
+    squares = total.square().flatten()
+    blocks = functional.pad(squares, (0, -len(squares) % _NEIGHBOURS)).view(-1, _NEIGHBOURS)
+    counts = functional.pad(torch.ones_like(squares), (0, -len(squares) % _NEIGHBOURS)).view_as(blocks).sum(1)
+    least = (1 - 2 / (9 * counts) - 2.326 * (2 / (9 * counts)).sqrt()).clamp_min(0.25) ** 3
+    sizes = (blocks.sum(1) / counts / least).sqrt()
+    return sizes.repeat_interleave(_NEIGHBOURS)[: len(squares)].view_as(total)
 
 
 class Unnarrowed(TorchDispatchMode):

@@ -96,6 +96,10 @@ class Perturbed(TorchDispatchMode):
                 return _COMPOSED[func](*args, **(kwargs or {}))
         # The simulated node counts the references to operands, so no other function may pass them on.
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._after_collective(func, args)
+        elif func.namespace == "_c10d_functional":
+            self._after_collective(func, result)
         if not self._in_place and writes(func):
             return result
         if func.overloadpacket is torch.ops.aten._to_copy and _is_wider(result, args[0]):
@@ -114,6 +118,9 @@ class Perturbed(TorchDispatchMode):
                 # The raw tensor: the simulated device must not see the perturbation as one of its operators.
                 self._perturb(self._raw(tensor), spared)
         return result
+
+    def _after_collective(self, func: Any, written: Any) -> None:
+        """Called after a collective, with the tensors that it has written to."""
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
         """Multiply each element by a random factor near 1, in place.
