@@ -120,7 +120,7 @@ class Perturbed(TorchDispatchMode):
         return result
 
     def _after_collective(self, func: Any, written: Any) -> None:
-        """Called after a collective, with the tensors that it has written to."""
+        """Change the tensors that a collective has written to; see `narrow.Dithered`."""
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
         """Multiply each element by a random factor near 1, in place.

@@ -10,6 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check import NotCompared, assert_step_scales
+from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
 from tests.gates.steps import passes, refuted
 
 pytestmark = pytest.mark.gpus(4)
@@ -124,3 +128,23 @@ class Cancelling(Plain):
 def test_a_tolerance_that_proves_nothing_says_what_to_give(ranks):
     with pytest.raises(NotCompared, match="give a tolerance with tolerance=, or a reference= that computes in float32"):
         assert_step_scales(ranks, Cancelling, build=built(Plain), batch=batch, **FEW)
+
+
+class Compressed(Plain):
+    """Only messages are narrow: each rank rounds its part, which may be larger than the sum."""
+
+    def __call__(self, model, batch, rank):
+        x, y = (part.tensor_split(rank.size)[rank.index].to(rank.device) for part in batch)
+        model.zero_grad()
+        (F.mse_loss(model(x), y, reduction="sum") / len(batch[0])).backward()
+        for parameter in model.parameters():
+            message = parameter.grad.to(self.dtype)
+            dist.all_reduce(message)
+            parameter.grad.copy_(message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_rounding_of_each_part_of_a_sum_is_granted(ranks, dtype):
+    step = type("Compressed", (Compressed,), {"dtype": dtype})
+    trials = Trials(ranks, Program(step, build, batch), frozenset(KINDS), None, "step")
+    assert [seed for seed in range(25) if trials.run(Scenario(4, 9, seed=seed))] == []

@@ -1,0 +1,187 @@
+"""Measure tolerances in narrow dtypes: ``python benchmarks/narrow.py [--seeds N]``.
+
+For each kind of step and each depth it prints, for gradients and parameters: the median over the tensors of the tolerance
+over the largest error of right steps on 2 and 4 ranks; the largest error over its own tolerance, which is a false alarm above
+1; and how many planted mistakes are refuted: a flipped bit in the largest element of a gradient of one rank, no update, no
+reduction, and twice the rate. See benchmarks/README.md for what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.gates.observing import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
+
+HERE = Path(__file__).parent
+RATE = 0.5
+MISTAKES = ("not updated", "not reduced", "twice the rate")
+BITS = (14, 10, 7, 5, 4)
+"""Of bfloat16, from the lowest: the highest bit of the exponent, one in its middle, its lowest, and two of the fraction."""
+
+
+class Plain:
+    """Parameters, gradients and messages in one narrow dtype."""
+
+    dtype, cast, wide, mistake, bit = torch.bfloat16, True, False, "", -1
+
+    def __init__(self, model, rank):
+        model.to(rank.device)
+        self.masters = [parameter.detach().float() for parameter in model.parameters()]
+
+    def loss(self, model, x, y):
+        return F.mse_loss(model(x.to(model[0].weight.dtype)).float(), y)
+
+    def __call__(self, model, batch, rank):
+        x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+        model.zero_grad()
+        self.loss(model, x, y).backward()
+        wrong = self.mistake if rank.size > 1 else ""
+        if self.bit >= 0 and rank.size > 1 and rank.index == 1:
+            flip(next(model.parameters()).grad, self.bit)
+        for parameter in model.parameters():
+            gradient = parameter.grad.float() if self.wide else parameter.grad.clone()
+            if wrong != "not reduced":
+                dist.all_reduce(gradient)
+                parameter.grad.copy_(gradient / rank.size)
+        if wrong != "not updated":
+            with torch.no_grad():
+                self.update(model, RATE * (1 + (wrong == "twice the rate")))
+
+    def update(self, model, rate):
+        for parameter in model.parameters():
+            parameter.sub_(rate * parameter.grad)
+
+
+class Buckets(Plain):
+    wide = True
+
+
+class Masters(Buckets):
+    def update(self, model, rate):
+        for parameter, master in zip(model.parameters(), self.masters, strict=True):
+            master.sub_(rate * parameter.grad.float())
+            parameter.copy_(master)
+
+
+class Autocast(Plain):
+    cast = False
+
+    def loss(self, model, x, y):
+        with torch.autocast("cuda", self.dtype):
+            out = model(x)
+        return F.mse_loss(out.float(), y)
+
+
+class Float16(Masters):
+    dtype = torch.float16
+
+
+STEPS = (Plain, Buckets, Masters, Autocast, Float16)
+
+
+def flip(gradient, bit):
+    """Flip a bit of the largest element; in float32 the bit of the same place in its upper half."""
+    flat = gradient.view(-1)
+    place = int(flat.abs().argmax())
+    wide = flat.dtype == torch.float32
+    bits = flat.view(torch.int32 if wide else torch.int16)
+    bits[place] ^= 1 << (bit + 16 * wide)
+
+
+def build(step, depth):
+    width = [6, *[16] * (depth - 1), 3]
+    layers = [part for i in range(depth) for part in (nn.Linear(width[i], width[i + 1]), nn.Tanh())][:-1]
+    return nn.Sequential(*layers).to(step.dtype if step.cast else torch.float32)
+
+
+def batch(n):
+    return torch.randn(n, 6), torch.randn(n, 3)
+
+
+def trials_of(ranks: Any, step: Any, depth: int) -> Trials:
+    program = Program(step, functools.partial(build, step, depth), batch)
+    return Trials(ranks, program, frozenset(KINDS), None, step.__name__)
+
+
+def planted(step, **fault):
+    return type(step.__name__, (step,), fault)
+
+
+def measured(ranks: Any, step: Any, depth: int, seeds: int) -> dict[str, tuple[float, float]]:
+    """Return kind -> the median ratio, and the largest error over its own tolerance."""
+    trials = trials_of(ranks, step, depth)
+    tolerances: dict[Any, list[float]] = {}
+    errors: dict[Any, float] = {}
+    worst = {"grads": 0.0, "params": 0.0}
+    for seed in range(seeds):
+        for size in (2, 4):
+            scenario = Scenario(size, 8, seed=seed)
+            expected = trials.expected(scenario)
+            for run in trials.on_ranks(scenario, whole=True):
+                for name, exact in expected.exact.items():
+                    if name.kind in worst:
+                        error = (run.values[name].double() - exact).abs()
+                        errors[name] = max(errors.get(name, 0.0), float(error.max()))
+                        ratio = error / expected.tolerance[name].clamp_min(1e-300)
+                        worst[name.kind] = max(worst[name.kind], float(ratio.max()))
+            for name in errors:
+                tolerances.setdefault(name, []).append(float(expected.tolerance[name].max()))
+    ratios = {name: statistics.median(tolerances[name]) / error for name, error in errors.items() if error}
+    return {
+        kind: (statistics.median(value for name, value in ratios.items() if name.kind == kind), worst[kind])
+        for kind in worst
+    }
+
+
+def caught(ranks: Any, step: Any, depth: int, faults: list[dict[str, Any]], seeds: int) -> int:
+    count = 0
+    for fault in faults:
+        trials = trials_of(ranks, planted(step, **fault), depth)
+        count += any(trials.run(Scenario(2, 8, seed=seed)) is not None for seed in range(seeds))
+    return count
+
+
+def test_measure(ranks: Any) -> None:
+    seeds = int(os.environ["BENCH_SEEDS"])
+    print("\n| step | layers | gradients | parameters | worst | mistakes | bits |\n|---|---|---|---|---|---|---|")
+    for step in STEPS:
+        for depth in (2, 6, 12):
+            figures = measured(ranks, step, depth, seeds)
+            mistakes = caught(ranks, step, depth, [{"mistake": mistake} for mistake in MISTAKES], 2)
+            bits = caught(ranks, step, depth, [{"bit": bit} for bit in BITS], 1)
+            (gradients, high), (parameters, higher) = figures["grads"], figures["params"]
+            print(
+                f"| {step.__name__} | {depth} | {gradients:.1f} | {parameters:.1f} | {max(high, higher):.2f} | "
+                f"{mistakes} of {len(MISTAKES)} | {bits} of {len(BITS)} |",
+                flush=True,
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=8, help="cases for each number of ranks")
+    arguments = parser.parse_args()
+    options = ["-o", f"pythonpath={HERE}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "--gpus=4", "--simulate", *options]
+    return subprocess.run(
+        [*command, f"{__file__}::test_measure"], env=os.environ | {"BENCH_SEEDS": str(arguments.seeds)}, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
