@@ -1,8 +1,8 @@
-"""Measure tolerances in narrow dtypes: ``python benchmarks/narrow.py [--seeds N]``.
+"""Measure tolerances in narrow dtypes: ``python benchmarks/narrow.py [STEP ...] [--seeds N]``.
 
-For each kind of step and each depth it prints, for gradients and parameters: the median over the tensors of the tolerance
-over the largest error of right steps on 2 and 4 ranks; the largest error over its own tolerance, which is a false alarm above
-1; and how many planted mistakes are refuted: a flipped bit in the largest element of a gradient of one rank, no update, no
+For each kind of step and each depth it prints, for gradients and parameters, the median over the tensors of two ratios: the
+tolerance of the middle element and of the widest, over the largest error of any element in right steps on 2 and 4 ranks. Then
+come the largest error over its own tolerance, which is a false alarm above 1, and how many planted mistakes are refuted: a flipped bit in the largest element of a gradient of one rank, no update, no
 reduction, and twice the rate. See benchmarks/README.md for what came of it.
 """
 
@@ -122,10 +122,10 @@ def planted(step, **fault):
     return type(step.__name__, (step,), fault)
 
 
-def measured(ranks: Any, step: Any, depth: int, seeds: int) -> dict[str, tuple[float, float]]:
-    """Return kind -> the median ratio, and the largest error over its own tolerance."""
+def measured(ranks: Any, step: Any, depth: int, seeds: int) -> dict[str, tuple[float, float, float]]:
+    """Return kind -> the two median ratios, and the largest error over its own tolerance."""
     trials = trials_of(ranks, step, depth)
-    tolerances: dict[Any, list[float]] = {}
+    tolerances: dict[Any, list[tuple[float, float]]] = {}
     errors: dict[Any, float] = {}
     worst = {"grads": 0.0, "params": 0.0}
     for seed in range(seeds):
@@ -140,12 +140,15 @@ def measured(ranks: Any, step: Any, depth: int, seeds: int) -> dict[str, tuple[f
                         ratio = error / expected.tolerance[name].clamp_min(1e-300)
                         worst[name.kind] = max(worst[name.kind], float(ratio.max()))
             for name in errors:
-                tolerances.setdefault(name, []).append(float(expected.tolerance[name].max()))
-    ratios = {name: statistics.median(tolerances[name]) / error for name, error in errors.items() if error}
-    return {
-        kind: (statistics.median(value for name, value in ratios.items() if name.kind == kind), worst[kind])
-        for kind in worst
-    }
+                tolerance = expected.tolerance[name]
+                tolerances.setdefault(name, []).append((float(tolerance.median()), float(tolerance.max())))
+    of_kind = {kind: [name for name in errors if name.kind == kind and errors[name]] for kind in worst}
+
+    def ratio(kind: str, which: int) -> float:
+        medians = (statistics.median(pair[which] for pair in tolerances[name]) / errors[name] for name in of_kind[kind])
+        return statistics.median(medians)
+
+    return {kind: (ratio(kind, 0), ratio(kind, 1), worst[kind]) for kind in worst}
 
 
 def caught(ranks: Any, step: Any, depth: int, faults: list[dict[str, Any]], seeds: int) -> int:
@@ -159,14 +162,14 @@ def caught(ranks: Any, step: Any, depth: int, faults: list[dict[str, Any]], seed
 def test_measure(ranks: Any) -> None:
     seeds = int(os.environ["BENCH_SEEDS"])
     print("\n| step | layers | gradients | parameters | worst | mistakes | bits |\n|---|---|---|---|---|---|---|")
-    for step in STEPS:
+    for step in [step for step in STEPS if step.__name__ in os.environ["BENCH_STEPS"].split()]:
         for depth in (2, 6, 12):
             figures = measured(ranks, step, depth, seeds)
             mistakes = caught(ranks, step, depth, [{"mistake": mistake} for mistake in MISTAKES], 2)
             bits = caught(ranks, step, depth, [{"bit": bit} for bit in BITS], 1)
-            (gradients, high), (parameters, higher) = figures["grads"], figures["params"]
             print(
-                f"| {step.__name__} | {depth} | {gradients:.1f} | {parameters:.1f} | {max(high, higher):.2f} | "
+                f"| {step.__name__} | {depth} | {figures['grads'][0]:.1f}, {figures['grads'][1]:.1f} | "
+                f"{figures['params'][0]:.1f}, {figures['params'][1]:.1f} | {max(row[2] for row in figures.values()):.2f} | "
                 f"{mistakes} of {len(MISTAKES)} | {bits} of {len(BITS)} |",
                 flush=True,
             )
@@ -174,13 +177,16 @@ def test_measure(ranks: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    names = [step.__name__ for step in STEPS]
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(names))
     parser.add_argument("--seeds", type=int, default=8, help="cases for each number of ranks")
     arguments = parser.parse_args()
     options = ["-o", f"pythonpath={HERE}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", "-s", "--gpus=4", "--simulate", *options]
-    return subprocess.run(
-        [*command, f"{__file__}::test_measure"], env=os.environ | {"BENCH_SEEDS": str(arguments.seeds)}, check=False
-    ).returncode
+    if unknown := {*arguments.steps} - {*names}:
+        parser.error(f"STEP: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(names)}")
+    variables = {"BENCH_SEEDS": str(arguments.seeds), "BENCH_STEPS": " ".join(arguments.steps or names)}
+    return subprocess.run([*command, f"{__file__}::test_measure"], env=os.environ | variables, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ CLIENTS = (
         "mini GPT",
         "mini_gpt.py",
         equal(2, "replayed, because", "the ranks together saw 32 samples", "the batches of the DataLoader"),
-        simulated=("--snapshot=simulated.pt",),
+        simulated=("--snapshot=mini.pt",),
         options=("--fresh-directory",),
     ),
     Client(

@@ -73,7 +73,7 @@ class Dithered(Perturbed):
                 tensor = self._raw(value) if isinstance(value, torch.Tensor) else None
                 if tensor is not None and is_narrow(tensor.dtype) and tensor.device.type != "meta":
                     wide = tensor.double()
-                    size = wide.abs() + _size_of_parts(wide)
+                    size = torch.maximum(wide.abs(), _size_of_parts(wide))
                     noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor.device)
                     deviation = math.sqrt(_OF_PARTS) * unit_in_last_place(size, tensor.dtype)
                     tensor.copy_(wide + deviation * noise)
@@ -93,13 +93,13 @@ def _size_of_parts(total: torch.Tensor) -> torch.Tensor:
     """Return how large the parts of a sum may be, from the elements beside each element of the sum.
 
     A single element may be small because its parts cancel. A bucket holds gradients of very different sizes, so only
-    neighbours count. The mean square of few numbers may be small by chance: it is divided by the 0.01 quantile of
+    neighbours count. The mean square of few numbers may be small by chance: it is divided by the 0.05 quantile of
     chi-squared over its degrees of freedom (E. B. Wilson and M. M. Hilferty, 1931).
     """
     squares = total.square().flatten()
     blocks = functional.pad(squares, (0, -len(squares) % _NEIGHBOURS)).view(-1, _NEIGHBOURS)
     counts = functional.pad(torch.ones_like(squares), (0, -len(squares) % _NEIGHBOURS)).view_as(blocks).sum(1)
-    least = (1 - 2 / (9 * counts) - 2.326 * (2 / (9 * counts)).sqrt()).clamp_min(0.25) ** 3
+    least = (1 - 2 / (9 * counts) - 1.645 * (2 / (9 * counts)).sqrt()).clamp_min(0.4) ** 3
     sizes = (blocks.sum(1) / counts / least).sqrt()
     return sizes.repeat_interleave(_NEIGHBOURS)[: len(squares)].view_as(total)
 
