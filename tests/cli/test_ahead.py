@@ -133,6 +133,7 @@ def test_a_failure_is_reported_once_and_ends_the_run(pytester, run):
     assert result.stdout.str().count("E       AssertionError: wrong") == 1
 
 
+@pytest.mark.slow
 def test_what_a_rank_leaves_behind_is_said(run):
     left = """
 @pytest.mark.ranks

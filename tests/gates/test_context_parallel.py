@@ -103,6 +103,7 @@ def test_a_right_step_passes_beside_a_reference_without_a_ring(ranks):
     check(ranks, step_of(), reference=whole)
 
 
+@pytest.mark.slow
 def test_a_right_step_in_bfloat16_passes(ranks):
     check(ranks, step_of(narrow=True))
 

@@ -229,6 +229,7 @@ class Reference:
         return {"loss": loss.detach()}
 
 
+@pytest.mark.slow
 def test_a_reference_may_be_a_class(ranks):
     options: dict[str, Any] = {**ROWS, "world_sizes": [2]}
     assert_step_scales(ranks, steps.Training, reference=Reference, **options)

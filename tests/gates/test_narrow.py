@@ -143,8 +143,8 @@ class Compressed(Plain):
             parameter.grad.copy_(message)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_rounding_of_each_part_of_a_sum_is_granted(ranks, dtype):
     step = type("Compressed", (Compressed,), {"dtype": dtype})
     trials = Trials(ranks, Program(step, build, batch), frozenset(KINDS), None, "step")
-    assert [seed for seed in range(25) if trials.run(Scenario(4, 9, seed=seed))] == []
+    assert [seed for seed in range(12) if trials.run(Scenario(4, 9, seed=seed))] == []

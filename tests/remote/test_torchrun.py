@@ -256,6 +256,7 @@ def test_ctrl_c_ends_everything(torchrun: Torchrun):
     assert all(run.codes)
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_ends_everything(torchrun: Torchrun):
     launch = torchrun(LONG, "--rank-timeout=600", ranks=2, cold=True)
     wait_until_begun(launch)
