@@ -46,7 +46,7 @@ def step(model: nn.ModuleList, batch: torch.Tensor, rank: Rank, names: Sequence[
 
     Args:
         names: the use for each layer but the last.
-        mistake: what is done to the gradients of the last layer: "doubled", "local", or "" for nothing.
+        mistake: what is done to the gradients of the last layer: "doubled" on 2 ranks, "local", or "" for nothing.
     """
     model.to(rank.device).zero_grad()
     *of_uses, last = model
@@ -63,7 +63,7 @@ def step(model: nn.ModuleList, batch: torch.Tensor, rank: Rank, names: Sequence[
             if layer is not last or mistake != "local":
                 dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
             if layer is last and mistake == "doubled":
-                parameter.grad *= 2
+                parameter.grad *= rank.size
 
 
 def buffers(x: torch.Tensor, rank: Rank) -> list[torch.Tensor]:

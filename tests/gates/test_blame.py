@@ -28,7 +28,8 @@ HERE = list({USES[name]: name for name in USES if is_here(name)}.values())
 OF_DATA = [f"{name} of data" for name in HERE if "differentiable" not in name]
 OFTEN = HERE[::6]  # the others, and those of data, run weekly
 EACH = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in (*HERE, *OF_DATA)]
-MISTAKES = {"doubled": "world-size-factor", "local": "gradients-not-synchronized"}
+# One term of the loss makes the gradients of the last layer, so a factor of that term explains them, too.
+MISTAKES = {"doubled": ("world-size-factor", "loss-term-factor"), "local": ("gradients-not-synchronized",)}
 
 
 def gate(ranks, names, mistake):
@@ -58,7 +59,7 @@ def test_right_uses_pass(ranks, names):
 def test_a_mistake_elsewhere_is_not_blamed_on_a_collective(ranks, name, mistake):
     with pytest.raises(ScalingMismatch) as caught:
         gate(ranks, [name], mistake)
-    assert caught.value.mistakes[0] == MISTAKES[mistake], str(caught.value)
+    assert caught.value.mistakes[0] in MISTAKES[mistake], str(caught.value)
     lines, first = inspect.getsourcelines(USES[name.removesuffix(" of data")])
     seen = "\n".join(line for line in str(caught.value).splitlines() if line.startswith("    seen: "))
     blamed = [int(line) for line in re.findall(r"collective_uses\.py:(\d+)", seen)]

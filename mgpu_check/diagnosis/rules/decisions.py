@@ -83,8 +83,14 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     One of both ends with the parameters that the other has after as many steps.
     """
     here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
-    if not there or here == there or not tensors.steps_alike or len({one.optimizer_steps for one in tensors.seen}) > 1:
-        return None  # a reference may have other optimizers
+    if (
+        not here
+        or not there
+        or here == there
+        or not tensors.steps_alike
+        or len({one.optimizer_steps for one in tensors.seen}) > 1
+    ):
+        return None  # the step may use no optimizer, and a reference may have others
     if not _ends_after(tensors, min(here, there)):
         return None
     return Finding(
