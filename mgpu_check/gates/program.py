@@ -75,7 +75,9 @@ def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) 
 def wants_world_size(reference: Callable[..., Any] | None) -> bool:
     if reference is None:
         return False
-    called: Callable[..., Any] = vars(innermost(reference))["__call__"] if is_class(reference) else reference
+    called = reference
+    if is_class(reference):
+        called = inspect.getattr_static(innermost(reference), "__call__")  # a base class may define it
     return "world_size" in inspect.signature(called).parameters
 
 

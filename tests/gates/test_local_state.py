@@ -70,6 +70,8 @@ class FedAvg(Base):
 
 
 class RefFedAvg:
+    momentum = 0.9
+
     def __init__(self, model):
         pass
 
@@ -77,7 +79,7 @@ class RefFedAvg:
         replicas = []
         for x, y in zip(batch[0].chunk(world_size), batch[1].chunk(world_size), strict=True):
             local = copy.deepcopy(model)
-            steps(torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9), local, x, y)
+            steps(torch.optim.SGD(local.parameters(), lr=0.1, momentum=self.momentum), local, x, y)
             replicas.append(list(local.parameters()))
         for p, *qs in zip(model.parameters(), *replicas, strict=True):
             p.data.copy_(sum(q.detach() for q in qs) / world_size)
@@ -174,18 +176,8 @@ class InnerByHand(FedAvg):
             p.data.copy_(mean)
 
 
-class RefInnerByHand:
-    def __init__(self, model):
-        pass
-
-    def __call__(self, model, batch, world_size):
-        replicas = []
-        for x, y in zip(batch[0].chunk(world_size), batch[1].chunk(world_size), strict=True):
-            local = copy.deepcopy(model)
-            steps(torch.optim.SGD(local.parameters(), lr=0.1), local, x, y)
-            replicas.append(list(local.parameters()))
-        for p, *qs in zip(model.parameters(), *replicas, strict=True):
-            p.data.copy_(sum(q.detach() for q in qs) / world_size)
+class RefInnerByHand(RefFedAvg):
+    momentum = 0
 
 
 class Gossip(FedAvg):
