@@ -113,6 +113,7 @@ def redrawing(times: int) -> Iterator[None]:
         for _ in range(times):
             generator.random()
 
+    # `random.seed` is a method of the module's own generator, which typeshed describes as a function.
     of_module = functools.partial(reseeded, random.seed.__self__)  # type: ignore[attr-defined]
     with replaced(random.Random, "seed", reseeded), replaced(random, "seed", of_module), _Redrawing(times):
         yield

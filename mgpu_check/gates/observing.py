@@ -90,8 +90,8 @@ def observe(
     if alter is not None:
         batches = [alter(batch) for batch in batches]
     seen = ObservedRun(batch=_digest_of_all(batches), built=seeds, calls=len(batches))
-    seen.equal_lengths = has_equal_lengths(batches)
     if initial:
+        seen.equal_lengths = has_equal_lengths(batches)
         for _, name, value, _, _ in named_tensors(modules):
             seen.initial[name] = plain_copy(value)
     if double:

@@ -140,8 +140,8 @@ class SecondLook:
     def _with_other_seeds(self, windows: int) -> list[Tensors]:
         """Return the evidence of the same case with other seeds; a mistake must explain these results, too.
 
-        A metric has so few values that any explanation may fit them by chance, and other seeds may leave the batch as
-        it is. Then there are cases with more samples, too: so many that parts remain as uneven as they are.
+        A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
+        Then there are cases with more samples, too; their number leaves the parts as uneven as before.
         """
         case, found = self._scenario, []
         if case.batches:

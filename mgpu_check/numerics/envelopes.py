@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -65,6 +66,19 @@ def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
 def root_mean_square(value: torch.Tensor) -> float:
     """Return the root mean square of all elements, or 0 for an empty tensor."""
     return float(value.square().mean().sqrt()) if value.numel() else 0.0
+
+
+def least_mean_square(count: int, below: float) -> float:
+    """Return a quantile of the mean square of `count` standard normal numbers.
+
+    This is the quantile of chi-squared divided by `count`, in the approximation of E. B. Wilson and M. M. Hilferty
+    (1931).
+
+    Args:
+        below: the same quantile of the standard normal distribution.
+    """
+    root = 1 - 2 / (9 * max(count, 1)) + below * math.sqrt(2 / (9 * max(count, 1)))
+    return max(root, 1e-3) ** 3
 
 
 def _distance(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

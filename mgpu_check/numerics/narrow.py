@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mgpu_check.numerics.envelopes import least_mean_square
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
@@ -38,6 +39,10 @@ _OF_PARTS = 7 / 12
 """Variance of a sum over 4 ranks, which rounds 4 parts and 3 sums, in squared units; parts may be as large as it."""
 _NEIGHBOURS = 16
 """Elements whose mean square shows the size of the parts of each of them."""
+_TWENTIETH = -1.645
+"""The quantile 0.05 of the standard normal distribution."""
+_LEAST = 0.4**3
+"""Least quantile of a mean square: below 3 numbers the approximation means nothing."""
 _DEVIATION_OF_SQUARE = math.sqrt(1 / 80 - 1 / 144)
 """Standard deviation of the square of a uniform error of one unit, in squared units."""
 _DEVIATIONS = 2.0
@@ -71,7 +76,7 @@ class Dithered(Perturbed):
         if "reduce" in func._opname:
             for value in tree_leaves(written):
                 tensor = self._raw(value) if isinstance(value, torch.Tensor) else None
-                if tensor is not None and is_narrow(tensor.dtype) and tensor.device.type != "meta":
+                if tensor is not None and is_narrow(tensor.dtype) and tensor.numel() and not tensor.is_meta:
                     wide = tensor.double()
                     size = torch.maximum(wide.abs(), _size_of_parts(wide))
                     noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor.device)
@@ -93,15 +98,18 @@ def _size_of_parts(total: torch.Tensor) -> torch.Tensor:
     """Return how large the parts of a sum may be, from the elements beside each element of the sum.
 
     A single element may be small because its parts cancel. A bucket holds gradients of very different sizes, so only
-    neighbours count. The mean square of few numbers may be small by chance: it is divided by the 0.05 quantile of
-    chi-squared over its degrees of freedom (E. B. Wilson and M. M. Hilferty, 1931).
+    neighbours count. The mean square of few numbers may be small by chance: it is divided by a quantile of it.
     """
     squares = total.square().flatten()
     blocks = functional.pad(squares, (0, -len(squares) % _NEIGHBOURS)).view(-1, _NEIGHBOURS)
-    counts = functional.pad(torch.ones_like(squares), (0, -len(squares) % _NEIGHBOURS)).view_as(blocks).sum(1)
-    least = (1 - 2 / (9 * counts) - 1.645 * (2 / (9 * counts)).sqrt()).clamp_min(0.4) ** 3
-    sizes = (blocks.sum(1) / counts / least).sqrt()
+    weights = blocks.new_full((len(blocks),), _weight(_NEIGHBOURS))
+    weights[-1] = _weight(len(squares) - _NEIGHBOURS * (len(blocks) - 1))
+    sizes = (blocks.sum(1) * weights).sqrt()
     return sizes.repeat_interleave(_NEIGHBOURS)[: len(squares)].view_as(total)
+
+
+def _weight(count: int) -> float:
+    return 1 / (count * max(least_mean_square(count, _TWENTIETH), _LEAST))
 
 
 class Unnarrowed(TorchDispatchMode):

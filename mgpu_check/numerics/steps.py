@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 import torch
 
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.envelopes import estimate, farthest, root_mean_square
+from mgpu_check.numerics.envelopes import estimate, farthest, least_mean_square, root_mean_square
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.tensors import plain
@@ -39,6 +39,9 @@ Key = TypeVar("Key", bound=Hashable)
 Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A step as a function from named tensors (inputs, parameters and everything else that it depends on) to named results.
 It must compute in the dtype of its arguments, depend on nothing else, and use no randomness."""
+
+_TEN_THOUSANDTH = -3.719
+"""The quantile 1e-4 of the standard normal distribution."""
 
 _ROUNDINGS = 8.0
 """Number of roundings to a narrow dtype that a result may pass through in sequence."""
@@ -299,19 +302,9 @@ def _amplification(
         seen[name] = spread * root_mean_square(errors[name]) / size if size else 0.0
     largest = max([1.0, *seen.values()])
     return {
-        name: max(1.0, min(largest, ratio / math.sqrt(_least_mean_square(errors[name].numel()))))
+        name: max(1.0, min(largest, ratio / math.sqrt(least_mean_square(errors[name].numel(), _TEN_THOUSANDTH))))
         for name, ratio in seen.items()
     }
-
-
-def _least_mean_square(count: int) -> float:
-    """Return the 1e-4 quantile of the mean square of `count` standard normal numbers.
-
-    This is the quantile of chi-squared divided by `count`, in the approximation of Wilson and Hilferty (1931).
-    """
-    below = -3.719  # the quantile 1e-4 of the standard normal distribution
-    root = 1 - 2 / (9 * max(count, 1)) + below * math.sqrt(2 / (9 * max(count, 1)))
-    return max(root, 1e-3) ** 3
 
 
 @contextlib.contextmanager

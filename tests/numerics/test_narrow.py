@@ -1,6 +1,7 @@
 """The tolerances of steps in bfloat16 and float16: samples of their rounding errors, and what follows from them."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,3 +134,15 @@ def test_few_samples_give_a_wider_tolerance():
 def test_zeros_everywhere_must_be_zeros():
     zeros = torch.zeros(4, dtype=torch.float64)
     assert not narrow_tolerance(zeros, [zeros, zeros], [], torch.bfloat16, 4).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 40])
+def test_sums_over_ranks_are_moved_by_the_rounding_of_parts(count):
+    total = torch.full((count,), 1.5, dtype=torch.bfloat16)
+    mode, before = Dithered(generator(0)), total.clone()
+    mode._after_collective(SimpleNamespace(_opname="allgather_"), [total])
+    assert torch.equal(total, before)
+    mode._after_collective(SimpleNamespace(_opname="allreduce_"), [total])
+    units = (total.double() - before.double()).abs() / unit_in_last_place(before, torch.bfloat16)
+    assert not count or units.max() < 40
+    assert count < 15 or 0.2 < float(units.mean()) < 4

@@ -62,8 +62,8 @@ mistake(
 def not_waited(tensors: Tensors) -> Finding | None:
     """Detect a collective whose result is read too early, so that the step is right with a wait at once.
 
-    A tensor that is written to before the wait is undefined. A handle without a wait proves
-    nothing by itself: a future, a stream or the whole device may be waited for instead.
+    A tensor that is written to before the wait is undefined. A handle without a wait proves nothing by itself: a
+    future, a stream or the whole device may be waited for instead.
     """
     if (change := tensors.right_with("wait")) is not None:
         lines = few([f"{name} ({site})" for name, site in change.value])
