@@ -171,6 +171,11 @@ class _RecordedProcess:
         # An interpreter that exits with a process group may abort, because torch's threads and destructors race.
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
+    def ended_at(self) -> float:
+        """Return when its script ended, by the clock of the machine; 0 if the script did not live to record it."""
+        events = self.recorded.events if self.recorded else ()
+        return max((event["at"] for event in events if event["event"] in ("ended", "raised")), default=0.0)
+
     def ask_for_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, STACKS_SIGNAL)
@@ -333,8 +338,9 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
         now = time.monotonic()
         # Computed before the failures: a process that ends in between still counts as open, and is checked again.
         open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
-        if failed is None and (wrong := [process.rank for process in processes if process.failed()]):
-            failed = wrong[0], now
+        if failed is None and (wrong := [process for process in processes if process.failed()]):
+            # Several have failed since the last check if one lost its connection to another that had ended.
+            failed = min(wrong, key=_RecordedProcess.ended_at).rank, now
         if not open_ or (failed is not None and now > failed[1] + _GRACE):
             return (failed[0] if failed else None), False
         if (grown := [process.size() for process in processes]) != sizes:

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,10 +164,12 @@ class ScriptRecorder:
             self.wait("stopped")
 
     def at_exit(self) -> None:
-        """Record that the script has ended; a crash of the interpreter after this is not a failure of the script."""
+        """Record how the script has ended; a crash of the interpreter after "ended" is not a failure of the script."""
         if getattr(sys, "last_value", None) is None:  # set by an uncaught exception
             self.finish()
-            self.note("ended")
+            self.note("ended", at=time.monotonic())
+        else:
+            self.note("raised", at=time.monotonic())
 
     def watch_modules(self) -> list[RemovableHandle]:
         leave = register_module_forward_hook(self.guard(self.leave), with_kwargs=True, always_call=True)

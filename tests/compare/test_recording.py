@@ -34,9 +34,15 @@ from tests.compare.conftest import script
 
 RUN = """
 import os, pickle, sys
-from mgpu_check.compare.processes import run
-world, launcher = int(sys.argv[1]), sys.argv[2]
-done = run("test", [sys.executable, "train.py"], os.environ, world, timeout=60, launcher=launcher)
+from mgpu_check.compare import processes
+world, launcher, late = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+watch = processes._wait
+def watch_late(ranks, timeout):
+    for rank in ranks:
+        rank.process.wait()
+    return watch(ranks, timeout)
+processes._wait = watch_late if late else watch
+done = processes.run("test", [sys.executable, "train.py"], os.environ, world, timeout=60, launcher=launcher)
 sys.stdout.buffer.write(pickle.dumps(done))
 """
 
@@ -45,12 +51,12 @@ sys.stdout.buffer.write(pickle.dumps(done))
 def record(tmp_path, python):
     """Run `script` in `world` processes, and give what became of them.
 
-    Not in this process, which would adopt theirs.
+    Not in this process, which would adopt theirs. With `late`, the first look at them comes when all have ended.
     """
 
-    def record(script: str, world: int = 1, launcher: str = "torchrun"):
+    def record(script: str, world: int = 1, launcher: str = "torchrun", late: bool = False):
         tmp_path.joinpath("train.py").write_text(script)
-        code, stdout, stderr = python("-c", RUN, str(world), launcher, processes=world)
+        code, stdout, stderr = python("-c", RUN, str(world), launcher, str(late), processes=world)
         assert code == 0, stderr.decode()
         return pickle.loads(stdout)
 
@@ -189,6 +195,23 @@ def test_a_function_that_needs_a_whole_graph_runs_uncompiled(record):
 def test_a_launcher_is_replaced(words, launcher, variables):
     found, row = launched_by(words.split())
     assert (" ".join(found), row) == (launcher, variables)
+
+
+def test_the_rank_that_raised_first_is_told_from_those_that_lost_their_connection_to_it(record):
+    run = record(
+        """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 2:
+    raise RuntimeError("out of paper")
+dist.all_reduce(torch.ones(3))
+""",
+        world=3,
+        late=True,
+    )
+    assert [ended.how for ended in run.ranks] == ["failed"] * 3
+    assert run.first == 2, run.ranks
 
 
 def test_models_micro_batches_and_optimizers(record):
