@@ -47,14 +47,17 @@ def share_gloo_device() -> None:
     def sharing(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def shared(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-            given = [*args, *kwargs.values()]
-            is_timeout = len(given) == 1 and isinstance(given[0], timedelta) and {*kwargs} <= {"timeout"}
-            if not is_timeout or any(map(os.environ.get, _CHOOSE_DEVICES)):
+            # torch 2.14 also passes `enable_reconfigure`, by name.
+            named = {"timeout": args[0]} | kwargs if len(args) == 1 else kwargs
+            known = isinstance(named.get("timeout"), timedelta) and {*named} <= {"timeout", "enable_reconfigure"}
+            if len(args) > 1 or not known or any(map(os.environ.get, _CHOOSE_DEVICES)):
                 own_gloo_devices.append(os.getpid())
                 init(self, store, rank, size, *args, **kwargs)
                 return
             options = gloo._Options()
-            options._devices, options._timeout = [device(os.getpid())], given[0]
+            options._devices, options._timeout = [device(os.getpid())], named["timeout"]
+            if "enable_reconfigure" in named:
+                options.enable_reconfigure = named["enable_reconfigure"]
             init(self, store, rank, size, options)
 
         return shared

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.compare.training import mistakes, start, verdict
+from tests.compare.training import gradients, mistakes, start, verdict
 from tests.gates.pages import alarm, judge
 
 # Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.
@@ -34,7 +34,7 @@ def test_right(ranks):
 
 
 def doubled(training):
-    training.gradient = lambda number: [2 * g for g in training.after(number)]
+    training.gradient = lambda number: [2 * g for g in gradients(number)]
 
 
 def elsewhere(training):
