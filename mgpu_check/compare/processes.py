@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -171,10 +172,10 @@ class _RecordedProcess:
         # An interpreter that exits with a process group may abort, because torch's threads and destructors race.
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
-    def ended_at(self) -> float:
-        """Return when its script ended, by the clock of the machine; 0 if the script did not live to record it."""
+    def ended_at(self, at_least: float) -> float:
+        """Return when its script ended, by the clock of the machine; `at_least` if it did not live to record it."""
         events = self.recorded.events if self.recorded else ()
-        return max((event["at"] for event in events if event["event"] in ("ended", "raised")), default=0.0)
+        return max((event["at"] for event in events if event["event"] in ("ended", "raised")), default=at_least)
 
     def ask_for_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -332,22 +333,27 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int,
 def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | None, bool]:
     """Wait until all processes have ended or hang. Return the rank that failed first, and whether it hung."""
     sizes = [0] * len(processes)
-    moved_at = time.monotonic()
-    failed: tuple[int, float] | None = None
+    moved_at = last_look = time.monotonic()
+    failures: dict[int, float] = {}  # rank -> when its script ended
+    give_up = math.inf
     while True:
         now = time.monotonic()
         # Computed before the failures: a process that ends in between still counts as open, and is checked again.
         open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
-        if failed is None and (wrong := [process for process in processes if process.failed()]):
-            # Several have failed since the last check if one lost its connection to another that had ended.
-            failed = min(wrong, key=_RecordedProcess.ended_at).rank, now
-        if not open_ or (failed is not None and now > failed[1] + _GRACE):
-            return (failed[0] if failed else None), False
+        for process in processes:
+            if process.rank not in failures and process.failed():
+                failures[process.rank] = process.ended_at(last_look)
+                give_up = min(give_up, now + _GRACE)
+        last_look = now
+        # A rank that raises closes its connections, and the others may raise for that, and end, before it has ended.
+        first = min(failures, key=failures.__getitem__, default=None)
+        if not open_ or now > give_up:
+            return first, False
         if (grown := [process.size() for process in processes]) != sizes:
             sizes, moved_at = grown, now
         if now > moved_at + timeout:
             _look(open_)
-            return (_slowest(open_), True) if failed is None else (failed[0], False)
+            return (_slowest(open_), True) if first is None else (first, False)
         time.sleep(_INTERVAL)
 
 

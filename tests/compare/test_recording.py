@@ -37,11 +37,7 @@ import os, pickle, sys
 from mgpu_check.compare import processes
 world, launcher, late = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
 watch = processes._wait
-def watch_late(ranks, timeout):
-    for rank in ranks:
-        rank.process.wait()
-    return watch(ranks, timeout)
-processes._wait = watch_late if late else watch
+processes._wait = lambda ranks, timeout: ([rank.process.wait() for rank in ranks if late], watch(ranks, timeout))[1]
 done = processes.run("test", [sys.executable, "train.py"], os.environ, world, timeout=60, launcher=launcher)
 sys.stdout.buffer.write(pickle.dumps(done))
 """
