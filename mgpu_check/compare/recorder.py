@@ -165,11 +165,10 @@ class ScriptRecorder:
 
     def at_exit(self) -> None:
         """Record how the script has ended; a crash of the interpreter after "ended" is not a failure of the script."""
-        if getattr(sys, "last_value", None) is None:  # set by an uncaught exception
+        raised = getattr(sys, "last_value", None) is not None  # set by an uncaught exception
+        if not raised:
             self.finish()
-            self.note("ended", at=time.monotonic())
-        else:
-            self.note("raised", at=time.monotonic())
+        self.note("raised" if raised else "ended", at=time.monotonic())
 
     def watch_modules(self) -> list[RemovableHandle]:
         leave = register_module_forward_hook(self.guard(self.leave), with_kwargs=True, always_call=True)

@@ -34,11 +34,9 @@ from tests.compare.conftest import script
 
 RUN = """
 import os, pickle, sys
-from mgpu_check.compare import processes
-world, launcher, late = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
-watch = processes._wait
-processes._wait = lambda ranks, timeout: ([rank.process.wait() for rank in ranks if late], watch(ranks, timeout))[1]
-done = processes.run("test", [sys.executable, "train.py"], os.environ, world, timeout=60, launcher=launcher)
+from mgpu_check.compare.processes import run
+world, launcher = int(sys.argv[1]), sys.argv[2]
+done = run("test", [sys.executable, "train.py"], os.environ, world, timeout=60, launcher=launcher)
 sys.stdout.buffer.write(pickle.dumps(done))
 """
 
@@ -47,12 +45,12 @@ sys.stdout.buffer.write(pickle.dumps(done))
 def record(tmp_path, python):
     """Run `script` in `world` processes, and give what became of them.
 
-    Not in this process, which would adopt theirs. With `late`, the first look at them comes when all have ended.
+    Not in this process, which would adopt theirs.
     """
 
-    def record(script: str, world: int = 1, launcher: str = "torchrun", late: bool = False):
+    def record(script: str, world: int = 1, launcher: str = "torchrun"):
         tmp_path.joinpath("train.py").write_text(script)
-        code, stdout, stderr = python("-c", RUN, str(world), launcher, str(late), processes=world)
+        code, stdout, stderr = python("-c", RUN, str(world), launcher, processes=world)
         assert code == 0, stderr.decode()
         return pickle.loads(stdout)
 
@@ -194,18 +192,22 @@ def test_a_launcher_is_replaced(words, launcher, variables):
 
 
 def test_the_rank_that_raised_first_is_told_from_those_that_lost_their_connection_to_it(record):
-    run = record(
-        """
+    """It ends after rank 0, which it has left alone."""
+    raises = """
+import atexit, contextlib, os, time
+def leave():
+    if pids and dist.get_rank() == 2:
+        dist.destroy_process_group()
+        with contextlib.suppress(ProcessLookupError):
+            while not os.kill(pids[0], 0): time.sleep(0.01)
+atexit.register(leave)
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-dist.barrier()
-if dist.get_rank() == 2:
-    raise RuntimeError("out of paper")
+pids = [None] * 3; dist.all_gather_object(pids, os.getpid())
+if dist.get_rank() == 2: raise RuntimeError("out of paper")
 dist.all_reduce(torch.ones(3))
-""",
-        world=3,
-        late=True,
-    )
+"""
+    run = record(raises, world=3)
     assert [ended.how for ended in run.ranks] == ["failed"] * 3
     assert run.first == 2, run.ranks
 
