@@ -141,24 +141,31 @@ def _rows(one: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSumm
     values = [[step.states.get(name) for step in trace.steps] for trace in ranks]
     if shape == whole.shape and sum(any(v is not None and v.norm for v in some) for some in values) != 1:
         return {}
-    found = {}
-    for number, at in enumerate(one.steps[: min(len(trace.steps) for trace in ranks)]):
-        joined = _together(at.states.get(name), [trace.steps[number].states.get(name) for trace in ranks])
-        if joined is not None:
-            found[number] = joined
-    first = min(found, default=None)
-    if first is None or deviation(found[first], one.steps[first].states[name], whole.shape).size > _NEAR:
-        return {}
-    return found
+    steps = range(min(len(one.steps), *(len(some) for some in values)))
+    # A state whose gradient is off by the number of ranks still has these rows.
+    for factor in (1.0, float(len(ranks)), 1 / len(ranks)):
+        expected = {i: _times(one.steps[i].states[name], factor) for i in steps if name in one.steps[i].states}
+        rows = {
+            i: _together(expected[i], parts) for i in expected if None not in (parts := [some[i] for some in values])
+        }
+        first = min(rows, default=None)
+        if first is not None and deviation(rows[first], expected[first], whole.shape).size <= _NEAR:
+            return rows
+    return {}
 
 
-def _together(expected: TensorSummary | None, parts: Sequence[TensorSummary | None]) -> TensorSummary | None:
+def _together(expected: TensorSummary, parts: Sequence[TensorSummary | None]) -> TensorSummary:
     known = [part for part in parts if part is not None]
-    if expected is None or len(known) < len(parts):
-        return None
     off = math.fsum(sum(part.sums) for part in known) - math.fsum(expected.sums)
     sums = tuple(value + off / len(expected.sums) for value in expected.sums)
     return TensorSummary(0, math.hypot(*(part.norm for part in known)), sums, expected.samples)
+
+
+def _times(value: TensorSummary, factor: float) -> TensorSummary:
+    if factor == 1:
+        return value
+    sums, samples = (tuple(number * factor for number in some) for some in (value.sums, value.samples))
+    return TensorSummary(0, value.norm * factor, sums, samples)
 
 
 def remark(aligned: Aligned, rounding: Rounding) -> str:

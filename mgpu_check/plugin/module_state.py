@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import importlib
 import sys
 import types
 import weakref
@@ -17,6 +16,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
 from mgpu_check.processes.frames import is_file_under_test
@@ -49,7 +49,9 @@ class WatchedModule(types.ModuleType):
         vars(self).setdefault("__set_by__", {})[name] = sys._getframe(1).f_code.co_filename
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return importlib.import_module, (self.__name__,)
+        # As for any module: by name, or by value if other processes cannot import it.
+        reduced: tuple[Any, ...] = cloudpickle.Pickler.dispatch_table[types.ModuleType](self)
+        return reduced
 
 
 @contextlib.contextmanager

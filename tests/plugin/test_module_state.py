@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from typing import Any
 
@@ -114,6 +115,27 @@ def test_ranks_have_what_test_files_set(run, pytester):
     pytester.makeconftest(CONFTEST)
     for mode in ("prepend", "importlib"):
         run(*GPUS, f"--import-mode={mode}", "-opythonpath=.").assert_outcomes(passed=5)
+
+
+BESIDE = """
+    import pytest
+    from checks import helper
+
+    helper.scale = 2
+
+    @pytest.mark.ranks(2)
+    def test_it(rank):
+        assert helper.scaled(rank.index) == 2 * rank.index
+"""
+
+
+def test_modules_beside_tests_that_ranks_cannot_import(pytester, run):
+    """As with the command pytest, which does not put its directory on the path."""
+    directory = pytester.mkdir("checks")
+    (directory / "helper.py").write_text("scale = 1\ndef scaled(value): return scale * value\n")
+    (directory / "test_it.py").write_text(textwrap.dedent(BESIDE))
+    pytester.makeconftest("import sys; sys.path[:] = [path for path in sys.path if path not in ('', sys.path[0])]")
+    run(*GPUS, "--import-mode=importlib").assert_outcomes(passed=1)
 
 
 UNSENDABLE = """
