@@ -30,7 +30,7 @@ _LAUNCHERS = {
 """Launcher -> the row of `mgpu_check.processes.launched.VARIABLES` that its ranks get."""
 OF_RUNS = (
     *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32"),
-    *("against", "a", "b", "golden", "update_golden", "repeats"),
+    *("against", "a", "b", "golden", "update_golden"),
 )
 """Options of runs, which have no effect on files."""
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")

@@ -92,7 +92,7 @@ def write_json(path: Path, done: ScriptComparison) -> None:
         ],
         "curves": curves(done),
     }  # fmt: skip
-    path.write_text(json.dumps(strict(outcome), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_strict(outcome), indent=1) + "\n", encoding="utf-8")
 
 
 def write_sarif(path: Path, done: ScriptComparison) -> None:
@@ -126,12 +126,12 @@ def write_sarif(path: Path, done: ScriptComparison) -> None:
     path.write_text(document(problems, "" if judged else report.headline), encoding="utf-8")
 
 
-def strict(value: Any) -> Any:
+def _strict(value: Any) -> Any:
     """Return the value with null for numbers that are not finite, as JSON needs."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: strict(part) for key, part in value.items()}
+        return {key: _strict(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [strict(part) for part in value]
+        return [_strict(part) for part in value]
     return value
