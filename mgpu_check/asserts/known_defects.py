@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_check.asserts.hearing import Hearing
 from mgpu_check.version import torch_version
 
 
@@ -148,15 +147,34 @@ class Met:
     failed: bool
 
 
-_met = Hearing[Met]()
+class _Listening:
+    """At most one listener of this process: the plugin, or a rank that forwards to it."""
 
-reported_to = _met.heard_by
+    def __init__(self) -> None:
+        self.hear: Callable[[Met], None] | None = None
+
+    @contextlib.contextmanager
+    def reported_to(self, hear: Callable[[Met], None]) -> Iterator[None]:
+        before, self.hear = self.hear, hear
+        try:
+            yield
+        finally:
+            self.hear = before
+
+    def report(self, met: Met) -> None:
+        if self.hear is not None:
+            self.hear(met)
+
+
+_listening = _Listening()
+
+reported_to = _listening.reported_to
 """Call a function with each known defect that this process meets, for the time of the context.
 
 Without it no defect counts as known, and failures are raised.
 """
 
-report = _met.tell
+report = _listening.report
 """Report a known defect that another process has met, if this process has a listener."""
 
 
@@ -169,7 +187,7 @@ def is_known(name: str, *, failed: bool, **facts: Any) -> bool:
     if name not in KNOWN_DEFECTS:
         raise ValueError(f"known_defect: {name!r} is unknown; choose one of {', '.join(KNOWN_DEFECTS)}")
     defect = KNOWN_DEFECTS[name]
-    if not _met.heard or not defect.strikes(**facts) or not defect.is_in(torch_version()):
+    if _listening.hear is None or not defect.strikes(**facts) or not defect.is_in(torch_version()):
         return False
     report(Met(name, failed))
     return True

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mgpu_check.asserts.known_defects import Met
-    from mgpu_check.plugin.report.drawn import Drawn
 
 
 @dataclass
@@ -17,7 +16,6 @@ class CurrentTest:
 
     Attributes:
         examples: number of examples, or plain runs, that it has completed.
-        values: the values drawn by a check of the packaged suite; None in other tests.
         met: the known defects that it has met.
         drawn: whether it draws examples.
         in_body: whether its body is running, not a fixture.
@@ -26,7 +24,6 @@ class CurrentTest:
     """
 
     examples: int = 0
-    values: Drawn | None = None
     met: list[Met] = field(default_factory=list)
     drawn: bool = False
     in_body: bool = False

@@ -20,7 +20,6 @@ from _pytest._code.code import Traceback, TracebackEntry
 from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
-from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.known_defects import reported_to
 from mgpu_check.engine.rank_side import uncaught
 from mgpu_check.engine.rank_side.coverage import Measuring
@@ -71,7 +70,6 @@ def call(
             _explained_assertions(),
             _collector.filtered(reversed(filters)),
             reported_to(lambda met: tell(("known", (met.name, met.failed)))),
-            heard_by(lambda facts: tell(("covered", dict(facts)))),
             _fault(fault),
             example,
             without_debugger(),

@@ -43,11 +43,9 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
 
 
 def add_usage(item: pytest.Item, session: GpuSession) -> None:
-    """Record examples, world sizes, devices, seeds, drawn values, known defects and limits of passes of the test."""
+    """Record examples, world sizes, devices, seeds, known defects and limits of passes of the test."""
     _set(item, "examples", session.test.examples)
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
-    if session.test.values is not None:
-        _set(item, "drawn", str(session.test.values))
     if session.test.not_seen:
         _set(item, "not_seen", "\n".join(session.test.not_seen))
     showed = dict.fromkeys(met.name for met in session.test.met if met.failed)

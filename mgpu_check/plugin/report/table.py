@@ -46,7 +46,6 @@ class Row:
     seconds: float
     line: int
     reason: str = ""
-    drawn: str = ""
     advice: str = ""
 
 
@@ -79,7 +78,6 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
         seconds=report.duration,
         line=report.location[1] or 0,
         reason=reason,
-        drawn=str(properties.get("mgpu_check.drawn", "")),
         advice=str(properties.get("mgpu_check.advice", "")),
     )
 
@@ -141,7 +139,7 @@ def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
     terminal.line(
         f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
         f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s"
-        + ("" if detailed else "; -v shows each check, and its data"),
+        + ("" if detailed else "; -v shows each check"),
         bold=True,
     )
     terminal.line(told_level(level))
@@ -168,7 +166,7 @@ def _print_properties(terminal: pytest.TerminalReporter, rows: Sequence[Row]) ->
 
 
 def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:
-    """Print a row per check, and below it its remarks and drawn values."""
+    """Print a row per check, and below it its remarks."""
     names = max(len("property"), *(len(row.property) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))
@@ -188,7 +186,6 @@ def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> Non
         for line in more:
             terminal.line(f"{'':<{names}}  {line}")
         _below(terminal, names, row.reason, "- ")
-        _below(terminal, names, row.drawn, "  drawn: ")
         last = row.property
 
 

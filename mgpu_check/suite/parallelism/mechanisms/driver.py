@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_gradients_agree
 from mgpu_check.engine.rank_side.rank import Rank
@@ -58,9 +57,9 @@ class DividedStep(ABC):
         """Return `numbers` of each shape, in a dtype."""
         return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
 
-    def lacks(self, rank: Rank) -> str:
-        """Return what these devices lack for the mechanism, or ""; the same on all ranks. A collective."""
-        return ""
+    def can_run(self, rank: Rank) -> bool:
+        """Return whether these devices have what the mechanism needs; the same on all ranks. A collective."""
+        return True
 
     @abstractmethod
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -98,14 +97,11 @@ def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> di
 
 def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
     """Assert that each mechanism has the outputs, losses and gradients of one device. A collective."""
-    tried, left_out = [], []
     with Findings() as findings:
         for case in cases:
             step = step_of(case, rank.size)
-            if lack := step.lacks(rank):
-                left_out.append(f"{case.name}: {lack}")
+            if not step.can_run(rank):
                 continue
-            tried.append(case)
             with full_precision():
                 got = step.divided(rank)
             whole = step.undivided(torch.float64)
@@ -123,4 +119,3 @@ def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
                 )
             if findings.enough(rank):
                 break
-    covered(mechanism=[case.name for case in tried], dtype=[case.dtype for case in tried], left_out=left_out)

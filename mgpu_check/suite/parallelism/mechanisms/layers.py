@@ -64,11 +64,11 @@ class Vocabulary(DividedStep):
 class AsynchronousLayers(DividedStep):
     """`recipes.asynchronous_tensor`: two layers whose products overlap with their collectives."""
 
-    def lacks(self, rank: Rank) -> str:
+    def can_run(self, rank: Rank) -> bool:
         here, count = rank.device.index, torch.cuda.device_count()
         apart = not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here)
         if on_any_rank(rank, apart or rank.node_index > 0):
-            return "GPUs that do not reach the memory of each other"
+            return False
         refused = False
         if simulated_device_count() is None:
             from torch.distributed import _symmetric_memory as symmetric
@@ -77,7 +77,7 @@ class AsynchronousLayers(DividedStep):
                 symmetric.get_symm_mem_workspace(rank.group.group_name, 1 << 16)
             except RuntimeError:  # the driver, or the container, does not share memory between processes
                 refused = True
-        return "no symmetric memory" if on_any_rank(rank, refused) else ""
+        return not on_any_rank(rank, refused)
 
     def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return inputs, factors of outputs in the loss, and the weights of both layers."""
