@@ -28,13 +28,13 @@ from mgpu_check.compare.page import write_page
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
-    "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] [--sarif=FILE] --\n"
+    "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] --\n"
     "                          script.py [args...]\n"
     "       mgpu-check compare [...] -- -m module [args...]\n"
     "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
     "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
     "       mgpu-check compare --golden=FILE [--update-golden] [...] -- script.py [args...]\n"
-    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] [--sarif=FILE] A.trace B.trace"
+    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] A.trace B.trace"
 )
 _EPILOG = """\
 In the arguments of the script, an expression in braces that contains W is replaced by its value. W is the number of
@@ -70,7 +70,7 @@ def _page(text: str) -> Path:
 
 
 _TAKE_A_WORD = (
-    *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json", "--sarif"),
+    *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json"),
     *("--against", "--a", "--b", "--golden"),
 )
 
@@ -104,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         + pages.INSTALL,
     )
     add("--json", type=writable, metavar="FILE", help="write the verdict and the compared values as JSON")
-    add("--sarif", type=writable, metavar="FILE", help="write the verdict as SARIF, for code scanning")
     add(
         "--against",
         type=_word,
@@ -168,4 +167,4 @@ def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
         done = comparison.compare(plan, tell)
     if given.html:
         write_page(given.html, done)
-    return conclude(done, json=given.json, sarif=given.sarif)
+    return conclude(done, json=given.json)

@@ -31,7 +31,7 @@ def are_files(words: Sequence[str]) -> bool:
 def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
-    why = "two traces are compared without running a script; only --unjudged, --html, --json and --sarif go with them"
+    why = "two traces are compared without running a script; only --unjudged, --html and --json go with them"
     refuse(given, OF_RUNS, why, parser)
     one, other = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
@@ -66,7 +66,7 @@ def _judge(
 def _written(given: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
     if given.html:
         write_page(given.html, done, reference)
-    return conclude(done, json=given.json, sarif=given.sarif)
+    return conclude(done, json=given.json)
 
 
 def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
