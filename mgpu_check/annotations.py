@@ -25,26 +25,19 @@ def annotation(title: str, message: str, site: str = "", environment: Mapping[st
     Args:
         site: a line of a file, "src/train.py:40"; "" for an annotation of the whole run.
     """
-    place = line_of(site, environment)
-    fields = {"title": title}
-    if place is not None and not os.path.isabs(place[0]):  # a file outside of the repository has no line to show
-        fields = {"file": place[0], "line": str(place[1]), **fields}
+    fields = {**_place(site, environment), "title": title}
     told = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in fields.items())
     return f"::error {told}::{_escaped(message)}"
 
 
-def line_of(site: str, environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Return a file and its line: the path in the repository, or the absolute path of a file outside of it.
-
-    Args:
-        site: "src/train.py:40"; else the line is unknown: None.
-    """
+def _place(site: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields of a line: its file in the repository and its number; none if it is unknown, or elsewhere."""
     file, _, line = site.rpartition(":")
     if not file or not line.isdecimal():
-        return None
-    file = os.path.abspath(file)
-    path = os.path.relpath(file, os.path.abspath(environment.get("GITHUB_WORKSPACE", os.getcwd())))
-    return (file if path.split(os.sep)[0] == os.pardir else path), int(line)
+        return {}
+    repository = os.path.abspath(environment.get("GITHUB_WORKSPACE", os.getcwd()))
+    path = os.path.relpath(os.path.abspath(file), repository)
+    return {} if path.split(os.sep)[0] == os.pardir else {"file": path, "line": line}
 
 
 def _escaped(text: str, more: str = "") -> str:

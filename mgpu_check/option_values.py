@@ -6,7 +6,6 @@ import math
 import re
 from typing import Literal, get_args
 
-REPORT_SUFFIXES = (".md", ".sarif")
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".prom")
 """Suffixes of the reports of an acceptance: a page, JSON, a textfile for Prometheus."""
 
@@ -99,9 +98,9 @@ def lines(text: str) -> tuple[str, ...]:
 
 def reports(text: str) -> tuple[str, ...]:
     files = lines(text)
-    if files and all(file.lower().endswith(REPORT_SUFFIXES) for file in files):
+    if files and all(file.lower().endswith(".md") for file in files):
         return files
-    raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)}")
+    raise ValueError("choose a file whose name ends in .md")
 
 
 def acceptance_reports(text: str) -> tuple[str, ...]:

@@ -157,8 +157,8 @@ class Settings:
     gpu_report: tuple[str, ...] = _option(
         (),
         option_values.reports,
-        "write a summary of the run to this file, which ends in .md (Markdown) or .sarif (for code scanning); can be "
-        "given several times, in the ini file one file per line",
+        "write a summary of the run to this file, which ends in .md (Markdown); can be given "
+        " several times, in the ini file one file per line",
         "none",
         {"metavar": "FILE", "action": "append"},
         repeats=False,

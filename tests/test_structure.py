@@ -22,7 +22,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # The layers, from the lowest up. A package may import those in lower layers, and itself; never one in its own layer.
 LAYERS = [
     {"annotations", "errors", "option_values", "pages", "version", "devices", "processes"},
-    {"sarif", "settings", "torch_hooks"},
+    {"settings", "torch_hooks"},
     {"numerics", "simulated"},
     {"diagnosis", "engine"},
     {"asserts"},
@@ -38,7 +38,6 @@ LOOSE = {
     "errors",
     "option_values",
     "pages",
-    "sarif",
     "settings",
     "strategies",
     "version",

@@ -257,30 +257,6 @@ SCRIPTS = (
         ),
     ),
     Script(
-        "improved-diffusion",
-        "improved-diffusion",
-        "mpiexec -n 2 python scripts/image_train.py --data_dir=@ --image_size=64 --num_channels=32 --num_res_blocks=1 --batch_size=2 "
-        "--microbatch=64 --diffusion_steps=100 --lr_anneal_steps=3",
-        "numbered",
-        path=(".",),
-        mistakes=(
-            Mistake(
-                "shard",
-                "improved_diffusion/image_datasets.py",
-                "image_paths[shard:][::num_shards]",
-                "image_paths",
-                ("dataset-not-split",),
-            ),
-            Mistake(
-                "module",
-                "improved_diffusion/train_util.py",
-                "                self.ddp_model,\n",
-                "                self.model,\n",
-                ("gradients-not-synchronized",),
-            ),
-        ),
-    ),
-    Script(
         "ignite cifar10",
         "ignite",
         "examples/cifar10/main.py run --data_path=@ --output_path=runs --model=squeezenet1_1 --batch_size=8 "

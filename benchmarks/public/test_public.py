@@ -102,7 +102,7 @@ def lay(request, tmp_path):
 
 @pytest.mark.parametrize("script", NAMED)
 def test_simulate(lay, script):
-    code, _ = lay(script).run("simulate", "--gpus=2", "--", *([] if "mpiexec" in script.command else TORCHRUN))
+    code, _ = lay(script).run("simulate", "--gpus=2", "--", *TORCHRUN)
     assert code == 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_check import pages
-from mgpu_check.cli import compare_curves, compare_runs, simulate
+from mgpu_check.cli import compare_runs, simulate
 from mgpu_check.cli.codes import INTERRUPTED, Parser
 from mgpu_check.cli.comparing import (
     add_run_options,
@@ -17,7 +17,6 @@ from mgpu_check.cli.comparing import (
     counted,
     interruptible,
     plan_of,
-    refuse,
     script_command,
     tell,
     writable,
@@ -25,24 +24,21 @@ from mgpu_check.cli.comparing import (
 from mgpu_check.compare import comparison
 from mgpu_check.compare.arguments import accepted
 from mgpu_check.compare.comparison import ComparisonPlan
-from mgpu_check.compare.curves.reading import are_curves
 from mgpu_check.compare.page import write_page
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
-    "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] [--sarif=FILE] --\n"
+    "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] --\n"
     "                          script.py [args...]\n"
     "       mgpu-check compare [...] -- -m module [args...]\n"
     "       mgpu-check compare --against=COMMIT [...] -- script.py [args...]\n"
     "       mgpu-check compare --a=ARGUMENTS --b=ARGUMENTS [...] -- script.py [args...]\n"
     "       mgpu-check compare --golden=FILE [--update-golden] [...] -- script.py [args...]\n"
-    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] [--sarif=FILE] A.trace B.trace\n"
-    "       mgpu-check compare --curve[=STEPS] [--repeats=N] [...] -- script.py [args...]\n"
-    "       mgpu-check compare --curve[=STEPS] [--tag=NAME] [--html=FILE] [--json=FILE] CURVES CURVES"
+    "       mgpu-check compare [--unjudged=PATTERN=REASON]... [--json=FILE] A.trace B.trace"
 )
 _EPILOG = """\
 In the arguments of the script, an expression in braces that contains W is replaced by its value. W is the number of
-processes of the run: --batch-size={64/W}, --lr={0.1*W}. With --curve, {R} is the number of the repeat: --seed={R}.
+processes of the run: --batch-size={64/W}, --lr={0.1*W}.
 
 exit codes:
   0 equal   1 differs, or fails or hangs on the ranks
@@ -74,8 +70,8 @@ def _page(text: str) -> Path:
 
 
 _TAKE_A_WORD = (
-    *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json", "--sarif"),
-    *("--against", "--a", "--b", "--golden", "--repeats", "--tag"),
+    *("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json"),
+    *("--against", "--a", "--b", "--golden"),
 )
 
 
@@ -108,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         + pages.INSTALL,
     )
     add("--json", type=writable, metavar="FILE", help="write the verdict and the compared values as JSON")
-    add("--sarif", type=writable, metavar="FILE", help="write the verdict as SARIF, for code scanning")
     add(
         "--against",
         type=_word,
@@ -121,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     add("--golden", type=writable, metavar="FILE", help="compare the run with the trace in FILE")
     add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
-    compare_curves.add_options(parser)
     return parser
 
 
@@ -141,10 +135,6 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         parser.error("--a and --b are the arguments of two runs; give both, or leave both out")
     if given.update_golden and not given.golden:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
-    if given.curve is not None and given.golden:
-        parser.error("--curve repeats runs, and --golden compares one; record traces, and give them: --curve A.trace B")
-    if given.curve is None:
-        refuse(given, ("repeats", "tag"), "only --curve uses them; give it, or leave them out", parser)
     if not chosen and given.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
     return bool(chosen)
@@ -155,19 +145,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         given = parser.parse_args(own)
-        curves = given.curve is not None and are_curves(program)
-        if "--" not in argv and (curves or compare_runs.are_files(program)):
+        if "--" not in argv and compare_runs.are_files(program):
             given, files = parser.parse_known_args(program, given)  # options may follow the files
             if unknown := [word for word in files if word.startswith("-")]:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            of_files = compare_curves.of_files if curves else compare_runs.of_files
-            return of_files(given, files, parser)
+            return compare_runs.of_files(given, files, parser)
         of_runs = _check(given, parser)
         command = script_command(program, parser)
         count = counted(given, command, [given.gpus] if of_runs else [1, given.gpus], parser)
         plan = replace(plan_of(given, program, command, count), unjudged=dict(given.unjudged))
-        if given.curve is not None:
-            return compare_curves.of_runs(given, plan, parser)
         return compare_runs.of_runs(given, plan, parser) if of_runs else _compare(given, plan)
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
@@ -181,4 +167,4 @@ def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
         done = comparison.compare(plan, tell)
     if given.html:
         write_page(given.html, done)
-    return conclude(done, json=given.json, sarif=given.sarif)
+    return conclude(done, json=given.json)

@@ -31,8 +31,8 @@ def are_files(words: Sequence[str]) -> bool:
 def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
-    why = "two traces are compared without running a script; only --unjudged, --html, --json and --sarif go with them"
-    refuse(given, (*OF_RUNS, "curve", "tag"), why, parser)
+    why = "two traces are compared without running a script; only --unjudged, --html and --json go with them"
+    refuse(given, OF_RUNS, why, parser)
     one, other = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
     plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
@@ -66,7 +66,7 @@ def _judge(
 def _written(given: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
     if given.html:
         write_page(given.html, done, reference)
-    return conclude(done, json=given.json, sarif=given.sarif)
+    return conclude(done, json=given.json)
 
 
 def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
@@ -75,14 +75,14 @@ def of_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
         return _golden(given, plan, parser)
     values = VALUES_OF_COMPARISON if installed() else 0
     with interruptible(), ExitStack() as undo:
-        one, other, notes = recordings(given, plan, values, undo, parser)
+        one, other, notes = _recordings(given, plan, values, undo, parser)
         print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
         return _both(given, plan, one, other)
 
 
-def recordings(
+def _recordings(
     given: argparse.Namespace, plan: ComparisonPlan, values: int, undo: ExitStack, parser: argparse.ArgumentParser
 ) -> tuple[RunRecording, RunRecording, Sequence[str]]:
     """Return the two runs of --against, or of --a and --b, and what the user should know of them.

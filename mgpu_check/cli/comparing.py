@@ -30,7 +30,7 @@ _LAUNCHERS = {
 """Launcher -> the row of `mgpu_check.processes.launched.VARIABLES` that its ranks get."""
 OF_RUNS = (
     *("gpus", "simulate", "steps", "timeout", "fresh_directory", "float32"),
-    *("against", "a", "b", "golden", "update_golden", "repeats"),
+    *("against", "a", "b", "golden", "update_golden"),
 )
 """Options of runs, which have no effect on files."""
 _LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
@@ -286,9 +286,9 @@ def tell(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def conclude(done: ScriptComparison, *, json: Path | None, sarif: Path | None) -> int:
-    """Print the verdict, write it to files, and return the exit code."""
-    from mgpu_check.compare.result import write_json, write_sarif
+def conclude(done: ScriptComparison, *, json: Path | None) -> int:
+    """Print the verdict, write it to a file, and return the exit code."""
+    from mgpu_check.compare.result import write_json
 
     plan, report = done.plan, done.verdict.report
     print(f"\n{report}")
@@ -297,8 +297,6 @@ def conclude(done: ScriptComparison, *, json: Path | None, sarif: Path | None) -
         print(annotation(f"{plan.shown} differs on {plan.world} ranks", str(report), report.site or script))
     if json:
         write_json(json, done)
-    if sarif:
-        write_sarif(sarif, done)
     if plan.simulated:
         print(f"{done.verdict.kind}, on {plan.world} {plan.simulated} GPUs")
     return _CODES[done.verdict.kind]

@@ -1,4 +1,4 @@
-"""Read arguments of a script that depend on its number of processes, or on the run: ``--batch-size={64/W}``."""
+"""Read arguments of a script that depend on its number of processes: ``--batch-size={64/W}``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fractions import Fraction
 
 # Other braces, such as those of JSON, belong to the script.
 _EXPRESSION = re.compile(r"\{([\dW.+\-*/%() ]*W[\dW.+\-*/%() ]*)\}")
-_REPEAT = re.compile(r"\{(?:(\d+) ?\+ ?)?R\}")
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,11 +30,6 @@ def fitted(words: Sequence[str], world: int) -> list[str]:
         ValueError: an expression is invalid, or its value is not an integer.
     """
     return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
-
-
-def repeated(words: Sequence[str], number: int) -> list[str]:
-    """Return the words with ``{R}`` replaced by the number of a repeat, and ``{100+R}`` by their sum."""
-    return [_REPEAT.sub(lambda match: str(int(match[1] or 0) + number), word) for word in words]
 
 
 def accepted(text: str) -> tuple[str, str]:

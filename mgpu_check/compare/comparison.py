@@ -167,7 +167,7 @@ def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequenc
     if len(several.ranks) == plan.world:
         made.assembly = assembly
     made.aligned = aligned = _aligned(one, assembly, plan.world)
-    if found := found_what_was_left(made.runs):
+    if found := _found_what_was_left(made.runs):
         return found
     if others := others_from_the_start(aligned):
         why = " and ".join(dict.fromkeys(one.why for one in others))
@@ -204,7 +204,7 @@ def _again(
         again = run_script(made, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {})
         if again.failed:
             return again, of_failure(again, again.failed, one_device=True)
-        found = found_what_was_left(made.runs)
+        found = _found_what_was_left(made.runs)
         if found is not None or not divided:
             return again, found
         files = {"wholes": wholes.fileno()}
@@ -218,7 +218,7 @@ def _again(
             if not several.failed:
                 assembly = assembled(one.traces[0], several.traces)
     made.aligned = _aligned(one, assembly, world)
-    return again, found_what_was_left(made.runs)
+    return again, _found_what_was_left(made.runs)
 
 
 def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
@@ -369,7 +369,7 @@ def _also(made: ScriptComparison, verdict: ComparisonVerdict) -> Iterator[str]:
             yield line
 
 
-def found_what_was_left(runs: Sequence[ScriptRun]) -> ComparisonVerdict | None:
+def _found_what_was_left(runs: Sequence[ScriptRun]) -> ComparisonVerdict | None:
     """Return the refusal if the last run loaded a file of an earlier run, and therefore started from another state."""
     written = {event["file"] for earlier in runs[:-1] for trace in earlier.traces for event in trace.of("save")}
     last = runs[-1]

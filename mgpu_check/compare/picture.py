@@ -18,8 +18,8 @@ class Curve:
 
     Attributes:
         values: one for each step; None leaves a gap.
-        style: "one" (broad and solid), "ranks" (narrow and dashed), "each" and "others" (dotted), "limit"; its class in
-            the SVG.
+        style: "one" (broad and solid), "ranks" (narrow and dashed), "each" (dotted), "limit"; its class in the
+            SVG.
     """
 
     label: str
@@ -34,7 +34,6 @@ def draw(
     *,
     logarithmic: bool = False,
     mark: int | None = None,
-    steps: Sequence[int] = (),
 ) -> str:
     """Return the picture of `curves` as an ``<svg>`` element.
 
@@ -43,16 +42,16 @@ def draw(
         unit: label of the vertical axis.
         logarithmic: use a logarithmic vertical axis, and omit values that are not positive.
         mark: a step to mark.
-        steps: the step of each value; empty: counted from 1.
     """
-    steps = steps or range(1, max((len(curve.values) for curve in curves), default=0) + 1)
+    steps = max((len(curve.values) for curve in curves), default=0)
     lines = []
     for curve in curves:
         every = max(1, len(curve.values) // _POINTS)
         at = [n for n in range(1, len(curve.values) + 1) if n % every == 0 or n == len(curve.values)]
         form = _MARKS.get(curve.style, "") if len(at) <= _MARKED else ""
-        lines.append(pages.Line(curve.label, [(steps[n - 1], curve.values[n - 1]) for n in at], curve.style, form))
-    marked = [(min(mark, steps[-1]), f"step {mark}: first difference")] if mark is not None and steps else []
+        lines.append(pages.Line(curve.label, [(n, curve.values[n - 1]) for n in at], curve.style, form))
+    marked = [(min(mark, steps), f"step {mark}: first difference")] if mark is not None and steps else []
     panel = pages.Panel(unit, lines, logarithmic=logarithmic)
-    span = (steps[0], max(steps[-1], steps[0] + 1)) if steps else (1, 2)
-    return pages.svg(pages.Chart(title, "optimizer step", span, [panel], marked=marked, whole=True, tall=230))
+    return pages.svg(
+        pages.Chart(title, "optimizer step", (1, max(steps, 2)), [panel], marked=marked, whole=True, tall=230)
+    )

@@ -32,7 +32,7 @@ from mgpu_check.compare.entered import entered
 from mgpu_check.compare.remaining import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
 from mgpu_check.engine.process import describe_exit
-from mgpu_check.processes.launched import PLACE, STORE, VARIABLES, without_launcher
+from mgpu_check.processes.launched import PLACE, VARIABLES, without_launcher
 from mgpu_check.processes.python_path import with_startup
 from mgpu_check.processes.record import fewest
 from mgpu_check.processes.signals import STACKS_SIGNAL, held_back
@@ -266,7 +266,6 @@ def run(
         "taped": taped,
         "moved": moved,
         "apart": apart,
-        "launcher": launcher,
     }
     processes: list[_RecordedProcess] = []
     before = adopt()
@@ -320,7 +319,7 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int,
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    made |= {PLACE: f"{rank}/{world}", STORE: f"127.0.0.1:{port}"}
+    made[PLACE] = f"{rank}/{world}"
     made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike
     # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on
     # the stream.

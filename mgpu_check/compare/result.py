@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mgpu_check.compare.alignment import Aligned, Kind, deviation
 from mgpu_check.compare.comparison import ScriptComparison
-from mgpu_check.diagnosis.registry import known_mistake
-from mgpu_check.sarif import Problem, document
 from mgpu_check.version import __version__
 
 _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
@@ -92,46 +90,15 @@ def write_json(path: Path, done: ScriptComparison) -> None:
         ],
         "curves": curves(done),
     }  # fmt: skip
-    path.write_text(json.dumps(strict(outcome), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_strict(outcome), indent=1) + "\n", encoding="utf-8")
 
 
-def write_sarif(path: Path, done: ScriptComparison) -> None:
-    """Write the verdict for code scanning: a problem for each finding, or one for a difference without a known cause.
-
-    A script that could not be compared, or not in full, is a problem, too.
-    """
-    verdict, report = done.verdict, done.verdict.report
-    script = next((f"{word}:1" for word in done.plan.command if word.endswith(".py")), "")
-    problems = [
-        Problem(
-            (known := known_mistake(finding.mistake)).name,
-            known.title,
-            f"{report.headline}\n{'or' if number else 'looks like'} {known.name}: {finding.evidence}",
-            known.advice,
-            known.page,
-            finding.site or report.place or script,
-            "error" if verdict.kind == "differs" and not number else "warning",
-        )
-        for number, finding in enumerate(report.findings)
-    ]
-    if not problems and verdict.kind != "equal":
-        rule, title = (
-            ("results-differ", "runs that should train the same model differ")
-            if verdict.kind == "differs"
-            else ("not-compared", "a script was not compared, or not in full")
-        )
-        level: Literal["error", "warning"] = "error" if verdict.kind == "differs" else "warning"
-        problems = [Problem(rule, title, str(report), site=report.site or script, level=level)]
-    judged = verdict.kind in ("equal", "differs")
-    path.write_text(document(problems, "" if judged else report.headline), encoding="utf-8")
-
-
-def strict(value: Any) -> Any:
+def _strict(value: Any) -> Any:
     """Return the value with null for numbers that are not finite, as JSON needs."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: strict(part) for key, part in value.items()}
+        return {key: _strict(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [strict(part) for part in value]
+        return [_strict(part) for part in value]
     return value

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mgpu_check.asserts.known_defects import Met
-    from mgpu_check.plugin.report.drawn import Drawn
 
 
 @dataclass
@@ -17,8 +16,8 @@ class CurrentTest:
 
     Attributes:
         examples: number of examples, or plain runs, that it has completed.
-        values: the values drawn by a check of the packaged suite; None in other tests.
         met: the known defects that it has met.
+        left_out: the cases that it has left out, each with the reason.
         drawn: whether it draws examples.
         in_body: whether its body is running, not a fixture.
         not_seen: what the passes of its gates do not show.
@@ -26,8 +25,8 @@ class CurrentTest:
     """
 
     examples: int = 0
-    values: Drawn | None = None
     met: list[Met] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
     drawn: bool = False
     in_body: bool = False
     not_seen: list[str] = field(default_factory=list)

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.known_defects import reported_to
+from mgpu_check.asserts.left_out import heard_by
 from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin.forwarding import steps_to
 from mgpu_check.plugin.packaged import is_packaged
 from mgpu_check.plugin.rank_logging import Logging
-from mgpu_check.plugin.ranks import Ranks, abandoning
+from mgpu_check.plugin.ranks import abandoning
 from mgpu_check.plugin.replacements import Replacements
-from mgpu_check.plugin.report.drawn import Drawn
 from mgpu_check.plugin.report.example import blob_of_this, draws_on, is_final, keeping_steps
 from mgpu_check.plugin.report.replay import BLOB
 from mgpu_check.plugin.requirements import Needs
@@ -81,10 +80,9 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
         _each_example_for_itself() if is_packaged(item) else contextlib.nullcontext(),
         keeping_steps(),
         reported_to(session.test.met.append),
-        heard_by(session.hear_covered),
+        heard_by(session.test.left_out.append),
     ):
         session.test.drawn = handle is not None
-        session.test.values = Drawn() if is_packaged(item) else None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
         setattr(counted, ORIGINAL, original)
@@ -203,10 +201,6 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
                 session.explain(failure)  # now, because the ranks keep only their last failure, and others may follow
             raise
         session.count_example()
-        if session.test.values is not None and drawn:
-            session.test.values.add(
-                {n: v for n, v in kwargs.items() if not isinstance(v, (protocol.Placeholder, Ranks))}
-            )
         return result
 
     return counted

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-from mgpu_check.asserts import covered, known_defects
+from mgpu_check.asserts import known_defects
+from mgpu_check.asserts.left_out import left_out
 from mgpu_check.plugin.rank_logging import repeat
 from mgpu_check.processes.frames import calling_line, is_engine
 from mgpu_check.processes.rank_lists import grouped
@@ -147,11 +148,11 @@ def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
         _warn(warning)
     for text in dict.fromkeys(_flat(said.pop("stray", {}).values())):
         _warn_of_stray(text)
-    for facts in next(iter(said.pop("covered", {}).values()), []):
-        covered.covered(**facts)
     met = set(_flat(said.pop("known", {}).values()))
     for name in sorted({name for name, _ in met}):
         known_defects.report(known_defects.Met(name, failed=(name, True) in met))
+    for case, why in dict.fromkeys(_flat(said.pop("left_out", {}).values())):
+        left_out(case, why)
     hypothesis: Any = sys.modules.get("hypothesis")
     if not said or hypothesis is None or not hypothesis.currently_in_test_context():
         return

@@ -20,8 +20,8 @@ from _pytest._code.code import Traceback, TracebackEntry
 from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
-from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.known_defects import reported_to
+from mgpu_check.asserts.left_out import heard_by
 from mgpu_check.engine.rank_side import uncaught
 from mgpu_check.engine.rank_side.coverage import Measuring
 from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
@@ -71,7 +71,7 @@ def call(
             _explained_assertions(),
             _collector.filtered(reversed(filters)),
             reported_to(lambda met: tell(("known", (met.name, met.failed)))),
-            heard_by(lambda facts: tell(("covered", dict(facts)))),
+            heard_by(lambda case: tell(("left_out", case))),
             _fault(fault),
             example,
             without_debugger(),

@@ -65,7 +65,6 @@ class Ranks:
         if isinstance(fn, str):
             fn = NamedFunction(fn)
         self._session.on_ranks()
-        self._session.hear_covered({"": [*args, *kwargs.values()]})
         try:
             with abandoning(self._session), self._session.some_devices(size if devices is None else None):
                 return self._session.pool.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,11 +237,6 @@ class GpuSession:
         self.test = CurrentTest()
         if self._pool is not None:
             self._pool.sizes = set()
-
-    def hear_covered(self, facts: Mapping[str, Any]) -> None:
-        """Record the cases that the current test covers besides its arguments."""
-        if self.test.values is not None:
-            self.test.values.note(facts)
 
     def begin_test(self, name: str, count: int = 0) -> int:
         """Start a test: lease its devices, and check that no rank died since the last test. May wait for the devices.

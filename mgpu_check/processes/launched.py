@@ -19,8 +19,6 @@ FLOAT32 = "_MGPU_CHECK_FLOAT32"
 """The variable of a script's processes that turns autocast off."""
 PLACE = "_MGPU_CHECK_RANK"
 """The variable with the rank of a script's process, and the world size: "1/2"."""
-STORE = "_MGPU_CHECK_STORE"
-"""The variable with the address of the store of a script's processes: "127.0.0.1:29500"."""
 
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     "torchrun": {

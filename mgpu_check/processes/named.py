@@ -50,7 +50,7 @@ def _module(value: types.ModuleType, kind: type) -> Reduced | None:
     name = value.__name__
     if sys.modules.get(name) is value:
         # cloudpickle handles plain modules, and sends test modules by value. Modules that are watched ask it to.
-        reduces = kind is types.ModuleType or kind.__reduce__ is not object.__reduce__
+        reduces = kind is types.ModuleType or "__reduce__" in vars(kind)
         return None if reduces else (importlib.import_module, (name,))
     # ``torch.ops.aten`` and ``torch._C._functions`` are reachable only as attributes of their owners. torch writes the
     # name of ``torch.classes.prim`` without its last dot.

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mgpu_check.asserts import known_defects
-from mgpu_check.asserts.covered import heard_by
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.asserts.known_defects import Met
+from mgpu_check.asserts.left_out import heard_by
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
@@ -109,7 +109,7 @@ def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):
     monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.12.1+cu130")
     with heard_by(heard.append):
         assert described(("interpolate", lack), ("neg", refuse)) == [named], "older versions lack it"
-    assert heard == [{"left_out": "interpolate: this torch has it not for all placements"}]
+    assert heard == [("interpolate", "this torch does not have it for all placements")]
     monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
     assert len(described(("interpolate", lack), ("neg", refuse))) == 1
 

@@ -210,8 +210,6 @@ def _main() -> None:
 
         settings = json.loads(told)
         _prepare_recording(settings)
-        if settings["launcher"] != "torchrun":
-            sys.path.insert(0, os.path.join(_HERE, "stand_ins"))
         actions.append(functools.partial(_record, settings))  # after the simulation, if any
     if "torch" in sys.modules:  # a .pth file may import torch
         for act in actions:

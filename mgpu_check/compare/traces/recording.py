@@ -197,11 +197,11 @@ def _run(
         os.write(file.fileno(), json.dumps(request).encode() + b"\n")
     own = {**files, "kept": [file.fileno() for file in kept]}
     done = run_script(made, tell, label, world, moved=moved, environment=made.plan.several, files=own)
-    check_run(recording, done)
+    _check_run(recording, done)
     return done, kept
 
 
-def check_run(recording: RunRecording, done: ScriptRun) -> None:
+def _check_run(recording: RunRecording, done: ScriptRun) -> None:
     """Raise `NotRecorded` if a run has no usable trace."""
     if done.has("starts"):
         raise NotRecorded(telling.starts_ranks_itself(False), failed=False)

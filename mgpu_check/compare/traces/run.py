@@ -136,7 +136,7 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
         made.steps.append(
             Step(
                 steps[0].optimizer,
-                [] if (loss := mean_loss(steps)) is None else [loss],
+                [] if (loss := _mean_loss(steps)) is None else [loss],
                 [_together([step.seen for step in seen], divided)],
                 [_together([step.seen_columns for step in seen], divided)],
                 options=_first([step.options for step in steps], but),
@@ -180,7 +180,7 @@ def _together(seen: Sequence[Sequence[int]], divided: bool) -> list[int]:
     return list(Samples(Counter(), ranks, divided).together.elements())
 
 
-def mean_loss(steps: Sequence[Step]) -> float | None:
+def _mean_loss(steps: Sequence[Step]) -> float | None:
     """Return the mean loss of ranks at a step, weighted by their samples; None if no rank has a finite loss."""
     known = [(len(step.seen) or 1, step.loss) for step in steps if step.loss is not None]
     return math.fsum(count * loss for count, loss in known) / sum(count for count, _ in known) if known else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.annotations import annotation
+from mgpu_check.diagnosis.registry import all_mistakes
 from mgpu_check.plugin.report.outcomes import Outcomes, TestOutcome
-from mgpu_check.plugin.report.sarif import origin_of, problem_of
 
 
 class Annotations:
@@ -29,10 +29,10 @@ class Annotations:
 
 
 def _annotation(failed: TestOutcome) -> str:
-    problem = problem_of(failed)
-    lines = [problem.message]
-    title = failed.name
-    if problem.page:
-        title = f"{problem.rule}: {problem.title}"
-        lines += [f"do: {problem.advice}", f"see: {problem.page}"]
-    return annotation(title, "\n".join([*lines, *origin_of(failed)]), problem.site)
+    title, lines = failed.name, [failed.headline]
+    known = all_mistakes() if failed.mistakes else {}
+    if (mistake := known.get(next(iter(failed.mistakes), ""))) is not None:
+        title = f"{mistake.name}: {mistake.title}"
+        lines += [f"do: {mistake.advice}", f"see: {mistake.page}"]
+    lines += [f"test: {failed.name}", *(f"repeat with: {line}" for line in failed.replay.splitlines()[:1])]
+    return annotation(title, "\n".join(lines), failed.properties.get("site") or failed.line)

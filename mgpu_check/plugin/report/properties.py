@@ -43,11 +43,14 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
 
 
 def add_usage(item: pytest.Item, session: GpuSession) -> None:
-    """Record examples, world sizes, devices, seeds, drawn values, known defects and limits of passes of the test."""
+    """Record examples, world sizes, devices, seeds, left out cases, known defects and limits of passes of the test."""
     _set(item, "examples", session.test.examples)
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
-    if session.test.values is not None:
-        _set(item, "drawn", str(session.test.values))
+    if session.test.left_out:
+        reasons: dict[str, dict[str, None]] = {}
+        for case, why in session.test.left_out:
+            reasons.setdefault(why, {})[case] = None
+        _set(item, "left_out", "; ".join(f"{', '.join(cases)}: {why}" for why, cases in reasons.items()))
     if session.test.not_seen:
         _set(item, "not_seen", "\n".join(session.test.not_seen))
     showed = dict.fromkeys(met.name for met in session.test.met if met.failed)

@@ -1,47 +1,15 @@
-"""Write the summaries of a run to files, in the format of their names."""
+"""Write the summaries of a run to files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from mgpu_check.plugin.report import markdown, sarif
+from mgpu_check.plugin.report import markdown
 from mgpu_check.plugin.report.outcomes import Outcomes
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import OPTIONS
-
-
-class _Format(NamedTuple):
-    """How to write a summary.
-
-    Attributes:
-        begun: the content of a file before its run ends.
-        render: returns the content at the end.
-    """
-
-    name: str
-    begun: str
-    render: Callable[[Outcomes, GpuSession, pytest.Session], str]
-
-
-_FORMATS = {
-    ".md": _Format(
-        "Markdown summary", markdown.BEGUN, lambda found, own, run: markdown.render(found, own, run.exitstatus)
-    ),
-    ".sarif": _Format(
-        "SARIF",
-        sarif.BEGUN,
-        lambda found, _, run: sarif.render(found, run.exitstatus, str(run.shouldfail or run.shouldstop or "")),
-    ),
-}
-"""By suffix; see `mgpu_check.option_values.REPORT_SUFFIXES`."""
-
-
-def _format(path: Path) -> _Format:
-    return next(one for suffix, one in _FORMATS.items() if path.name.lower().endswith(suffix))
 
 
 class Summaries:
@@ -63,7 +31,7 @@ class Summaries:
         for path, file in zip(self._paths, session.settings.gpu_report, strict=True):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(_format(path).begun, encoding="utf-8")
+                path.write_text(markdown.BEGUN, encoding="utf-8")
             except OSError as error:
                 raise pytest.UsageError(
                     f"mgpu-check: {session.settings.origins['gpu_report']}: {file!r} cannot be written "
@@ -81,7 +49,7 @@ class Summaries:
         for path in self._paths:
             try:
                 path.write_text(
-                    _format(path).render(self._outcomes, self._session, session),
+                    markdown.render(self._outcomes, self._session, session.exitstatus),
                     encoding="utf-8",
                     errors="backslashreplace",
                 )
@@ -92,6 +60,6 @@ class Summaries:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for path in self._paths if not self._trouble else []:
-            terminalreporter.write_sep("-", f"generated {_format(path).name}: {path}")
+            terminalreporter.write_sep("-", f"generated Markdown summary: {path}")
         for line in self._trouble:
             terminalreporter.line(f"mgpu-check: {line}", red=True)

@@ -46,7 +46,7 @@ class Row:
     seconds: float
     line: int
     reason: str = ""
-    drawn: str = ""
+    left_out: str = ""
     advice: str = ""
 
 
@@ -79,7 +79,7 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
         seconds=report.duration,
         line=report.location[1] or 0,
         reason=reason,
-        drawn=str(properties.get("mgpu_check.drawn", "")),
+        left_out=str(properties.get("mgpu_check.left_out", "")),
         advice=str(properties.get("mgpu_check.advice", "")),
     )
 
@@ -141,7 +141,7 @@ def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
     terminal.line(
         f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
         f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s"
-        + ("" if detailed else "; -v shows each check, and its data"),
+        + ("" if detailed else "; -v shows each check"),
         bold=True,
     )
     terminal.line(told_level(level))
@@ -162,13 +162,13 @@ def _print_properties(terminal: pytest.TerminalReporter, rows: Sequence[Row]) ->
         worst = min(checks, key=lambda row: (not is_failure(row), row.result == "passed"))
         terminal.line(counted(checks), **_colour(worst))
         for row in checks:
-            if row.result != "passed":
+            if row.result != "passed" or row.left_out:
                 _below(terminal, names, f"{row.result}: {row.check}", "")
-                _below(terminal, names, row.reason, "- ")
+                _below_check(terminal, names, row)
 
 
 def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:
-    """Print a row per check, and below it its remarks and drawn values."""
+    """Print a row per check, and below it its remarks."""
     names = max(len("property"), *(len(row.property) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))
@@ -187,9 +187,14 @@ def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> Non
         terminal.line(f"  {row.seconds:7.1f}")
         for line in more:
             terminal.line(f"{'':<{names}}  {line}")
-        _below(terminal, names, row.reason, "- ")
-        _below(terminal, names, row.drawn, "  drawn: ")
+        _below_check(terminal, names, row)
         last = row.property
+
+
+def _below_check(terminal: pytest.TerminalReporter, indent: int, row: Row) -> None:
+    """Print the remarks of a check: why it did not simply pass, and what a pass does not show."""
+    _below(terminal, indent, row.reason, "- ")
+    _below(terminal, indent, row.left_out and f"left out: {row.left_out}", "- ")
 
 
 def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.suite.collectives.buffers import CallMemory
-from mgpu_check.suite.collectives.cases import FUNCTIONS, REDUCING, CollectiveCall, left_out
+from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall, left_out
 from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.pieces import STEP, Laid, Piece, ReducedPiece
@@ -64,12 +63,6 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
         for call in calls
         if not left_out(call) and set(call.members) <= set(everybody)
     ]
-    covered(
-        function={call.function for call in calls},
-        dtype={call.dtype for call in calls},
-        op={call.op for call in calls if call.function in REDUCING},
-        elements={call.elements for call in calls if call.elements is not None},
-    )
     findings: list[WrongResult] = []
     shared: list[tuple[str, str]] = []
     flying: list[Started] = []

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mgpu_check.asserts.bits import index_of
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import enough
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.error_bounds import ulps_of
@@ -113,20 +112,15 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
     """
     count, wrong = 0, list[WrongCase]()
     places = [Places(device) for device in devices]
-    dtypes: dict[str, None] = {}
-    elements: set[int] = set()
     with repeatable():  # without TF32, which cuDNN uses by default
         for case in cases:
             count += 1
             right = case.right()
-            dtypes |= dict.fromkeys(name_of(one.dtype) for one in right)
-            elements |= {one.numel() for one in right}
             for place in places:
                 if what := _judged(case, place, right):
                     wrong.append(WrongCase(place.device, str(case), what))
             if enough(wrong):
                 break
-    covered(cases=count, dtype=list(dtypes), elements=elements)
     if wrong:
         raise named_wrong(wrong, devices, count)
     return count

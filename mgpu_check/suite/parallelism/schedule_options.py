@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import run_all
 from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.left_out import left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows
@@ -88,7 +88,7 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
     if TAKES_UNEVEN:
         checks.append(functools.partial(_assert_uneven_parts_are_joined, rank))
     else:
-        covered(left_out="uneven micro-batches of a stage alone: this torch refuses them")
+        left_out("uneven micro-batches of a stage alone", "this torch refuses them")
     run_all(checks, rank)
 
 

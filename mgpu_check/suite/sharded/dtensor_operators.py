@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.known_defects import is_known, known_defect
+from mgpu_check.asserts.left_out import left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.sharded.operator_rows import OF_ALIKE, OF_ONE, lacks
 from mgpu_check.suite.sharded.redistribution import part_of, placed, require_none_wrong, text_of
@@ -60,7 +60,7 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
     """Yield a description of each call, "" if it is right, up to one that raises: ranks may then be out of step."""
     for name, call, wholes, places in calls:
         if lacks(name):
-            covered(left_out=f"{name}: this torch has it not for all placements")
+            left_out(name, "this torch does not have it for all placements")
             continue
         what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
         try:

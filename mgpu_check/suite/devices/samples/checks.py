@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import enough
 from mgpu_check.simulated.state import active_node
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
@@ -115,13 +113,11 @@ def assert_samples_agree(devices: Sequence[torch.device], seed: int, level: str)
     mine = list(operators().values())[seed % amount.share :: amount.share]
     with repeatable(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated operators, whose results count too
-        tally.untried.update(operator.name for operator in mine)  # until they run
         # In turns, so that an operator that is wrong in each dtype is found soon.
         for operator, dtype in in_turns([(one, dtype) for dtype in one.dtypes] for one in mine):
             if len(tally.cases) >= _ENOUGH or enough(tally.wrong):
                 break
             tally.add(operator, dtype, seed, amount)
-    covered(**tally.facts())
     if tally.wrong:
         error = named_wrong(tally.wrong, devices, tally.runs)
         raise type(error)(f"{error}\n{_repeated(tally)}", ranks=error.ranks)
@@ -129,7 +125,7 @@ def assert_samples_agree(devices: Sequence[torch.device], seed: int, level: str)
 
 
 class _SampleTally:
-    """The runs of samples: what was wrong, and what was not compared."""
+    """The runs of samples, and what was wrong."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
@@ -138,10 +134,6 @@ class _SampleTally:
         self.wrong: list[WrongCase] = []
         self.cases: dict[str, tuple[SampleCase, torch.device]] = {}
         self.runs = 0
-        self.tried: set[str] = set()
-        self.dtypes: set[str] = set()
-        self.reasons: collections.Counter[str] = collections.Counter()
-        self.untried: set[str] = set()
 
     def add(self, operator: SampledOperator, dtype: torch.dtype, seed: int, amount: Amount) -> None:
         """Run samples of an operator in a dtype on their devices."""
@@ -161,20 +153,15 @@ class _SampleTally:
 
     def _run(self, case: SampleCase, sample: Any, device: torch.device) -> None:
         if reason_for(case.operator, sample.kwargs, real=self.real):
-            self.reasons["left out"] += 1
             return
         try:
             reference = _JudgedSample(case, sample)
         except Exception:
-            self.reasons["refused by the CPU"] += 1
-            return
+            return  # the CPU refuses it
         what = reference.judged(device)
-        if what is None:
-            self.reasons["refused in a layout"] += 1
+        if what is None:  # no device accepts this layout
             return
         self.runs += 1
-        self.tried.add(case.operator)
-        self.dtypes.add(case.dtype)
         if not what:
             return
         named = f"{case.path} of {case.dtype}, {' and '.join(sizes(sample, case.layout))} (sample {case.number})"
@@ -184,17 +171,6 @@ class _SampleTally:
             for one in self.devices
             if (found := what if one == device else reference.judged(one))
         ]
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the closing table shows."""
-        untried = self.untried - self.tried
-        return {
-            "operators": len(self.tried),
-            "not_tried": len(untried),
-            "runs": self.runs,
-            "dtype": sorted(self.dtypes),
-            **{reason.replace(" ", "_"): count for reason, count in self.reasons.items()},
-        }
 
 
 def _chosen(count: int, amount: Amount, devices: int, turn: int) -> Iterator[int]:

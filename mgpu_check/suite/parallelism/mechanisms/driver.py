@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mgpu_check.asserts.covered import covered
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.asserts.left_out import left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.steps import full_precision
@@ -98,14 +98,12 @@ def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> di
 
 def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
     """Assert that each mechanism has the outputs, losses and gradients of one device. A collective."""
-    tried, left_out = [], []
     with Findings() as findings:
         for case in cases:
             step = step_of(case, rank.size)
             if lack := step.lacks(rank):
-                left_out.append(f"{case.name}: {lack}")
+                left_out(case.name, lack)
                 continue
-            tried.append(case)
             with full_precision():
                 got = step.divided(rank)
             whole = step.undivided(torch.float64)
@@ -123,4 +121,3 @@ def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
                 )
             if findings.enough(rank):
                 break
-    covered(mechanism=[case.name for case in tried], dtype=[case.dtype for case in tried], left_out=left_out)

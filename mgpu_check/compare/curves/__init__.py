@@ -1,1 +1,0 @@
-"""Comparisons of loss curves, where repeated runs show how far right runs part."""
