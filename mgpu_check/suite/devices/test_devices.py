@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.suite.common.budget import DEPTH, MORE, examples
+from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:
     import torch
@@ -74,15 +73,6 @@ def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: 
 def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Operators that read or write more than 4 MiB are right."""
     NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.large:large_cases")(seed, more=more))
-
-
-@pytest.mark.gpus(least=1, timeout=900)  # at standard it takes half a minute on an idle machine, at long some minutes
-@examples(1)
-@given(seed=strategies.seeds(), level=DEPTH)
-def test_samples_of_operators(gpus: tuple[torch.device, ...], seed: int, level: str) -> None:
-    """Operators and their gradients match the CPU on the samples of torch's own tests, in each dtype and in several
-    layouts."""
-    NamedFunction("mgpu_check.suite.devices.samples.checks:assert_samples_agree")(gpus, seed, level)
 
 
 @examples(3, quick=1)
