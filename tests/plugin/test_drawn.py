@@ -61,15 +61,17 @@ def test_a_run_tells_what_was_drawn_and_a_skipped_check_has_drawn_nothing(run, p
         *("-v", "--gpus=1", "--simulate", "--gpu-level=quick", "--junitxml=out.xml", "--pyargs", "mgpu_check.suite"),
         *(
             "-k",
-            "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes or (devices "
-            "and test_reductions)",
+            "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes or (collectives "
+            "and test_copies_of_every_dtype)",
         ),
     )
     text = result.stdout.str()
     assert re.search(r"drawn: dtype (\w+ )*float32.* elements \d+ to ", text, re.DOTALL)
     (skipped,) = (line for line in text.splitlines() if " skipped " in line and "allreduce" in line)
     assert " 0  -  " in skipped
-    assert re.search(r"drawn: dtype [a-z0-9 ]+\(\d+\), cases \d", text), "what a check enumerates itself"
+    assert re.search(r"drawn: function .*dtype [a-z0-9 ]+\(\d+\), op SUM", text, re.DOTALL), (
+        "what a check enumerates itself"
+    )
     assert re.search(r'name="mgpu_check.drawn" value="dtype (\w+ )*float32', (pytester.path / "out.xml").read_text())
 
 

@@ -10,12 +10,10 @@ import torch
 from mgpu_check.asserts.findings import first_suffices
 from mgpu_check.errors import DeviceMismatch, ShardError
 from mgpu_check.simulated import simulated_node
-from mgpu_check.suite.common.agreement import Case, Window, assert_devices_agree, difference
+from mgpu_check.suite.common.agreement import Case, assert_devices_agree, difference
 from mgpu_check.suite.common.faults.registry import planted
 from mgpu_check.suite.common.operators import Kind
 from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
-from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
-from mgpu_check.suite.devices.operators.large import LEAST, MANY, large_cases
 from mgpu_check.suite.loading.pinned_batches import assert_pinned_by_themselves
 
 Devices = list[torch.device]
@@ -119,32 +117,12 @@ def test_shapes_and_dtypes_count() -> None:
     assert difference(torch.ones(2), torch.ones(2).int(), "values") == "expected int32, got float32"
 
 
-def test_each_large_case_is_large() -> None:
-    for case in large_cases(more=True):
-        sizes = [one.storage.nbytes if isinstance(one, Window) else one.nbytes for one in case.operands]
-        results = [one.nbytes for one in case.right()]
-        many = [one for one in case.operands if isinstance(one, torch.Tensor) and len(one) >= MANY > 65535]
-        products = case.name.endswith("60,000 elements")  # of 12 million multiplications
-        assert max(*sizes, *results) >= LEAST or many or products, case
-
-
 def test_operators_under_autocast_are_named_with_their_dtypes(node: Devices) -> None:
     assert assert_autocast_as_documented(node, seed=1) > 100
     with planted("softmax-in-low-precision"), pytest.raises(DeviceMismatch) as caught:
         assert_autocast_as_documented(node, seed=1)
     assert "cuda:3 alone is wrong in softmax, autocast to " in str(caught.value)
     assert "16, expected float32; the other 3 agree with the documentation" in str(caught.value)
-
-
-def test_draws_are_named_with_what_is_wrong(node: Devices) -> None:
-    assert assert_drawn_by_weight(node, seed=1) == 5
-    with (
-        planted("drawn-twice"),
-        pytest.raises(DeviceMismatch, match=r"cuda:3 alone is wrong .* rows have an element twice"),
-    ):
-        assert_drawn_by_weight(node, seed=1)
-    with planted("weights-alike"), pytest.raises(DeviceMismatch, match=r"draw 0 is element \d in a share of 0\.\d+"):
-        assert_drawn_by_weight(node, seed=1)
 
 
 def test_batches_that_pin_themselves_are_named_with_their_place(node: Devices) -> None:

@@ -24,34 +24,6 @@ RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
 
 
 @examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_elementwise_results(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Elementwise functions and conversions match the CPU in each dtype, for all pairs of special values."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.elementwise:elementwise_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_products(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Products and convolutions, by every function and in every floating dtype, keep all digits of factors and sums."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.products:product_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_reductions(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Sums, minima, maxima, sorts and searches are exact in each dtype."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.reductions:reduction_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_moves_keep_every_bit(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Operators that move elements within a device keep every bit of each dtype, contiguous or not."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.moves:move_cases")(seed))
-
-
-@examples(3, quick=1)
 @given(seed=strategies.seeds(), more=MORE)
 def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Layers, losses and gradients are as close to float64 as their dtype allows."""
@@ -66,25 +38,6 @@ def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: 
     A quick run steps a third of the optimizers. Line searches have no reference but torch itself on the CPU.
     """
     NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.optimizer_options:option_cases")(seed, more=more))
-
-
-@examples(2, quick=1)
-@given(seed=strategies.seeds(), more=MORE)
-def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Operators that read or write more than 4 MiB are right."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.large:large_cases")(seed, more=more))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Functions are within their documented bounds, and random numbers have the right distribution, weighted draws
-    included."""
-    from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
-    from mgpu_check.suite.devices.operators.judged import assert_arithmetic_known
-
-    assert_arithmetic_known(gpus, ("functions", "drawing"), seed)
-    assert_drawn_by_weight(gpus, seed)
 
 
 @examples(3, quick=1)
