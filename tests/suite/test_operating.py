@@ -13,7 +13,6 @@ from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.agreement import Case, assert_devices_agree, difference
 from mgpu_check.suite.common.faults.registry import planted
 from mgpu_check.suite.common.operators import Kind
-from mgpu_check.suite.devices.operators.autocasting import assert_autocast_as_documented
 from mgpu_check.suite.loading.pinned_batches import assert_pinned_by_themselves
 
 Devices = list[torch.device]
@@ -115,14 +114,6 @@ def test_kinds_of_comparison(got: torch.Tensor, expected: torch.Tensor, wrong: s
 def test_shapes_and_dtypes_count() -> None:
     assert difference(torch.ones(2), torch.ones(3), "values") == "expected shape (3,), got (2,)"
     assert difference(torch.ones(2), torch.ones(2).int(), "values") == "expected int32, got float32"
-
-
-def test_operators_under_autocast_are_named_with_their_dtypes(node: Devices) -> None:
-    assert assert_autocast_as_documented(node, seed=1) > 100
-    with planted("softmax-in-low-precision"), pytest.raises(DeviceMismatch) as caught:
-        assert_autocast_as_documented(node, seed=1)
-    assert "cuda:3 alone is wrong in softmax, autocast to " in str(caught.value)
-    assert "16, expected float32; the other 3 agree with the documentation" in str(caught.value)
 
 
 def test_batches_that_pin_themselves_are_named_with_their_place(node: Devices) -> None:

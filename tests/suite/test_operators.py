@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from mgpu_check.suite.common.values import anything
 from mgpu_check.suite.devices.computing import cases, elementwise
 from mgpu_check.suite.devices.computing.cases import COMPUTATIONS, FAMILIES, ComputeCase
 from mgpu_check.suite.devices.computing.operations import OPERATIONS
-from mgpu_check.suite.devices.operators import options
 
 CPU = torch.device("cpu")
 
@@ -51,15 +49,6 @@ def test_each_operation_has_its_function_in_a_module_of_the_folder(name):
     module, _, function = COMPUTATIONS[name].prepare.partition(":")
     assert Path(cases.__file__).with_name(f"{module}.py").exists()
     assert OPERATIONS[name].__name__ == function
-
-
-def test_options_that_this_torch_lacks_are_left_out():
-    old = types.SimpleNamespace(pool=lambda x, size: x, loss=lambda x, weight=None: x)
-    assert [options.takes(old, *one) for one in (("loss", "weight"), ("pool", "stride"), ("entropy", "weight"))] == [
-        *(True, False, False)
-    ]
-    later = {f"{name} {option}=": options.takes(owner, name, option) for owner, name, option, _ in options._LATER}
-    assert {name for name, _ in options.OPTIONS} & later.keys() == {name for name, known in later.items() if known}
 
 
 def test_operators_of_one_name_have_one_call():

@@ -1,4 +1,4 @@
-"""Devices: each computes, stores and copies correctly in every dtype, alone and together with the others."""
+"""Devices: copies between them arrive, and each keeps its own streams, random numbers and memory."""
 
 from __future__ import annotations
 
@@ -15,37 +15,10 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
-AGREE = "mgpu_check.suite.common.agreement:assert_devices_agree"
-OPERATORS = "mgpu_check.suite.devices.operators"
 COPIES = "mgpu_check.suite.devices.copies"
 CONTEXT = "mgpu_check.suite.devices.context"
 STREAMS = "mgpu_check.suite.devices.streams"
 RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds(), more=MORE)
-def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Layers, losses and gradients are as close to float64 as their dtype allows."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.layers:layer_cases")(seed, more=more))
-
-
-@examples(1)
-@given(seed=strategies.seeds(), more=MORE)
-def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Steps of optimizers, averages and learning rates, with each pair of options, are as documented.
-
-    A quick run steps a third of the optimizers. Line searches have no reference but torch itself on the CPU.
-    """
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.optimizer_options:option_cases")(seed, more=more))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested
-    regions."""
-    NamedFunction(f"{OPERATORS}.autocasting:assert_autocast_as_documented")(gpus, seed)
 
 
 @examples(2, quick=1)
@@ -80,7 +53,10 @@ def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> N
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes."""
+    """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes.
+
+    A packed sequence moves with its order.
+    """
     NamedFunction("mgpu_check.suite.devices.modules:assert_modules_move")(gpus, seed)
 
 
