@@ -59,7 +59,7 @@ def test_an_unknown_fault_is_named_with_the_valid_ones():
 
 
 def test_checks_may_end_at_their_first_finding_while_a_fault_is_planted():
-    with planted("vdot-is-dot"):
+    with planted("class-weights-fetched"):
         assert enough(["a finding"])
         assert not enough([])
     assert not enough(["a finding"])

@@ -19,7 +19,7 @@ _NUMBERS = 25  # width of the columns "examples" and "seconds" and of all gaps
 
 _LEVELS = {
     "quick": "a few examples of each check; --gpu-level=standard draws four times as many, tests larger tensors and "
-    "more layers, and takes about five times as long",
+    "more pairs of options, and takes about five times as long",
     "standard": "the usual number of examples; --gpu-level=long draws ten times as many",
     "long": "ten times the usual number of examples",
 }

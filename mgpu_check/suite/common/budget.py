@@ -7,11 +7,8 @@ from hypothesis import strategies as st
 
 from mgpu_check.settings import active
 
-DEPTH = st.builds(lambda: active().depth)
-"""The level. Drawn, because the options are known when examples are drawn, but not on ranks."""
-
-MORE = DEPTH.map(lambda depth: depth != "quick")
-"""True above the level "quick"."""
+MORE = st.builds(lambda: active().depth != "quick")
+"""True above the level "quick". Drawn, because the options are known when examples are drawn, but not on ranks."""
 
 _FEWEST = 12
 _LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}

@@ -18,20 +18,10 @@ def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, name) for name in names)
 
 
-FLOATS, INTEGERS, COMPLEX, BOOL = map(
-    _dtypes, (operators.FLOATS, operators.INTEGERS, operators.COMPLEX, operators.BOOL)
-)
-NUMBERS = (*FLOATS, *INTEGERS)
-REAL = (*NUMBERS, *BOOL)
-ALL = (*REAL, *COMPLEX)
+ALL = _dtypes((*operators.NUMBERS, "bool", "complex64", "complex128"))
 
 _CPU = torch.device("cpu")
 _PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def shaped(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return the first elements of `x` in another shape, such as that of the weights of a layer."""
-    return x.reshape(-1)[: torch.Size(shape).numel()].view(shape)
 
 
 @lru_cache(maxsize=256)
@@ -51,17 +41,6 @@ def significands(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> t
         return torch.ldexp(parts * signs, powers).to(dtype)
     words = counted(shape, seed, _CPU)
     return words & 1 != 0 if dtype == torch.bool else words.to(dtype)
-
-
-@lru_cache(maxsize=256)
-def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, most: int = 3) -> torch.Tensor:
-    """Return whole numbers in [-most, most]; uint8 has [0, most], bool has [0, 1]."""
-    if dtype.is_complex:
-        return torch.view_as_complex(whole((*shape, 2), _PART[dtype], seed, most))
-    if dtype == torch.bool:
-        return significands(shape, dtype, seed)
-    low = 0 if dtype == torch.uint8 else -most
-    return integers(shape, low, most, seed=seed, device=_CPU, dtype=torch.int64).to(dtype)
 
 
 @lru_cache(maxsize=64)
@@ -84,16 +63,6 @@ def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     kept = special[: min(count, len(special))]
     words[: len(kept)] = kept
     return words.view(dtype)
-
-
-@lru_cache(maxsize=64)
-def pairs(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two operands that pair each special value with every other, then arbitrary bits with arbitrary bits."""
-    special = _special(dtype)
-    more = 61  # odd, so that vector units have a remainder to handle
-    first = torch.cat([special.repeat_interleave(len(special)), anything(more, dtype, seed + 5)])
-    second = torch.cat([special.repeat(len(special)), anything(more, dtype, seed + 6).flip(0)])
-    return first, second
 
 
 @lru_cache(maxsize=16)

@@ -1,12 +1,14 @@
-"""Check that modules move between devices with all their tensors, and which results share memory with their source."""
+"""Check that modules and packed sequences move between devices, and which results share memory with their source."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
 from mgpu_check.suite.common.values import anything, significands
@@ -56,7 +58,7 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that a module keeps all its tensors and modes when it moves between devices and the host.
 
     Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the
-    state dict. Tied parameters must stay tied.
+    state dict. Tied parameters must stay tied. Sequences that are packed on the host must unpack elsewhere in order.
 
     Returns:
         the number of moves.
@@ -71,9 +73,27 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
             if what := _lost(move(module, target), expected, target):
                 named = target if target.type == "cuda" else source
                 wrong.append(WrongCase(named, f"{name} from {source} to {target}", what))
+        if what := _disordered(source, target, seed):
+            named = target if target.type == "cuda" else source
+            wrong.append(WrongCase(named, f"PackedSequence.to from {source} to {target}", what))
+    moves = len(ways) * (len(_MOVES | _TWINS) + 1)
     if wrong:
-        raise named_wrong(wrong, devices, len(ways) * len(_MOVES | _TWINS), "the source")
-    return len(ways) * len(_MOVES | _TWINS)
+        raise named_wrong(wrong, devices, moves, "the source")
+    return moves
+
+
+def _disordered(source: torch.device, target: torch.device, seed: int) -> str:
+    """Describe how sequences of unequal lengths differ that were packed on the host and moved; "" if they do not."""
+    lengths = torch.tensor([2, 4, 3])  # the permutation that sorts them is not its own inverse
+    steps = significands((3, 4, 2), torch.float32, seed)
+    packed = rnn.pack_padded_sequence(steps, lengths, True, enforce_sorted=False)
+    # Any: the annotation of `PackedSequence.to` takes no device.
+    moved: Any = packed
+    moved = moved.to(source).to(target)
+    if moved.data.device != target:
+        return f"it is on {moved.data.device}"
+    got, right = (rnn.pad_packed_sequence(one, batch_first=True)[0] for one in (moved, packed))
+    return difference(got, right, "bits")
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,108 +1,24 @@
-"""Devices: each computes, stores and copies correctly in every dtype, alone and together with the others."""
+"""Devices: copies between them arrive, and each keeps its own streams, random numbers and memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.suite.common.budget import DEPTH, MORE, examples
+from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
 
-AGREE = "mgpu_check.suite.common.agreement:assert_devices_agree"
-OPERATORS = "mgpu_check.suite.devices.operators"
 COPIES = "mgpu_check.suite.devices.copies"
 CONTEXT = "mgpu_check.suite.devices.context"
 STREAMS = "mgpu_check.suite.devices.streams"
 RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_elementwise_results(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Elementwise functions and conversions match the CPU in each dtype, for all pairs of special values."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.elementwise:elementwise_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_products(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Products and convolutions, by every function and in every floating dtype, keep all digits of factors and sums."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.products:product_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_reductions(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Sums, minima, maxima, sorts and searches are exact in each dtype."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.reductions:reduction_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_moves_keep_every_bit(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Operators that move elements within a device keep every bit of each dtype, contiguous or not."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.moves:move_cases")(seed))
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds(), more=MORE)
-def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Layers, losses and gradients are as close to float64 as their dtype allows."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.layers:layer_cases")(seed, more=more))
-
-
-@examples(1)
-@given(seed=strategies.seeds(), more=MORE)
-def test_options_of_optimizers(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Steps of optimizers, averages and learning rates, with each pair of options, are as documented.
-
-    A quick run steps a third of the optimizers. Line searches have no reference but torch itself on the CPU.
-    """
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.optimizer_options:option_cases")(seed, more=more))
-
-
-@examples(2, quick=1)
-@given(seed=strategies.seeds(), more=MORE)
-def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
-    """Operators that read or write more than 4 MiB are right."""
-    NamedFunction(AGREE)(gpus, NamedFunction(f"{OPERATORS}.large:large_cases")(seed, more=more))
-
-
-@pytest.mark.gpus(least=1, timeout=900)  # at standard it takes half a minute on an idle machine, at long some minutes
-@examples(1)
-@given(seed=strategies.seeds(), level=DEPTH)
-def test_samples_of_operators(gpus: tuple[torch.device, ...], seed: int, level: str) -> None:
-    """Operators and their gradients match the CPU on the samples of torch's own tests, in each dtype and in several
-    layouts."""
-    NamedFunction("mgpu_check.suite.devices.samples.checks:assert_samples_agree")(gpus, seed, level)
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Functions are within their documented bounds, and random numbers have the right distribution, weighted draws
-    included."""
-    from mgpu_check.suite.devices.operators.drawn import assert_drawn_by_weight
-    from mgpu_check.suite.devices.operators.judged import assert_arithmetic_known
-
-    assert_arithmetic_known(gpus, ("functions", "drawing"), seed)
-    assert_drawn_by_weight(gpus, seed)
-
-
-@examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Each operator in the documentation of autocast gives the documented dtype and right values, also in nested
-    regions."""
-    NamedFunction(f"{OPERATORS}.autocasting:assert_autocast_as_documented")(gpus, seed)
 
 
 @examples(2, quick=1)
@@ -137,7 +53,10 @@ def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> N
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes."""
+    """A module moves with all its state: parameters, gradients, non-persistent buffers, tied weights and modes.
+
+    A packed sequence moves with its order.
+    """
     NamedFunction("mgpu_check.suite.devices.modules:assert_modules_move")(gpus, seed)
 
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from mgpu_check.asserts.bits import same_bits
 from mgpu_check.asserts.mismatch import raises_device_mismatch, refusal
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
-from mgpu_check.suite.common.error_bounds import Change, error_bounds
 from mgpu_check.suite.common.tensors import DTYPES, TensorSpec
 from mgpu_check.suite.mismatch.cases import OperatorCase
 from mgpu_check.suite.mismatch.operators import OPERATORS, Operands
-from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import indices_of
 
 _CPU = torch.device("cpu")
@@ -82,55 +76,6 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
     raise DeviceMismatch(text, ranks=sorted({rank for _, error in found for rank in error.ranks})) from first
 
 
-def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> None:
-    """Assert that each operator of the table, with all operands on one device, gives the result of the CPU."""
-    wrong: list[WrongCase] = []
-    with repeatable():  # without TF32, which cuDNN uses by default
-        for operator, row in OPERATORS.items():
-            expected = _alone(operator, _CPU, rows, seed)
-            bounds = (
-                error_bounds(partial(_alone, operator, _CPU, rows, seed), torch.float32, expected) if row.rounds else ()
-            )
-            for device in devices:
-                try:
-                    results = _alone(operator, device, rows, seed)
-                except Exception as error:
-                    what = f"it raised {type(error).__name__}: {error}"
-                else:
-                    what = _different(results, expected, bounds, device)
-                if what:
-                    wrong.append(WrongCase(device, f"{operator} of float32, {rows} rows", what))
-    if wrong:
-        raise named_wrong(wrong, devices, len(OPERATORS))
-
-
-def _alone(operator: str, device: torch.device, rows: int, seed: int, change: Change | None = None) -> list[Any]:
-    """Return the results of an operator with all operands on one device; modules are made with the same seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return tree_leaves(_call(OperatorCase(operator, str(device), str(device), rows, seed), device, device, change))
-
-
-def _different(
-    results: Sequence[Any],
-    expected: Sequence[Any],
-    bounds: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    device: torch.device,
-) -> str:
-    for number, (got, right) in enumerate(zip(results, expected, strict=True)):
-        if not isinstance(got, torch.Tensor) or not isinstance(right, torch.Tensor):
-            what = "" if got == right else f"expected {right!r}, got {got!r}"
-        elif got.device != device:
-            what = f"its result is on {got.device}"
-        elif bounds:
-            what = difference(got, bounds[number][0], "close", bounds[number][1])
-        else:
-            what = difference(got, right, "numbers")
-        if what:
-            return what
-    return ""
-
-
 def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
     """Assert that `copied`, the result of copying `source` over `target`, has the source's bits on the target's device.
 
@@ -162,14 +107,12 @@ def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> 
         model(torch.ones(rows, 3))
 
 
-def _prepared(
-    case: OperatorCase, first: torch.device, second: torch.device, change: Change | None = None
-) -> Callable[[], object]:
-    return OPERATORS[case.operator].build(Operands(first, second, case.rows, case.seed, change))
+def _prepared(case: OperatorCase, first: torch.device, second: torch.device) -> Callable[[], object]:
+    return OPERATORS[case.operator].build(Operands(first, second, case.rows, case.seed))
 
 
-def _call(case: OperatorCase, first: torch.device, second: torch.device, change: Change | None = None) -> object:
-    result = _prepared(case, first, second, change)()
+def _call(case: OperatorCase, first: torch.device, second: torch.device) -> object:
+    result = _prepared(case, first, second)()
     # A GPU reports the error of a kernel at the next synchronisation, which must be inside the caller's context.
     for device in {first, second}:
         if device.type == "cuda":

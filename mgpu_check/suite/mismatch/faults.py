@@ -187,15 +187,6 @@ register(
     FaultRow("one-device-takes-scalars-of-others", "mul_ on one device accepts a scalar on another GPU",
         "test_gpu_scalars_are_no_numbers", around(Tensor, "mul_"), lambda multiply, x, other: multiply(x, other.item()),
         call(ONE_OPERATOR, lambda x, y: on(x, last()) and isinstance(y, Tensor) and not y.dim() and y.is_cuda)),
-    # All operands are on the right device, but the result is wrong.
-    FaultRow("one-device-gathers-wrongly", "gather reads the previous column on one device",
-        "test_operators_are_right_on_each_device", around(torch, "gather"),
-        lambda gather, x, dim, index: gather(x, dim, (index - 1) % x.shape[dim]),
-        one_device() & call("one operator", lambda x, _, index: on(index, last()))),
-    FaultRow("bias-left-out", "the bias of a convolution is left out on one device",
-        "test_operators_are_right_on_each_device", around(F, "conv2d"),
-        lambda conv, x, weight, bias, *args, **kwargs: conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1),
-        call("one device", lambda x, weight, bias=None, *_, **__: bias is not None and on(x, last()))),
     # Each step then has a hidden copy from the host.
     FaultRow("class-weights-fetched", "losses copy class weights from other devices",
         "test_operators_refuse_operands_apart", around(F, "nll_loss", "cross_entropy"),

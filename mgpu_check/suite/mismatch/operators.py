@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from mgpu_check.suite.common.operators import CALLS
 from mgpu_check.suite.common.tensors import TensorSpec
 from mgpu_check.suite.common.torch_later import F, nn, torch
 
@@ -61,13 +61,11 @@ class OperatorRow:
     Attributes:
         build: makes the operands and returns the call.
         group: "modules", "scalars" or "copies", if a test of its own has the operator.
-        rounds: whether the result is rounded, and may differ on a GPU; others are whole numbers.
     """
 
     build: Builder
     rule: Rule = Rule()
     group: str = ""
-    rounds: bool = False
 
 
 N = -1
@@ -76,23 +74,17 @@ N = -1
 
 @dataclass(frozen=True)
 class Operands:
-    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second.
-
-    Attributes:
-        change: takes each operand, and each parameter of a module, and returns another one.
-    """
+    """Builds the operands of a call: operand 0 on the first device, operand 1 on the second."""
 
     first: torch.device
     second: torch.device
     rows: int
     seed: int
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def on(self, operand: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
         """Return whole numbers in [-15, 15], on the device of `operand`, 0 or 1; `N` in the shape is `rows`."""
         sizes = tuple(self.rows if size == N else size for size in shape)
-        tensor = TensorSpec(sizes, dtype, seed=self.seed + operand, values="exact").build(self._device(operand))
-        return tensor if self.change is None else self.change(tensor)
+        return TensorSpec(sizes, dtype, seed=self.seed + operand, values="exact").build(self._device(operand))
 
     def index(self, operand: int, below: int) -> torch.Tensor:
         """Return `rows` indices of type int64 in [0, `below`)."""
@@ -104,20 +96,23 @@ class Operands:
 
     def module(self, operand: int, module: nn.Module) -> nn.Module:
         """Move `module` in place to the device of `operand`, 0 or 1, and return it."""
-        module = module.to(self._device(operand))
-        return module if self.change is None else module._apply(self.change)
+        return module.to(self._device(operand))
 
     def _device(self, operand: int) -> torch.device:
         return (self.first, self.second)[operand]
 
 
+def _named(name: str, first: torch.Tensor, *others: torch.Tensor) -> object:
+    return getattr(first, name)(*others) if name.endswith("_") else getattr(torch, name)(first, *others)
+
+
 def _of(function: Callable[..., object] | str, *operands: tuple[int, ...]) -> Builder:
     """Return a case that applies `function` to tensors, each given as (operand, *shape).
 
-    `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``. Or it is a name in
-    the common table of operators.
+    `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``. Or it is the name of
+    a function of torch, or of a method that ends in "_".
     """
-    call = CALLS[function] if isinstance(function, str) else function
+    call = partial(_named, function) if isinstance(function, str) else function
 
     def build(at: Operands) -> Call:
         tensors = [at.on(operand, *shape) for operand, *shape in operands]
@@ -269,25 +264,22 @@ OPERATORS: Mapping[str, OperatorRow] = {
     "linear": OperatorRow(_of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3))),
     "linear bias": OperatorRow(_of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2))),
     "embedding": OperatorRow(_indexing(lambda weight, index: F.embedding(index, weight), 4, 3)),
-    "layer_norm": OperatorRow(_of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3)), rounds=True),
-    "batch_norm": OperatorRow(_of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3)), rounds=True),
+    "layer_norm": OperatorRow(_of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3))),
+    "batch_norm": OperatorRow(_of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3))),
     "attention": OperatorRow(
         _of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (0, 1, N, 4), (1, 1, 3, 4), (1, 1, 3, 4)),
-        rounds=True,
     ),
     "conv2d": OperatorRow(_of(lambda x, w: F.conv2d(x, w), (0, N, 1, 4, 4), (1, 2, 1, 2, 2)), Rule(names="types")),
     "conv2d bias": OperatorRow(
         _of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)), Rule(names="types")
     ),
-    "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES), rounds=True),
-    "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES), rounds=True),
-    "nll_loss": OperatorRow(_indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4), rounds=True),
+    "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES)),
+    "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES)),
+    "nll_loss": OperatorRow(_indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4)),
     "nll_loss weight": OperatorRow(_weighing(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"))),
-    "cross_entropy": OperatorRow(
-        _indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4), rounds=True
-    ),
+    "cross_entropy": OperatorRow(_indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4)),
     "cross_entropy weight": OperatorRow(
-        _weighing(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum")), rounds=True
+        _weighing(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum"))
     ),
     "index_select": OperatorRow(_indexing(lambda x, index: torch.index_select(x, 0, index), 4, 3)),
     "gather": OperatorRow(_indexing(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), N, 4)),
@@ -296,15 +288,13 @@ OPERATORS: Mapping[str, OperatorRow] = {
     "equal": OperatorRow(_of(lambda a, b: torch.equal(a, b), *_MATRICES)),
     "index": OperatorRow(_indexing(lambda x, index: x[index], 4, 3), Rule(UNLESS_SECOND_ON_CPU, names="indexed")),
     "index by mask": OperatorRow(_masking(lambda x, mask: x[mask], N), Rule(UNLESS_SECOND_ON_CPU, names="indexed")),
-    "Linear": OperatorRow(_module(lambda: nn.Linear(3, 2), 3), group="modules", rounds=True),
+    "Linear": OperatorRow(_module(lambda: nn.Linear(3, 2), 3), group="modules"),
     "Embedding": OperatorRow(_embedding_module, group="modules"),
-    "BatchNorm2d": OperatorRow(_module(lambda: nn.BatchNorm2d(2), 2, 3, 3), group="modules", rounds=True),
-    "LayerNorm": OperatorRow(_module(lambda: nn.LayerNorm(3), 3), group="modules", rounds=True),
-    "GRU": OperatorRow(_module(lambda: nn.GRU(3, 2), 3), group="modules", rounds=True),
-    "Sequential": OperatorRow(_layers_apart, group="modules", rounds=True),
-    "Conv2d": OperatorRow(
-        _module(lambda: nn.Conv2d(1, 2, 2), 1, 4, 4), Rule(names="types"), group="modules", rounds=True
-    ),
+    "BatchNorm2d": OperatorRow(_module(lambda: nn.BatchNorm2d(2), 2, 3, 3), group="modules"),
+    "LayerNorm": OperatorRow(_module(lambda: nn.LayerNorm(3), 3), group="modules"),
+    "GRU": OperatorRow(_module(lambda: nn.GRU(3, 2), 3), group="modules"),
+    "Sequential": OperatorRow(_layers_apart, group="modules"),
+    "Conv2d": OperatorRow(_module(lambda: nn.Conv2d(1, 2, 2), 1, 4, 4), Rule(names="types"), group="modules"),
     # A 0-dim tensor on the CPU counts as a number, unless it is written to. On a GPU it is an ordinary tensor.
     "add 0-dim": OperatorRow(_of("add", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
     "eq 0-dim": OperatorRow(_of("eq", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),

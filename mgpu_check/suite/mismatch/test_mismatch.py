@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import example, given
-from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
@@ -52,13 +51,6 @@ def test_cpu_scalars_and_indices_work(gpus: tuple[torch.device, ...], table: Ope
 def test_copies_cross_devices(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """Copies work between any two devices: copy_, assignment to a slice, to, load_state_dict."""
     NamedFunction(f"{CHECKS}:assert_each_works")(table.cases())
-
-
-@examples(10, quick=3)
-@given(rows=st.integers(1, 7), seed=strategies.seeds())
-def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows: int, seed: int) -> None:
-    """Each of these operators, with all operands on one device, gives the same result as on the CPU."""
-    NamedFunction(f"{CHECKS}:assert_right_on_each")(gpus, rows, seed)
 
 
 @examples(20, quick=2)

@@ -2,11 +2,11 @@
 
 A fault of a function is a function too: it gets the original, and then the arguments of the call::
 
-    products = caught_by("test_products")
+    copies = caught_by("test_copies_that_convert")
 
-    @products("F.linear leaves out its bias", around(F, "linear"), one_device(torch.bfloat16))
-    def bias_left_out(linear, x, weight, bias=None):
-        return linear(x, weight)
+    @copies("copies of one device lose the sign", around(Tensor, "copy_"), one_device(torch.bfloat16))
+    def sign_lost(copy, target, source, *args, **kwargs):
+        return copy(target, source.abs(), *args, **kwargs)
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _TENSOR_CORES = (*_CORES, *_FLOAT8, "int8")
 
 @dataclass(frozen=True)
 class Computation:
-    """An operation of the check of arithmetic, of the suite and of the acceptance.
+    """An operation of the acceptance's check of arithmetic.
 
     Attributes:
         dtypes: "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled.
@@ -31,8 +31,7 @@ def _exact() -> dict[str, Computation]:
     """Return the operations for the rows of the table of operators."""
     found: dict[str, tuple[str, ...]] = {}
     for row in (*BINARY, *UNARY):
-        if row.accepted:
-            found[row.accepted] = tuple(name for name in found.get(row.accepted, NUMBERS) if name in row.dtypes)
+        found[row.operation] = tuple(name for name in found.get(row.operation, NUMBERS) if name in row.dtypes)
     return {name: Computation("elementwise", dtypes, "elementwise:exact") for name, dtypes in found.items()}
 
 

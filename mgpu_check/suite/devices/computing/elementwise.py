@@ -54,7 +54,9 @@ def _same(expected: torch.Tensor) -> Judge:
 def exact(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the operators of the table that have the name of the operation."""
     require(case.dtype, device)
-    rows = [(row, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.accepted == case.operation]
+    rows = [
+        (row, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.operation == case.operation
+    ]
     calls = [(row.call, count) for row, count in rows]
     right = [(row.reference if row.reference and device.type == "cuda" else row.call, count) for row, count in rows]
     there, here = ([_patterns(case, number, where) for number in range(2)] for where in (device, _HOST))

@@ -1,8 +1,7 @@
-"""Defects of single devices: computation, copies, random numbers, state and synchronization."""
+"""Defects of single devices: copies, random numbers, state and synchronization."""
 
-from mgpu_check.suite.devices.faults import computing, layers, optimizers, sampled
 from mgpu_check.suite.devices.faults import copies as copying
 from mgpu_check.suite.devices.faults import state as keeping
 from mgpu_check.suite.devices.faults import streams as running
 
-__all__ = ["computing", "copying", "keeping", "layers", "optimizers", "running", "sampled"]
+__all__ = ["copying", "keeping", "running"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_check.simulated.defects.copies import HostLink, Link
 from mgpu_check.suite.common.faults.breaking import around
@@ -144,6 +145,16 @@ def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
     made = pin(*args, **kwargs)
     made.view(-1)[-1] = 0
     return made
+
+
+@modules("a packed sequence on another device is unsorted with the sorting permutation", around(PackedSequence, "to"),
+    "enforce_sorted=False, an order that sorting twice does not restore")  # fmt: skip
+def packed_sequence_not_unsorted(to: Any, packed: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
+    """Final states belong to other samples."""
+    moved: PackedSequence = to(packed, *args, **kwargs)
+    if moved is packed or moved.sorted_indices is None:
+        return moved
+    return PackedSequence(moved.data, moved.batch_sizes, moved.sorted_indices, moved.sorted_indices)
 
 
 @modules("a module that moves to another device loses its gradients", around(nn.Module, "_apply"),

@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import checkpoint as checkpoint_module
 
 from mgpu_check.suite.common.faults.breaking import around
-from mgpu_check.suite.common.faults.operators import call, first, last
+from mgpu_check.suite.common.faults.operators import call, dtype, first, last, one_device
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, register
 from mgpu_check.torch_hooks.patches import replaced
 
+dropping = caught_by("test_dropout")
 generators = caught_by("test_generators_are_apart")
 memory = caught_by("test_memory_recovers")
 
@@ -47,6 +51,20 @@ def numbers_of_the_host_drawn(randperm: Any, *args: Any, **kwargs: Any) -> Any:
     """The random numbers of the host then depend on the use of devices."""
     torch.rand(1, device="cpu")
     return randperm(*args, **kwargs)
+
+
+@dropping("dropout drops the same elements each time on one device", around(F, "dropout"), one_device())
+def dropout_repeats(dropout: Any, *args: Any, **kwargs: Any) -> Any:
+    with untouched(last()):
+        return dropout(*args, **kwargs)
+
+
+@dropping("the gradient of dropout uses a new mask on one device", around(F, "dropout"),
+    one_device() & first("gradients", lambda x: x.requires_grad))  # fmt: skip
+def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Backward draws the mask again, from the next numbers of the generator."""
+    out, drawn_anew = dropout(x.detach(), *args, **kwargs), dropout(x, *args, **kwargs)
+    return drawn_anew + (out - drawn_anew).detach()
 
 
 def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
@@ -120,4 +138,16 @@ register(
     # A search for the device with the most free memory always finds the same one.
     FaultRow("memory-of-another-device-told", "mem_get_info ignores the device and returns the current one's memory",
         "test_memory_recovers", around(torch.cuda, "mem_get_info"), lambda info, device=None: info(), NOT_CURRENT),
+    FaultRow("dropout-without-scale", "dropout of bfloat16 does not scale the kept elements", "test_dropout",
+        around(F, "dropout"), lambda dropout, x, p=0.5, *args, **kwargs: dropout(x, p, *args, **kwargs) * (1 - p),
+        dtype(torch.bfloat16)),
+    FaultRow("dropout-in-place-without-scale", "dropout in place on one device does not scale the kept elements",
+        "test_dropout", around(F, "dropout"),
+        lambda dropout, x, p=0.5, *args, **kwargs: dropout(x, p, *args, **kwargs).mul_(1 - p),
+        one_device() & call("in place", lambda x, p=0.5, training=True, inplace=False: inplace)),
+    # The recomputed forward draws another dropout mask.
+    FaultRow("states-of-nested-tensors-lost",
+        "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict", "test_dropout",
+        around(checkpoint_module, "get_device_states"),
+        lambda states, *args: states(*(one for one in args if isinstance(one, Tensor))), "tensors within an argument"),
 )  # fmt: skip

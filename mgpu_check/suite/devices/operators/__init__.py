@@ -1,1 +1,0 @@
-"""Compare torch's operators on a device with the CPU, or with results that algebra predicts."""

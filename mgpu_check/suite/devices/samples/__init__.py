@@ -1,1 +1,0 @@
-"""Compare operators on devices with the CPU, on the sample inputs that torch ships for its own tests."""
