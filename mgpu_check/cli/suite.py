@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 import mgpu_check.suite
-from mgpu_check.cli.ahead import RunAhead
 from mgpu_check.cli.codes import WRONG_USAGE
+from mgpu_check.engine.rank_side.coverage import coverage_here
 from mgpu_check.engine.remote import current
+from mgpu_check.plugin.launched import is_launched
 from mgpu_check.plugin.packaged import modules_of_ranks
 from mgpu_check.plugin.report.progress import Progress
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes.heap import freeze
+from mgpu_check.processes.limits import available_memory, available_processors
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import OPTIONS
 
@@ -36,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"mgpu-check: {refused}", file=sys.stderr)
         return WRONG_USAGE
     arguments = on_all_gpus(arguments)
-    ahead = RunAhead()
-    return run(arguments, [Progress(ahead.waiting), ahead, command_line((), arguments, argv)])
+    return run(on_processors(arguments), [Progress(), command_line((), arguments, argv)])
 
 
 def command_line(
@@ -59,6 +60,44 @@ def on_all_gpus(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     driver = current.driver()  # it knows the number of launched ranks, so this also works with simulated devices
     return ["--gpus=all" if driver is None else f"--gpus={driver.size}", *arguments]
+
+
+def on_processors(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with a worker of pytest-xdist for each processor, if all checks run on simulated devices.
+
+    A test on ranks seldom keeps two processors busy. Each worker has a simulated node of its own, so there are no more
+    workers than memory for them. The user's ``-n`` counts, also 0. Few checks do not repay the start of workers, and
+    some options need all tests in one process.
+    """
+    words = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *arguments]
+    options = {word.partition("=")[0] if word.startswith("--") else word[:2] for word in words}
+    by_name = any(not word.startswith("-") for word in arguments)
+    if (
+        not {"--simulate", "--simulate=cpu"}.intersection(words)
+        or options & _IN_ONE_PROCESS
+        or by_name
+        or is_launched()
+        or coverage_here() is not None
+        or {"PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_TIMEOUT"} & set(os.environ)
+    ):
+        return list(arguments)
+    memory = available_memory()
+    workers = min(available_processors(), _MOST_WORKERS if memory is None else memory // _MEMORY_OF_WORKER)
+    return ["-n", str(workers), *arguments] if workers > 1 else list(arguments)
+
+
+_IN_ONE_PROCESS = {
+    *("-d", "-f", "-h", "-k", "-m", "-n", "-p", "-s", "-V"),
+    *("--basetemp", "--capture", "--co", "--collect-only", "--dist", "--ff", "--gpu-replay", "--help", "--lf"),
+    *("--hypothesis-show-statistics", "--log-cli-level", "--log-file", "--numprocesses", "--pdb", "--setup-show"),
+    *("--sw", "--timeout", "--trace", "--version"),
+}
+"""Options that choose few checks, that name the number of workers, or that need all checks in pytest's process."""
+
+_MEMORY_OF_WORKER = 2 << 30
+"""Bytes for a worker, its fork server and its ranks: several times what they need at 16 ranks."""
+
+_MOST_WORKERS = 16
 
 
 def at_standard(arguments: Sequence[str]) -> list[str]:

@@ -81,7 +81,6 @@ class GpuSession:
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
         self._pool: RankPool | None = None
-        self._disowned: object = None
         self._agents: AgentLauncher | None = None
         self._last = "none"
         self._keep = settings.gpu_keep_warm
@@ -329,17 +328,6 @@ class GpuSession:
         if settings.per_host:
             own = self.devices  # host by host
         return ", ".join(f"cuda:{device.index} {device.name} {device.uuid}".rstrip() for device in own)
-
-    def disown(self) -> None:
-        """In a process forked from pytest's, leave its ranks and leases alone, and start others on demand.
-
-        A failing check ends at its first failing example, because only pytest's process reports it.
-        """
-        self._disowned = self._pool, self._leasing
-        self._pool = self._leasing = None
-        self.notes = RunNotes()
-        self.on_example = lambda: None
-        self.first_failure = True
 
     def close(self) -> None:
         """End all processes of the run."""

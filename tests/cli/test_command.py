@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.cli import accept, selftest
+from mgpu_check.cli import accept, selftest, suite
 from mgpu_check.cli.selftest import Selftest
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, PropertyMatrix
 from mgpu_check.plugin.report.progress import Progress
@@ -424,3 +424,25 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
         "[0/0] 61 s, 4 examples: test_slow",
         "[1/4] 91 s, about 273 s left, 5 examples: test_slow",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processors", "memory", "workers"),
+    [
+        ("--gpus=4 --simulate", 2, 24, "2"),
+        ("--gpus=4 --simulate=cpu -x -v", 64, 512, "16"),
+        ("--gpus=4 --simulate", 16, 9, "4"),
+        ("--gpus=4 --simulate", 16, None, "16"),
+        ("--gpus=4 --simulate", 1, 24, ""),
+        ("--gpus=4 --simulate", 8, 3, ""),
+        ("--gpus=4", 8, 24, ""),
+        ("--gpus=4 --simulate=cuda:0", 8, 24, ""),
+        *((f"--gpus=4 --simulate {option}", 8, 24, "") for option in ("-n0", "-k scatter", "test_scatter.py", "-s")),
+        *((f"--gpus=4 --simulate {option}", 8, 24, "") for option in ("--numprocesses=3", "-pno:xdist", "--pdb")),
+    ],
+)
+def test_the_whole_simulated_suite_has_a_worker_for_each_processor(monkeypatch, arguments, processors, memory, workers):
+    monkeypatch.setattr(suite, "available_processors", lambda: processors)
+    monkeypatch.setattr(suite, "available_memory", lambda: memory and memory << 30)
+    words = arguments.split()
+    assert suite.on_processors(words) == [*(["-n", workers] if workers else []), *words]

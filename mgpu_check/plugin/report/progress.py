@@ -86,12 +86,10 @@ class Progress:
     A log gets a line per property, when its last check has ended, and a line per failure; with ``-v`` a line per check.
 
     Args:
-        ahead: returns the number of checks that have ended but are not reported yet.
         clock: returns seconds from any fixed time.
     """
 
-    def __init__(self, ahead: Callable[[], int] = lambda: 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ahead = ahead
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._terminal: pytest.TerminalReporter | None = None
         self._session: GpuSession | None = None
@@ -205,7 +203,7 @@ class Progress:
 
     def _left_over(self) -> str:
         """Return an estimate of the time left: the checks to come take as long on average as those that have ended."""
-        done = self._done + self._ahead()
+        done = self._done
         if self._first is None or done < max(1, _KNOWN * self._total):
             return ""
         each = (self._clock() - self._first) / done
