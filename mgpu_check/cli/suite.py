@@ -81,8 +81,9 @@ def on_processors(arguments: Sequence[str]) -> list[str]:
         or {"PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_TIMEOUT"} & set(os.environ)
     ):
         return list(arguments)
-    memory = available_memory()
-    workers = min(available_processors(), _MOST_WORKERS if memory is None else memory // _MEMORY_OF_WORKER)
+    workers = min(available_processors(), _MOST_WORKERS)
+    if (memory := available_memory()) is not None:
+        workers = min(workers, memory // _MEMORY_OF_WORKER)
     return ["-n", str(workers), *arguments] if workers > 1 else list(arguments)
 
 
