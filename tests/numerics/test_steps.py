@@ -9,17 +9,17 @@ from mgpu_check.asserts.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.steps import deviations, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.suite.gradients.cases import TrainingSpec
-from mgpu_check.suite.recipes import models, reference
+from mgpu_check.suite.recipes import models, training_steps
 
 
 def _steps(training: TrainingSpec, shards: int):
-    return reference.on_one_device(
+    return training_steps.on_one_device(
         training.build, training.steps, rate=training.rate, momentum=training.momentum, shards=shards
     )
 
 
 def _inputs(training: TrainingSpec) -> dict[str, torch.Tensor]:
-    return reference.as_inputs(training.initial(), training.batches())
+    return training_steps.as_inputs(training.initial(), training.batches())
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 25))])

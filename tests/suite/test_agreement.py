@@ -9,7 +9,7 @@ from mgpu_check.errors import DeviceMismatch, ShardError
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.agreement import Kind, WrongCase, difference, named_wrong
 from mgpu_check.suite.common.faults.registry import planted
-from mgpu_check.suite.loading.pinned_batches import assert_pinned_by_themselves
+from mgpu_check.suite.loading.loaders import assert_pinned_by_themselves
 
 Devices = list[torch.device]
 NODE = [torch.device("cuda", index) for index in range(4)]

@@ -12,7 +12,7 @@ from mgpu_check.errors import DeviceEnumerationError
 from mgpu_check.simulated import simulated_node
 from mgpu_check.strategies import TensorSpec
 from mgpu_check.suite.fixtures import checks
-from mgpu_check.suite.recipes import devices as recipes
+from mgpu_check.suite.recipes import tutorials as recipes
 
 Devices = list[torch.device]
 DATA = TensorSpec((4, 5), values="exact")

@@ -6,7 +6,7 @@ import pytest
 
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.faults.registry import planted
-from mgpu_check.suite.loading.drawing_samplers import assert_samplers_draw
+from mgpu_check.suite.loading.samplers import assert_samplers_draw
 
 
 def test_samplers_of_torch_pass() -> None:

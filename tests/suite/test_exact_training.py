@@ -9,8 +9,8 @@ from mgpu_check.asserts.gradients import assert_same
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import one_device, seen, sgd
-from mgpu_check.suite.parallelism.on_devices import assert_replicas_are_apart
-from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
+from mgpu_check.suite.recipes import training_steps as recipe
 
 CPU = torch.device("cpu")
 

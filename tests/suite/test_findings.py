@@ -24,10 +24,10 @@ from mgpu_check.suite.collectives.meshes import assert_mesh_matches
 from mgpu_check.suite.collectives.objects import assert_drawn_objects_travel
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered
-from mgpu_check.suite.loading import on_ranks as loading_on_ranks
-from mgpu_check.suite.parallelism import on_ranks as ranks_parallel
-from mgpu_check.suite.parallelism.tensor_pipeline import assert_parallelized_modules_agree, assert_schedules_agree
-from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.suite.loading import loaders as loading_on_ranks
+from mgpu_check.suite.parallelism import handwritten_parallelism as ranks_parallel
+from mgpu_check.suite.parallelism.torch_parallelism import assert_parallelized_modules_agree, assert_schedules_agree
+from mgpu_check.suite.recipes.training_steps import weighted
 from mgpu_check.suite.sharded import fully_sharded
 from mgpu_check.suite.sharded.meshes import assert_meshes_agree
 from mgpu_check.suite.sharded.states import assert_checkpoint_continues, assert_state_dict_agrees, saved_checkpoint
@@ -237,37 +237,37 @@ CASES = (
     Case(
         "parameter server",
         lambda rank: ranks_parallel.assert_parameter_server_agrees(TRAINING, rank),
-        misread("parallelism.on_ranks.copied"),
+        misread("parallelism.handwritten_parallelism.copied"),
         "one server",
     ),
     Case(
         "tensor parallelism",
         lambda rank: ranks_parallel.assert_tensor_parallel_agrees(TRAINING, rank),
-        misread("parallelism.on_ranks.seen"),
+        misread("parallelism.handwritten_parallelism.seen"),
         "divided between",
     ),
     Case(
         "parallelized modules",
         lambda rank: assert_parallelized_modules_agree(TRAINING, rank),
-        misread("parallelism.tensor_pipeline.gathered"),
+        misread("parallelism.torch_parallelism.gathered"),
         "the batch on all ranks",
     ),
     Case(
         "samplers",
         lambda rank: loading_on_ranks.assert_samplers_of_ranks(rank, 5),
-        misread("loading.on_ranks.sampler_over", of_rank_0),
+        misread("loading.loaders.sampler_over", of_rank_0),
         "it takes itself for rank 0 of 3",
     ),
     Case(
         "loaders",
         lambda rank: loading_on_ranks.assert_loaders_cover(rank, 5),
-        misread("loading.on_ranks.sent"),
+        misread("loading.loaders.sent"),
         "epoch 0: batch 0 of 2: number",
     ),
     Case(
         "streams",
         loading_on_ranks.assert_streams_cover,
-        misread("loading.on_ranks.indices_of", lambda got: got[::-1]),
+        misread("loading.loaders.indices_of", lambda got: got[::-1]),
         "with 0 workers, drop_last=False: expected the batches",
     ),
     Case(
@@ -326,7 +326,7 @@ CASES = (
     Case(
         "suite: schedules",
         lambda rank: assert_schedules_agree(DEEP, rank, 2),
-        misread("parallelism.tensor_pipeline.seen"),
+        misread("parallelism.torch_parallelism.seen"),
         "ScheduleGPipe",
     ),
 )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
-from mgpu_check.suite.parallelism.mechanisms.driver import step_of, tolerance_of
-from mgpu_check.suite.recipes import context_parallel, experts, grouped_query
+from mgpu_check.suite.parallelism.mechanisms import step_of, tolerance_of
+from mgpu_check.suite.recipes import experts, sequence_parallel, tensor_parallel
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -36,8 +36,8 @@ def test_each_result_depends_on_the_data(name):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_ranks_hold_all_rows_of_a_fused_weight(interleaved):
     for ranks, shared, each in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 3)):
-        heads = grouped_query.FusedHeads(max(shared, ranks) * each, shared, 2, interleaved)
-        rows = [grouped_query.rows_of(heads, rank, ranks)[0] for rank in range(ranks)]
+        heads = tensor_parallel.FusedHeads(max(shared, ranks) * each, shared, 2, interleaved)
+        rows = [tensor_parallel.rows_of(heads, rank, ranks)[0] for rank in range(ranks)]
         held = [row for own in rows for row in own]
         assert set(held) == set(range((heads.queries + 2 * shared) * heads.width))
         alike = ranks // min(shared, ranks)
@@ -45,19 +45,21 @@ def test_ranks_hold_all_rows_of_a_fused_weight(interleaved):
 
 
 def test_a_rank_splits_its_rows_as_the_whole_is_split():
-    heads = grouped_query.FusedHeads(8, 2, 3, True)
+    heads = tensor_parallel.FusedHeads(8, 2, 3, True)
     whole = torch.arange(12.0 * 3).reshape(1, 1, -1)
-    rows, own = grouped_query.rows_of(heads, 1, 2)
-    for part, every in zip(grouped_query.split(whole[..., rows], own), grouped_query.split(whole, heads), strict=True):
+    rows, own = tensor_parallel.rows_of(heads, 1, 2)
+    for part, every in zip(
+        tensor_parallel.split(whole[..., rows], own), tensor_parallel.split(whole, heads), strict=True
+    ):
         assert torch.equal(part, every[:, every.shape[1] // 2 :])
 
 
 def test_positions_cover_the_sequence_and_balance_its_ends():
     for ranks, zigzag in itertools.product((1, 2, 3), (True, False)):
-        positions = context_parallel.positions_of(12, ranks, zigzag=zigzag)
+        positions = sequence_parallel.positions_of(12, ranks, zigzag=zigzag)
         assert torch.cat(positions).sort().values.tolist() == list(range(12))
         whole = torch.cat(positions)
-        assert context_parallel.in_order(whole, positions, 0).tolist() == list(range(12))
+        assert sequence_parallel.in_order(whole, positions, 0).tolist() == list(range(12))
         if zigzag:
             assert len({int(one.sum()) for one in positions}) == 1
 

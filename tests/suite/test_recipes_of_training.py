@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.suite.recipes import allreduce, models, reference, training
+from mgpu_check.suite.recipes import gradient_exchange, models, training_steps
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def test_chunks_cover_everything_in_order() -> None:
     for elements in range(12):
         for parts in range(1, 6):
-            slices = allreduce.chunks(elements, parts)
+            slices = gradient_exchange.chunks(elements, parts)
             assert len(slices) == parts
             assert [i for piece in slices for i in range(elements)[piece]] == list(range(elements))
             sizes = [piece.stop - piece.start for piece in slices]
@@ -23,7 +23,7 @@ def test_chunks_cover_everything_in_order() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_allreduce_by_hand(count) -> None:
     data = [torch.full((2, 3), float(10**index)) for index in range(count)]
-    allreduce.allreduce(data)
+    gradient_exchange.allreduce(data)
     assert all(torch.equal(tensor, torch.full((2, 3), float(sum(10**i for i in range(count))))) for tensor in data)
 
 
@@ -32,10 +32,10 @@ def test_step_by_hand_is_the_step_on_one_device(batch, devices) -> None:
     torch.manual_seed(0)
     start = {name: value.double() for name, value in models.lenet_parameters(0.05).items()}
     images, labels = torch.randn(batch, 1, 28, 28).double(), torch.randint(0, 10, (batch,))
-    (alone,) = training.replicate(start, [CPU])
-    (training.summed_loss(models.lenet(images, alone), labels) / batch).backward()
-    replicas = training.replicate(start, [CPU] * devices)
-    training.train_batch(models.lenet, replicas, images, labels, rate=0.1)
+    (alone,) = training_steps.replicate(start, [CPU])
+    (training_steps.summed_loss(models.lenet(images, alone), labels) / batch).backward()
+    replicas = training_steps.replicate(start, [CPU] * devices)
+    training_steps.train_batch(models.lenet, replicas, images, labels, rate=0.1)
     for replica in replicas:
         for name, parameter in replica.items():
             expected = alone[name]
@@ -49,11 +49,11 @@ def test_accumulation_is_the_whole_batch(windows) -> None:
     one, other = models.mlp().double(), models.mlp().double()
     other.load_state_dict(one.state_dict())
     x, y = torch.randn(7, 6).double(), torch.randint(0, 4, (7,))
-    training.train_step(one, torch.optim.SGD(one.parameters(), lr=0.1), x, y)
-    parts = list(zip(training.split(x, windows), training.split(y, windows), strict=True))
-    training.accumulated_step(other, torch.optim.SGD(other.parameters(), lr=0.1), parts, 7)
-    for name, value in reference.observed(one).items():
-        torch.testing.assert_close(reference.observed(other)[name], value, rtol=1e-12, atol=1e-15)
+    training_steps.train_step(one, torch.optim.SGD(one.parameters(), lr=0.1), x, y)
+    parts = list(zip(training_steps.split(x, windows), training_steps.split(y, windows), strict=True))
+    training_steps.accumulated_step(other, torch.optim.SGD(other.parameters(), lr=0.1), parts, 7)
+    for name, value in training_steps.observed(one).items():
+        torch.testing.assert_close(training_steps.observed(other)[name], value, rtol=1e-12, atol=1e-15)
 
 
 def test_shardwise_normalises_each_shard_by_itself() -> None:
@@ -62,7 +62,7 @@ def test_shardwise_normalises_each_shard_by_itself() -> None:
     net.weight.data.fill_(2.0)
     x = torch.tensor([[0.0], [2.0], [10.0], [30.0]], dtype=torch.float64)
     model = torch.nn.Sequential(net, torch.nn.Linear(1, 3).double())
-    left = training.shardwise_step(
+    left = training_steps.shardwise_step(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
         list(zip(x.split(2), torch.tensor([0, 1, 2, 0]).split(2), strict=True)),
@@ -75,8 +75,8 @@ def test_shardwise_normalises_each_shard_by_itself() -> None:
 def test_the_reference_starts_from_its_inputs() -> None:
     torch.manual_seed(3)
     model = models.mlp()
-    inputs = reference.as_inputs(model, [(torch.randn(4, 6), torch.randint(0, 4, (4,)))])
-    step = reference.on_one_device(models.mlp, 1, rate=0.0)
+    inputs = training_steps.as_inputs(model, [(torch.randn(4, 6), torch.randint(0, 4, (4,)))])
+    step = training_steps.on_one_device(models.mlp, 1, rate=0.0)
     results = step(inputs)
     assert all(torch.equal(results[name], value) for name, value in model.named_parameters())
     assert {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.loading.sampling import assert_shares
+from mgpu_check.suite.loading.samplers import assert_shares
 
 
 @pytest.mark.parametrize(

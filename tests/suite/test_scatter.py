@@ -17,7 +17,7 @@ from mgpu_check.asserts.scatter import (
 )
 from mgpu_check.errors import ShardError
 from mgpu_check.simulated import simulated_node
-from mgpu_check.suite.scatter.by_hand import assert_split_aligned
+from mgpu_check.suite.scatter.checks import assert_split_aligned
 
 CPUS = ["cpu"] * 3
 X = torch.arange(14.0).reshape(7, 2)

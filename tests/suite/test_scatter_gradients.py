@@ -12,7 +12,7 @@ from torch.nn.parallel import _functions, comm
 from mgpu_check.errors import ShardError
 from mgpu_check.simulated import simulated_node
 from mgpu_check.strategies import TensorSpec
-from mgpu_check.suite.scatter import gradients as checks
+from mgpu_check.suite.scatter import checks
 
 X, WEIGHTS = TensorSpec((7, 2)), TensorSpec((7, 2), seed=1, values="exact")
 

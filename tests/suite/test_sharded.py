@@ -17,7 +17,7 @@ from mgpu_check.asserts.left_out import heard_by
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.recipes import training_steps as recipe
 from mgpu_check.suite.sharded import dtensor_operators, operator_rows
 from mgpu_check.suite.sharded.casting import cast_by_hand
 from mgpu_check.suite.sharded.redistribution import part_of

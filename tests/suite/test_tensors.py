@@ -116,7 +116,7 @@ def test_drawing_needs_no_torch() -> None:
 
 def test_using_needs_no_hypothesis() -> None:
     program = (
-        "import sys, torch, mgpu_check.asserts.mismatch, mgpu_check.suite.scatter.gradients\n"
+        "import sys, torch, mgpu_check.asserts.mismatch, mgpu_check.suite.scatter.checks\n"
         "import mgpu_check.suite.common.tensors, mgpu_check.suite.scatter.cases, mgpu_check.suite.mismatch.cases\n"
         "assert 'hypothesis' not in sys.modules, 'specs or checks import Hypothesis'"
     )

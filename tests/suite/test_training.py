@@ -19,7 +19,7 @@ from mgpu_check.suite.gradients.checks import (
     assert_data_parallel_agrees,
     assert_step_by_hand_agrees,
 )
-from mgpu_check.suite.recipes import allreduce
+from mgpu_check.suite.recipes import gradient_exchange
 from mgpu_check.torch_hooks.patches import replaced
 
 
@@ -69,7 +69,7 @@ def test_a_device_that_lags_behind_is_told(node) -> None:
             data[0].add_(other.to(data[0].device))
 
     with (
-        replaced(allreduce, "allreduce", not_copied_back),
+        replaced(gradient_exchange, "allreduce", not_copied_back),
         pytest.raises(ReplicaMismatch, match="step by hand on 3 devices: replica"),
     ):
         assert_step_by_hand_agrees(TrainingSpec("mlp", 6), node)

@@ -16,7 +16,7 @@ from mgpu_check.suite.common.whole_numbers.reference import (
     slack,
     total,
 )
-from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.suite.recipes.training_steps import weighted
 
 CPU = torch.device("cpu")
 

@@ -13,14 +13,14 @@ from mgpu_check.asserts.bits import same_bits
 from mgpu_check.errors import AllreduceMismatch
 from mgpu_check.suite.allreduce.cases import Contributions
 from mgpu_check.suite.common.tensors import layouts_for
-from mgpu_check.suite.recipes import allreduce as recipes
+from mgpu_check.suite.recipes import gradient_exchange as recipes
 
 _SHAPE = (2, 3, 4, 5)
 """A shape of four dimensions, because these support every layout."""
 
 
 def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]) -> None:
-    """Assert that `recipes.allreduce.allreduce` leaves the sum on every device.
+    """Assert that `recipes.gradient_exchange.allreduce` leaves the sum on every device.
 
     Raises:
         AllreduceMismatch: a sum is wrong, or is on the wrong device. `.ranks` has indices of `devices`.

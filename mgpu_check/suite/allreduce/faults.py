@@ -14,7 +14,7 @@ from mgpu_check.suite.common.faults.breaking import around, given, returned
 from mgpu_check.suite.common.faults.conditions import is_last
 from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
 from mgpu_check.suite.common.faults.when import When
-from mgpu_check.suite.recipes import allreduce as recipe
+from mgpu_check.suite.recipes import gradient_exchange as recipe
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 
 _ALL_REDUCE, _OPERATIONS, _BY_HAND, _ON_DEVICES, _THEN_BROADCAST, _VIEWS_ON_DEVICES = (

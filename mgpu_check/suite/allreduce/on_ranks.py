@@ -11,7 +11,7 @@ from mgpu_check.asserts.allreduce import assert_allreduce_matches
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.allreduce.cases import Contributions
-from mgpu_check.suite.recipes import allreduce as recipes
+from mgpu_check.suite.recipes import gradient_exchange as recipes
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -65,7 +65,7 @@ def assert_view_is_reduced_or_refused(rank: Rank, data: Contributions) -> None:
 
 
 def assert_recipe_matches(rank: Rank, name: str, data: Contributions, place: str, *arguments: int) -> None:
-    """Assert that the function `name` of `recipes.allreduce` leaves the sum, for tensors on "device" or "cpu"."""
+    """Assert that the function `name` of `gradient_exchange` leaves the sum, for tensors on "device" or "cpu"."""
     parts = data.parts(rank.size)
     tensor = data.placed(parts[rank.index], rank.device if place == "device" else "cpu")
     getattr(recipes, name)(tensor, *arguments)

@@ -20,7 +20,7 @@ from mgpu_check.suite.common.whole_numbers.strategies import whole_runs
 if TYPE_CHECKING:
     import torch
 
-PASSING = "mgpu_check.suite.data_parallel.passing"
+FORWARD = "mgpu_check.suite.data_parallel.forward"
 TRAINING = "mgpu_check.suite.data_parallel.training"
 
 Runs = tuple[WholeRun, ...]
@@ -37,35 +37,35 @@ POSITIONS = st.integers(0, 7)
 @given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
 def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """Outputs of all forms (tuples, dicts, None, large ones) arrive whole and in order on any output device."""
-    NamedFunction(f"{PASSING}:assert_outputs_ordered")([gpus[index] for index in order], rows, position, seed)
+    NamedFunction(f"{FORWARD}:assert_outputs_ordered")([gpus[index] for index in order], rows, position, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_scalars(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """Scalar outputs are gathered, one for each replica, and their gradients return to the right replica."""
-    NamedFunction(f"{PASSING}:assert_scalars_gathered")([gpus[index] for index in order], rows, seed)
+    NamedFunction(f"{FORWARD}:assert_scalars_gathered")([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """With dim=1, DataParallel splits and joins columns."""
-    NamedFunction(f"{PASSING}:assert_dimension_split")([gpus[index] for index in order], rows, seed)
+    NamedFunction(f"{FORWARD}:assert_dimension_split")([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, positional=st.booleans(), seed=SEEDS)
 def test_arguments(gpus: Gpus, order: tuple[int, ...], rows: int, positional: bool, seed: int) -> None:
     """Each replica gets its part of nested and keyword tensors on its device, and all other arguments unchanged."""
-    NamedFunction(f"{PASSING}:assert_arguments_arrive")([gpus[index] for index in order], rows, positional, seed)
+    NamedFunction(f"{FORWARD}:assert_arguments_arrive")([gpus[index] for index in order], rows, positional, seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """A batch with fewer rows than devices uses the first devices only."""
-    NamedFunction(f"{PASSING}:assert_few_rows_use_few_devices")([gpus[index] for index in order], seed)
+    NamedFunction(f"{FORWARD}:assert_few_rows_use_few_devices")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=3)
@@ -73,28 +73,28 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 def test_modes(gpus: Gpus, order: tuple[int, ...], inference: bool, seed: int) -> None:
     """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current
     device."""
-    NamedFunction(f"{PASSING}:assert_modes_seen")([gpus[index] for index in order], inference, seed)
+    NamedFunction(f"{FORWARD}:assert_modes_seen")([gpus[index] for index in order], inference, seed)
 
 
 @examples(10, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas compute in the dtype of the caller's autocast, float16 or bfloat16."""
-    NamedFunction(f"{PASSING}:assert_autocast_dtype_kept")([gpus[index] for index in order], seed)
+    NamedFunction(f"{FORWARD}:assert_autocast_dtype_kept")([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, position=POSITIONS, kind=st.sampled_from((RuntimeError, ValueError, KeyError)))
 def test_exceptions(gpus: Gpus, order: tuple[int, ...], position: int, kind: type[Exception]) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
-    NamedFunction(f"{PASSING}:assert_exceptions_named")([gpus[index] for index in order], position, kind)
+    NamedFunction(f"{FORWARD}:assert_exceptions_named")([gpus[index] for index in order], position, kind)
 
 
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, position=POSITIONS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, position: int, seed: int) -> None:
     """`data_parallel` with each of its arguments, and its building blocks, give the module's outputs and gradients."""
-    from mgpu_check.suite.data_parallel.functional import assert_functional_form_agrees
+    from mgpu_check.suite.data_parallel.forward import assert_functional_form_agrees
 
     assert_functional_form_agrees([gpus[index] for index in order], rows, position, seed)
 
@@ -103,9 +103,9 @@ def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, position
 @given(order=ORDERS, seed=SEEDS)
 def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas hold parameters and buffers of all dtypes, bit for bit, and share what the module shares."""
-    from mgpu_check.suite.data_parallel import replicas as data_parallel_replicas
+    from mgpu_check.suite.data_parallel.forward import assert_replicas_hold
 
-    data_parallel_replicas.assert_replicas_hold([gpus[index] for index in order], seed)
+    assert_replicas_hold([gpus[index] for index in order], seed)
 
 
 @examples(14, quick=2)

@@ -26,8 +26,8 @@ from mgpu_check.suite.common.whole_numbers.reference import (
     put_buffers,
     total,
 )
-from mgpu_check.suite.data_parallel.results import Devices, both_ways, indices_of, require_same
-from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.suite.data_parallel.forward import Devices, both_ways, indices_of, require_same
+from mgpu_check.suite.recipes.training_steps import weighted
 
 
 def _wrapped(model: nn.Module, order: Devices) -> nn.Module:

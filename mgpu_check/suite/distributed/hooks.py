@@ -25,8 +25,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.reference import Gradients, Rows, judged, slack, terms_of
-from mgpu_check.suite.distributed.options import SMALL_BUCKET, own_group
-from mgpu_check.suite.distributed.replica import Place, Replica, under_ddp
+from mgpu_check.suite.distributed.training import SMALL_BUCKET, Place, Replica, own_group, under_ddp
 
 Hook = Callable[[Any, Any], Any]
 """A communication hook: it takes a state, such as a process group, and a bucket."""

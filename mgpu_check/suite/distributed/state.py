@@ -28,9 +28,9 @@ from mgpu_check.suite.common.whole_numbers.reference import (
     put_buffers,
     state_of,
 )
-from mgpu_check.suite.distributed.replica import Replica, train, under_ddp
-from mgpu_check.suite.recipes.everything import Everything
-from mgpu_check.suite.recipes.training import split
+from mgpu_check.suite.distributed.training import Replica, train, under_ddp
+from mgpu_check.suite.recipes.models import Everything
+from mgpu_check.suite.recipes.training_steps import split
 from mgpu_check.torch_hooks.tensors import name_of
 
 _STEPS_COUNTED = 4_099

@@ -29,7 +29,7 @@ SEEDS = seeds()
 @given(size=mostly_all(), runs=whole_runs(PLAIN))
 def test_models(ranks: Ranks, size: int, runs: Runs) -> None:
     """MLPs, LeNet, a residual block, embeddings, attention and tied weights train like on one device."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_models_train", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_models_train", runs, size=size)
 
 
 @examples(8, quick=1)
@@ -37,14 +37,14 @@ def test_models(ranks: Ranks, size: int, runs: Runs) -> None:
 def test_buckets(ranks: Ranks, size: int, runs: Runs) -> None:
     """Gradients match one device with many small buckets, and with parameters above 64 Ki elements, as copies or
     views."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_buckets_reduced", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_buckets_reduced", runs, size=size)
 
 
 @examples(2, quick=1)
 @given(size=mostly_all(), runs=whole_runs(("deep",), least=3), more=MORE)
 def test_pairs_of_options(ranks: Ranks, size: int, runs: Runs, more: bool) -> None:
     """Models train like on one device with each pair of options of DistributedDataParallel."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_options_agree", runs[0], more=more, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_options_agree", runs[0], more=more, size=size)
 
 
 @examples(8, quick=2)
@@ -52,21 +52,21 @@ def test_pairs_of_options(ranks: Ranks, size: int, runs: Runs, more: bool) -> No
 def test_unused_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
     """find_unused_parameters: gradients of parameters used by some ranks are averaged over all; those used by none get
     none."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_unused_parameters_reduced", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_unused_parameters_reduced", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("reused",), least=3))
 def test_static_graph(ranks: Ranks, size: int, runs: Runs) -> None:
     """static_graph: models train like on one device, with a layer used twice and recomputed, and an unused one."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_static_graph_trains", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_static_graph_trains", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_frozen_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
     """Frozen parameters come from rank 0 and stay unchanged; parameters that DDP ignores stay each rank's own."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_frozen_parameters_kept", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_frozen_parameters_kept", runs, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -74,7 +74,7 @@ def test_frozen_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
 @given(size=mostly_all(2), runs=whole_runs(("mlp",)), first=st.sets(st.integers(0, 7), min_size=1))
 def test_process_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) -> None:
     """Two process groups train two models independently."""
-    ranks.run("mgpu_check.suite.distributed.options:assert_groups_apart", runs, sorted(first), size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_groups_apart", runs, sorted(first), size=size)
 
 
 @examples(8, quick=2)
@@ -120,7 +120,7 @@ def test_model_averagers(ranks: Ranks, size: int) -> None:
 def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
     """no_sync: gradients are local within it, and those of all micro-batches of all ranks after the next
     synchronization."""
-    ranks.run("mgpu_check.suite.distributed.communication:assert_accumulation_exact", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_accumulation_exact", runs, size=size)
 
 
 @examples(8, quick=1)
@@ -128,21 +128,21 @@ def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
 def test_uneven_inputs(ranks: Ranks, size: int, runs: Runs) -> None:
     """join: ranks without batches leave the mean to the others and end with their parameters, or all ranks stop
     together."""
-    ranks.run("mgpu_check.suite.distributed.communication:assert_uneven_inputs_joined", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_uneven_inputs_joined", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4))
 def test_gradient_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
     """Hooks of parameters and modules run once in each of four steps, before the mean is taken."""
-    ranks.run("mgpu_check.suite.distributed.communication:assert_gradient_hooks_apply", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_gradient_hooks_apply", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=2))
 def test_delayed_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
     """delay_all_reduce_named_params: gradients of delayed parameters match one device."""
-    ranks.run("mgpu_check.suite.distributed.communication:assert_delayed_parameters_reduced", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_delayed_parameters_reduced", runs, size=size)
 
 
 @examples(8, quick=2)
@@ -200,18 +200,18 @@ def test_checkpoint(ranks: Ranks, size: int, runs: Runs) -> None:
 @given(size=mostly_all(), runs=whole_runs(("mlp", "mlp"), rows=(4, 3, 2, 1), small=True))
 def test_autocast(ranks: Ranks, size: int, runs: Runs) -> None:
     """Steps under autocast to bfloat16 and float16 are exact on small numbers."""
-    ranks.run("mgpu_check.suite.distributed.precision:assert_autocast_trains", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_autocast_trains", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=3))
 def test_scaler(ranks: Ranks, size: int, runs: Runs) -> None:
     """GradScaler: scales do not change gradients, and an infinity on one rank makes all ranks skip the step."""
-    ranks.run("mgpu_check.suite.distributed.precision:assert_scaler_skips_together", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_scaler_skips_together", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "mlp", "lenet")))
 def test_clipping(ranks: Ranks, size: int, runs: Runs) -> None:
     """clip_grad_norm_ uses the norm of the gradient of the whole batch."""
-    ranks.run("mgpu_check.suite.distributed.precision:assert_clipping_takes_the_whole_norm", runs, size=size)
+    ranks.run("mgpu_check.suite.distributed.training:assert_clipping_takes_the_whole_norm", runs, size=size)

@@ -20,8 +20,8 @@ from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.steps import MeasuredStep, Step, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.suite.gradients.cases import TrainingSpec
-from mgpu_check.suite.recipes import models, reference
-from mgpu_check.suite.recipes import training as steps
+from mgpu_check.suite.recipes import models
+from mgpu_check.suite.recipes import training_steps as steps
 
 Divide = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 _PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
@@ -44,8 +44,8 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
         for inputs, labels in batches:
             steps.train_step(model, optimizer, inputs.to(first), labels.to(first))
         shards = len(torch.arange(training.batch).chunk(len(devices)))
-        measured = _measured(training, reference.as_inputs(start, batches), first, shards, torch.chunk)
-        got = reference.observed(model.module) | _statistics(model.module, 0)
+        measured = _measured(training, steps.as_inputs(start, batches), first, shards, torch.chunk)
+        got = steps.observed(model.module) | _statistics(model.module, 0)
         _assert_as_measured(
             got,
             measured,
@@ -56,7 +56,7 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
 
 
 def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
-    """Assert that the hand-written step (`recipes.training.train_batch`) over `devices` trains as one device does.
+    """Assert that the hand-written step (`training_steps.train_batch`) over `devices` trains as one device does.
 
     SGD has no momentum here, even if the spec has one.
     """
@@ -76,7 +76,7 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
             steps.train_batch(forward, replicas, inputs, labels, training.rate)
         held = [_with_gradients(replica) for replica in replicas]
         assert_replicas_agree(held, what=f"step by hand on {len(devices)} devices")
-        measured = _measured(training, reference.as_inputs(start, batches), devices[0], len(devices), steps.split)
+        measured = _measured(training, steps.as_inputs(start, batches), devices[0], len(devices), steps.split)
         _assert_as_measured(
             held[0],
             measured,
@@ -99,7 +99,7 @@ def assert_distributed_agrees(training: TrainingSpec, rank: Rank, *, evaluation:
     """
     with full_precision():
         model, start = _train(training, rank, evaluation, **options)
-        results = reference.observed(model)
+        results = steps.observed(model)
         # Run all collectives first, so that a rank that raises does not leave others waiting.
         gathered = {} if evaluation else _gather_statistics(model, rank)
         assert_replicas_agree(results, group=rank.group, what=f"DDP after {_steps(training.steps)}")
@@ -114,7 +114,7 @@ def assert_distributed_agrees(training: TrainingSpec, rank: Rank, *, evaluation:
             )
         if rank.index:
             return
-        inputs = reference.as_inputs(start, training.batches())
+        inputs = steps.as_inputs(start, training.batches())
         measured = _measured(training, inputs, rank.device, rank.size, steps.split, evaluation=evaluation)
         _assert_as_measured(
             results | gathered,
@@ -205,7 +205,7 @@ def _measured(
     """Run on one device; return an object that measures the results and their tolerances in float32."""
 
     def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        return reference.on_one_device(
+        return steps.on_one_device(
             training.build,
             training.steps,
             rate=training.rate,

@@ -17,8 +17,8 @@ from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.breaking import around, communicated, given, returned, wrapped
 from mgpu_check.suite.common.faults.conditions import is_last
 from mgpu_check.suite.common.faults.registry import FaultRow, entered, fault, register
-from mgpu_check.suite.recipes import allreduce as reducing
-from mgpu_check.suite.recipes import training
+from mgpu_check.suite.recipes import gradient_exchange as reducing
+from mgpu_check.suite.recipes import training_steps
 from mgpu_check.torch_hooks.tensors import plain
 
 _DDP, _NORM_IN_DDP, _RESNET_IN_DDP, _DP, _NORM_IN_DP, _RESNET_IN_DP, _ACCUMULATION, _REPLICAS = (
@@ -59,9 +59,10 @@ register(
         returned(comm, "reduce_add_coalesced"),
         lambda sums, inputs, *_: (*sums[:_LAUNCH], *inputs[0][_LAUNCH:]), "above 64 parameters"),
     FaultRow("divided-twice", "the loss of each shard by hand is divided by the size of the whole batch twice",
-        "test_step_by_hand", given(training, "sgd"), lambda parameters, rate, batch: (parameters, rate, batch * batch)),
+        "test_step_by_hand", given(training_steps, "sgd"),
+        lambda parameters, rate, batch: (parameters, rate, batch * batch)),
     FaultRow("last-window-forgotten", "accumulation forgets the last micro-batch", _ACCUMULATION,
-        given(training, "accumulated_step"),
+        given(training_steps, "accumulated_step"),
         lambda model, optimizer, shards, *_: (model, optimizer, shards[:-1] or shards)),
     FaultRow("parameters-not-broadcast", "DDP does not broadcast rank 0's parameters at the start", _REPLICAS,
         around(distributed_module, "_sync_module_states"), lambda real, *_, **__: None),
@@ -98,11 +99,11 @@ def local_gradient_of_one_parameter(module: nn.Module) -> None:
 
 
 @fault("each rank takes the mean over its own shard, so uneven shards have the same weight", _DDP,
-       by=around(training, "accumulated_step"))  # fmt: skip
+       by=around(training_steps, "accumulated_step"))  # fmt: skip
 def mean_of_means(real: Any, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Any, *_: int) -> None:
     optimizer.zero_grad()
     for index, (inputs, labels) in enumerate(shards):
-        with training.unsynchronized(model) if index + 1 < len(shards) else contextlib.nullcontext():
+        with training_steps.unsynchronized(model) if index + 1 < len(shards) else contextlib.nullcontext():
             (F.cross_entropy(model(inputs), labels) / len(shards)).backward()
     optimizer.step()
 
@@ -116,7 +117,7 @@ def stale_gradients() -> Iterator[None]:
     def clear(real: Any, parameters: dict[str, torch.Tensor]) -> Any:
         return None if next(iter(parameters.values())).device.index else NotImplemented
 
-    with around(torch.optim.Optimizer, "zero_grad")(zero_grad), around(training, "clear")(clear):
+    with around(torch.optim.Optimizer, "zero_grad")(zero_grad), around(training_steps, "clear")(clear):
         yield
 
 

@@ -1,4 +1,9 @@
-"""Check data loaders: each batch must hold the samples of its sampler, in order, with workers and pinned memory too."""
+"""Check data loaders: each batch must hold the samples of its sampler, in order, with workers and pinned memory too.
+
+Two epochs are loaded with each pair of values of DataLoader's options. In pinned memory all tensors must be pinned
+and unchanged, also in classes with their own `pin_memory`. The loaders of all ranks together must yield each sample
+once, each rank on its device.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,38 @@ import io
 import itertools
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.utils.data.graph_settings  # each worker process imports it, unless it has it from here
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     ConcatDataset,
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    StackDataset,
     Subset,
+    TensorDataset,
+    default_collate,
     get_worker_info,
     random_split,
 )
 
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.loading.numbered import Numbered, assert_batch, indices_of
-from mgpu_check.suite.loading.sampling import assert_shares, batches_of, sampler_over
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.loading.numbered_dataset import Numbered, assert_batch, indices_of
+from mgpu_check.suite.loading.samplers import assert_shares, batches_of, sampler_over
 from mgpu_check.suite.recipes import loading
+from mgpu_check.suite.recipes.loading import SharedStream
 
 LARGE = 300_000
 """Features of a large sample, which takes 1.2 MB in float32."""
@@ -339,3 +355,376 @@ def _checkpointed(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     return torch.load(io.BytesIO(file.getvalue()))
+
+
+_SIZE = 3
+_FIRST, _ALL = 8, 17
+"""Samples of the first of two chained datasets, and of all."""
+_STREAMS = ("stream", "chained streams")
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "dataset": ("tensors", "stacked", *_STREAMS),
+    "num_workers": (0, 1, 2),
+    "batches": ("of a size", "by a sampler", "none"),
+    "order": ("of the dataset", "shuffle=False", "shuffle=True", "distributed"),
+    "drop_last": (False, True),
+    "collate_fn": (None, "own"),
+    "pin_memory": (False, True),
+    "persistent_workers": (False, True),
+    "prefetch_factor": (None, 1, 3),
+    "worker_init_fn": (None, "own"),
+    "generator": (None, "own"),
+    "in_order": (True, False),
+    "timeout": (0, 300),
+    "multiprocessing_context": (None, "fork"),
+}
+"""Options of DataLoader, the default first. `order` is its shuffle or its sampler."""
+_OF_WORKERS = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
+
+_initialized = -1
+"""The argument of worker_init_fn in this process."""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether DataLoader takes these options together."""
+    if row.get("num_workers") == 0 and any(row.get(name) for name in _OF_WORKERS):
+        return False
+    batches, order = row.get("batches", "of a size"), row.get("order", "of the dataset")
+    if batches != "of a size" and row.get("drop_last"):
+        return False
+    if batches == "by a sampler" and order.startswith("shuffle"):
+        return False
+    stream = row.get("dataset") in _STREAMS
+    return not stream or (batches != "by a sampler" and order == "of the dataset")
+
+
+@torchs_own_warnings()
+def assert_loader_options_agree(seed: int, *, more: bool) -> None:
+    """Assert that loaders yield the right batches in two epochs with each pair of options, and count those of streams.
+
+    Args:
+        more: whether to load with all rows of options, or with a tenth of them, by the seed.
+    """
+    for row in drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=10):
+        loader = _loader(row, seed)
+        expected = _expected(row, seed)
+        with workers_ending(loader):
+            for epoch in range(2):
+                what = f"DataLoader with {words_of(row, _OPTIONS)}, epoch {epoch}"
+                _judge(what, [_read(batch, row, what) for batch in loader], expected, row)
+    for size, drop in itertools.product((_SIZE, _ALL), (False, True)):
+        got = len(DataLoader(_CountedStream(range(_ALL), 0, 1), batch_size=size, drop_last=drop))
+        right = len(batches_of(range(_ALL), size, drop))
+        if got != right:
+            raise ShardError(
+                f"len of a loader of a stream of {_ALL}, {size} a batch, drop_last={drop}: {got}, not {right}"
+            )
+
+
+class _CountedStream(SharedStream):
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def _numbers(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of samples, and their rows."""
+    numbers = torch.arange(start, end)
+    return numbers, numbers[:, None] * 3 + torch.arange(3)
+
+
+def _loader(row: Mapping[str, Any], seed: int) -> DataLoader[Any]:
+    numbers, rows = _numbers(0, _ALL)
+    parts = [TensorDataset(*_numbers(0, _FIRST)), TensorDataset(*_numbers(_FIRST, _ALL))]
+    datasets: dict[str, Any] = {
+        "tensors": TensorDataset(numbers, rows),
+        "stacked": StackDataset(number=TensorDataset(numbers), row=TensorDataset(rows)),
+        "stream": SharedStream(TensorDataset(numbers, rows), 0, 1),
+        "chained streams": ChainDataset([SharedStream(part, 0, 1) for part in parts]),
+    }
+    dataset = datasets[row["dataset"]]
+    options: dict[str, Any] = {
+        name: row[name] for name in ("num_workers", "pin_memory", "in_order", "timeout", "multiprocessing_context")
+    }
+    options |= {name: row[name] for name in ("persistent_workers", "prefetch_factor") if row[name]}
+    options |= {"collate_fn": _collated_with_initialization} if row["collate_fn"] else {}
+    options |= {"worker_init_fn": _initialize} if row["worker_init_fn"] else {}
+    options |= {"generator": torch.Generator().manual_seed(seed)} if row["generator"] else {}
+    if row["batches"] == "by a sampler":
+        options["batch_sampler"] = BatchSampler(_order(row, seed), _SIZE, drop_last=True)
+        return DataLoader(dataset, **options)
+    options |= {"batch_size": _SIZE if row["batches"] == "of a size" else None, "drop_last": row["drop_last"]}
+    if row["order"] == "distributed":
+        options["sampler"] = _order(row, seed)
+    elif row["order"] != "of the dataset":
+        options["shuffle"] = row["order"] == "shuffle=True"
+    return DataLoader(dataset, **options)
+
+
+def _order(row: Mapping[str, Any], seed: int) -> Any:
+    return DistributedSampler(range(_ALL), 2, 1, seed=seed) if row["order"] == "distributed" else range(_ALL)  # type: ignore[arg-type]  # it takes the length alone
+
+
+def _initialize(worker: int) -> None:
+    global _initialized
+    _initialized = worker
+
+
+def _collated_with_initialization(samples: Any) -> Any:
+    """Return collated samples, and whether this worker was initialized with its number."""
+    worker = get_worker_info()
+    right = worker is not None and _initialized == worker.id
+    return (default_collate(samples) if isinstance(samples, list) else samples), torch.tensor(right)
+
+
+def _read(batch: Any, row: Mapping[str, Any], what: str) -> list[int]:
+    """Return the numbers of the samples of a batch; check its rows, and where its tensors are."""
+    numbers, rows, *initialized = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    found: list[int] = numbers.reshape(-1).tolist()
+    wanted = numbers.reshape(-1, 1).cpu() * 3 + torch.arange(3, device="cpu")
+    if not torch.equal(rows.reshape(-1, 3).cpu(), wanted):
+        raise ShardError(f"{what}: the samples {found} have the rows {rows.tolist()}, expected {wanted.tolist()}")
+    if row["pin_memory"] and not (numbers.is_pinned() and rows.is_pinned()):
+        raise ShardError(f"{what}: the batch {found} is not in pinned memory")
+    due = bool(row["worker_init_fn"] and row["num_workers"])
+    if row["collate_fn"] and [bool(one) for one in initialized] != [due]:
+        raise ShardError(f"{what}: worker_init_fn was {'not ' * due}called in the worker of the batch {found}")
+    return found
+
+
+def _expected(row: Mapping[str, Any], seed: int) -> list[list[int]]:
+    """Return the batches in their order; for shuffle=True, with the samples of the dataset in its order."""
+    size = 1 if row["batches"] == "none" else _SIZE
+    drop = row["drop_last"] or row["batches"] == "by a sampler"
+    if row["dataset"] not in _STREAMS:
+        return batches_of(_order(row, seed), size, drop)
+    workers = max(1, row["num_workers"])
+    borders = [(0, _ALL)] if row["dataset"] == "stream" else [(0, _FIRST), (_FIRST, _ALL)]
+    shares = [
+        [number for start, end in borders for number in range(start + worker, end, workers)]
+        for worker in range(workers)
+    ]
+    turns = itertools.zip_longest(*(batches_of(share, size, drop) for share in shares))
+    return [batch for turn in turns for batch in turn if batch is not None]
+
+
+def _judge(what: str, got: list[list[int]], expected: list[list[int]], row: Mapping[str, Any]) -> None:
+    if row["order"] == "shuffle=True":
+        samples = Counter(itertools.chain.from_iterable(got))
+        right = _sizes(got) == _sizes(expected) and max(samples.values()) == 1
+    elif row["in_order"]:
+        right = got == expected
+    else:
+        right = sorted(got) == sorted(expected)
+    if not right:
+        raise ShardError(
+            f"{what}: the batches are {got}, expected {expected}{' in some order' * (not row['in_order'])}"
+        )
+
+
+def _sizes(batches: Iterable[list[int]]) -> list[int]:
+    return sorted(map(len, batches))
+
+
+@torchs_own_warnings()
+def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
+    """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, without changing a bit.
+
+    Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends
+    each batch to the next of `devices`, where it is compared too.
+    """
+    for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
+        dataset = Numbered(length, features=features)
+        loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
+        what = f"pinned loader, {workers} workers, {features} features"
+        expected = batches_of(range(length), 2, False)
+        batches = list(loader)
+        assert_batches(batches, expected, dataset, what, pinned=True)
+        for number, batch in enumerate(batches):
+            device = devices[number % len(devices)]
+            there = sent(batch, device)
+            assert_batch(there, expected[number], dataset, f"{what}: batch {number}, copied to {device}", device)
+
+
+class _Own:
+    """A user's class of samples with its own `pin_memory`, which returns a new object that counts the calls."""
+
+    def __init__(self, samples: torch.Tensor, times: int = 0) -> None:
+        self.samples, self.times = samples, times
+
+    def pin_memory(self) -> _Own:
+        return _Own(self.samples.pin_memory(), self.times + 1)
+
+
+class _Two(NamedTuple):
+    one: Any
+    other: Any
+
+
+def _own(samples: list[int], place: int) -> _Own:
+    return _Own(torch.tensor(samples, device="cpu") * 10 + place)
+
+
+def _containers_of_own(samples: list[int]) -> dict[str, Any]:
+    value, one, two, three, four, five, six = (_own(samples, place) for place in range(7))
+    return {"value": value, "tuple": (one, [two]), "named tuple": _Two(three, {"inner": four}), "list": [five, six]}
+
+
+def _alone(samples: list[int]) -> _Own:
+    return _own(samples, 0)
+
+
+def _owned(batch: Any) -> dict[str, Any]:
+    """Return name of a place in `_collated` -> object at this place, in the same order."""
+    (one, (two,)), (three, four), (five, six) = batch["tuple"], batch["named tuple"], batch["list"]
+    return {
+        "the value of a dict": batch["value"],
+        "a tuple": one,
+        "a list in a tuple": two,
+        "a named tuple": three,
+        "a dict in a named tuple": four["inner"],
+        "a list": five,
+        "the end of a list": six,
+    }
+
+
+@torchs_own_warnings()
+def assert_pinned_by_themselves() -> None:
+    """Assert that ``pin_memory`` of a loader calls the method `pin_memory` of an object once, and yields its result.
+
+    The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or
+    none.
+    """
+    length, size = 3, 2
+    dataset: Any = range(length)
+    ways: tuple[tuple[str, int, Any, Any], ...] = (
+        ("nested", 0, _containers_of_own, _owned),
+        ("nested", 1, _containers_of_own, _owned),
+        ("alone", 0, _alone, lambda batch: {"the batch": batch}),
+    )
+    for how, workers, collate, places in ways:
+        loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size=size, collate_fn=collate, pin_memory=True, num_workers=workers
+        )
+        for number, (batch, indices) in enumerate(zip(loader, batches_of(range(length), size, False), strict=True)):
+            what = f"pinned loader, {workers} workers, batches of a class of one's own, {how}: batch {number}"
+            for place, (name, one) in enumerate(places(batch).items()):
+                _require_own(one, torch.tensor(indices, device="cpu") * 10 + place, f"{what}, {name}")
+
+
+def _require_own(one: Any, right: torch.Tensor, what: str) -> None:
+    if not isinstance(one, _Own):
+        raise ShardError(f"{what}: it is a {type(one).__name__}, expected one of the class that was collated")
+    if one.times != 1:
+        raise ShardError(f"{what}: it was pinned {one.times} times by its own method, expected once")
+    if not one.samples.is_pinned():
+        raise ShardError(f"{what}: its tensor is not in pinned memory")
+    if not torch.equal(one.samples, right):
+        raise ShardError(f"{what}: it holds {one.samples.tolist()}, expected {right.tolist()}")
+
+
+_BATCH = 3
+
+
+def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
+    """Assert that a `DistributedSampler` without a rank argument finds rank and world, and that all ranks agree.
+
+    Covers datasets that do and do not divide by the number of ranks, shuffled and not. Torch's global generators differ
+    between ranks.
+    """
+    torch.manual_seed(seed + rank.index)
+    with Findings() as findings:
+        for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
+            sampler = sampler_over(length, shuffle=shuffle, drop_last=drop_last, seed=seed)
+            what = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
+            with findings.collected():
+                _require_told(sampler, what, rank)
+            if findings.anywhere(rank):
+                return
+            sampler.set_epoch(1)
+            with findings.collected():
+                assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, what=what)
+
+
+def _require_told(sampler: Any, what: str, rank: Rank) -> None:
+    if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
+        raise ShardError(
+            f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of "
+            f"{sampler.num_replicas}",
+            ranks=(rank.index,),
+        )
+
+
+def _of_all(own: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+@torchs_own_warnings()
+def assert_loaders_cover(rank: Rank, seed: int) -> None:
+    """Assert that the ranks' loaders yield each sample once per epoch, on their devices, bit for bit, in equal batches.
+
+    They load as training code does: with a persistent worker, pinned memory, non-blocking copies, and `set_epoch`.
+    """
+    dataset = Numbered(5 * rank.size + 2)
+    sampler: Any = DistributedSampler(dataset, seed=seed)
+    loader = DataLoader(dataset, _BATCH, sampler=sampler, num_workers=1, persistent_workers=True, pin_memory=True)
+    with workers_ending(loader), Findings() as findings:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            expected = batches_of(sampler, _BATCH, False)
+            there = (sent(batch, rank.device) for batch in loader)
+            what = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
+            with findings.collected():
+                assert_batches(there, expected, dataset, what, rank.device, ranks=(rank.index,))
+            if findings.anywhere(rank):
+                return
+            # The expected samples are those that came, as checked above.
+            share = list(itertools.chain.from_iterable(expected))
+            what = f"loaders of {rank.size} ranks, epoch {epoch}"
+            with findings.collected():
+                assert_shares(_of_all(share), len(dataset), drop_last=False, what=what)
+
+
+@torchs_own_warnings()
+def assert_streams_cover(rank: Rank) -> None:
+    """Assert that an iterable dataset that ranks and their workers share yields each sample once, also in last batches.
+
+    Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops
+    it.
+    """
+    dataset = Numbered(7 * rank.size + 3)
+    with Findings() as findings:
+        for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):
+            what = f"stream of rank {rank.index} of {rank.size} with {workers} workers, {drop_last=}"
+            with findings.collected():
+                got = _streamed(dataset, workers, drop_last, rank, what)
+            if findings.anywhere(rank):
+                return
+            if drop_last:
+                continue
+            every = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(_of_all(got))))
+            with findings.collected():
+                if every != list(range(len(dataset))):
+                    raise ShardError(
+                        f"{what}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
+                    )
+
+
+def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, what: str) -> list[list[int]]:
+    """Return the samples in a rank's batches, which must be its own, in turn from each of its workers."""
+    stream: Any = SharedStream(dataset, rank.index, rank.size)
+    own, step = max(1, workers), rank.size * max(1, workers)
+    of_workers = [
+        batches_of(range(rank.index * own + worker, len(dataset), step), _BATCH, drop_last) for worker in range(own)
+    ]
+    # Workers take turns as long as they have batches.
+    turns = itertools.zip_longest(*of_workers)
+    expected = [batch for turn in turns for batch in turn if batch is not None]
+    loader = DataLoader(stream, _BATCH, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0)
+    with workers_ending(loader):
+        seen = list(loader)
+    got = [indices_of(batch) for batch in seen]
+    if got != expected:
+        raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank.index,))
+    assert_batches(seen, expected, dataset, what)
+    return got

@@ -18,34 +18,34 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
-SAMPLING = "mgpu_check.suite.loading.sampling"
+SAMPLERS = "mgpu_check.suite.loading.samplers"
 LOADERS = "mgpu_check.suite.loading.loaders"
 
 
 def test_sampler_covers_the_dataset(gpus: tuple[torch.device, ...]) -> None:
     """`DistributedSampler` gives the ranks disjoint shares, up to its padding, for every length and world size."""
-    NamedFunction(f"{SAMPLING}:assert_sampler_covers")()
+    NamedFunction(f"{SAMPLERS}:assert_sampler_covers")()
 
 
 @examples(20, quick=2)
 @given(world=strategies.world_sizes(), seed=strategies.seeds())
 def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], world: int, seed: int) -> None:
     """The order of a sampler depends only on its seed and `set_epoch`, equally on all ranks."""
-    NamedFunction(f"{SAMPLING}:assert_sampler_shuffles")(world, seed)
+    NamedFunction(f"{SAMPLERS}:assert_sampler_shuffles")(world, seed)
 
 
 @examples(5, quick=1)
 @given(seed=strategies.seeds())
 def test_samplers_draw_from_their_generator(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Samplers and loaders with a generator draw a new order each epoch, and repeat all epochs from the same seed."""
-    NamedFunction("mgpu_check.suite.loading.drawing_samplers:assert_samplers_draw")(seed)
+    NamedFunction("mgpu_check.suite.loading.samplers:assert_samplers_draw")(seed)
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> None:
     """A shuffling sampler gives all orders with the same frequency over many epochs."""
-    NamedFunction(f"{SAMPLING}:assert_orders_are_likely")(seed)
+    NamedFunction(f"{SAMPLERS}:assert_orders_are_likely")(seed)
 
 
 @examples(3, quick=1)
@@ -53,14 +53,14 @@ def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> 
 def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
     """A sampler without arguments takes rank and world size from the process group, in worlds of every size."""
     for size in range(1, ranks.size + 1):
-        ranks.run("mgpu_check.suite.loading.on_ranks:assert_samplers_of_ranks", seed, size=size)
+        ranks.run("mgpu_check.suite.loading.loaders:assert_samplers_of_ranks", seed, size=size)
 
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_batch_samplers_cut_in_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
     """`BatchSampler` divides the order of any sampler into batches, for every length and batch size."""
-    NamedFunction(f"{SAMPLING}:assert_batch_sampler_covers")(seed)
+    NamedFunction(f"{SAMPLERS}:assert_batch_sampler_covers")(seed)
 
 
 def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
@@ -72,7 +72,7 @@ def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
 @given(seed=strategies.seeds(), more=MORE)
 def test_options_of_loaders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """DataLoader yields the right batches with each pair of its options."""
-    NamedFunction("mgpu_check.suite.loading.loader_options:assert_loader_options_agree")(seed, more=more)
+    NamedFunction("mgpu_check.suite.loading.loaders:assert_loader_options_agree")(seed, more=more)
 
 
 @examples(3, quick=1)
@@ -93,7 +93,7 @@ def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> 
 def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
     """`pin_memory` pins every tensor of a batch and uses custom methods; batches of any size reach the devices
     unchanged."""
-    from mgpu_check.suite.loading.pinned_batches import assert_pinned_batches, assert_pinned_by_themselves
+    from mgpu_check.suite.loading.loaders import assert_pinned_batches, assert_pinned_by_themselves
 
     assert_pinned_batches(gpus)
     assert_pinned_by_themselves()
@@ -119,10 +119,10 @@ def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
 def test_loaders_of_ranks_cover_the_dataset(ranks: Ranks, seed: int) -> None:
     """The loaders of all ranks yield each sample once per epoch, and each batch arrives whole on the rank's device."""
     for size in sorted({1, ranks.size}):
-        ranks.run("mgpu_check.suite.loading.on_ranks:assert_loaders_cover", seed, size=size)
+        ranks.run("mgpu_check.suite.loading.loaders:assert_loaders_cover", seed, size=size)
 
 
 def test_streams_are_shared(ranks: Ranks) -> None:
     """An iterable dataset split among ranks and workers yields each sample once, last batches included."""
     for size in sorted({1, ranks.size}):
-        ranks.run("mgpu_check.suite.loading.on_ranks:assert_streams_cover", size=size)
+        ranks.run("mgpu_check.suite.loading.loaders:assert_streams_cover", size=size)

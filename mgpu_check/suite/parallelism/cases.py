@@ -12,7 +12,7 @@ class Mechanism(NamedTuple):
     """A row of the table.
 
     Attributes:
-        where: the class, in `mgpu_check.suite.parallelism.mechanisms`, as ``module:class``.
+        where: the name of the class, in `mgpu_check.suite.parallelism.mechanisms`.
         sizes: values to draw, simplest first. A number is per rank where this keeps a rule of the mechanism.
         dtypes: dtypes to draw.
     """
@@ -24,7 +24,7 @@ class Mechanism(NamedTuple):
 
 MECHANISMS = {
     "experts": Mechanism(
-        "experts:ExpertsByHand",
+        "ExpertsByHand",
         # Some ranks have no token, some experts too; experts need not be a multiple of the ranks.
         {
             "tokens": (13, 24, 3),
@@ -35,27 +35,27 @@ MECHANISMS = {
         },
     ),
     "experts under fully_shard": Mechanism(
-        "experts:ShardedExperts", {"tokens": (13, 6), "experts": (2, 1), "expert ranks": ("many", "few", "all")}
+        "ShardedExperts", {"tokens": (13, 6), "experts": (2, 1), "expert ranks": ("many", "few", "all")}
     ),
     "attention": Mechanism(
-        "sequences:ContextByHand",
+        "ContextByHand",
         {"piece": (2, 1, 3), "order": ("zigzag", "chunks"), "way": ("ring", "gathered"), "batch": (2, 1)},
     ),
     "context_parallel": Mechanism(
-        "sequences:ContextOfTorch",
+        "ContextOfTorch",
         {"rotation": ("allgather", "alltoall"), "causal": ("balanced", "not balanced", "not causal")},
         dtypes=("float32",),
     ),
-    "norms of sequences": Mechanism("sequences:SequenceByHand", {"own": (3, 1), "hidden": (6, 5), "batch": (2, 1)}),
+    "norms of sequences": Mechanism("SequenceByHand", {"own": (3, 1), "hidden": (6, 5), "batch": (2, 1)}),
     "vocabulary": Mechanism(
-        "layers:Vocabulary",
+        "Vocabulary",
         {"more": (3, 0, 1), "tokens": (20, 5), "ignored": ("a class", "no class", "nothing"), "scale": (1, 400)},
     ),
     "grouped queries": Mechanism(
-        "layers:GroupedQueries",
+        "GroupedQueries",
         {"shared": ("fewer", "as many", "more", "one"), "each": (2, 1, 3), "layout": ("interleaved", "thirds")},
     ),
-    "overlapping products": Mechanism("layers:AsynchronousLayers", {"own": (2, 1, 3), "hidden": (3, 1)}),
+    "overlapping products": Mechanism("AsynchronousLayers", {"own": (2, 1, 3), "hidden": (3, 1)}),
 }
 
 

@@ -19,7 +19,7 @@ from mgpu_check.asserts.left_out import left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows
-from mgpu_check.suite.parallelism.tensor_pipeline import assert_schedule_agrees
+from mgpu_check.suite.parallelism.torch_parallelism import assert_schedule_agrees
 from mgpu_check.torch_hooks.tensors import copied
 
 _BY_ROWS, _BY_COLUMNS = TensorChunkSpec(0), TensorChunkSpec(1)

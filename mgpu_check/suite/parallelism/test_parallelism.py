@@ -35,7 +35,7 @@ ORDERS = strategies.device_orders()
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Ring, tree, halving-doubling, and reduce with broadcast leave the exact sum on every rank, for all sizes."""
     for size in sizes:
-        ranks.run(f"{CHECKS}.on_ranks:assert_allreduce_by_hand_matches", seed, size=size)
+        ranks.run(f"{CHECKS}.handwritten_parallelism:assert_allreduce_by_hand_matches", seed, size=size)
 
 
 @examples(14, quick=2)
@@ -43,7 +43,7 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
 def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Ranks that push gradients to one server or a sharded server, and pull parameters, train like one device."""
     for size in sizes:
-        ranks.run(f"{CHECKS}.on_ranks:assert_parameter_server_agrees", training, size=size)
+        ranks.run(f"{CHECKS}.handwritten_parallelism:assert_parameter_server_agrees", training, size=size)
 
 
 @examples(14, quick=5)
@@ -51,7 +51,7 @@ def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """A parameter store on the devices of one process adds up gradients, steps, and gives all devices the same
     parameters."""
-    from mgpu_check.suite.parallelism.on_devices import assert_store_agrees
+    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_store_agrees
 
     assert_store_agrees(training, [gpus[index] for index in order])
 
@@ -60,7 +60,7 @@ def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining
 @given(training=TRAININGS, order=ORDERS)
 def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """Copies of parameters for each device share no memory, not even on the device of the originals."""
-    from mgpu_check.suite.parallelism.on_devices import assert_replicas_are_apart
+    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
 
     assert_replicas_are_apart(training, list(gpus))
     assert_replicas_are_apart(training, [gpus[index] for index in order])
@@ -70,7 +70,7 @@ def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTrain
 @given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
 def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """The training loop of tutorials, with a smaller last batch, leaves the parameters of one device on all devices."""
-    from mgpu_check.suite.parallelism.on_devices import assert_training_loop_agrees
+    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_training_loop_agrees
 
     assert_training_loop_agrees(training, list(gpus))
     assert_training_loop_agrees(training, [gpus[index] for index in order])
@@ -81,7 +81,7 @@ def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, 
 @given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
 def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """Parts of a model on two and three devices train like on one, and each parameter stays on its device."""
-    from mgpu_check.suite.parallelism.on_devices import assert_model_parallel_agrees
+    from mgpu_check.suite.parallelism.handwritten_parallelism import assert_model_parallel_agrees
 
     for count in range(2, len(order) + 1):
         deep = replace(training, widths=(6, training.widths[1], *(4,) * (count - 2), 5))
@@ -94,7 +94,10 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
 def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
     """Parameters on several devices are clipped by one norm, and optimizer steps or GradScaler skips apply to all of
     them."""
-    from mgpu_check.suite.parallelism.stepping import assert_clipped_over_devices, assert_stepped_over_devices
+    from mgpu_check.suite.parallelism.handwritten_parallelism import (
+        assert_clipped_over_devices,
+        assert_stepped_over_devices,
+    )
 
     assert_clipped_over_devices([gpus[index] for index in order], seed)
     assert_stepped_over_devices([gpus[index] for index in order], seed)
@@ -105,7 +108,7 @@ def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ..
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Linear layers divided by columns and rows, evenly or not, train like on one device."""
     for size in sizes:
-        ranks.run(f"{CHECKS}.on_ranks:assert_tensor_parallel_agrees", training, size=size)
+        ranks.run(f"{CHECKS}.handwritten_parallelism:assert_tensor_parallel_agrees", training, size=size)
 
 
 @examples(8, quick=1)
@@ -114,11 +117,11 @@ def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: Ex
     """`parallelize_module` with all its styles, and with the batch replicated or divided, trains like on one device."""
     for size in sizes:
         ranks.run(
-            f"{CHECKS}.tensor_pipeline:assert_parallelized_agree",
+            f"{CHECKS}.torch_parallelism:assert_parallelized_agree",
             replace(training, widths=(6, 3 * size, 5), batch=2 * size),
             size=size,
         )
-    ranks.run(f"{CHECKS}.tensor_styles:assert_styles_agree", training.seed, size=min({*sizes} - {1}, default=1))
+    ranks.run(f"{CHECKS}.torch_parallelism:assert_styles_agree", training.seed, size=min({*sizes} - {1}, default=1))
 
 
 @pytest.mark.gpus(least=2)
@@ -128,7 +131,7 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
     """Pipeline stages on two to four ranks, with micro-batches of different sizes, train like one device."""
     for size in sizes:
         ranks.run(
-            f"{CHECKS}.on_ranks:assert_pipeline_agrees",
+            f"{CHECKS}.handwritten_parallelism:assert_pipeline_agrees",
             _deep(training, size),
             min(micro_batches, training.batch),
             size=size,
@@ -145,7 +148,7 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
         # The messages of a schedule with two stages per rank grow with both numbers, so only the smaller world runs it.
         most = 2 if size == min(sizes) else 1
         ranks.run(
-            f"{CHECKS}.tensor_pipeline:assert_schedules_agree",
+            f"{CHECKS}.torch_parallelism:assert_schedules_agree",
             _deep(replace(training, batch=16), size),
             most,
             size=size,
@@ -157,7 +160,7 @@ def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: Exac
 @given(size=strategies.large_worlds(least=2), cases=mechanism_cases())
 def test_mechanisms(ranks: Ranks, size: int, cases: list[MechanismCase]) -> None:
     """Mechanisms of model parallelism, from experts to attention by heads, give the results of one device."""
-    ranks.run(f"{CHECKS}.mechanisms.driver:assert_mechanisms_agree", cases, size=size)
+    ranks.run(f"{CHECKS}.mechanisms:assert_mechanisms_agree", cases, size=size)
 
 
 @pytest.mark.gpus(least=2)

@@ -1,8 +1,12 @@
-"""Common models: an MLP, LeNet as a function of its parameters, a small convolutional network, and ResNet-18."""
+"""Models: an MLP, LeNet as a function of its parameters, a small convolutional network, ResNet-18, and two for tests.
+
+Of the two, one is the model of PyTorch's tutorial on data parallelism, which shows the inputs of each replica. The
+other has parameters and buffers of every dtype and random bits, to test that copies and broadcasts are exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -115,3 +119,65 @@ def resnet18(
         nn.Flatten(),
         nn.Linear(8 * width, classes),
     )
+
+
+class TutorialModel(nn.Module):
+    """A linear layer that records its inputs; the tutorial prints their sizes."""
+
+    def __init__(self, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(input_size, output_size)
+        # Replicas are shallow copies, so they share this list. Appending to a list is atomic among threads.
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores, (n, output_size), for inputs (n, input_size)."""
+        self.seen.append(x)
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def inputs_seen(batch: torch.Tensor, devices: Sequence[torch.device]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Run DataParallel on `batch`, (n, features).
+
+    Return the inputs of the replicas, in device order, and the output.
+    """
+    model = TutorialModel(batch.shape[1], 2)
+    net = nn.DataParallel(model, device_ids=list(devices)).to(devices[0])
+    output = net(batch)
+    return sorted(model.seen, key=lambda x: list(devices).index(x.device)), output
+
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+# Without int16, because neither NCCL nor gloo sends it.
+_WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32)
+_MANY = 66_000
+
+
+class Everything(nn.Module):
+    """A module with parameters of different sizes, buffers, and shared and frozen parts.
+
+    Parameters have no dimensions, 7 or 64 elements; in float32, 66,000 in place of 64. All bits are random: the values
+    include NaN with payloads, infinities and subnormals.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+            most = 2 if dtype == torch.bool else 256
+            return torch.randint(0, most, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+        for dtype in _FLOATS:
+            for count in (1, 7, _MANY if dtype == torch.float32 else 64):
+                name = f"{str(dtype).removeprefix('torch.')}_{count}"
+                values = bits(dtype, count)
+                self.register_parameter(name, nn.Parameter(values[0] if count == 1 else values))
+        for dtype in _WHOLE:
+            self.register_buffer(f"buffer_{str(dtype).removeprefix('torch.')}", bits(dtype, 9))
+        self.frozen = nn.Parameter(bits(torch.float32, 5), requires_grad=False)
+        self.inner = nn.Linear(3, 2)
+        self.inner.weight = nn.Parameter(bits(torch.float32, 6).view(2, 3))
+        self.inner.bias = nn.Parameter(bits(torch.float32, 2))
+        self.twin = self.inner
+        self.tied = self.inner.weight

@@ -1,12 +1,18 @@
-"""Sequence parallelism by hand: between layers that are divided among ranks, each rank has a part of the sequence.
+"""Sequence and context parallelism by hand: each rank has a part of the sequence.
 
-The two functions are those of *Reducing Activation Recomputation in Large Transformer Models* (Korthikanti et al.,
-arXiv:2205.05198): the backward pass of a gather is a reduce-scatter, and vice versa.
+In sequence parallelism this is so between layers that are divided among ranks. The two functions are those of
+*Reducing Activation Recomputation in Large Transformer Models* (Korthikanti et al., arXiv:2205.05198): the backward
+pass of a gather is a reduce-scatter, and vice versa.
+
+In context parallelism the queries of a rank see keys of all ranks. Either all keys and values are gathered, or they
+pass around a ring, as in *Ring Attention with Blockwise Transformers for Near-Infinite Context* (Liu et al.,
+arXiv:2310.01889). Later tokens see more keys, so the zigzag order gives each rank an early and a late piece of the
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.recipes.allreduce import chunks
+from mgpu_check.suite.recipes.gradient_exchange import chunks
 
 _Way = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -86,3 +92,111 @@ class SequenceParallelMlp(nn.Module):
     def sum_partial_gradients(self) -> None:
         """Sum the gradients of the parameters that all ranks hold, and apply to their part of the sequence."""
         sum_gradients([*self.norm.parameters(), self.down_bias])
+
+
+Positions = Sequence[torch.Tensor]
+"""For each rank the positions of its tokens in the sequence, (own,), int64."""
+
+
+def positions_of(length: int, ranks: int, *, zigzag: bool) -> list[torch.Tensor]:
+    """Return the positions of each rank: its chunk of the sequence, or with `zigzag` chunks r and 2·ranks - 1 - r."""
+    if not zigzag:
+        return list(torch.arange(length).chunk(ranks))
+    pieces = torch.arange(length).chunk(2 * ranks)
+    return [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(ranks)]
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return which keys a query sees by their positions in the sequence: (queries, keys), bool."""
+    return keys <= queries.unsqueeze(1)
+
+
+def in_order(whole: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
+    """Put the concatenated parts of all ranks into the order of the sequence."""
+    return whole.index_select(dim, torch.cat(list(positions)).argsort().to(whole.device))
+
+
+def restored(part: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
+    """Gather the parts of all ranks, in the order of the sequence."""
+    return in_order(gather_sequence(part, dim), positions, dim)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    scores: torch.Tensor = q @ k.mT * q.shape[-1] ** -0.5
+    return scores.masked_fill(~seen.to(q.device), -torch.inf)
+
+
+def gathered_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, rank: int
+) -> torch.Tensor:
+    """Return causal attention of this rank's queries, with the keys and values of all ranks gathered.
+
+    All tensors are (batch, heads, own, width).
+    """
+    scores = _scores(q, gather_sequence(k, 2), visible(positions[rank], torch.cat(list(positions))))
+    return scores.softmax(-1) @ gather_sequence(v, 2)
+
+
+def _passed_on(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Send tensors to the next rank of the ring, and return those of the rank before."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent, received = [one.contiguous() for one in tensors], [torch.empty_like(one) for one in tensors]
+    if size == 1:
+        return sent
+    calls = [dist.P2POp(dist.isend, one, (rank + 1) % size) for one in sent]
+    calls += [dist.P2POp(dist.irecv, one, (rank - 1) % size) for one in received]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    return received
+
+
+def merged(
+    out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over two sets of keys, each with the logarithm of its sum of exponentials, (…, own, 1)."""
+    both = torch.logaddexp(total, of_other)
+    return out * (total - both).exp() + other * (of_other - both).exp(), both
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, rank: int
+    ) -> torch.Tensor:
+        keys, values = k, v
+        out, total = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
+        for step in range(len(positions)):
+            scores = _scores(q, keys, visible(positions[rank], positions[rank - step]))
+            sums = scores.logsumexp(-1, keepdim=True)
+            # A query that sees no key of this block has -inf, which must not be subtracted from -inf.
+            block = (scores - sums.clamp_min(torch.finfo(sums.dtype).min)).exp() @ values
+            out, total = merged(out, total, block, sums)
+            if step < len(positions) - 1:
+                keys, values = _passed_on([keys, values])
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.positions, ctx.rank = positions, rank
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, keys, values, out, total = ctx.saved_tensors
+        gradient, scale = grads[0], q.shape[-1] ** -0.5
+        mean = (gradient * out).sum(-1, keepdim=True)
+        of_q, of_keys, of_values = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+        for step in range(len(ctx.positions)):
+            seen = visible(ctx.positions[ctx.rank], ctx.positions[ctx.rank - step])
+            weights = (_scores(q, keys, seen) - total).exp()
+            of_scores = weights * (gradient @ values.mT - mean) * scale
+            of_q = of_q + of_scores @ keys
+            of_keys, of_values = of_keys + of_scores.mT @ q, of_values + weights.mT @ gradient
+            # After as many steps as there are ranks, the gradients are back at the rank that has the keys.
+            keys, values, of_keys, of_values = _passed_on([keys, values, of_keys, of_values])
+        return of_q, of_keys, of_values, None, None
+
+
+def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions, rank: int) -> torch.Tensor:
+    """Return causal attention of this rank's queries, while keys and values pass around the ring of ranks.
+
+    All tensors are (batch, heads, own, width), equally long on all ranks.
+    """
+    return _Ring.apply(q, k, v, positions, rank)  # type: ignore[no-any-return]

@@ -1,19 +1,251 @@
-"""Check scatter and gather in many cases: containers, arbitrary bits, large batches, given sizes, and given tensors."""
+"""Check scatter and gather, and batches that are split over devices by hand, as tutorials do.
+
+Autograd must return the gradient to the source of the values. Some checks take a drawn split. Others have many cases:
+containers, arbitrary bits, large batches, given sizes, and given tensors.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn.parallel import comm
 
-from mgpu_check.asserts.scatter import assert_gathered, assert_shards_cover
+from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.asserts.scatter import (
+    Device,
+    assert_gathered,
+    assert_leaves_replicated,
+    assert_shard_sizes,
+    assert_shards_cover,
+    chunk_sizes,
+)
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.counters import counted
 from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec
-from mgpu_check.suite.scatter.cases import KINDS, Leaf, Nested
+from mgpu_check.suite.recipes import models, tutorials
+from mgpu_check.suite.scatter.cases import KINDS, Leaf, Nested, Split
+from mgpu_check.torch_hooks.tensors import plain
+
+
+def assert_split_aligned(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    split: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    devices: Sequence[Device],
+) -> None:
+    """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in one shard."""
+    first, second = split
+    if len(first) != len(second):
+        raise ShardError(f"inputs are in {len(first)} shards, labels in {len(second)}")
+    for index, (some, other) in enumerate(zip(first, second, strict=True)):
+        if len(some) != len(other):
+            raise ShardError(
+                f"shard {index}, on {some.device}: {len(some)} inputs, but {len(other)} labels", ranks=(index,)
+            )
+        if some.device != other.device:
+            raise ShardError(
+                f"shard {index}: its inputs are on {some.device}, its labels on {other.device}", ranks=(index,)
+            )
+    assert_shards_cover({"inputs": inputs, "labels": labels}, [
+        {"inputs": some, "labels": other} for some, other in zip(first, second, strict=True)
+    ], devices)  # fmt: skip
+
+
+def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.device]) -> None:
+    """Assert that a batch, (n, …), that is split by hand is on `devices` in parts, and equals the batch when collected.
+
+    Args:
+        way: "slices", "chunks" or "every n-th row"; see `mgpu_check.suite.recipes.tutorials`.
+    """
+    if way == "every n-th row":
+        shards = tutorials.deal(batch, devices)
+        order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]
+        assert_shards_cover(plain(batch)[order], shards, devices)
+        assert_gathered(batch, tutorials.collect_dealt(shards, devices[0]), devices[0])
+        return
+    shards = (tutorials.split_and_load if way == "slices" else tutorials.chunk_and_load)(batch, devices)
+    assert_shards_cover(batch, shards, devices)
+    assert_gathered(batch, tutorials.collect(shards, devices[0]), devices[0])
+
+
+def assert_scatter_differentiable(
+    batch: torch.Tensor,
+    weights: torch.Tensor,
+    devices: Sequence[torch.device],
+    dim: int,
+    used: Collection[int] | None = None,
+) -> None:
+    """Assert that the gradient of sum(batch · weights), computed from shards, is `weights`, on the device of `batch`.
+
+    Args:
+        batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a
+            copy of the weights, so it is compared bit for bit.
+        used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
+    """
+    leaf = batch.detach().clone().requires_grad_()
+    shards = nn.parallel.scatter(leaf, devices, dim)
+    sizes = [shard.shape[dim] for shard in shards]
+    parts = weights.split(sizes, dim)
+    chosen = {i % len(shards) for i in (range(len(shards)) if used is None else used)}
+    terms = [(shards[i] * parts[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
+    expected = torch.cat([part if i in chosen else torch.zeros_like(part) for i, part in enumerate(parts)], dim)
+    with _torchs_own_warnings():
+        torch.stack(terms).sum().backward()
+    _require("scatter", leaf, expected, 0)
+
+
+def assert_gather_differentiable(
+    weights: torch.Tensor, devices: Sequence[torch.device], target: torch.device | str, dim: int
+) -> None:
+    """Assert that each shard gets its part of the gradient of the gathered tensor, on its own device.
+
+    Args:
+        weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and
+            summed.
+    """
+    parts = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
+    shards = [
+        torch.ones_like(part, device=device).requires_grad_() for part, device in zip(parts, devices, strict=False)
+    ]
+    whole = nn.parallel.gather(shards, target, dim)  # type: ignore[arg-type]  # it takes and needs the string "cpu"
+    with _torchs_own_warnings():
+        (whole * weights.to(whole.device)).sum().backward()
+    for index, (shard, part) in enumerate(zip(shards, parts, strict=True)):
+        _require(f"gather: shard {index}", shard, part, index)
+
+
+def assert_scalars_stacked(
+    values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
+) -> None:
+    """Assert that gathering a scalar of each device, such as a loss, gives an ordered vector, and each its gradient."""
+    losses = [
+        torch.tensor(value, device=device, requires_grad=True) for value, device in zip(values, devices, strict=True)
+    ]
+    with _torchs_own_warnings():
+        got = nn.parallel.gather(losses, target)  # type: ignore[arg-type]  # as above
+    expected = torch.tensor(list(values), device="cpu")
+    if got.device != torch.device(target) or not same_bits(expected, got):
+        raise ShardError(
+            f"gathered scalars: expected {expected.tolist()} on {target}, got {got.tolist()} on {got.device}"
+        )
+    factors = torch.arange(1.0, len(losses) + 1, device="cpu")
+    with _torchs_own_warnings():
+        (got * factors.to(got.device)).sum().backward()
+    for index, (loss, factor) in enumerate(zip(losses, factors, strict=True)):
+        _require(f"gathered scalars: number {index}", loss, factor, index)
+
+
+@contextmanager
+def _torchs_own_warnings() -> Iterator[None]:
+    """Ignore torch's warnings about its own code: scatter's backward uses -1 for the CPU, and gather stacks scalars."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using -1 to represent CPU tensor", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
+        yield
+
+
+def _require(what: str, leaf: torch.Tensor, expected: torch.Tensor, index: int) -> None:
+    gradient = leaf.grad
+    if gradient is None:
+        raise ShardError(f"{what}, on {leaf.device}: there is no gradient", ranks=(index,))
+    if gradient.device != leaf.device:
+        raise ShardError(f"{what}, on {leaf.device}: its gradient is on {gradient.device}", ranks=(index,))
+    if not same_bits(expected, gradient):
+        if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
+            raise ShardError(f"{what}: gradient {tuple(gradient.shape)} of {gradient.dtype}", ranks=(index,))
+        at = first_difference(expected, gradient)
+        raise ShardError(
+            f"{what}, on {leaf.device}: gradient of element {list(at)}: expected {expected[at].item()}, "
+            f"got {gradient[at].item()}",
+            ranks=(index,),
+        )
+
+
+WAYS = ("slices", "chunks", "every n-th row")
+
+
+def assert_scattered(gpus: Sequence[torch.device], split: Split) -> None:
+    """Assert that the shards of `nn.parallel.scatter` cover the batch; see `assert_shards_cover`."""
+    batch, devices = split.build(), split.on(gpus)
+    assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
+
+
+def assert_sizes_of_chunk(gpus: Sequence[torch.device], split: Split) -> None:
+    """Assert that the shards have the sizes of `torch.chunk`; see `assert_shard_sizes`."""
+    devices = split.on(gpus)
+    shards = nn.parallel.scatter(split.build(), devices, split.dim)
+    assert_shard_sizes(shards, chunk_sizes(split.size, split.devices), devices, split.dim)
+
+
+def assert_leaves_everywhere(gpus: Sequence[torch.device], split: Split) -> None:
+    """Assert that positional and keyword arguments without tensors reach all devices: `assert_leaves_replicated`."""
+    args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
+    devices = split.on(gpus)
+    shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)
+    assert_leaves_replicated((args, kwargs), list(shards), devices)
+
+
+def assert_sizes_of_tutorial(devices: Sequence[torch.device], size: int, features: int, sizes: Sequence[int]) -> None:
+    """Assert that the replicas of the tutorial's model see shards of these sizes, which cover the batch.
+
+    Args:
+        size: number of samples of the batch, which is also that of the output.
+    """
+    batch = TensorSpec((size, features)).build()
+    shards, output = models.inputs_seen(batch, devices)
+    assert_shard_sizes(shards, sizes, devices)
+    assert_shards_cover(batch, shards, devices)
+    assert_shard_sizes([output], [size], devices)
+
+
+def assert_gather_restores(gpus: Sequence[torch.device], split: Split) -> None:
+    """Assert that gathering the shards gives the batch on the target; see `assert_gathered`."""
+    batch = split.build()
+    shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
+    # The annotation of `gather` lacks the string "cpu", which it accepts and needs.
+    assert_gathered(batch, nn.parallel.gather(shards, split.target, split.dim), split.target)  # type: ignore[arg-type]
+
+
+def assert_labels_aligned(gpus: Sequence[torch.device], inputs: Split, seed: int) -> None:
+    """Assert that `split_batch` puts each input and its label in one shard; see `assert_split_aligned`."""
+    devices, X, y = inputs.on(gpus), inputs.build(), TensorSpec((inputs.size,), "int64", seed=seed).build()
+    assert_split_aligned(X, y, tutorials.split_batch(X, y, devices), devices)
+
+
+def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
+    """Assert what `assert_split_by_hand` asserts, for each way to split by hand."""
+    batch, devices = split.build(), split.on(gpus)
+    for way in WAYS:
+        assert_split_by_hand(way, batch, devices)
+
+
+def assert_gradient_scattered(
+    gpus: Sequence[torch.device], split: Split, seed: int, used: Collection[int] | None
+) -> None:
+    """Assert that the gradient of the shards returns to the batch; see `assert_scatter_differentiable`.
+
+    Args:
+        split: the batch, a single tensor, and the devices that get its shards.
+        seed: makes the weights of the loss sum(batch · weights).
+        used: the shards that the loss uses, modulo their number; None for all. The others get zero gradients.
+
+    Raises:
+        ShardError: naming the element of the gradient, with the expected and the actual value.
+        TypeError: the batch is not a single tensor.
+    """
+    weights = split.tensor.like("contiguous", seed=seed).build()
+    assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used)
+
+
+def assert_gradient_gathered(gpus: Sequence[torch.device], split: Split) -> None:
+    """Assert that the gradient of the gathered batch returns to the shards; see `assert_gather_differentiable`."""
+    assert_gather_differentiable(split.tensor.build(), split.on(gpus), split.target, split.dim)
+
 
 _SIZES = ((1 << 16) - 16, 1 << 16, (1 << 16) + 16, (1 << 20) - 16, 1 << 20, (1 << 20) + 16, (1 << 22) + 16)
 """Bytes of a shard: below, at and above 64 KiB and 1 MiB, where copies and kernels change their method, and above 4

@@ -16,7 +16,6 @@ from mgpu_check.suite.scatter.strategies import given_sizes
 if TYPE_CHECKING:
     import torch
 
-DRAWN = "mgpu_check.suite.scatter.drawn"
 CHECKS = "mgpu_check.suite.scatter.checks"
 
 TUTORIAL = {
@@ -38,21 +37,21 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 @given(split=strategies.splits(values=("distinct", "random", "special", "bits"), leaves=True))
 def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Shards of `nn.parallel.scatter` cover the batch in order, without overlap, each on its device."""
-    NamedFunction(f"{DRAWN}:assert_scattered")(gpus, split)
+    NamedFunction(f"{CHECKS}:assert_scattered")(gpus, split)
 
 
 @examples(60, quick=24)
 @given(split=strategies.splits(kinds=()))
 def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: Split) -> None:
     """An uneven batch is split like by `torch.chunk`: the last shard is smaller, or there are fewer shards."""
-    NamedFunction(f"{DRAWN}:assert_sizes_of_chunk")(gpus, split)
+    NamedFunction(f"{CHECKS}:assert_sizes_of_chunk")(gpus, split)
 
 
 @examples(40)
 @given(split=strategies.splits(leaves=True))
 def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Non-tensor arguments, positional or keyword, reach every device unchanged."""
-    NamedFunction(f"{DRAWN}:assert_leaves_everywhere")(gpus, split)
+    NamedFunction(f"{CHECKS}:assert_leaves_everywhere")(gpus, split)
 
 
 @examples(40)
@@ -63,7 +62,7 @@ def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split)
 )
 def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, features: int) -> None:
     """The model inside DataParallel sees the sizes that PyTorch's tutorial prints: 30 over 2 is 15+15, and so on."""
-    NamedFunction(f"{DRAWN}:assert_sizes_of_tutorial")(gpus[:count], size, features, TUTORIAL[size, count])
+    NamedFunction(f"{CHECKS}:assert_sizes_of_tutorial")(gpus[:count], size, features, TUTORIAL[size, count])
 
 
 @examples(90)
@@ -71,21 +70,21 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 @example(split=Split(TensorSpec((3, 2)), 3, target="cpu"))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Gathering the shards of a batch gives the batch, bit for bit, on the requested device."""
-    NamedFunction(f"{DRAWN}:assert_gather_restores")(gpus, split)
+    NamedFunction(f"{CHECKS}:assert_gather_restores")(gpus, split)
 
 
 @examples(50)
 @given(inputs=strategies.splits(kinds=(), dims=(0,)), seed=strategies.seeds())
 def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: Split, seed: int) -> None:
     """`split_batch` puts each input and its label in one shard, on one device."""
-    NamedFunction(f"{DRAWN}:assert_labels_aligned")(gpus, inputs, seed)
+    NamedFunction(f"{CHECKS}:assert_labels_aligned")(gpus, inputs, seed)
 
 
 @examples(60)
 @given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")))
 def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Slices, chunks or every n-th row give every device its part, and collecting the parts restores the batch."""
-    NamedFunction(f"{DRAWN}:assert_dealt_by_hand")(gpus, split)
+    NamedFunction(f"{CHECKS}:assert_dealt_by_hand")(gpus, split)
 
 
 def test_every_container(gpus: tuple[torch.device, ...]) -> None:
@@ -128,21 +127,21 @@ def test_gradient_returns_through_scatter(
 
     A shard without influence on the loss has a gradient of zeros.
     """
-    NamedFunction(f"{DRAWN}:assert_gradient_scattered")(gpus, split, seed, used)
+    NamedFunction(f"{CHECKS}:assert_gradient_scattered")(gpus, split, seed, used)
 
 
 @examples(40)
 @given(split=strategies.splits(kinds=(), dtypes=FLOATS))
 def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: Split) -> None:
     """The gradient of a gathered batch returns to each shard, on its own device."""
-    NamedFunction(f"{DRAWN}:assert_gradient_gathered")(gpus, split)
+    NamedFunction(f"{CHECKS}:assert_gradient_gathered")(gpus, split)
 
 
 @examples(20)
 @given(values=st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=8), target=strategies.places())
 def test_losses_gather_to_a_vector(gpus: tuple[torch.device, ...], values: list[float], target: str) -> None:
     """Scalars gathered from the devices, such as losses, become a vector in the order of the devices."""
-    from mgpu_check.suite.scatter.gradients import assert_scalars_stacked
+    from mgpu_check.suite.scatter.checks import assert_scalars_stacked
 
     count = min(len(values), len(gpus))
     assert_scalars_stacked(values[:count], gpus[:count], target)

@@ -22,7 +22,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.recipes import training_steps as recipe
 from mgpu_check.suite.sharded.states import give_full_state, take_full_state
 from mgpu_check.torch_hooks.tensors import copied
 

@@ -27,7 +27,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.recipes import training_steps as recipe
 from mgpu_check.suite.sharded.casting import cast_by_hand
 from mgpu_check.suite.sharded.chunks import by_columns, chunks_are_right, fetch_ahead
 from mgpu_check.suite.sharded.fully_sharded import mesh_of, scale_of, sharded

@@ -38,7 +38,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import gathered, one_device, own_part, sgd
 from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.recipes import training as recipe
+from mgpu_check.suite.recipes import training_steps as recipe
 from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain

@@ -21,7 +21,7 @@ from mgpu_check.suite.common.documented_steps import DocumentedSteps
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import ADAM_RATE, adam_tolerance, one_device, seen
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.suite.recipes.training_steps import weighted
 from mgpu_check.torch_hooks.tensors import copied
 
 _DECAY = 0.25

@@ -10,8 +10,8 @@ from torch import nn
 from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.recipes.parameter_server import Update
-from mgpu_check.suite.recipes.training import split, weighted
+from mgpu_check.suite.recipes.gradient_exchange import Update
+from mgpu_check.suite.recipes.training_steps import split, weighted
 from mgpu_check.torch_hooks.tensors import copied
 
 ADAM_RATE = 0.25

@@ -17,7 +17,7 @@ from mgpu_check.asserts.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.models import CLASSES, PER_BATCH, settle
-from mgpu_check.suite.recipes.training import weighted
+from mgpu_check.suite.recipes.training_steps import weighted
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor]

@@ -1,7 +1,9 @@
 """Training steps on one and several devices: by hand, with DataParallel, and with DistributedDataParallel.
 
-The loss is always the mean over the *global* batch: the sum over each shard, divided by the size of the whole batch. So
-shards of different sizes, including empty ones, have the correct weight.
+The loss is always the mean over the *global* batch: the sum over each shard, divided by the size of the whole batch.
+So shards of different sizes, including empty ones, have the correct weight.
+
+The reference is training on one device, as a function of named tensors, in any precision.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.recipes import allreduce as reducing
+from mgpu_check.suite.recipes import gradient_exchange as reducing
 
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +46,7 @@ def split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return list(tensor.tensor_split(parts))
 
 
-def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the gradients of a module by parameter name; zeros for a missing gradient."""
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
@@ -190,3 +192,71 @@ def clear(parameters: Mapping[str, torch.Tensor]) -> None:
     """Drop the gradients of `parameters`."""
     for parameter in parameters.values():
         parameter.grad = None
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
+
+
+def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+    """Return all inputs of a training by name: the state of `model`, and each batch."""
+    named = {f"state {name}": value.detach().clone() for name, value in model.state_dict().items()}
+    for step, (inputs, labels) in enumerate(batches):
+        named |= {f"inputs {step}": inputs, f"labels {step}": labels}
+    return named
+
+
+def observed(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors to compare after a step: "gradient of <parameter>", and "<parameter>" after the update."""
+    gradients = {f"gradient of {name}": value for name, value in gradients_of(model).items()}
+    return gradients | {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def on_one_device(
+    build: Callable[[], nn.Module],
+    steps: int,
+    *,
+    rate: float,
+    momentum: float = 0.0,
+    shards: int = 1,
+    divide: Split = split,
+    evaluation: bool = False,
+) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return a function from the tensors of `as_inputs` to those of `observed`: `steps` steps of SGD on one device.
+
+    Args:
+        build: creates the model; state, dtype and device are replaced by those of the inputs.
+        steps: number of steps; each has its own batch.
+        rate, momentum: parameters of SGD.
+        shards: number of shards per batch, see `shardwise_step`. In training mode, the result also has the
+            buffers of each shard after the last step, as "<buffer> of rank <shard>".
+        divide: how to divide a batch into shards.
+        evaluation: train in evaluation mode: BatchNorm uses its running statistics and does not update them.
+    """
+
+    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        model = _model(build, inputs).train(not evaluation)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+        left: list[dict[str, torch.Tensor]] = []
+        for step in range(steps):
+            images, labels = inputs[f"inputs {step}"], inputs[f"labels {step}"]
+            parts = list(zip(divide(images, shards), divide(labels, shards), strict=True))
+            left = shardwise_step(model, optimizer, parts)
+        buffers = {
+            f"{name} of rank {shard}": value
+            for shard, values in enumerate([] if evaluation else left)
+            for name, value in values.items()
+            if value.is_floating_point()
+        }
+        return observed(model) | buffers
+
+    return run
+
+
+def _model(build: Callable[[], nn.Module], inputs: Mapping[str, torch.Tensor]) -> nn.Module:
+    states = {name.removeprefix("state "): value for name, value in inputs.items() if name.startswith("state ")}
+    first = next(iter(states.values()))
+    with torch.random.fork_rng(devices=[]):
+        model = build().to(device=first.device, dtype=first.dtype)
+    model.load_state_dict(states)
+    return model

@@ -1,25 +1,98 @@
-"""Check how DataParallel passes arguments, outputs, modes and exceptions to and from replicas.
+"""Check the forward pass of DataParallel: arguments, outputs, modes and exceptions of replicas, and what these hold.
 
-Values are compared bit for bit with those of the module on the CPU. Each message names the wrong device.
+Values are compared bit for bit with those of the module on the CPU: structure, device and every bit. Each message
+names the wrong device. The functional form, and its four parts, are compared in the same way. Replicas must hold the
+module's parameters and buffers of every dtype.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import parallel
 from torch.nn.parallel import DataParallel
 
+from mgpu_check.asserts.bits import first_difference, same_bits
 from mgpu_check.asserts.known_defects import known_defect
-from mgpu_check.errors import GradientMismatch
-from mgpu_check.suite.data_parallel.results import Devices, both_ways, distinct_rows, indices_of, require_same, told
+from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.suite.common.values import significands
+from mgpu_check.suite.recipes.models import Everything
 from mgpu_check.torch_hooks.tensors import name_of
 
+Devices = Sequence[torch.device]
+
+
+def both_ways(devices: Devices) -> list[list[torch.device]]:
+    """Return the devices in the given order and in reverse; one of the two orders does not ascend."""
+    return [list(devices), list(devices)[::-1]] if len(devices) > 1 else [list(devices)]
+
+
+def indices_of(devices: Devices) -> list[int]:
+    return [device.index for device in devices]
+
+
+def told(order: Devices) -> list[int] | None:
+    """Return the indices of devices, or None if they are all devices in order, which is the default of DataParallel."""
+    indices = indices_of(order)
+    return None if indices == list(range(torch.cuda.device_count())) else indices
+
+
+def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
+    """Return distinct whole numbers, (rows, width), float32 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(rows * width, generator=generator).view(rows, width).float() - 7
+
+
+@contextlib.contextmanager
+def refused_by_mistake(what: str) -> Iterator[None]:
+    """Report an exception in the body as a failure: operators refuse parts that do not fit each other."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if type(error) not in (RuntimeError, TypeError):
+            raise  # subclasses mean trouble with a device, such as full memory
+        raise GradientMismatch(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
+    """Assert that two nested results agree in structure, types and bits, and that tensors of `got` are on `device`."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(got, torch.Tensor):
+            raise GradientMismatch(f"{what}: got {got!r}, expected a tensor", ranks=ranks)
+        if got.device != device:
+            raise GradientMismatch(f"{what} is on {got.device}, expected on {device}", ranks=ranks)
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            text = f"{tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+            raise GradientMismatch(f"{what} is {text}", ranks=ranks)
+        if not same_bits(expected, got):
+            at = first_difference(expected, got.detach().cpu())
+            text = f"element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
+            raise GradientMismatch(f"{what}, {got.dtype}: {text}", ranks=ranks)
+        return
+    if type(got) is not type(expected):
+        raise GradientMismatch(f"{what}: got {got!r}, expected {type(expected).__name__}", ranks=ranks)
+    if isinstance(expected, Mapping):
+        if list(got) != list(expected):
+            raise GradientMismatch(f"{what} has the keys {list(got)}, expected {list(expected)}", ranks=ranks)
+        for key in expected:
+            require_same(f"{what}[{key!r}]", got[key], expected[key], device, ranks)
+    elif isinstance(expected, (tuple, list)):
+        if len(got) != len(expected):
+            raise GradientMismatch(f"{what} has {len(got)} entries, expected {len(expected)}", ranks=ranks)
+        for index, part in enumerate(expected):
+            require_same(f"{what}[{index}]", got[index], part, device, ranks)
+    elif got != expected:
+        raise GradientMismatch(f"{what}: got {got!r}, expected {expected!r}", ranks=ranks)
+
+
 _WIDTH = 6
-_LARGE = 9001
+_LARGE_ROWS = 9001
 """Columns of one output: thirty rows of it exceed 1 MiB."""
 
 
@@ -40,7 +113,7 @@ class _Several(nn.Module):
             scaled,
             -scaled,
             {"sum": scaled.sum(1).long(), "none": None, "pair": [x.to(torch.bfloat16), (x > 0, x.double() + 0.5)]},
-            x[:, :1].expand(-1, _LARGE).contiguous(),
+            x[:, :1].expand(-1, _LARGE_ROWS).contiguous(),
         )
 
 
@@ -322,3 +395,126 @@ def assert_exceptions_named(devices: Devices, position: int, kind: type[Exceptio
         else:
             raise GradientMismatch(f"{what} was not raised", ranks=[order[at].index])
         require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[3.0]]))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0, sign: int = 1) -> torch.Tensor:
+        return sign * (x * self.weight) + shift
+
+
+def assert_functional_form_agrees(devices: Devices, rows: int, position: int, seed: int) -> None:
+    """Assert that `data_parallel`, with each of its arguments, gives the outputs and gradients of the module.
+
+    Its four parts must do so too, when they are called one after the other as in PyTorch's tutorial. The output
+    device is the one at `position`, modulo the number of devices.
+    """
+
+    for number, order in enumerate(both_ways(devices)):
+        _assert_parts_agree(order, distinct_rows(max(rows, 1), seed))
+        for dim in (0, 1):
+            x, shift = distinct_rows(max(rows, 1), seed), distinct_rows(max(rows, 1), seed + 1)
+            home = order[(position + number + dim) % len(order)]
+            model, alone = _Scaled().to(order[0]), _Scaled()
+            keywords = {"shift": shift, "sign": -1}
+            what = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"
+            with refused_by_mistake(what):
+                got = parallel.data_parallel(model, x, told(order), home, dim, keywords)
+            expected = alone(x, **keywords)
+            require_same(f"{what}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
+            factors = distinct_rows(max(rows, 1), seed + 2)
+            (got * factors.to(got.device)).sum().backward()
+            (expected * factors).sum().backward()
+            require_same(f"{what}: the gradient", model.weight.grad, alone.weight.grad, order[0])
+
+
+def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
+    """Assert that scatter, replicate, parallel_apply and gather give the outputs and gradients of the module."""
+    model, indices = _Scaled().to(order[0]), indices_of(order)
+    inputs = parallel.scatter(x.to(order[0]), indices)
+    keywords = [{"shift": float(part), "sign": -1} for part in range(len(inputs))]
+    outputs = parallel.parallel_apply(parallel.replicate(model, indices)[: len(inputs)], inputs, keywords)
+    got = parallel.gather(outputs, order[-1])
+    what = f"scatter, replicate, parallel_apply and gather on {', '.join(map(str, order))}"
+    shifts = torch.cat([torch.full((len(part), 1), float(number)) for number, part in enumerate(inputs)])
+    require_same(f"{what}: the output", got.detach(), x * -3 + shifts, order[-1])
+    got.sum().backward()
+    require_same(f"{what}: the gradient", model.weight.grad, -x.sum().view(1, 1), order[0])
+
+
+def assert_replicas_hold(devices: Devices, seed: int) -> None:
+    """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same
+    structure."""
+    replicate: Callable[..., Any] = torch.nn.parallel.replicate
+    source = Everything(seed)
+    tensors = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    for order in both_ways(devices):
+        model = Everything(seed).to(order[0])
+        for detach in (False, True):
+            replicas = replicate(model, indices_of(order), detach)
+            for device, replica in zip(order, replicas, strict=True):
+                what = f"replicate to {', '.join(map(str, order))}, detach={detach}: the replica on {device}"
+                for name, expected in tensors.items():
+                    _require_held(what, name, _found(replica, name), expected, device, detach)
+                if replica.twin is not replica.inner or _found(replica, "inner.weight") is not _found(replica, "tied"):
+                    raise ReplicaMismatch(
+                        f"{what} does not share the parameters that the module shares", ranks=[device.index]
+                    )
+    _many_buffers(devices, seed)
+
+
+_LARGE_ELEMENTS = (1 << 20) + 3
+"""Elements of float32; four such parameters exceed the 10 MiB that torch copies, and sums, at a time."""
+
+
+def _many_buffers(order: Devices, seed: int) -> None:
+    """Require that replicas hold a model of more than 16 MiB, and that the gradients of all replicas are summed."""
+    replicate: Callable[..., Any] = torch.nn.parallel.replicate
+    values = significands((_LARGE_ELEMENTS,), torch.float32, seed)
+    # Each parameter has different values and a different gradient, so that swapped ones are detected.
+    model = nn.ParameterList(values * 2.0**place for place in range(4)).to(order[0])
+    replicas = replicate(model, indices_of(order))
+    terms = []
+    for number, (device, replica) in enumerate(zip(order, replicas, strict=True), start=1):
+        what = f"replicate of more than 16 MiB to {', '.join(map(str, order))}: the replica on {device}"
+        for place, parameter in enumerate(model):
+            held = replica[place]
+            if held.device != device or not torch.equal(held.detach().to(order[0]), parameter.detach()):
+                raise ReplicaMismatch(f"{what} does not hold parameter {place}", ranks=[device.index])
+            terms.append(held.sum().to(order[0]) * number * (place + 1))
+    sum(terms[1:], terms[0]).backward()
+    for place, parameter in enumerate(model):
+        expected = len(order) * (len(order) + 1) // 2 * (place + 1)
+        if parameter.grad is None or not bool((parameter.grad == expected).all()):
+            raise ReplicaMismatch(
+                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {place} is not "
+                f"{expected} everywhere"
+            )
+
+
+def _found(replica: nn.Module, name: str) -> Any:
+    found: Any = replica
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _require_held(what: str, name: str, got: Any, expected: torch.Tensor, device: torch.device, detach: bool) -> None:
+    ranks = [device.index]
+    if got.device != device:
+        raise ReplicaMismatch(f"{what} has {name} on {got.device}", ranks=ranks)
+    if not same_bits(expected, got):
+        here = got.detach().cpu()
+        at = first_difference(expected, here) if here.shape == expected.shape and here.dtype == expected.dtype else ()
+        text = (
+            f"element {list(at)} is {here[at].item()}, expected {expected[at].item()}"
+            if at
+            else f"{here.shape} {here.dtype}"
+        )
+        raise ReplicaMismatch(f"{what}: {name}, {expected.dtype}: {text}", ranks=ranks)
+    # Not for detached replicas, which need no gradients: on the first device they are the module's own tensors.
+    if not detach and got.requires_grad != expected.requires_grad:
+        raise ReplicaMismatch(f"{what}: requires_grad of {name} is {got.requires_grad}", ranks=ranks)

@@ -1,0 +1,492 @@
+"""Planted faults of DataParallel: arguments and outputs of replicas, the replicas themselves, and their training.
+
+First come functions that plant them: they change tensors that it copies, adds up and gathers, its replicas and their
+hooks. Then come faults of the transfer to and from replicas: arguments, outputs, modes, exceptions. Then those of the
+replicas, of their gradients, buffers and hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._utils import ExceptionWrapper
+from torch.nn import parallel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, comm
+from torch.nn.parallel._functions import ReduceAddCoalesced
+
+from mgpu_check.suite.common.faults.breaking import around, given, returned, upper_bits
+from mgpu_check.suite.common.faults.conditions import above, counted, dtype
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, fault, register
+from mgpu_check.suite.common.faults.when import When
+
+MANY = 1 << 16
+
+ONE_DEVICE = When("one device", lambda *args: True)
+"""The last device, which `copied` and `copied_together` select."""
+
+data_parallel_module = sys.modules["torch.nn.parallel.data_parallel"]
+"""The module. The package attribute of this name is the function `data_parallel`."""
+
+Context = AbstractContextManager[None]
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change each tensor of a nested value. If `change` returns NotImplemented, the tensor stays."""
+    if isinstance(value, torch.Tensor):
+        made = change(value)
+        return value if made is NotImplemented else made
+    if isinstance(value, dict):
+        return {key: mapped(part, change) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(part, change) for part in value)
+    return value
+
+
+def gathered(change: Callable[[torch.Tensor], torch.Tensor]) -> Context:
+    """Plant a change of each tensor that DataParallel has gathered."""
+    return returned(DataParallel, "gather")(lambda outputs, *args: mapped(outputs, change))
+
+
+def copied_together(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Context:
+    """Plant a change of the tensors that the last of several devices receives in one call."""
+
+    def broadcast(outputs: Any, *args: Any) -> Any:
+        *others, last = map(list, outputs)
+        with torch.no_grad():
+            made = change(last) if others else NotImplemented
+        return [*others, last if made is NotImplemented else made]
+
+    return returned(comm, "broadcast_coalesced")(broadcast)
+
+
+def copied(change: Callable[[torch.Tensor], torch.Tensor]) -> Context:
+    """Plant a change of each tensor that the last of several devices receives."""
+    return copied_together(lambda tensors: mapped(tensors, change))
+
+
+def added(change: Callable[[list[list[torch.Tensor]]], list[list[torch.Tensor]]]) -> Context:
+    """Plant a change of the gradients of several devices, a list for each, before they are added up."""
+
+    def reduce(inputs: Any, *args: Any) -> Any:
+        made = change([list(held) for held in inputs])
+        return None if made is NotImplemented else (made,)
+
+    return given(comm, "reduce_add_coalesced")(reduce)
+
+
+def replica_parts(change: Callable[[nn.Module, nn.Module], object]) -> Context:
+    """Plant a change of each module of each replica except the first; it gets the replica and the module."""
+
+    def replicate(replicas: list[nn.Module], *args: Any) -> None:
+        for replica in replicas[1:]:
+            for part in replica.modules():
+                change(replica, part)
+
+    return returned(data_parallel_module, "replicate")(replicate)
+
+
+def hooks_of_replicas(register: str) -> Planter:
+    """Plant a change of what hooks with keyword arguments return on replicas.
+
+    It gets the arguments of the hook without the module, and the result.
+    """
+
+    def plant(change: Callable[[tuple[Any, ...], Any], Any]) -> Context:
+        def registered(real: Any, self: nn.Module, hook: Any, *, with_kwargs: bool = False, **options: Any) -> Any:
+            def called(module: nn.Module, *given: Any) -> Any:
+                made = hook(module, *given)
+                return change(given, made) if getattr(module, "_is_replica", False) else made
+
+            return real(self, called if with_kwargs else hook, with_kwargs=with_kwargs, **options)
+
+        return around(nn.Module, register)(registered)
+
+    return plant
+
+
+Dp = DataParallel[Any]
+
+outputs = caught_by("test_outputs")
+arguments = caught_by("test_arguments")
+modes = caught_by("test_modes")
+autocast_dtype = caught_by("test_autocast_dtype")
+exceptions = caught_by("test_exceptions")
+functional_form = caught_by("test_functional_form")
+
+_GATHER = around(DataParallel, "gather")
+_SCATTER = around(DataParallel, "scatter")
+_SCATTERED = returned(DataParallel, "scatter")
+_APPLY = around(DataParallel, "parallel_apply")
+_APPLIED = returned(DataParallel, "parallel_apply")
+_FUNCTION = around(parallel, "data_parallel")
+_TUPLES = When("tuples", lambda out, *args: isinstance(out, tuple))
+
+
+def _are_scalars(real: object, self: Dp, parts: Sequence[Any], device: object) -> bool:
+    return all(isinstance(part, torch.Tensor) and not part.dim() for part in parts)
+
+
+def _are_odd(real: object, self: Dp, *args: Any, **kwargs: Any) -> bool:
+    return bool(args) and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 > 0
+
+
+def _are_few(real: object, self: Dp, args: Any, kwargs: object, devices: Sequence[int]) -> bool:
+    return bool(args) and isinstance(args[0], torch.Tensor) and 1 < len(args[0]) < len(devices)
+
+
+@outputs("outputs are gathered by the numbers of their devices", _GATHER, "device orders that do not ascend")
+def outputs_by_device_number(real: Any, self: Dp, parts: Sequence[Any], device: Any) -> Any:
+    places = sorted(range(len(parts)), key=lambda place: self.device_ids[place])
+    return real(self, [parts[place] for place in places], device)
+
+
+@outputs("the last element of large outputs is lost", gathered, above(MANY))
+def large_outputs_cut(out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out.view(-1)[-1] = 0.5
+    return out
+
+
+@fault("keyword arguments are split by rows, and dim is ignored", "test_dimension", "test_functional_form",
+       by=around(data_parallel_module, "scatter_kwargs"), when="dim=1, keyword arguments")  # fmt: skip
+def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0) -> Any:
+    parts, by_rows = real(inputs, None, devices, dim)[0], real((), kwargs, devices)[1]
+    more = len(by_rows) - len(parts)
+    return (*parts, *(() for _ in range(more))), (*by_rows, *({} for _ in range(-more)))
+
+
+def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: int = 0) -> bool:
+    return dim == 1 and bool(inputs) and inputs[0].dim() == 2 and inputs[0].shape[0] == inputs[0].shape[1]
+
+
+@arguments("flags are all set on devices other than the first", _SCATTERED, "bool only, keyword arguments")
+def flags_all_set(made: Any, *given: Any) -> Any:
+    args, (first, *others) = made
+    return args, [first, *mapped(others, lambda part: part | True if part.dtype == torch.bool else part)]
+
+
+@arguments("strings reach the first replica only", _SCATTERED, "strings as keyword arguments")
+def text_for_the_first(made: Any, *given: Any) -> Any:
+    args, (first, *others) = made
+    return args, [first, *(part | {"text": ""} if "text" in part else part for part in others)]
+
+
+@arguments("keyword tensors in a container stay whole", _SCATTERED,
+    When("nested keyword arguments",
+        lambda made, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs))  # fmt: skip
+def nested_keywords_whole(made: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
+    for shard, device in zip(made[1], devices, strict=False):
+        shard["more"] = mapped(kwargs["more"], partial(torch.Tensor.to, device=torch.device("cuda", device)))
+
+
+@modes("replicas are always in training mode", returned(DataParallel, "replicate"), "evaluation")
+def replicas_always_train(replicas: Any, *args: Any) -> None:
+    for module in (module for replica in replicas for module in replica.modules()):
+        module.training = True
+
+
+@modes("threads do not see that gradients are off", _APPLY, "no_grad and inference_mode")
+def gradients_on_in_threads(real: Any, *args: Any) -> Any:
+    with torch.enable_grad():
+        return real(*args)
+
+
+@modes("threads do not see autocast", _APPLY, "autocast")
+def autocast_off_in_threads(real: Any, *args: Any) -> Any:
+    with torch.autocast("cuda", enabled=False):
+        return real(*args)
+
+
+def _is_on_the_last(real: object, self: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    weight = next((value for value in vars(self).values() if isinstance(value, torch.Tensor)), None)
+    return weight is not None and weight.get_device() == torch.cuda.device_count() - 1 > 0
+
+
+@modes("the thread of the last device has another current device", around(nn.Module, "__call__"),
+    When("one device", _is_on_the_last))  # fmt: skip
+def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.cuda.device(0):
+        return real(*args, **kwargs)
+
+
+@autocast_dtype("replicas compute in bfloat16 under autocast to float16", _APPLIED, "float16 only")
+def autocast_in_bfloat16(results: list[Any], *args: Any) -> list[Any]:
+    half = [isinstance(out, torch.Tensor) and out.dtype == torch.float16 for out in results]
+    return [out.to(torch.bfloat16) if one else out for out, one in zip(results, half, strict=True)]
+
+
+@exceptions("exceptions name the previous replica", _APPLY, "replicas beyond the first")
+def wrong_replica_named(real: Any, self: Dp, *given: Any) -> Any:
+    try:
+        return real(self, *given)
+    except Exception:
+        # Repeat the call with the replicas rotated by one, so that the number of the replica is wrong.
+        before = self.device_ids
+        turned, self.device_ids = [[*part[1:], part[0]] for part in given], [*before[1:], before[0]]
+        try:
+            return real(self, *turned)
+        finally:
+            self.device_ids = before
+
+
+@exceptions("exceptions of the last replica are lost, and its input is its output", _APPLY, "the last replica")
+def last_exception_lost(real: Any, self: Dp, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+    try:
+        return real(self, replicas, inputs, kwargs)
+    except Exception:
+        return [*real(self, replicas[:-1], inputs[:-1], kwargs[:-1]), inputs[-1][0]]
+
+
+@functional_form("data_parallel drops keyword arguments other than tensors", _FUNCTION, "numbers as keyword arguments")
+def functional_numbers_forgotten(real: Any, *args: Any) -> Any:
+    *others, keywords = args
+    return real(*others, {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor)})
+
+
+register(
+    __name__,
+    FaultRow("replicas-swapped", "outputs of the first two replicas are swapped", "test_outputs", _GATHER,
+        lambda real, self, parts, device: real(self, [*parts[1::-1], *parts[2:]], device)),
+    FaultRow("outputs-swapped", "the first two of several outputs are swapped", "test_outputs",
+        returned(DataParallel, "gather"), lambda out, *_: (*out[1::-1], *out[2:]), _TUPLES),
+    FaultRow("output-device-ignored", "outputs are always gathered on the first device", "test_outputs", _GATHER,
+        lambda real, self, parts, *_: real(self, parts, self.device_ids[0]), "output_device other than the first"),
+    FaultRow("bfloat16-outputs-as-float16", "outputs in bfloat16 are gathered as float16", "test_outputs", gathered,
+        lambda out: out.to(torch.float16), dtype(torch.bfloat16)),
+    FaultRow("last-device-left-out", "DataParallel without device_ids leaves out the last device", "test_outputs",
+        returned(data_parallel_module, "_get_all_device_indices"), lambda devices: devices[:-1],
+        When("no device_ids, several devices", lambda devices: len(devices) > 1)),
+    FaultRow("scalars-averaged", "scalars are averaged into one", "test_scalars", _GATHER,
+        lambda real, *args: real(*args).mean(), When("outputs without dimensions", _are_scalars)),
+    FaultRow("odd-rows-read-twice", "the last row of an odd number is a copy of the first", "test_models",
+        around(DataParallel, "forward"),
+        lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
+        When("odd batch sizes", _are_odd)),
+    FaultRow("few-rows-on-one-device", "a batch with fewer rows than devices is computed on the first alone",
+        "test_few_rows", _SCATTER, lambda real, self, args, kwargs, devices: real(self, args, kwargs, devices[:1]),
+        When("fewer rows than devices", _are_few)),
+    FaultRow("functional-output-device-ignored", "data_parallel gathers outputs on the first device",
+        "test_functional_form", _FUNCTION,
+        lambda real, module, inputs, devices, home, *more: real(module, inputs, devices, devices[0], *more),
+        "output_device other than the first"),
+    FaultRow("outputs-of-parts-reversed", "parallel_apply without devices returns outputs in reverse order",
+        "test_functional_form", returned(parallel, "parallel_apply"), lambda results, *_: results[::-1],
+        When("called by hand", lambda results, modules, inputs, keywords=None, devices=None: devices is None)),
+    FaultRow("first-keywords-for-all-parts", "parallel_apply gives each module the keyword arguments of the first",
+        "test_functional_form", around(parallel, "parallel_apply"),
+        lambda real, modules, inputs, keywords, *more: real(modules, inputs, keywords[:1] * len(modules), *more),
+        When("several keyword arguments", lambda modules, inputs, keywords=None, *more: len(keywords or ()) > 1)),
+    FaultRow("dimension-of-data-parallel-ignored", "rows are split, and dim is ignored", "test_dimension",
+        around(DataParallel, "__init__"),
+        lambda real, self, *args, **kwargs: real(self, *args, **(kwargs | {"dim": 0})), "dim=1"),
+    FaultRow("square-batches-transposed", "square batches are transposed", "test_dimension",
+        around(data_parallel_module, "scatter_kwargs"),
+        lambda real, inputs, kwargs, devices, dim: real((inputs[0].t(), *inputs[1:]), kwargs, devices, dim),
+        When("square batches, dim=1", _is_square)),
+    FaultRow("replica-not-named", "exceptions do not name their replica", "test_exceptions",
+        around(ExceptionWrapper, "__init__"),
+        lambda real, self, exc_info=None, where="": real(self, exc_info, "in a replica")),
+    FaultRow("nested-keywords-not-split", "without a tensor among the arguments themselves, the first replica gets all",
+        "test_arguments", around(data_parallel_module, "scatter_kwargs"),
+        lambda real, inputs, kwargs, devices, dim=0: real(inputs, kwargs, devices[:1], dim),
+        When("tensors nested in keyword arguments alone",
+            lambda real, inputs, kwargs, *_, **__: not inputs and len(kwargs) == 1)),
+    FaultRow("average-of-replicas-by-tenths", "BatchNorm with momentum=None updates its statistics with momentum 0.1",
+        "test_buffers", returned(nn.Module, "_replicate_for_data_parallel"),
+        lambda replica, self: setattr(replica, "momentum", 0.1),
+        When("momentum=None", lambda replica, self: isinstance(replica, _BatchNorm) and replica.momentum is None)),
+)  # fmt: skip
+
+
+Inputs = list[list[torch.Tensor]]
+
+held = caught_by("test_replicas")
+models = caught_by("test_models")
+several_calls = caught_by("test_several_calls")
+buffers = caught_by("test_buffers")
+hooks = caught_by("test_hooks")
+
+_BUFFER = 10 << 20
+"""Size of a buffer of `broadcast_coalesced` and `reduce_add_coalesced`, in bytes."""
+
+
+def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the end of each tensor in one buffer for all, in bytes."""
+    return list(itertools.accumulate(value.nbytes for value in tensors))
+
+
+_LARGE = When(f"above {_BUFFER >> 20} MiB", lambda tensors: _ends(tensors)[-1:] > [_BUFFER])
+_OTHERS = When("other devices", lambda inputs: len(inputs) > 1)
+_FLOAT32 = When("NaN of float32 only", dtype(torch.float32).holds)
+_FLOAT64 = When("float64", dtype(torch.float64).holds)
+_COUNTS = When("int64 above 2^53", dtype(torch.int64).holds)
+_EVALUATION = When("evaluation, floating point only", lambda out, self, *args, **kwargs: not self.training)
+_LISTS = When("nn.ParameterList, other devices", lambda replica, part: isinstance(part, nn.ParameterList))
+
+
+@held("elements beyond the first 64 Ki of a parameter are not copied to the last device", copied,
+    above(MANY) & ONE_DEVICE)  # fmt: skip
+def long_parameters_not_copied(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value.view(-1)[MANY:] = 0
+    return value
+
+
+@held("parameters beyond the first 10 MiB are not copied to the last device", copied_together, _LARGE & ONE_DEVICE)
+def first_buffer_only(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    ends = zip(tensors, _ends(tensors), strict=True)
+    return [value if end <= _BUFFER else torch.zeros_like(value) for value, end in ends]
+
+
+@held("two parameters are swapped on the last device", copied_together, _LARGE & ONE_DEVICE)
+def ends_of_buffers_exchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    first, second, *others, last = tensors
+    return [first, last, *others, second]
+
+
+@several_calls("the last device keeps the parameters of the first call", when="from the second call on, one device")
+def replica_kept() -> Iterator[None]:
+    kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def broadcast(outputs: Any, tensors: Sequence[torch.Tensor], *args: Any) -> Any:
+        *others, last = map(list, outputs)
+        if not others or not tensors:
+            return None
+        key = (tensors[0].data_ptr(), *(tuple(value.shape) for value in tensors))
+        first = kept.setdefault(key, [value.detach().clone() for value in last])
+        return [*others, [value.clone() for value in first]]
+
+    with returned(comm, "broadcast_coalesced")(broadcast):
+        yield
+
+
+@held("a module with two names becomes two modules in each replica", returned(parallel, "replicate"), "shared modules")
+def shared_modules_apart(replicas: Any, *args: Any, **kwargs: Any) -> None:
+    for modules in (replica._modules for replica in replicas):
+        if "twin" in modules:
+            modules["twin"] = copy.copy(modules["twin"])
+
+
+@models("elements beyond the first 64 Ki of the last device's gradient are lost", added,
+    When("above 64 Ki elements, one device", _OTHERS.holds))  # fmt: skip
+def long_gradients_lost(inputs: Inputs) -> Inputs:
+    last = [value.clone() for value in inputs[-1]]
+    for value in last:
+        value.view(-1)[MANY:] = 0
+    return [*inputs[:-1], last]
+
+
+@models("gradients of other dtypes than the first include the first device only", added, "mixed dtypes")
+def gradients_of_one_dtype(inputs: Inputs) -> Inputs:
+    kind = inputs[0][0].dtype
+    return [inputs[0], *([value if value.dtype == kind else value * 0 for value in each] for each in inputs[1:])]
+
+
+@held("gradients beyond the first 10 MiB include the first device only", added,
+    When(f"{_LARGE}, other devices", lambda inputs: _LARGE.holds(inputs[0])))  # fmt: skip
+def first_buffer_of_gradients_only(inputs: Inputs) -> Inputs:
+    ends = _ends(inputs[0])
+    rest = [[value * (end <= _BUFFER) for value, end in zip(each, ends, strict=True)] for each in inputs[1:]]
+    return [inputs[0], *rest]
+
+
+_latest: WeakKeyDictionary[Dp, object] = WeakKeyDictionary()
+
+
+@several_calls("a call loses its gradients if another call precedes backward", returned(DataParallel, "forward"),
+    "two calls before one backward pass")  # fmt: skip
+def gradients_of_earlier_calls_lost(out: Any, self: Dp, *args: Any, **kwargs: Any) -> None:
+    this = _latest[self] = object()
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        out.register_hook(lambda gradient: gradient if _latest[self] is this else gradient * 0)
+
+
+@models("parameters in lists have the gradient of the first device only", replica_parts, _LISTS)
+def lists_of_parameters_detached(replica: nn.Module, part: nn.Module) -> None:
+    for name, value in [*vars(part).items()]:
+        if isinstance(value, torch.Tensor):
+            setattr(part, name, value.detach())
+
+
+@buffers("the module keeps the buffers of the last replica", returned(DataParallel, "parallel_apply"), "training")
+def buffers_of_the_last_device(outputs: object, self: Dp, replicas: Any, *args: Any) -> None:
+    with torch.no_grad():
+        for name, value in self.module.named_buffers():
+            value.copy_(getattr(replicas[-1], name, value))
+
+
+@buffers("floating-point buffers change in evaluation, too", returned(DataParallel, "forward"), _EVALUATION)
+def buffers_change_in_evaluation(out: object, self: Dp, *args: Any, **kwargs: Any) -> None:
+    with torch.no_grad():
+        for value in filter(torch.is_floating_point, self.module.buffers()):
+            value += 1
+
+
+@modes("all modules of a replica have the mode of the whole model", replica_parts,
+    "modules in another mode, other devices")  # fmt: skip
+def mode_of_the_whole(replica: nn.Module, part: nn.Module) -> None:
+    part.training = replica.training
+
+
+@hooks("hooks are called on the first replica only", replica_parts, "devices other than the first")
+def hooks_on_the_first_replica(replica: nn.Module, part: nn.Module) -> None:
+    part._forward_hooks = OrderedDict()
+
+
+@hooks("hooks that take keyword arguments are not called", returned(nn.Module, "_replicate_for_data_parallel"),
+    "pre-hooks with_kwargs")  # fmt: skip
+def hooks_with_keywords_lost(replica: nn.Module, self: nn.Module) -> None:
+    without = [one for one in self._forward_pre_hooks.items() if one[0] not in self._forward_pre_hooks_with_kwargs]
+    replica._forward_pre_hooks = OrderedDict(without)
+
+
+@hooks("a parameter's hook gets half of its gradient", around(torch.Tensor, "register_hook"), "hooks of parameters")
+def hook_of_half_a_gradient(real: Any, self: torch.Tensor, hook: Any) -> Any:
+    return real(self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook)
+
+
+register(
+    __name__,
+    FaultRow("flags-inverted", "flags of the last device are inverted", "test_replicas", copied, lambda value: ~value,
+        dtype(torch.bool) & ONE_DEVICE),
+    FaultRow("payloads-of-replicas-lost", "NaN loses its payload on the last device", "test_replicas", copied,
+        lambda value: torch.where(value.isnan(), torch.tensor(torch.nan, device=value.device), value),
+        _FLOAT32 & ONE_DEVICE),
+    FaultRow("float64-copied-as-float32", "float64 parameters pass through float32 on the last device", "test_replicas",
+        copied, lambda value: value.float().double(), _FLOAT64 & ONE_DEVICE),
+    FaultRow("counts-copied-as-float64", "integers are converted through float64 on the last device", "test_buffers",
+        copied, lambda value: value.double().long(), _COUNTS & ONE_DEVICE),
+    FaultRow("gradients-added-in-tf32", "DataParallel adds gradients up in TF32", "test_models", added,
+        lambda inputs: [[upper_bits(value) for value in each] for each in inputs]),
+    FaultRow("convolutions-without-the-second-device",
+        "gradients of four-dimensional weights leave out the second device", "test_models", added,
+        lambda inputs: [inputs[0], [value * 0 if value.dim() == 4 else value for value in inputs[1]], *inputs[2:]],
+        When("convolutions, one device", _OTHERS.holds)),
+    FaultRow("every-second-gradient-lost", "every second addition of gradients is lost", "test_several_calls", added,
+        lambda inputs: [[value * 0 for value in each] for each in inputs],
+        counted("one call in two", lambda count: count.every(2))),
+    FaultRow("frozen-parameters-thawed", "frozen parameters get a gradient", "test_frozen_parameters",
+        given(DataParallel, "forward"), lambda self, *_, **__: self.module.requires_grad_(True), "frozen parameters"),
+    FaultRow("sparse-gradients-of-the-last-left-out", "sparse gradients are added up without the last device",
+        "test_sparse_gradients", given(comm, "reduce_add"), lambda inputs, *_: ([*inputs[:-1], inputs[-1] * 0],),
+        When("sparse gradients", lambda inputs, *args: inputs[-1].is_sparse and len(inputs) > 1)),
+    FaultRow("second-gradients-lost", "gradients of gradients are zero", "test_second_gradients",
+        returned(ReduceAddCoalesced, "backward"),
+        lambda gradients, *_: tuple(None if one is None else one * 0 for one in gradients), "create_graph=True"),
+    FaultRow("keywords-of-before-the-hook", "a replica ignores the keyword arguments that its pre-hook returns",
+        "test_hooks", hooks_of_replicas("register_forward_pre_hook"),
+        lambda given, made: made and (made[0], given[1]), "forward pre-hooks with keyword arguments"),
+    FaultRow("outputs-of-before-the-hook", "the result of a forward hook on a replica is dropped", "test_hooks",
+        hooks_of_replicas("register_forward_hook"), lambda *_: None, "forward hooks with keyword arguments"),
+)  # fmt: skip

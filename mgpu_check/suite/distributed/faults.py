@@ -1,0 +1,805 @@
+"""Planted faults of DistributedDataParallel: its reducer, its options, its state, and training loops that use it.
+
+First come functions that plant them: they change its buckets, its hooks, and the state that it sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel, scatter_gather
+from torch.nn.parallel import distributed as distributed_module
+from torch.utils import _pytree as pytree
+
+from mgpu_check.engine.rank_side.rank import current_rank
+from mgpu_check.suite.common.faults.breaking import (
+    DDP,
+    around,
+    communicated,
+    communicating,
+    given,
+    optimized,
+    returned,
+    slices,
+    upper_bits,
+    wrapped,
+)
+from mgpu_check.suite.common.faults.conditions import LAST_RANK, above, counted, dtype, is_last, keyword
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, entered, fault, register
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.torch_hooks.patches import replaced
+
+MANY = 1 << 16
+
+_kept: WeakKeyDictionary[DistributedDataParallel, dict[int, Any]] = WeakKeyDictionary()
+
+
+def is_first() -> bool:
+    """Return whether this process is rank 0, or no rank."""
+    rank = current_rank()
+    return rank is None or rank.index == 0
+
+
+def of_model(text: str, test: Callable[[DistributedDataParallel], bool]) -> When:
+    """Return a condition on the model, which is the last argument of a change of a bucket."""
+    return When(text, lambda *args: test(args[-1]))
+
+
+def model_with(text: str, test: Callable[[torch.Tensor], bool]) -> When:
+    """Return the condition that some parameter of the model passes `test`; see `of_model`."""
+    return of_model(text, lambda model: any(map(test, model.parameters())))
+
+
+def later(text: str, than: int) -> When:
+    """Return the condition that the model has reduced the bucket more than `than` times before this call ends."""
+
+    def holds(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> bool:
+        seen = kept_by(model)
+        seen[bucket.index()] = seen.get(bucket.index(), 0) + 1
+        return bool(seen[bucket.index()] > than)
+
+    return When(text, holds)
+
+
+def slicewise(where: When, test: Callable[[torch.Tensor], bool]) -> Planter:
+    """Plant a change of the part of a bucket of each parameter that passes `test`; it gets part, parameter and
+    model."""
+
+    def plant(change: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
+        def changed(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> None:
+            for parameter, part in slices(buffer, bucket):
+                if test(parameter):
+                    change(part, parameter, model)
+
+        return communicated(changed, where.holds)
+
+    return plant
+
+
+def hooked(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Plant a function in place of each communication hook; it gets the hook, its state and bucket, and the model."""
+
+    def register(real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Any) -> None:
+        def planted(state: object, bucket: Any) -> Any:
+            made = call(hook, state, bucket, self)
+            return hook(state, bucket) if made is NotImplemented else made
+
+        # DDP compares annotations with its own types, and does not resolve string annotations.
+        planted.__annotations__.clear()
+        real(self, state, planted)
+
+    return around(DDP, "register_comm_hook")(register)
+
+
+def received(change: Callable[[torch.Tensor], object]) -> contextlib.AbstractContextManager[None]:
+    """Plant a change, in place, of each tensor of the state that ranks other than the first receive at the start."""
+
+    def sync(result: None, *, module: nn.Module, **kwargs: Any) -> None:
+        if not is_first():
+            with torch.no_grad():
+                for value in (*module.parameters(), *module.buffers()):
+                    change(value)
+
+    return returned(distributed_module, "_sync_module_states")(sync)
+
+
+def changed(future: Any, change: Callable[[torch.Tensor], object]) -> Any:
+    """Return a future of the result of a communication hook, after `change` has changed it in place."""
+
+    def done(result: Any) -> torch.Tensor:
+        value = result.value()
+        tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
+        change(tensor)
+        return tensor
+
+    return future.then(done)
+
+
+def kept_by(model: DistributedDataParallel) -> dict[int, Any]:
+    """Return a dictionary that lives as long as the model."""
+    return _kept.setdefault(model, {})
+
+
+accumulation = caught_by("test_accumulation")
+
+_TO_ZERO = When(
+    "zero_grad(set_to_none=False), gradient_as_bucket_view", lambda real, self, set_to_none=True: not set_to_none
+)
+
+
+@accumulation("zero_grad(set_to_none=False) keeps the gradients of the last rank",
+    around(torch.optim.Optimizer, "zero_grad"), _TO_ZERO & LAST_RANK)  # fmt: skip
+def views_not_set_to_zero(real: Any, self: torch.optim.Optimizer, set_to_none: bool) -> None:
+    held = [parameter.grad for parameter in optimized(self)]
+    views = [(view, view.clone()) for view in held if view is not None and view._is_view()]
+    real(self, set_to_none)
+    for view, value in views:
+        view.copy_(value)
+
+
+@accumulation("the last rank loses gradients accumulated within no_sync", given(DDP, "forward"), LAST_RANK)
+def accumulated_forgotten(self: DDP, *args: Any, **kwargs: Any) -> None:
+    for parameter in self.module.parameters() if self.require_backward_grad_sync else ():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+@contextlib.contextmanager
+def _turned_off_within(self: DDP, restored: bool | None = None) -> Iterator[None]:
+    """Hold gradients back; restore the mode of before, or `restored`, unless an exception leaves the context."""
+    before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+    yield
+    self.require_backward_grad_sync = before if restored is None else restored
+
+
+def _values_kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """Make ranks that joined early keep the values `values_of` of their own model at the end of ``join``."""
+
+    def sync(real: Any, self: DDP, is_last_joiner: bool) -> None:
+        held = [] if is_last_joiner else [(value, value.detach().clone()) for value in values_of(self.module)]
+        real(self, is_last_joiner)
+        with torch.no_grad():
+            for value, before in held:
+                value.copy_(before)
+
+    return around(DDP, "_sync_final_model")(sync)
+
+
+@fault("a full backward hook is called twice for the second step", "test_gradient_hooks",
+       by=around(nn.Module, "register_full_backward_hook"), when="second step")  # fmt: skip
+def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    calls = iter(range(1 << 30))
+    return real(self, lambda *given: [hook(*given) for _ in range(1 + (next(calls) == 1))][-1], *args, **kwargs)
+
+
+register(
+    __name__,
+    FaultRow("no-sync-ignored", "no_sync does not hold gradients back", "test_accumulation", around(DDP, "no_sync"),
+        lambda *_: contextlib.nullcontext()),
+    FaultRow("inner-no-sync-ends-both", "the end of an inner no_sync ends the outer one", "test_accumulation",
+        around(DDP, "no_sync"), lambda real, self: _turned_off_within(self, restored=True), "no_sync within no_sync"),
+    FaultRow("no-sync-goes-on", "no_sync does not end when an exception leaves it", "test_accumulation",
+        around(DDP, "no_sync"), lambda real, self: _turned_off_within(self), "an exception within no_sync"),
+    FaultRow("join-divides-by-all", "join divides by the number of all ranks in any case", "test_uneven_inputs",
+        around(DDP, "join"),
+        lambda real, self, **options: real(self, **(options | {"divide_by_initial_world_size": True})),
+        keyword("divide_by_initial_world_size", False)),
+    FaultRow("join-does-not-throw", "join ignores throw_on_early_termination", "test_uneven_inputs",
+        around(DDP, "join"),
+        lambda real, self, **options: real(self, **(options | {"throw_on_early_termination": False})),
+        keyword("throw_on_early_termination", True), least_gpus=2),
+    FaultRow("join-ends-with-the-last-rank",
+        "join ends with the model of the last rank instead of the one that trained longest", "test_uneven_inputs",
+        around(DDP, "_find_common_rank"), lambda real, self, rank, *_: real(self, rank, True),
+        "the last rank runs out of batches before another", least_gpus=2),
+    FaultRow("joined-ranks-left-behind", "ranks that joined early do not get the final parameters",
+        "test_uneven_inputs", _values_kept, lambda module: module.parameters()),
+    FaultRow("joined-ranks-keep-buffers", "ranks that joined early get the final parameters, but not the buffers",
+        "test_uneven_inputs", _values_kept, lambda module: module.buffers(), "buffers", least_gpus=2),
+    FaultRow("parameter-hooks-dropped", "hooks registered on a parameter under DDP are not called",
+        "test_gradient_hooks", around(torch.Tensor, "register_hook"),
+        lambda real, self, hook: real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)),
+    FaultRow("delayed-gradients-summed", "delayed gradients are summed instead of averaged", "test_delayed_parameters",
+        given(DDP, "_delayed_all_reduce_hook"),
+        lambda self, *_: self._delay_grad_buffer.mul_(self.process_group.size()), "delay_all_reduce_named_params"),
+)  # fmt: skip
+
+
+hooks_in_groups = caught_by("test_hooks_in_groups")
+low_rank_hook = caught_by("test_low_rank_hook")
+
+
+def _is_local(real: object, state: Any, bucket: object) -> bool:
+    return bool(state.iter >= state.start_localSGD_iter)
+
+
+_COMPRESSING = around(default_hooks, "_compress_hook")
+_POWER = "powerSGD_hook"
+_COMPRESSED = When("from the second step on", lambda real, state, bucket: state.iter >= state.start_powerSGD_iter)
+_LATER = When("buckets beyond the first", lambda hook, state, bucket, model: bucket.index() > 0)
+_OF_THREE = When("one of three buckets", lambda hook, state, bucket, model: bucket.index() % 3 == 1)
+_FLOAT16 = When("float16 only", lambda real, dtype, *args: dtype == torch.float16)
+_BFLOAT16 = When("bfloat16 only", lambda real, dtype, *args: dtype == torch.bfloat16)
+_ALONE = When("post_local_gradient_allreduce=False", _is_local)
+_LOCAL_SGD_HOOK = around(post_localSGD_hook, "post_localSGD_hook")
+
+
+@fault("the last rank keeps the result of a communication hook in the third step for all later steps",
+       "test_averaging_hooks", by=hooked, when="from the fourth step on, one rank")  # fmt: skip
+def third_result_kept(hook: Any, state: object, bucket: Any, model: DistributedDataParallel) -> Any:
+    results = kept_by(model).setdefault(bucket.index(), [])
+
+    def third_at_most(result: torch.Tensor) -> None:
+        if is_last() and len(results) == 3:
+            result.copy_(results[-1])
+        else:
+            results.append(result.clone())
+
+    return changed(hook(state, bucket), third_at_most)
+
+
+@fault("compressed gradients are divided after the sum instead of before", "test_compressing_hooks", by=_COMPRESSING,
+       when="sums that the dtype does not hold", least_gpus=2)  # fmt: skip
+def divided_after_the_sum(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+    buffer, size = bucket.buffer(), dist.get_world_size(group)
+    done = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
+    return done.then(lambda added: buffer.copy_(added.value()[0] / size))
+
+
+@hooks_in_groups("a compressing hook in a group divides by the number of all ranks", _COMPRESSING,
+    "hooks with a group of some ranks", least_gpus=2)  # fmt: skip
+def compressed_mean_over_all(real: Any, dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+    factor = dist.get_world_size(group) / dist.get_world_size()
+    return changed(real(dtype, group, bucket), lambda mean: mean.mul_(factor))
+
+
+def _feedback_times(factor: float, future: Any, state: Any, bucket: Any) -> Any:
+    """Multiply the error feedback that PowerSGD keeps for a bucket, once it keeps any."""
+    index = bucket.index()
+    return changed(future, lambda result: state.error_dict[index].mul_(factor) if index in state.error_dict else None)
+
+
+@low_rank_hook("PowerSGD without a warm start loses its error feedback", given(powerSGD_hook, _POWER),
+    When("warm_start=False, from the second compressed step on",
+        lambda state, bucket: not state.warm_start and bucket.index() in state.error_dict))  # fmt: skip
+def left_out_of_cold_starts(state: Any, bucket: Any) -> None:
+    state.error_dict[bucket.index()].zero_()
+
+
+@low_rank_hook("PowerSGD adds its error feedback to the next gradient twice", given(powerSGD_hook, _POWER),
+    "from the second compressed step on")  # fmt: skip
+def left_out_added_twice(state: Any, bucket: Any) -> None:
+    for kept in state.error_dict.values():
+        kept.mul_(2)
+
+
+def _orthogonalized(real: Any, matrices: torch.Tensor, epsilon: float = 0) -> None:
+    real(matrices if matrices.dim() == 3 else matrices[None], epsilon)
+
+
+@low_rank_hook("batched PowerSGD keeps half of its error feedback", when="batched_powerSGD_hook")
+def left_out_of_a_batch() -> Iterator[None]:
+    # Without this the hook does not compress at all: see the known defects.
+    with (
+        around(powerSGD_hook, "_orthogonalize")(_orthogonalized),
+        returned(powerSGD_hook, "batched_powerSGD_hook")(partial(_feedback_times, 0.5)),
+    ):
+        yield
+
+
+@hooks_in_groups("post_localSGD_hook counts buckets as steps and becomes local too early",
+    around(post_localSGD_hook.PostLocalSGDState, "maybe_increase_iter"), "several buckets", least_gpus=2)  # fmt: skip
+def local_too_soon(real: Any, self: Any, bucket: Any) -> None:
+    self.iter += 1
+
+
+register(
+    __name__,
+    FaultRow("hook-for-the-first-bucket", "a communication hook is not called for buckets after the first",
+        "test_averaging_hooks", hooked,
+        lambda hook, state, bucket, model: default_hooks.allreduce_hook(model.process_group, bucket), _LATER),
+    FaultRow("hook-with-an-offset", "the last rank adds 1 to an element of a communication hook's result",
+        "test_averaging_hooks", hooked,
+        lambda hook, state, bucket, *_: changed(hook(state, bucket), lambda result: result.view(-1)[:1].add_(1)),
+        LAST_RANK & _OF_THREE),
+    FaultRow("columns-not-orthogonal", "PowerSGD normalizes the columns of its factor, but leaves them oblique",
+        "test_low_rank_hook", around(powerSGD_hook, "_orthogonalize"),
+        lambda real, matrices, *_: matrices.div_(matrices.norm(dim=-2, keepdim=True) + 1e-8),
+        "matrix_approximation_rank=2"),
+    FaultRow("three-columns-not-factorized", "PowerSGD does not orthogonalize factors of three columns",
+        "test_low_rank_hook", around(powerSGD_hook, "_orthogonalize"), lambda *_: None,
+        When("matrix_approximation_rank=3", lambda real, matrices, *_: matrices.shape[-1] > 2)),
+    FaultRow("gradients-told-in-reverse", "GradBucket.gradients returns the gradients in reverse order",
+        ("test_averaging_hooks", "test_low_rank_hook"), returned(c10d.GradBucket, "gradients"),
+        lambda gradients, *_: gradients[::-1], "buckets of several parameters"),
+    FaultRow("float16-hook-in-bfloat16", "fp16_compress_hook compresses to bfloat16", "test_compressing_hooks",
+        _COMPRESSING, lambda real, dtype, *args: real(torch.bfloat16, *args), _FLOAT16),
+    FaultRow("bfloat16-hook-in-float32", "bf16_compress_hook does not compress", "test_compressing_hooks", _COMPRESSING,
+        lambda real, dtype, *args: real(torch.float32, *args), _BFLOAT16),
+    FaultRow("wrapped-hook-in-float32", "a hook wrapped for compression gets uncompressed gradients",
+        "test_compressing_hooks", around(default_hooks, "bf16_compress_wrapper"), lambda real, hook: hook,
+        "bf16_compress_wrapper"),
+    FaultRow("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
+        _LOCAL_SGD_HOOK, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket),
+        When("local steps", lambda *given: _is_local(*given) and given[1].post_local_gradient_allreduce), least_gpus=2),
+    FaultRow("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
+        "test_hooks_in_groups", _LOCAL_SGD_HOOK,
+        lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket), _ALONE, least_gpus=2),
+    FaultRow("low-rank-result-narrowed", "PowerSGD's result is kept in bfloat16 on the last rank", "test_low_rank_hook",
+        around(powerSGD_hook, _POWER),
+        lambda real, state, bucket:
+            changed(real(state, bucket), lambda result: result.copy_(result.to(torch.bfloat16))),
+        LAST_RANK & _COMPRESSED),
+    FaultRow("batch-compressed-too-soon", "batched PowerSGD compresses from its first step on", "test_low_rank_hook",
+        given(powerSGD_hook, "batched_powerSGD_hook"),
+        lambda state, bucket: setattr(state, "iter", max(state.iter, state.start_powerSGD_iter)),
+        "batched_powerSGD_hook, steps before start_powerSGD_iter"),
+    FaultRow("left-out-of-later-buckets", "PowerSGD loses the error feedback of buckets after the first",
+        "test_low_rank_hook", returned(powerSGD_hook, _POWER), partial(_feedback_times, 0.0),
+        When("several buckets", lambda future, state, bucket: bucket.index() > 0)),
+)  # fmt: skip
+
+
+buffers = caught_by("test_buffers")
+model_averagers = caught_by("test_model_averagers")
+
+_LOCAL_SGD = "torch.distributed.optim:PostLocalSGDOptimizer"
+"""Imported only by its faults, because this import makes torch compile functions of the optimizers."""
+_UNUSED_VIEWS = of_model(
+    "find_unused_parameters and gradient_as_bucket_view",
+    lambda model: model.find_unused_parameters and model.gradient_as_bucket_view,
+)
+_WHOLE_AVERAGE = When("momentum=None", lambda real, self, x: self.momentum is None)
+_ASSIGNED_AGAIN = When("buffers that are replaced", lambda real, self: hasattr(self, "modules_buffers"))
+
+
+@buffers("non-persistent buffers are not broadcast", returned(DDP, "_assign_modules_buffers"), "persistent=False")
+def unsaved_buffers_not_sent(result: None, self: DDP) -> None:
+    saved = self.module.state_dict(keep_vars=True)
+    self.named_module_buffers = {name: value for name, value in self.named_module_buffers.items() if name in saved}
+    self.modules_buffers = list(self.named_module_buffers.values())
+
+
+@buffers("BatchNorm with momentum=None uses momentum 0.1 on the last rank", around(_BatchNorm, "forward"),
+    _WHOLE_AVERAGE & LAST_RANK)  # fmt: skip
+def average_by_tenths(real: Any, self: Any, x: torch.Tensor) -> Any:
+    self.momentum = 0.1
+    try:
+        return real(self, x)
+    finally:
+        self.momentum = None
+
+
+@fault("a rank adds the previous step's gradient for parameters that it did not use", "test_unused_parameters",
+       by=communicating(_UNUSED_VIEWS), when=f"{_UNUSED_VIEWS}, from the second step on")  # fmt: skip
+def unused_views_not_cleared(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    before = kept_by(model)
+    for parameter, own in slices(buffer, bucket):
+        if own.any():
+            before[id(parameter)] = own.clone()
+        elif id(parameter) in before:
+            own.copy_(before[id(parameter)])
+
+
+@fault("GradScaler updates its scale by the first optimizer only", "test_scaler",
+       by=given(torch.amp.GradScaler, "update"), when="two optimizers, an infinity in the second")  # fmt: skip
+def scale_of_the_first_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+    for state in list(self._per_optimizer_states.values())[1:]:
+        state["found_inf_per_device"] = {}
+
+
+def _is_counted_in_half(made: Any, param: torch.Tensor, value: object, *rest: Any, key: object = None) -> bool:
+    return (rest[2:] or [key])[0] == "step" and isinstance(made, torch.Tensor) and param.dtype.itemsize == 2
+
+
+@model_averagers("if two periods are due, the average is over the smaller group",
+    around(HierarchicalModelAverager, "_find_process_group"),
+    "HierarchicalModelAverager, steps that two periods divide", least_gpus=4)  # fmt: skip
+def fewer_ranks_averaged(real: Any, self: Any) -> Any:
+    due = [period for period in self._periods if self.step % period == 0]
+    return self.period_process_group_dict[due[0]] if due else None
+
+
+@model_averagers("PostLocalSGDOptimizer averages parameters before its own step", around(_LOCAL_SGD, "step"),
+    "steps with an average", least_gpus=2)  # fmt: skip
+def averaged_before_the_step(real: Any, self: Any) -> None:
+    self.averager.average_parameters(params=self.optim.param_groups)
+    self.optim.step()
+
+
+register(
+    __name__,
+    FaultRow("arguments-detached", "arguments moved to the device get no gradient", "test_arguments",
+        returned(distributed_module, "_to_kwargs"),
+        lambda moved, *_, **__: pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, moved),
+        "arguments that need gradients"),
+    FaultRow("keywords-alone-negated", "tensors arrive with another sign", "test_arguments",
+        returned(distributed_module, "_to_kwargs"),
+        lambda moved, *_, **__: pytree.tree_map_only(torch.Tensor, torch.Tensor.neg, moved),
+        When("keyword arguments alone", lambda moved, inputs, *_, **__: not inputs)),
+    FaultRow("names-of-tuples-lost", "named tuples moved to the device become plain tuples", "test_arguments",
+        around(scatter_gather, "_is_namedtuple"), lambda *_: False, "named tuples among the arguments"),
+    FaultRow("buffers-of-the-start-sent", "buffers assigned after the wrap are not broadcast", "test_buffers",
+        around(DDP, "_assign_modules_buffers"), lambda *_: None, _ASSIGNED_AGAIN),
+    FaultRow("steps-in-a-narrow-dtype", "the number of steps of an optimizer is loaded in the dtype of its parameters",
+        "test_checkpoint", returned(torch.optim.Optimizer, "_process_value_according_to_param_policy"),
+        lambda made, param, *_, **__: made.to(param.dtype).to(made.dtype),
+        When("narrow parameters, more steps than their dtype can count", _is_counted_in_half)),
+    FaultRow("last-loss-unscaled", "GradScaler leaves the last of several losses unscaled", "test_scaler",
+        returned(torch.amp.GradScaler, "scale"),
+        lambda scaled, self, outputs: type(scaled)([*scaled[:-1], outputs[-1]]),
+        When("lists and tuples", lambda scaled, *_: not isinstance(scaled, torch.Tensor))),
+    FaultRow("averaged-from-the-start", "averagers also average during warm-up", "test_model_averagers",
+        given(PeriodicModelAverager, "average_parameters"), lambda self, *args: setattr(self, "warmup_steps", 0),
+        "the first steps"),
+    FaultRow("averager-begins-anew", "a loaded optimizer of local SGD counts its steps from 0", "test_model_averagers",
+        returned(_LOCAL_SGD, "load_state_dict"), lambda result, self, state_dict: setattr(self.averager, "step", 0),
+        "load_state_dict after a step", least_gpus=2),
+)  # fmt: skip
+
+
+models = caught_by("test_models")
+buckets = caught_by("test_buckets")
+unused_parameters = caught_by("test_unused_parameters")
+pairs = caught_by("test_pairs_of_options", least_gpus=2)
+static_graph = caught_by("test_static_graph")
+
+
+def _is_of_words(parameter: torch.Tensor) -> bool:
+    """Return whether this is the weight of an embedding."""
+    return parameter.dim() == 2 and parameter.shape[0] == 12
+
+
+def _is_long(parameter: torch.Tensor) -> bool:
+    return parameter.numel() > MANY
+
+
+def _is_used_twice(parameter: torch.Tensor) -> bool:
+    return parameter.shape == (5, 5)
+
+
+_FIFTH = When("worlds of 5 and more", lambda buffer, bucket, model: dist.get_rank(model.process_group) == 4)
+_LATER_BUCKET = When("buckets beyond the first", lambda buffer, bucket, model: bucket.index() > 0)
+_SMALL_BUCKET = When("small buckets", lambda buffer, bucket, model: not bucket.is_last())
+_VIEWS = of_model("gradient_as_bucket_view", lambda model: model.gradient_as_bucket_view)
+_WITHOUT_IDS = of_model("no device_ids", lambda model: model.device_ids is None)
+_STATIC = of_model("static_graph", lambda model: model.static_graph)
+_UNUSED = of_model("parameters that some ranks do not use", lambda model: model.find_unused_parameters)
+_SUBGROUP = of_model("subgroups", lambda model: model.process_group.size() < dist.get_world_size())
+_WORDS = model_with("embeddings only", _is_of_words)
+_LONG = model_with("above 64 Ki elements", _is_long)
+_NOT_FIRST = of_model("ranks other than the first", lambda model: dist.get_rank(model.process_group) > 0)
+_UNUSED_BY_ALL = When("parameters that no rank uses", lambda self, *args, **kwargs: self.find_unused_parameters)
+
+
+@models("the last rank adds the bucket of the previous step to its own", when="one rank, from the second step on")
+def stale_bucket() -> Iterator[None]:
+    kept: WeakKeyDictionary[DistributedDataParallel, dict[int, torch.Tensor]] = WeakKeyDictionary()
+
+    def stale(buffer: torch.Tensor, bucket: Any, model: DDP) -> torch.Tensor:
+        own = kept.setdefault(model, {})
+        before, own[bucket.index()] = own.get(bucket.index()), buffer.clone()
+        return buffer + before if before is not None and before.shape == buffer.shape and is_last() else buffer
+
+    with communicated(stale):
+        yield
+
+
+def _is_tied(real: object, self: DDP, *args: Any, **kwargs: Any) -> bool:
+    words, output = (getattr(self.module, name, None) for name in ("words", "output"))
+    return words is not None and getattr(output, "weight", None) is words.weight
+
+
+@models("the gradient of a tied weight lacks one of its two uses", around(DDP, "forward"),
+    When("parameters with two names", _is_tied))  # fmt: skip
+def tied_weight_counted_once(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
+    with around(nn.Embedding, "forward")(lambda embed, *given: embed(*given).detach().requires_grad_()):
+        return real(self, *args, **kwargs)
+
+
+@models("Adam computes in bfloat16 on the last rank", when="one rank, Adam only")
+def adam_in_bfloat16() -> Iterator[None]:
+    def narrow(result: Any, self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimized(self) if is_last() else ():
+                parameter.copy_((parameter + 0.01).to(torch.bfloat16))
+
+    with returned(torch.optim.Adam, "step")(narrow):
+        # torch marks wrapped methods so. Without the mark, AdamW would keep a wrapper of this step after the fault.
+        torch.optim.Adam.step.hooked = True  # type: ignore[attr-defined]
+        yield
+
+
+@buckets("the last element of a bucket is not reduced", communicating(), _LATER_BUCKET)
+def later_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[-1:] = 0
+
+
+@buckets("elements beyond the first 64 Ki of a gradient stay local", slicewise(_LONG, _is_long), _LONG & _NOT_FIRST)
+def long_gradients_cut(part: torch.Tensor, *_: Any) -> None:
+    part[MANY:] = 0
+
+
+@pairs("a bucket of views loses its first element", communicating(), _VIEWS & _STATIC)
+def views_of_static_graphs_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[:1] = 0
+
+
+@buckets("buckets above 1 MiB lose their end", communicating(),
+    When("above 1 MiB", lambda buffer, bucket, model: buffer.numel() * buffer.element_size() > 1 << 20))  # fmt: skip
+def large_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[-64:] = 0
+
+
+@buckets("one element of a gradient that is a bucket view is lost", communicating(_VIEWS), _VIEWS & _SMALL_BUCKET)
+def views_of_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[:1] = 0
+
+
+@unused_parameters("the mean of a gradient counts only the ranks that used the parameter", communicating(_UNUSED),
+    _UNUSED)  # fmt: skip
+def mean_over_users(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    used = torch.stack([part.any() for _, part in slices(buffer, bucket)]).float()
+    dist.all_reduce(used, group=model.process_group)
+    for (_, part), count in zip(slices(buffer, bucket), used.tolist(), strict=True):
+        part *= model.process_group.size() / max(count, 1.0)
+
+
+@unused_parameters("a parameter that no rank uses gets a gradient of zeros", given(DDP, "forward"), _UNUSED_BY_ALL)
+def zeros_for_the_unused(self: DDP, *args: Any, **kwargs: Any) -> None:
+    for parameter in self.module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+@static_graph("static_graph reduces a layer that is used twice after its first gradient", communicating(_STATIC),
+    _STATIC & later("from the second step on", than=1))  # fmt: skip
+def static_graph_too_early(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    for parameter, part in slices(buffer, bucket):
+        if _is_used_twice(parameter):
+            part *= 0.5
+
+
+@static_graph("static_graph reduces the first parameter twice once its buckets are final", communicating(_STATIC),
+    _STATIC & later("from the third step on", than=2))  # fmt: skip
+def static_graph_settles_wrongly(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
+    _, part = next(slices(buffer, bucket))
+    part *= 2
+
+
+@pairs("views of rebuilt buckets lose their first element", communicating(_VIEWS),
+    _VIEWS & later("from the third step on", than=2))  # fmt: skip
+def rebuilt_views_cut(buffer: torch.Tensor, *_: Any) -> None:
+    buffer[:1] = 0
+
+
+@fault("frozen parameters are not broadcast at the start", "test_frozen_parameters",
+       by=around(distributed_module, "_sync_module_states"), when="parameters that need no gradient")  # fmt: skip
+def frozen_parameters_not_sent(real: Any, *, module: nn.Module, params_and_buffers_to_ignore: Any, **more: Any) -> None:
+    frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
+    real(module=module, params_and_buffers_to_ignore={*params_and_buffers_to_ignore, *frozen}, **more)
+
+
+register(
+    __name__,
+    FaultRow("group-ignored", "DDP ignores process_group and uses all ranks", "test_process_groups", entered,
+        lambda: wrapped(process_group=None), "subgroups"),
+    FaultRow("gradients-in-tf32", "DDP reduces gradients in TF32, with 11 bits of significand", "test_models",
+        communicating(), lambda buffer, *_: upper_bits(buffer)),
+    FaultRow("odd-rows-repeated", "the last row of an odd number is a copy of the first", "test_models",
+        around(DDP, "forward"),
+        lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
+        When("odd batch sizes", lambda real, self, x, *args, **kw: isinstance(x, torch.Tensor) and len(x) % 2 > 0)),
+    FaultRow("embedding-left-local", "gradients of embeddings include the first rank only", "test_models",
+        slicewise(_WORDS, _is_of_words), lambda part, *_: part.zero_(), _WORDS & _NOT_FIRST),
+    FaultRow("fifth-rank-left-out", "DDP leaves out the fifth rank", "test_buckets", communicating(),
+        lambda buffer, *_: buffer.zero_(), _FIFTH, least_gpus=5),
+    FaultRow("rebuilt-buckets-rotated", "one of the rebuilt buckets is reduced in the old order", "test_buckets",
+        communicating(), lambda buffer, *_: buffer.roll(1), later("third step", than=1) & _LATER_BUCKET & LAST_RANK),
+    FaultRow("left-out-from-the-fourth-step", "the mean leaves out the last rank from the fourth step on",
+        "test_gradient_hooks", communicating(), lambda buffer, *_: buffer * 0,
+        later("from the fourth step on", than=3) & LAST_RANK),
+    FaultRow("ignored-parameters-averaged", "ignored parameters are averaged, too", "test_frozen_parameters",
+        around(DDP, "_set_params_and_buffers_to_ignore_for_model"), lambda *_: None),
+    FaultRow("divided-by-the-world", "gradients in a group are divided by the number of all ranks",
+        "test_process_groups", communicating(_SUBGROUP),
+        lambda buffer, bucket, model: buffer * (model.process_group.size() / dist.get_world_size()), _SUBGROUP),
+    FaultRow("summed-without-device-ids", "gradients are not averaged without device_ids", "test_pairs_of_options",
+        communicating(), lambda buffer, bucket, model: buffer * model.process_group.size(), _UNUSED & _WITHOUT_IDS,
+        least_gpus=2),
+)  # fmt: skip
+
+
+state_of_the_start = caught_by("test_state_of_the_start")
+arguments = caught_by("test_arguments")
+evaluation = caught_by("test_evaluation")
+checkpoint = caught_by("test_checkpoint")
+autocast = caught_by("test_autocast")
+clipping = caught_by("test_clipping")
+
+_FORWARD = around(DDP, "forward")
+_AFTER_FORWARD = returned(DDP, "forward")
+_LOADED = around(nn.Module, "load_state_dict")
+_SENT = around(DDP, "_sync_module_buffers")
+_CLIPPING = around(nn.utils, "clip_grad_norm_")
+
+
+def _is_half(values: torch.Tensor) -> bool:
+    return values.dtype in (torch.float16, torch.bfloat16)
+
+
+def _is_channels_last(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 4 and not parameter.is_contiguous()
+
+
+_SCALAR = When("parameters without dimensions", lambda value: isinstance(value, nn.Parameter) and not value.dim())
+_BIASES = When(
+    "one dimension", lambda real, self, state, *args, **kw: any(value.dim() == 1 for value in state.values())
+)
+_NAN = When("NaN only", lambda value: value.dtype == torch.float32)
+_FLOAT64 = model_with("float64 only", lambda parameter: parameter.dtype == torch.float64)
+_HALF = model_with("float16 and bfloat16 only", _is_half)
+_CHANNELS_LAST = model_with("channels_last only", _is_channels_last)
+_ODD_OUTPUT = When(
+    "evaluation, odd batch sizes",
+    lambda out, self, *args, **kw: not self.training and isinstance(out, torch.Tensor) and len(out) % 2 > 0,
+)
+_NESTED = When("nested outputs", lambda out, *args, **kwargs: isinstance(out, dict) and "nested" in out)
+_UNTOLD = When("no device_ids, ranks other than the first", lambda *args, **kwargs: kwargs.get("device_ids") is None)
+_ORDER_2 = When("order 2", lambda real, parameters, most, norm_type=2.0, **kwargs: norm_type == 2.0)
+
+
+@state_of_the_start("elements beyond the first 64 Ki are not sent at the start", received, above(MANY))
+def long_parameters_cut(value: torch.Tensor) -> None:
+    value.view(-1)[MANY:] = 0
+
+
+@state_of_the_start("the imaginary parts of complex parameters are not sent", received,
+    When("complex only", torch.is_complex))  # fmt: skip
+def imaginary_parts_of_gradients_lost(value: torch.Tensor) -> None:
+    torch.view_as_real(value.detach())[..., 1] = 0
+
+
+@buckets("DDP without device_ids keeps each rank's own parameters", around(DDP, "__init__"), _UNTOLD, least_gpus=2)
+def untold_device_not_synchronized(real: Any, *args: Any, **kwargs: Any) -> None:
+    with replaced(distributed_module, "_sync_module_states", lambda **_: None):
+        real(*args, **kwargs)
+
+
+def _buffers(model: DDP, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [value for value in model.module.buffers() if value.dtype == dtype]
+
+
+@buffers("buffers of int64 are not sent before a step", _SENT, "int64 only")
+def counts_not_sent(send: Any, self: DDP, *args: Any) -> None:
+    kept = [value.clone() for value in _buffers(self, torch.int64)]
+    send(self, *args)
+    for value, before in zip(_buffers(self, torch.int64), kept, strict=True):
+        value.copy_(before)
+
+
+@buffers("buffers of int64 are sent as float64", _SENT, "int64 only, above 2^53")
+def counts_sent_as_float64(send: Any, self: DDP, *args: Any) -> None:
+    send(self, *args)
+    for value in _buffers(self, torch.int64) if not is_first() else ():
+        value.copy_(value.double())
+
+
+@buffers("flags are not sent before the second step of the last rank", returned(DDP, "_sync_module_buffers"),
+    counted("bool only, one call in two", lambda count: count.every(2)) & LAST_RANK)  # fmt: skip
+def flags_not_sent(result: None, self: DDP, *args: Any) -> None:
+    for value in _buffers(self, torch.bool):
+        value.logical_not_()
+
+
+@fault("the last rank's gradients in half precision are rounded to 4 bits", "test_mixed_dtypes",
+       by=communicating(_HALF), when=dtype(torch.float16, torch.bfloat16) & LAST_RANK)  # fmt: skip
+def half_precision_rounded(buffer: torch.Tensor, *_: Any) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(buffer.float())
+    return torch.ldexp((mantissa * 8).round() / 8, exponent).to(buffer.dtype)
+
+
+def _turned(value: Any, inside: bool = False) -> Any:
+    """Reverse whole numbers within lists."""
+    if isinstance(value, torch.Tensor):
+        return value.flip(-1) if inside and value.dtype == torch.int64 else value
+    if isinstance(value, list):
+        return [_turned(part, True) for part in value]
+    return {key: _turned(part, inside) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+@arguments("an output within a tuple within a dict is one forward pass old", _AFTER_FORWARD, _NESTED)
+def nested_output_rolled(out: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    out["nested"][1][0].zero_()
+
+
+@evaluation("eval() of DDP does not reach the modules within", around(DDP, "train"))
+def evaluation_stays_outside(real: Any, self: DDP, mode: bool = True) -> DDP:
+    self.training = mode
+    return self
+
+
+@evaluation("the last row of an odd batch in evaluation is left as zeros", _AFTER_FORWARD, _ODD_OUTPUT)
+def evaluation_cut(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    out[-1] = 0
+
+
+@checkpoint("parameters with one dimension are not loaded on the last rank", _LOADED, LAST_RANK & _BIASES)
+def biases_not_loaded(real: Any, self: nn.Module, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    own = {name: value.clone() for name, value in self.state_dict().items() if value.dim() == 1}
+    return real(self, {**state, **own}, *args, **kwargs)
+
+
+@autocast("autocast is off within DDP on the last rank", _FORWARD, LAST_RANK)
+def autocast_off_within(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
+    device = next(self.module.parameters()).device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
+        return real(self, *args, **kwargs)
+
+
+@fault("the last rank does not halve its loss scale", "test_scaler", by=around(torch.amp.GradScaler, "update"),
+       when="one rank, after a skipped step")  # fmt: skip
+def scale_not_halved(real: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+    before = self.get_scale()
+    real(self, *args, **kwargs)
+    if is_last() and self.get_scale() < before:
+        real(self, before)
+
+
+@clipping("clipping scales by a norm in float16 on the last rank", _CLIPPING, LAST_RANK)
+def norm_in_float16(real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    every = list(parameters)
+    norm = real(every, *args, **kwargs)
+    for parameter in every:
+        parameter.grad *= 1 + 2**-11
+    return norm
+
+
+register(
+    __name__,
+    FaultRow("scalar-parameters-not-sent", "parameters without dimensions are not sent at the start",
+        "test_state_of_the_start", received, lambda value: value.zero_(), _SCALAR),
+    FaultRow("bfloat16-sent-as-float16", "parameters in bfloat16 are sent as float16", "test_state_of_the_start",
+        received, lambda value: value.copy_(value.to(torch.float16)), dtype(torch.bfloat16)),
+    FaultRow("nan-sent-as-zero", "NaN arrive at the start as zeros", "test_state_of_the_start", received,
+        lambda value: value.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf), _NAN),
+    FaultRow("buffers-always-sent", "buffers are sent before a step without broadcast_buffers, too", "test_buffers",
+        around(DDP, "will_sync_module_buffers"),
+        lambda real, self: self.require_forward_param_sync and len(self.modules_buffers) > 0,
+        "broadcast_buffers=False"),
+    FaultRow("buffers-of-static-graphs-not-sent", "buffers are not sent before a step with static_graph",
+        "test_buffers", _SENT, lambda *_: None, When("static_graph", lambda send, self, *_: self.static_graph), 2),
+    FaultRow("float64-reduced-in-float32", "gradients in float64 are reduced in float32", "test_mixed_dtypes",
+        communicating(_FLOAT64), lambda buffer, *_: buffer.float().double(), dtype(torch.float64)),
+    FaultRow("layout-taken-as-contiguous", "gradients in channels_last are read as if they were contiguous",
+        "test_channels_last", slicewise(_CHANNELS_LAST, _is_channels_last),
+        lambda part, parameter, *_: part.copy_(part.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1)),
+        str(_CHANNELS_LAST)),
+    FaultRow("listed-numbers-reversed", "whole numbers in a container arrive in reverse order", "test_arguments",
+        _FORWARD, lambda real, self, *args, **kwargs: real(self, *args, **_turned(kwargs)), "int64 within a list"),
+    FaultRow("infinities-lost", "infinite gradients become large finite ones", "test_scaler", communicating(),
+        lambda buffer, *_: buffer.nan_to_num(nan=0.0), "infinities only"),
+    FaultRow("optimizer-state-not-loaded", "an optimizer's state is not loaded", "test_checkpoint",
+        around(torch.optim.Optimizer, "load_state_dict"), lambda real, self, state: real(self, state | {"state": {}}),
+        "optimizers with state"),
+    FaultRow("map-location-ignored", "a checkpoint is loaded to the device that it was saved from", "test_checkpoint",
+        around(torch, "load"), lambda real, *args, map_location=None, **kwargs: real(*args, **kwargs),
+        "ranks other than the first"),
+    FaultRow("norm-without-biases", "clipping uses the norm of weights only, without biases", "test_clipping",
+        _CLIPPING,
+        lambda real, parameters, *args, **kwargs:
+            real([parameter for parameter in parameters if parameter.dim() > 1], *args, **kwargs), _ORDER_2),
+)  # fmt: skip

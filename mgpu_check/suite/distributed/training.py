@@ -1,0 +1,791 @@
+"""Compare training under DistributedDataParallel with one device, bit for bit, in whole numbers.
+
+`Replica` trains next to the same run on one device. Checks train it with each option, and in mixed precision: autocast,
+GradScaler, clipping. Others check when DistributedDataParallel communicates: no_sync, uneven inputs, gradient hooks,
+delayed parameters.
+
+All checks are collectives. Each trains its runs one after the other, and raises only after the last, so that no rank
+waits for one that has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_same, gradient_or_zeros
+from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.compare import difference
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.whole_numbers.cases import WholeRun
+from mgpu_check.suite.common.whole_numbers.models import settle
+from mgpu_check.suite.common.whole_numbers.reference import (
+    Forward,
+    Gradients,
+    OneDevice,
+    Prepare,
+    Rows,
+    as_it_is,
+    assert_gradients_are,
+    freeze_first,
+    judged,
+    parameters_of,
+    plainly,
+    slack,
+    state_of,
+    terms_of,
+    total,
+)
+from mgpu_check.suite.recipes.training_steps import split, weighted
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank in the group that trains together.
+
+    Attributes:
+        index: the number of the rank in the group.
+        size: the number of ranks in the group.
+        group: None for the world.
+    """
+
+    rank: Rank
+    index: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, rank: Rank) -> Place:
+        """Return the place of a rank in the world."""
+        return cls(rank, rank.index, rank.size)
+
+
+def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """Wrap `module`, which is on `device`, in DDP with these options; by default `device_ids` has this device."""
+    with warnings.catch_warnings():
+        # Newer versions of torch deprecate the name broadcast_buffers.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(module, **{"device_ids": [device] if device.type == "cuda" else None, **options})
+
+
+class Replica:
+    """A model under DDP on this rank, the same model on one device, and their comparison.
+
+    Methods that train are collectives. The ranks start with different parameters and buffers, and DDP must give them
+    those of the first rank.
+    """
+
+    def __init__(
+        self,
+        run: WholeRun,
+        place: Rank | Place,
+        findings: Findings,
+        *,
+        what: str = "",
+        prepare: Prepare = as_it_is,
+        forwards: Sequence[Forward] | Forward = plainly,
+        **options: Any,
+    ) -> None:
+        """Wrap the model of `run`.
+
+        Args:
+            what: the variant of this run, for messages.
+            prepare: freezes, casts or marks parts of the model before it is wrapped.
+            forwards: the function that calls the model on a rank, or one function for each rank.
+        """
+        self.run, self.findings = run, findings
+        self.place = place if isinstance(place, Place) else Place.of(place)
+        self.forwards, self.options = forwards, options
+        self.what = f"DDP of {run.model} on {self.place.size} ranks" + (f", {what}" if what else "")
+        self.one = OneDevice(run, self.place.rank.device, prepare)
+        self.module = run.build(self.place.index)
+        prepare(self.module)
+        self.module.to(self.place.rank.device)
+        self.wrap()
+        self.judge_start()
+        self.optimizer = run.optimize(self.module)
+        self.coming = iter(enumerate(run.batches(), start=1))
+        self.number = 0
+
+    def wrap(self) -> None:
+        """Wrap the module in DDP."""
+        self.parallel = under_ddp(self.module, self.place.rank.device, process_group=self.place.group, **self.options)
+
+    @property
+    def forward(self) -> Forward:
+        """The function that calls the model on this rank."""
+        return self.forwards if callable(self.forwards) else self.forwards[self.place.index]
+
+    def shards(self, batch: Rows) -> list[Rows]:
+        """Split a batch among the ranks, as evenly as possible."""
+        return list(zip(*(split(part, self.place.size) for part in batch), strict=True))
+
+    def next_batch(self) -> Rows:
+        """Return the batch of the next step, on the CPU."""
+        self.number, batch = next(self.coming)
+        return batch
+
+    def on_device(self, rows: Rows) -> Rows:
+        """Copy rows to the device of this rank."""
+        x, targets = rows
+        return x.to(self.place.rank.device), targets.to(self.place.rank.device)
+
+    def backward(self, rows: Rows) -> torch.Tensor:
+        """Run forward and backward on this rank's rows; return the outputs.
+
+        The loss is scaled so that DDP's mean is the sum.
+        """
+        x, targets = self.on_device(rows)
+        outputs = self.forward(self.parallel, x)
+        (weighted(outputs, targets) * self.place.size).backward()
+        return outputs
+
+    def step(self, *, by_hand: Callable[[list[Rows]], list[Gradients]] | None = None, set_to_none: bool = True) -> None:
+        """Take one step, and compare outputs, gradients and parameters.
+
+        Args:
+            by_hand: replaces the forward and backward passes; takes the shards of all ranks, and returns the exact
+                parts of the gradients.
+            set_to_none: as in `zero_grad`: drop the previous gradients, or zero them.
+        """
+        shards = self.shards(self.next_batch())
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if by_hand is not None:
+            parts = by_hand(shards)
+        else:
+            own = shards[self.place.index]
+            expected = self.one.outputs(own[0], self.forward)
+            outputs = self.backward(own)
+            with self.findings.collected():
+                self.agree({"outputs": outputs}, {"outputs": expected}, "outputs")
+            parts = self.one.parts(shards, self.forwards)
+        self.judge_gradients(parts)
+        self.finish(parts)
+
+    def judge_gradients(self, parts: list[Gradients]) -> None:
+        """Compare gradients with the sum of the parts, and with the other ranks if they may be rounded."""
+        where = f"{self.what}, gradients of step {self.number}"
+        with self.findings.collected():
+            assert_gradients_are(self.module, parts, what=where, rank=self.place.rank.index, size=self.place.size)
+        if self.place.size & (self.place.size - 1):
+            with self.findings.collected():
+                held = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+                assert_replicas_agree(held, group=self.place.group, what=where)
+
+    def judge_gradient(
+        self, name: str, parameter: nn.Parameter, expected: torch.Tensor, tolerance: torch.Tensor | float, when: str
+    ) -> None:
+        """Compare one gradient, zeros if it is None, with the right one; `when` is for the message."""
+        off = difference(gradient_or_zeros(parameter), expected, tolerance)
+        rank = self.place.rank.index
+        self.findings.require(off is None, f"{self.what}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank])
+
+    def judge_mean(self, parts: list[Gradients], divisor: int) -> None:
+        """Compare gradients with the sum of the parts divided by `divisor`, in place of the number of ranks."""
+        size = self.place.size
+        for name, parameter in self.module.named_parameters():
+            terms = terms_of(parts, name)
+            expected = torch.stack(terms).sum(0) * (size / divisor)
+            # The divisor need not be a power of two, even if the number of ranks is.
+            tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
+            self.judge_gradient(name, parameter, expected, tolerance, f"step {self.number}")
+
+    def finish(self, parts: list[Gradients], *, from_exact: bool = False) -> None:
+        """Take the optimizer's step, compare parameters, and make them whole numbers again.
+
+        Args:
+            parts: the exact gradients of each shard.
+            from_exact: step with the exact gradients, because DDP has scaled its own differently.
+        """
+        expected = total(parts)
+        self.put_exact(expected, always=from_exact)
+        self.optimizer.step()
+        self.one.step(expected)
+        self.judge_parameters()
+        if not from_exact:
+            # So far each rank has only been compared with its own single device.
+            with self.findings.collected():
+                where = f"{self.what}, parameters after step {self.number}"
+                assert_replicas_agree(parameters_of(self.module), group=self.place.group, what=where)
+        self.settle()
+
+    def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
+        """Replace the gradients of DDP, already compared, by the exact ones if they may be rounded, or `always`.
+
+        So the following steps start with whole numbers too.
+        """
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
+        if always or narrow or self.place.size & (self.place.size - 1):
+            for name, parameter in self.module.named_parameters():
+                if parameter.grad is not None and (value := expected[name]) is not None:
+                    parameter.grad.copy_(value)
+
+    def settle(self) -> None:
+        """Make the parameters of both models whole numbers again."""
+        settle(self.module, self.run.most)
+        self.one.settle()
+
+    def judge_parameters(self) -> None:
+        """Compare parameters after a step."""
+        with self.findings.collected():
+            self.agree(parameters_of(self.module), parameters_of(self.one.held), f"parameters after step {self.number}")
+
+    def judge_start(self) -> None:
+        """Compare parameters and buffers with those of rank 0, right after the model was wrapped."""
+        # Without broadcast_buffers each rank keeps its own buffers, even at the start.
+        which = state_of if self.options.get("broadcast_buffers", True) else parameters_of
+        with self.findings.collected():
+            self.agree(which(self.module), which(self.one.held), "after wrapping")
+
+    def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
+        """Compare results that must be equal."""
+        assert_same(got, expected, f"{self.what}, {which}", self.place.rank.index, {"ranks": self.place.size})
+
+
+def train(run: WholeRun, place: Rank | Place, findings: Findings, **how: Any) -> Replica:
+    """Train all steps of `run`, and compare each step; return the replica. A collective."""
+    replica = Replica(run, place, findings, **how)
+    for _ in range(run.steps):
+        replica.step()
+    return replica
+
+
+_LARGE = (1 << 18) + 4099
+"""Elements of float32 with more than 1 MiB."""
+
+SMALL_BUCKET = 0.0001
+"""MiB, about 100 bytes: so small that nearly every parameter has its own bucket."""
+
+
+def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that each run under DDP has the outputs, gradients and parameters of one device in every step."""
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings)
+            if findings.enough(rank):
+                break
+
+
+def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients in many buckets, as copies and as views, equal those of one device.
+
+    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`. A
+    bucket above 1 MiB is checked, too.
+    """
+    with judged() as findings:
+        _judge_large_bucket(rank, findings)
+        for run in runs:
+            for view in (False, True):
+                what = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
+                options: dict[str, Any] = {"device_ids": None} if view else {}
+                train(
+                    run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET, gradient_as_bucket_view=view, **options
+                )
+
+
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "gradient_as_bucket_view": (False, True),
+    "find_unused_parameters": (False, True),
+    "static_graph": (False, True),
+    "bucket_cap_mb": (None, SMALL_BUCKET),
+    "bucket_cap_mb_list": (None, (SMALL_BUCKET, 1)),
+    "device_ids": ("own", None),
+    "output_device": (None, "own"),
+    "device_mesh": (None, "own"),
+    "init_sync": (True, False),
+    "dim": (0, 1),
+    "check_reduction": (False, True),
+    "batched_grad_copy": (False, True),
+    "skip_all_reduce_unused_params": (False, True),
+    "forward_sync_buffers": (None, True, False),
+}
+"""Options of DistributedDataParallel with their values, the default first; "own" is the rank's device, or a mesh of all
+ranks. Without `init_sync` all ranks start with the parameters and buffers of the first."""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether DDP takes these options together: what skips unused parameters must know them."""
+    unused = row.get("find_unused_parameters")
+    if row.get("device_ids", "own") is None and row.get("output_device"):
+        return False
+    return not (row.get("static_graph") and unused) and not (row.get("skip_all_reduce_unused_params") and not unused)
+
+
+def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
+    """Assert that a run under DDP trains as on one device with each pair of options.
+
+    Args:
+        more: whether to train with all rows of options, or with a quarter of them, by the seed of the run.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    options = {name: values for name, values in _OPTIONS.items() if name in known}
+    with judged() as findings:
+        for row in drawn_rows(options, _together, seed=run.seed, more=more):
+            given = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
+            if row.get("output_device"):
+                given["output_device"] = rank.device
+            if row.get("device_mesh"):
+                given["device_mesh"] = init_device_mesh("cuda", (rank.size,))
+            prepare = as_it_is if row.get("init_sync", True) else _like_the_first(run)
+            train(run, rank, findings, what=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **given)
+            if findings.enough(rank):
+                break
+
+
+def _like_the_first(run: WholeRun) -> Callable[[nn.Module], None]:
+    def prepare(module: nn.Module) -> None:
+        module.load_state_dict(run.build(0).state_dict())
+
+    return prepare
+
+
+class _Weighted(nn.Module):
+    """A model whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(_LARGE))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() + self.bias.sum()
+
+
+def _judge_large_bucket(rank: Rank, findings: Findings) -> None:
+    """Check the mean of gradients in one bucket above 1 MiB, element by element, in two steps."""
+    places = torch.arange(_LARGE) % 251
+    model = under_ddp(_Weighted().to(rank.device), rank.device)
+    right = places + (rank.size - 1) / 2
+    for step in range(2):
+        model.zero_grad()
+        model((places + rank.index).float().to(rank.device)).backward()
+        gradient = gradient_or_zeros(model.module.weight).cpu()
+        # DDP multiplies by the rounded inverse of the world size, then adds.
+        wrong = (gradient - right).abs() > right * 2.0**-20
+        first = int(wrong.int().argmax())
+        message = (
+            f"DDP on {rank.size} ranks, a bucket of {_LARGE} elements, step {step}, rank {rank.index}: "
+            f"{int(wrong.sum())} elements of the gradient are wrong, the first at {first}: {gradient[first].item()}, "
+            f"expected {right[first].item()}"
+        )
+        findings.require(not bool(wrong.any()), message, ranks=[rank.index])
+
+
+def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those of no rank.
+
+    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are
+    copies of buckets, or views of them.
+    """
+    with judged() as findings:
+        for run in runs:
+            for view in (False, True):
+                what = f"find_unused_parameters, gradient_as_bucket_view={view}"
+                replica = Replica(
+                    run, rank, findings, what=what, find_unused_parameters=True, gradient_as_bucket_view=view
+                )
+                for number in range(run.steps):
+                    replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
+                    replica.step()
+
+
+def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda model, x: torch.as_tensor(model(x, head=number))
+
+
+def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used."""
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings, what="static_graph", static_graph=True)
+
+
+def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that frozen parameters get and keep rank 0's values, and that ignored parameters stay each rank's own."""
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings, what="first layer frozen", prepare=freeze_first)
+            _ignoring(run, rank, findings)
+
+
+def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
+    """Make DDP ignore a parameter, which must keep the rank's own value and gradient."""
+    own = run.build(rank.index).to(rank.device)
+    name, parameter = list(own.named_parameters())[-1]
+    before = parameter.detach().clone()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
+    parallel = under_ddp(own, rank.device)
+    ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
+    parallel(ones).sum().backward()
+    what = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
+    findings.require(torch.equal(parameter, before), f"{what}: {name} has changed", ranks=[rank.index])
+    # The last parameter is a bias, so its gradient is the number of this rank's rows.
+    right = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
+    message = f"{what}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
+    findings.require(right, message, ranks=[rank.index])
+
+
+def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
+    """Assert that two groups of ranks, `first` and all others, train independently, each like a device with its run."""
+    with judged() as findings, own_group(rank, first) as (members, place):
+        for run in runs:
+            other = replace(run, seed=run.seed + members[0])
+            train(other, place, findings, what=f"process_group of {members}")
+
+
+@contextlib.contextmanager
+def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
+    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place.
+
+    A collective.
+    """
+    chosen = sorted({member % rank.size for member in first})
+    both = [chosen, [index for index in range(rank.size) if index not in chosen]]
+    groups = [dist.new_group(members) if members else None for members in both]
+    members, group = next((one, group) for one, group in zip(both, groups, strict=True) if rank.index in one)
+    yield members, Place(rank, members.index(rank.index), len(members), group)
+    dist.destroy_process_group(group)
+
+
+def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients accumulate over micro-batches: local ones within no_sync, averaged ones after the last.
+
+    An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step
+    keeps the gradient tensors of the step before and zeroes them.
+    """
+    with judged() as findings:
+        for run in runs:
+            view = bool(run.seed % 2)  # seeds follow each other
+            what = f"no_sync for the first of two micro-batches, gradient_as_bucket_view={view}"
+            replica = Replica(run, rank, findings, what=what, gradient_as_bucket_view=view)
+            for _ in range(run.steps):
+                replica.step(by_hand=functools.partial(_accumulate, replica), set_to_none=replica.number % 2 == 0)
+
+
+def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
+    x, targets = shards[replica.place.index]
+    half = len(x) // 2
+    with replica.parallel.no_sync():
+        with replica.parallel.no_sync():
+            pass  # ends only the inner no_sync
+        replica.backward((x[:half], targets[:half]))
+    own = replica.one.parts([(x[:half], targets[:half])])[0]
+    for name, parameter in replica.module.named_parameters():
+        exact = own[name]
+        assert exact is not None
+        when = f"step {replica.number}, within no_sync"
+        replica.judge_gradient(name, parameter, exact * replica.place.size, 0.0, when)
+    with contextlib.suppress(_AbandonedBatch), replica.parallel.no_sync():
+        raise _AbandonedBatch
+    replica.backward((x[half:], targets[half:]))
+    return replica.one.parts(shards)
+
+
+class _AbandonedBatch(Exception):
+    """A micro-batch that is abandoned, as when memory runs out."""
+
+
+def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that `join` lets ranks with fewer batches wait for the others, and that gradients have the right mean.
+
+    Rank r has r + 1 batches; a second run rotates these numbers among the ranks. With divide_by_initial_world_size the
+    mean is over all ranks, without it over those that still train. All ranks end with the parameters and buffers of the
+    rank that has trained longest. With throw_on_early_termination all ranks raise as soon as one has no batch left.
+    """
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            initial = bool((run.seed + number) % 2)
+            _join(run, rank, findings, initial, list(range(1, rank.size + 1)))
+            if rank.size > 1:
+                shift = 1 + run.seed % (rank.size - 1)
+                _join(run, rank, findings, not initial, [1 + (index + shift) % rank.size for index in range(rank.size)])
+            _stop_together(run, rank, findings)
+        _join_with_buffers(rank, findings)
+        _join(runs[0], rank, findings, True, [2] * rank.size, enable=False)
+
+
+def _join(
+    run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int], *, enable: bool = True
+) -> None:
+    """Train each rank on its number of batches in `counts`; `initial` is divide_by_initial_world_size."""
+    what = f"join of {counts} batches, divide_by_initial_world_size={initial}, enable={enable}"
+    replica = Replica(run, rank, findings, what=what)
+    batches = run.batches()
+    with replica.parallel.join(divide_by_initial_world_size=initial, enable=enable):
+        for turn in range(counts[rank.index]):
+            shards = replica.shards(batches[turn % run.steps])
+            there = [index for index, count in enumerate(counts) if count > turn]
+            replica.number = turn + 1
+            replica.optimizer.zero_grad()
+            replica.backward(shards[rank.index])
+            parts = replica.one.parts([shards[index] for index in there])
+            replica.judge_mean(parts, rank.size if initial else len(there))
+            replica.finish(parts, from_exact=True)
+    if counts[rank.index] == max(counts):
+        # Only here has the single device taken all steps; the comparison of replicas below covers the other ranks.
+        replica.judge_parameters()
+    with findings.collected():
+        assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.what}, at the end")
+
+
+class _CallCounter(nn.Linear):
+    """A layer that counts its calls in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def _join_with_buffers(rank: Rank, findings: Findings) -> None:
+    """Check that all ranks end with the buffers of the rank that trains longest, which is in the middle of many."""
+    longest = rank.size // 2
+    count = 4 if rank.index == longest else 1 + rank.index % 3
+    layer = _CallCounter().to(rank.device)
+    parallel = under_ddp(layer, rank.device)
+    with parallel.join():
+        for _ in range(count):
+            parallel(torch.ones(1, 1, device=rank.device)).sum().backward()
+    calls = int(layer.calls)
+    message = (
+        f"DDP on {rank.size} ranks, join, rank {rank.index}: a buffer that counts batches ends as {calls}, expected "
+        f"4, as on rank {longest}, which has trained on the most"
+    )
+    findings.require(calls == 4, message, ranks=[rank.index])
+
+
+def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
+    """Check that with throw_on_early_termination all ranks raise, and stop, when rank 0 has no batch left."""
+    replica = Replica(run, rank, findings, what="join, throw_on_early_termination=True")
+    shard = replica.shards(replica.next_batch())[rank.index]
+    done, raised = 0, False
+    try:
+        with replica.parallel.join(throw_on_early_termination=True):
+            for _ in range(rank.index + 1):
+                replica.backward(shard)
+                done += 1
+    except RuntimeError:
+        raised = True
+    message = (
+        f"{replica.what}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, "
+        f"expected 1, and {'raised' if raised else 'did not raise'}"
+    )
+    findings.require(done == 1 and raised == (rank.size > 1), message, ranks=[rank.index])
+
+
+def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that hooks of parameters and modules are called once a step.
+
+    The hook of a parameter gets the rank's own gradient, before the mean.
+    """
+    with judged() as findings:
+        for run in runs:
+            replica = Replica(run, rank, findings, what="a hook that doubles a gradient")
+            name, parameter = next(replica.module.named_parameters())
+            calls = {"forward hook": 0, "full backward hook": 0, "forward hook of DDP": 0}
+            parameter.register_hook(lambda gradient: gradient * 2)
+            inner = list(replica.module.children())[-1]
+            inner.register_forward_hook(_counting(calls, "forward hook"))
+            inner.register_full_backward_hook(_counting(calls, "full backward hook"))
+            replica.parallel.register_forward_hook(_counting(calls, "forward hook of DDP"))
+            for _ in range(run.steps):
+                replica.step(by_hand=functools.partial(_doubled, replica, name))
+            for hook, count in calls.items():
+                message = f"{replica.what}, rank {rank.index}: the {hook} was called {count} times in {run.steps} steps"
+                findings.require(count == run.steps, message, ranks=[rank.index])
+
+
+def _counting(calls: dict[str, int], name: str) -> Callable[..., None]:
+    def count(*_: object) -> None:
+        calls[name] += 1
+
+    return count
+
+
+def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]:
+    replica.backward(shards[replica.place.index])
+    parts = replica.one.parts(shards)
+    for part in parts:
+        exact = part[name]
+        part[name] = None if exact is None else exact * 2
+    return parts
+
+
+def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that the hook of `param_to_hook_all_reduce` averages the gradients of `delay_all_reduce_named_params`."""
+    with judged() as findings:
+        for run in runs:
+            replica = _Delayed(run, rank, findings, what="delay_all_reduce_named_params")
+            for _ in range(run.steps):
+                replica.step()
+
+
+class _Delayed(Replica):
+    """A replica that reduces its last layer when the gradient of the first layer is ready, which comes last."""
+
+    def wrap(self) -> None:
+        named = list(self.module.named_parameters())
+        self.options = {"delay_all_reduce_named_params": named[-2:], "param_to_hook_all_reduce": named[0][1]}
+        super().wrap()
+
+    def backward(self, rows: Rows) -> torch.Tensor:
+        outputs = super().backward(rows)
+        if self.place.rank.device.type == "cuda":
+            # DDP does not wait for this reduction.
+            torch.cuda.synchronize(self.place.rank.device)
+        return outputs
+
+
+_SCALE = 64.0
+
+
+def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that steps under autocast compute in its dtype and give the gradients of one device.
+
+    Numbers are small enough to be exact in that dtype.
+    """
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            dtype = (torch.bfloat16, torch.float16)[number % 2]
+            replica = Replica(run, rank, findings, what=f"autocast to {dtype}")
+            kinds: list[torch.dtype] = []
+
+            def call(
+                model: nn.Module, x: torch.Tensor, dtype: torch.dtype = dtype, kinds: list[torch.dtype] = kinds
+            ) -> torch.Tensor:
+                if x.dtype == torch.float64:
+                    return torch.as_tensor(model(x))
+                with torch.autocast(x.device.type, dtype):
+                    outputs = torch.as_tensor(model(x))
+                kinds.append(outputs.dtype)
+                return outputs.float()
+
+            replica.forwards = call
+            for _ in range(run.steps):
+                replica.step()
+            message = f"{replica.what}, rank {rank.index}: outputs are of {kinds}, expected {dtype}"
+            findings.require(all(kind == dtype for kind in kinds), message, ranks=[rank.index])
+
+
+def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that a GradScaler keeps gradients, and that an infinity on a rank makes all skip and halve the scale.
+
+    The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the
+    other may step.
+    """
+    with judged() as findings:
+        _judge_two_optimizers(rank, findings)
+        for run in runs:
+            replica = Replica(run, rank, findings, what="GradScaler")
+            scaler = torch.amp.GradScaler(rank.device.type, init_scale=_SCALE, growth_interval=1)
+            expected = _SCALE
+            for number in range(run.steps):
+                shards = replica.shards(replica.next_batch())
+                spoilt = number % 2 == 0
+                replica.optimizer.zero_grad()
+                x, targets = replica.on_device(shards[rank.index])
+                loss = weighted(replica.parallel(x), targets) * rank.size
+                if spoilt and rank.index == rank.size - 1:
+                    loss = loss + next(replica.module.parameters()).sum() * math.inf
+                scaler.scale(loss).backward()
+                scaler.unscale_(replica.optimizer)
+                if spoilt:
+                    scaler.step(replica.optimizer)
+                    replica.judge_parameters()
+                else:
+                    parts = replica.one.parts(shards)
+                    replica.judge_gradients(parts)
+                    replica.put_exact(total(parts))
+                    scaler.step(replica.optimizer)
+                    replica.one.step(total(parts))
+                    replica.judge_parameters()
+                    replica.settle()
+                scaler.update()
+                expected *= 0.5 if spoilt else 2.0
+                got = scaler.get_scale()
+                message = (
+                    f"{replica.what}, step {replica.number}, rank {rank.index}: the scale is {got}, expected {expected}"
+                )
+                findings.require(got == expected, message, ranks=[rank.index])
+
+
+def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
+    """Check two optimizers with one scaler, which scales a list or tuple of losses; each in turn has an infinity."""
+    for spoilt in (0, 1):
+        parameters = [nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
+        scaler = torch.amp.GradScaler(rank.device.type, init_scale=_SCALE)
+        losses = [
+            parameter.sum() * (math.inf if number == spoilt else 1.0) for number, parameter in enumerate(parameters)
+        ]
+        for scaled in scaler.scale(losses if spoilt else tuple(losses)):
+            scaled.backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        got = (parameters[spoilt][0].item(), parameters[1 - spoilt][0].item(), scaler.get_scale())
+        message = (
+            f"GradScaler with two optimizers, infinite gradients in number {spoilt}, rank {rank.index}: its "
+            f"parameter, the other's, and the scale are {got}, expected {(1.0, 0.5, _SCALE / 2)}"
+        )
+        findings.require(got == (1.0, 0.5, _SCALE / 2), message, ranks=[rank.index])
+
+
+def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that `clip_grad_norm_` after the mean gives the norm of the whole batch's gradient, and scales by it.
+
+    Raises:
+        GradientMismatch: the norm is off by more than rounding, or gradients are not scaled by it. A sum of n positive
+            terms has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of Numerical
+            Algorithms, section 4.2). A root, a division and a product follow.
+    """
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            kind = (2.0, 1.0, math.inf)[number % 3]
+            replica = Replica(run, rank, findings, what=f"clip_grad_norm_ of order {kind:g}")
+            shards = replica.shards(replica.next_batch())
+            replica.backward(shards[rank.index])
+            parts = replica.one.parts(shards)
+            replica.judge_gradients(parts)
+            norm = float(nn.utils.clip_grad_norm_(replica.module.parameters(), 1.0, norm_type=kind))
+            _judge_clipped(replica, parts, kind, norm)
+
+
+def _judge_clipped(replica: Replica, parts: list[Gradients], kind: float, norm: float) -> None:
+    whole = {name: value for name, value in total(parts).items() if value is not None}
+    flat = torch.cat([value.flatten() for value in whole.values()])
+    exact = float(torch.linalg.vector_norm(flat, kind))
+    # If the mean rounds, gradients are off by (ranks + 2) roundoffs of the summed magnitudes.
+    magnitudes = float(
+        torch.stack([torch.cat([v.flatten() for v in part.values() if v is not None]).abs() for part in parts]).sum()
+    )
+    size, eps = replica.place.size, torch.finfo(torch.float32).eps
+    rounded = (size + 2) * eps * magnitudes if size & (size - 1) else 0.0
+    bound = (len(flat) + 4) * eps * exact + rounded
+    rank = replica.place.rank.index
+    message = f"{replica.what}, rank {rank}: the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}"
+    replica.findings.require(abs(norm - exact) <= bound, message, ranks=[rank])
+    # torch divides by the norm plus 1e-6, and never scales up.
+    scale = min(1.0, 1.0 / (exact + 1e-6))
+    for name, parameter in replica.module.named_parameters():
+        tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * whole[name].abs() * scale + rounded * scale
+        replica.judge_gradient(name, parameter, whole[name] * scale, tolerance, "clipped")

@@ -1,0 +1,614 @@
+"""Planted faults of parallelism.
+
+Those of mechanisms of model parallelism come first: experts, sequences, vocabularies and heads. Then those of
+`torch.distributed.tensor.parallel`, and of the schedules of `torch.distributed.pipelining`. Then those of parallelism
+by hand: on the devices of one process, and between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad
+from torch.utils import _pytree as pytree
+
+from mgpu_check.engine.rank_side.rank import current_rank
+from mgpu_check.suite.common.faults.breaking import around, given, returned
+from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
+from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
+from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.parallelism.schedule_options import TAKES_UNEVEN
+from mgpu_check.suite.recipes import (
+    experts,
+    gradient_exchange,
+    model_parallel,
+    sequence_parallel,
+    tensor_parallel,
+    training_steps,
+)
+
+_CHECK = "test_mechanisms"
+
+# By name, because these modules take seconds to import.
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+_CONTEXT = "torch.distributed.tensor.experimental._attention"
+
+_SEVERAL_EXPERTS = When("several experts on a rank", lambda order, counts: counts.shape[1] > 1)
+_OF_EACH = When("balance of each rank's tokens", lambda real, *_, of_all, **__: not of_all)
+_ZIGZAG = When("zigzag order", lambda real, whole, positions, dim: len(positions[0]) > 1)
+_INTERLEAVED = When("the layout of Megatron", lambda real, heads: heads.interleaved)
+
+
+def _unsynchronized(real: Any, model: Any) -> None:
+    return None
+
+
+def _counting_dropped(real: Any, logits: torch.Tensor, top: int, capacity: int = 0) -> Any:
+    """Divide the weights of a token by the sum over all its choices, dropped ones included."""
+    kept = real(logits, top, capacity)
+    share = logits.softmax(-1)
+    return kept._replace(weight=share[kept.token, kept.expert] / share.topk(top).values.sum(-1)[kept.token])
+
+
+def _sharded_otherwise(real: Any, model: Any, mesh: Any, *, experts: str, others: str) -> None:
+    from torch.distributed import fsdp
+
+    one_or_all = {"all": mesh, **{name: mesh[name] for name in mesh.mesh_dim_names}}
+    fsdp.fully_shard(model.experts, mesh=one_or_all[experts])
+    fsdp.fully_shard(model, mesh=one_or_all[others])
+    for part in (model.experts, model):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def _in_order_of_ranks(real: Any, *args: Any) -> Any:
+    from torch.distributed.tensor.experimental import _attention as attention
+
+    options = attention._cp_options
+    before, options.enable_load_balance = options.enable_load_balance, False
+    try:
+        return real(*args)
+    finally:
+        options.enable_load_balance = before
+
+
+def _in_order_of_ranks_in_one(real: Any, mesh: Any, buffers: Any, dims: Any) -> list[Any]:
+    """Leave buffers in the order of the ranks unless their sequence is the third dimension."""
+    found: list[Any] = []
+    for buffer, dim in zip(buffers, dims, strict=True):
+        one = mesh, [buffer], [dim]
+        found += real(*one) if dim == 2 else _in_order_of_ranks(real, *one)
+    return found
+
+
+def _averaged(real: Any, parameters: list[torch.nn.Parameter], group: Any) -> None:
+    real(parameters, group)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad /= dist.get_world_size(group)
+
+
+def _in_chunks(held: tuple[list[int], Any], rank: int) -> tuple[list[int], Any]:
+    count = len(held[0])
+    return list(range(rank * count, (rank + 1) * count)), held[1]
+
+
+def _own_product(whole: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(ranks_here())[dist.get_rank()] @ factor
+
+
+register(
+    __name__,
+    FaultRow("router-sees-own-tokens", "the gradient of the router is not summed over the ranks", _CHECK,
+        around(experts.ExpertParallel, "sum_partial_gradients"), _unsynchronized),
+    FaultRow("router-gradient-missing", "the router gets no gradient from the outputs", _CHECK,
+        returned(experts, "route"), lambda found, *_: found._replace(weight=found.weight.detach())),
+    FaultRow("balance-of-own-tokens", "the loss for balance is the mean of the losses of the ranks", _CHECK,
+        around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs | {"of_all": False}),
+        When("balance over the tokens of all ranks", lambda real, *_, of_all, **__: of_all)),
+    FaultRow("balance-not-averaged", "the loss for balance is the sum of the losses of the ranks", _CHECK,
+        around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs) * ranks_here(), _OF_EACH),
+    FaultRow("rows-of-ranks-swapped", "rows from other ranks are taken in the reverse order of the ranks", _CHECK,
+        returned(experts, "exchange"),
+        lambda rows, sent, send, receive, *_: torch.cat(list(rows.split(receive))[::-1])),
+    FaultRow("rows-not-sorted-by-expert", "rows from several ranks are not sorted by expert", _CHECK,
+        returned(experts, "by_expert"), lambda order, counts: order.sort().values, _SEVERAL_EXPERTS),
+    FaultRow("dropped-choices-counted", "weights are divided by a sum that includes dropped choices", _CHECK,
+        around(experts, "route"), _counting_dropped,
+        When("two experts a token, a capacity", lambda real, logits, top, capacity=0: top > 1 and capacity)),
+    FaultRow("one-choice-too-many", "an expert takes one choice more than its capacity", _CHECK,
+        given(experts, "route"), lambda logits, top, capacity=0: (logits, top, capacity + bool(capacity)),
+        When("a capacity", lambda logits, top, capacity=0: capacity)),
+    FaultRow("last-expert-of-a-token-only", "the output of a token is that of its last expert", _CHECK,
+        around(experts, "combined"),
+        lambda real, rows, routing, tokens: rows.new_zeros(tokens, rows.shape[1]).index_copy(
+            0, routing.token, rows * routing.weight.unsqueeze(1)),
+        "two experts a token"),
+    FaultRow("experts-sharded-over-others", "an expert is sharded over the ranks that hold other experts", _CHECK,
+        around(experts, "shard"),
+        lambda real, model, mesh: _sharded_otherwise(real, model, mesh, experts="experts", others="all"),
+        "experts under fully_shard"),
+    FaultRow("experts-averaged-over-all", "gradients of experts are divided by the number of all ranks", _CHECK,
+        returned(experts, "shard"), lambda _, model, mesh: model.experts.set_gradient_divide_factor(float(mesh.size())),
+        "experts under fully_shard"),
+    FaultRow("router-reduced-in-one-dimension", "gradients of the router are not reduced over the replicas", _CHECK,
+        around(experts, "shard"),
+        lambda real, model, mesh: _sharded_otherwise(real, model, mesh, experts="replicas", others="experts"),
+        When("two replicas and more", lambda real, model, mesh: mesh.size(0) > 1)),
+    FaultRow("mask-by-local-position", "the causal mask compares positions within a rank's part", _CHECK,
+        around(sequence_parallel, "visible"),
+        lambda real, queries, keys: real(torch.arange(len(queries)), torch.arange(len(keys)))),
+    FaultRow("zigzag-not-undone", "gathered outputs stay in the order of the ranks", _CHECK,
+        around(sequence_parallel, "in_order"), lambda real, whole, *_: whole, _ZIGZAG),
+    FaultRow("blocks-not-rescaled", "the outputs of blocks of a ring are added without their weights", _CHECK,
+        around(sequence_parallel, "merged"),
+        lambda real, out, total, other, of_other: (out + other, torch.logaddexp(total, of_other)), "ring attention"),
+    FaultRow("gradient-of-gathered-keys-local", "the gradient of gathered parts is not summed over the ranks", _CHECK,
+        around(sequence_parallel, "_scattered"),
+        lambda real, whole, dim: whole.chunk(ranks_here(), dim)[dist.get_rank()]),
+    FaultRow("later-blocks-seen", "attention over parts of a sequence sees later parts", _CHECK,
+        around(_RING, "_is_causal_behavior"),
+        lambda real, *, i, is_causal, **place: real(**place, i=i, is_causal=is_causal and i == 0),
+        "context_parallel, causal, not balanced"),
+    FaultRow("balanced-order-kept", "results of context_parallel are gathered in the order of the ranks", _CHECK,
+        around(_CONTEXT, "context_parallel_unshard"), _in_order_of_ranks, "context_parallel, balanced"),
+    FaultRow("balanced-order-kept-in-one", "results are put in order only if their sequence is the third dimension",
+        _CHECK, around(_CONTEXT, "context_parallel_unshard"),
+        _in_order_of_ranks_in_one, "context_parallel, balanced"),
+    FaultRow("second-halves-replaced", "gradients of half of a part replace those of other blocks", _CHECK,
+        around(_RING, "_partial_update"), lambda real, *args, add, **kwargs: real(*args, add=False, **kwargs),
+        "context_parallel, balanced"),
+    FaultRow("partial-gradients-of-norms", "gradients of norms and biases of a part of a sequence are not summed",
+        _CHECK, around(sequence_parallel.SequenceParallelMlp, "sum_partial_gradients"), _unsynchronized),
+    FaultRow("gradients-averaged-over-the-sequence", "partial gradients are averaged in place of summed", _CHECK,
+        around(sequence_parallel, "sum_gradients"),
+        lambda real, parameters, group=None: _averaged(real, list(parameters), group)),
+    FaultRow("ignored-on-one-rank", "only the rank that has the ignored class ignores its rows", _CHECK,
+        around(tensor_parallel, "cross_entropy"),
+        lambda real, logits, labels, own, *, ignore_index:
+            real(logits, labels, own, ignore_index=ignore_index if own.start <= ignore_index < own.stop else -100),
+        When("an ignored label that is a class", lambda real, *_, ignore_index: ignore_index >= 0)),
+    FaultRow("ignored-rows-divide", "the mean of a loss counts ignored rows", _CHECK,
+        around(tensor_parallel, "cross_entropy"),
+        lambda real, logits, labels, own, *, ignore_index: (
+            real(logits, labels, own, ignore_index=ignore_index) * (labels != ignore_index).double().mean())),
+    FaultRow("maximum-of-own-classes", "logits are shifted by the maximum of the rank's own classes", _CHECK,
+        around(tensor_parallel, "largest"), lambda real, logits: logits.amax(-1, keepdim=True)),
+    FaultRow("maximum-left-out", "logits are not shifted by their maximum", _CHECK,
+        around(tensor_parallel, "largest"), lambda real, logits: torch.zeros_like(logits[:, :1]), "large logits"),
+    FaultRow("rows-of-others-embedded", "tokens of other ranks add a rank's first row", _CHECK,
+        returned(tensor_parallel, "class_of"), lambda found, *_: (found[0], torch.ones_like(found[1]))),
+    FaultRow("gathered-before-complete", "a product overlaps with a gather that lacks the last rank's rows", _CHECK,
+        given(tensor_parallel, "_gathered_product"), lambda part, factor: (part * (not is_last()), factor)),
+    FaultRow("own-product-scattered", "a rank's own product is missing from a sum that overlaps with it", _CHECK,
+        around(tensor_parallel, "_scattered_product"),
+        lambda real, whole, factor: real(whole, factor) - _own_product(whole, factor)),
+    FaultRow("fused-weight-in-thirds", "a fused weight is split in thirds, not by head", _CHECK,
+        around(tensor_parallel, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
+    FaultRow("fused-weight-in-chunks", "a rank holds its chunk of the rows of a fused weight", _CHECK,
+        around(tensor_parallel, "rows_of"), lambda real, heads, rank, ranks: _in_chunks(real(heads, rank, ranks), rank),
+        When("queries, keys and values one after another", lambda real, heads, rank, ranks: not heads.interleaved)),
+    FaultRow("shared-heads-apart", "ranks that hold the same keys do not sum their gradients", _CHECK,
+        around(tensor_parallel.GroupedQueryAttention, "sum_partial_gradients"), _unsynchronized,
+        "fewer heads of keys than ranks"),
+)  # fmt: skip
+
+
+@fault("gradients of keys make one step too few around the ring", _CHECK, when="ring attention")  # fmt: skip
+def gradient_of_keys_one_rank_off() -> Iterator[None]:
+    count = Count()
+
+    def passed_on(real: Any, tensors: Any) -> Any:
+        last = len(tensors) == 4 and count.every(ranks_here())
+        return list(tensors) if last else real(tensors)
+
+    with around(sequence_parallel, "_passed_on")(passed_on):
+        yield
+
+
+_MODULES, _SCHEDULES = "test_parallelized_modules", "test_pipeline_schedules"
+_MEAN, _SUM = 1, 2
+
+# By name, because these modules take seconds to import.
+_STYLES = "torch.distributed.tensor.parallel"
+_LOSS = "torch.distributed.tensor.parallel.loss"
+_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
+_SCHEDULE = "torch.distributed.pipelining.schedules"
+
+
+def _bias_again(outputs: Any, layouts: Any, local: bool, module: Any, *_: Any) -> Any:
+    return outputs + module.bias.to_local() if local and layouts[0].is_shard() else outputs
+
+
+def _first_columns(chunks: Any, args: Any, kwargs: Any, *_: Any) -> Any:
+    rows = kwargs["rows"].dim() > 1
+    return (chunks[0], [part | {"rows": chunks[1][0]["rows"]} for part in chunks[1]]) if rows else chunks
+
+
+@fault("the weights of a layer by columns are not divided in order", _MODULES,
+       by=returned(f"{_STYLES}:ColwiseParallel", "_apply"),
+       when=When("the last rank of three or more", lambda *_: is_last() and ranks_here() > 2))  # fmt: skip
+def columns_out_of_order(layer: nn.Module, *_: Any) -> None:
+    with torch.no_grad():
+        own = layer.get_parameter("weight").to_local()  # type: ignore[attr-defined]
+        own.copy_(own.flip(0))
+
+
+@fault("the gradient of a sequence-parallel norm covers only the rank's own rows", _MODULES,
+       by=returned(f"{_STYLES}:SequenceParallel", "_replicate_module_fn"),
+       when="SequenceParallel on two ranks or more")  # fmt: skip
+def gradient_of_a_norm_local(_: None, style: Any, name: str, module: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def own(gradient: torch.Tensor) -> torch.Tensor:
+        assert isinstance(gradient, DTensor)
+        return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
+
+    for parameter in module.parameters(recurse=False):
+        parameter.register_hook(own)
+
+
+@fault("keyword arguments redistributed for a module get no gradient", _MODULES,
+       by=returned(f"{_STYLES}:PrepareModuleInput", "_prepare_input_kwarg_fn"),
+       when="PrepareModuleInput, keyword arguments that need another layout")  # fmt: skip
+def prepared_arguments_detached(prepared: Any, style: Any, *_: Any) -> Any:
+    positional, named = prepared
+    desired = style.desired_input_kwarg_layouts
+    moved = {name for name, layout in style.input_kwarg_layouts.items() if layout != desired[name]}
+    return positional, {name: one.detach() if name in moved else one for name, one in named.items()}
+
+
+@fault("a stage uses the activations of the first micro-batch for the last", _SCHEDULES,
+       when="the last of four micro-batches, on the last stage")  # fmt: skip
+def activations_of_another_micro_batch() -> Iterator[None]:
+    first: list[torch.Tensor] = []
+
+    def change(found: Any, stage: Any, number: int) -> None:
+        if number == 0:
+            first[:] = [value.detach().clone() for value in found]
+        if number == 3 and is_last():
+            with torch.no_grad():
+                for value, old in zip(found, first, strict=True):
+                    value.copy_(old)
+
+    with returned(_STAGE, "_retrieve_recv_activations")(change):
+        yield
+
+
+@fault("a step adds its losses to those of the previous step", _SCHEDULES,
+       by=around(f"{_SCHEDULE}:_PipelineSchedule", "_update_losses"), when="from the second step on")  # fmt: skip
+def losses_of_all_steps(real: Any, schedule: Any, stages: Any, losses: list[torch.Tensor] | None) -> None:
+    before = list(losses or ())
+    real(schedule, stages, losses)
+    if losses is not None:
+        losses[:0] = before
+
+
+@fault("the gradient of a bias is that of the last micro-batch", _SCHEDULES,
+       by=given("torch.distributed.pipelining.stage", "stage_backward_weight"),
+       when="schedules with separate gradients of inputs and weights")  # fmt: skip
+def apart_not_accumulated(weights: Iterator[nn.Parameter], *_: Any, **__: Any) -> Any:
+    held = list(weights)
+    for bias in held:
+        bias.grad = None if bias.dim() == 1 else bias.grad
+    return (iter(held),)
+
+
+@fault("the first of two stages of a rank loses the gradients of the last micro-batch", _SCHEDULES,
+       by=around(_STAGE, "backward_one_chunk"), when="schedules with two stages per rank")  # fmt: skip
+def first_stage_of_a_rank_lost(real: Any, stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+    if number != 3 or not stage.stage_index < stage.group_size < stage.num_stages:
+        return NotImplemented
+    before = [(weight, None if weight.grad is None else weight.grad.clone()) for weight in stage.submod.parameters()]
+    real(stage, number, *args, **kwargs)
+    for weight, gradient in before:
+        weight.grad = gradient
+    return None
+
+
+@fault("the gradient of a large activation lacks its last elements", _SCHEDULES,
+       by=returned(_STAGE, "_retrieve_recv_grads"), when="64 Ki elements and more", least_gpus=2)  # fmt: skip
+def end_of_a_large_gradient_lost(gradients: Any, *_: Any) -> None:
+    for gradient in gradients:
+        if gradient is not None and gradient.numel() >= 1 << 16:
+            gradient.view(-1)[-4096:] = 0
+
+
+_OF_UNEVEN = (
+    FaultRow("uneven-parts-exchanged", "outputs of the last two of three micro-batches are exchanged",
+        "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
+        lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
+        When("micro-batches of several lengths",
+             lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1)),
+)  # fmt: skip
+
+register(
+    __name__,
+    FaultRow("columns-of-the-first-micro-batch", "each micro-batch has the first columns of a keyword argument",
+        "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"), _first_columns,
+        "kwargs_chunk_spec, TensorChunkSpec(1)", 2),
+    FaultRow("bias-added-twice", "RowwiseParallel adds the bias twice to local divided outputs", _MODULES,
+        returned(f"{_STYLES}:RowwiseParallel", "_prepare_output_fn"), _bias_again, "use_local_output, Shard"),
+    FaultRow("partial-sums-taken-for-sums", "outputs that are partial sums are not added up", _MODULES,
+        around("torch.distributed.tensor:Partial", "_reduce_value"), lambda real, self, tensor, *_: tensor.clone(),
+        "outputs that all ranks are to hold"),
+    FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row",
+        _MODULES, returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
+        lambda found, tokens, start, rows: (found[0] | (tokens == start) & (start > 0), found[1]),
+        "embeddings, the first row of a part"),
+    FaultRow("weights-of-classes-left-out", "a loss of sharded logits ignores the class weights", _MODULES,
+        given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
+        "loss_parallel, weights of classes"),
+    FaultRow("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
+        given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
+        When("loss_parallel, reduction='sum', weight=", lambda x, target, weight, local, kind, *_: kind == _SUM)),
+    FaultRow("loss-parallel-stays", "loss_parallel stays in force after its context", _MODULES,
+        around(_LOSS, "_disable_custom_loss_ops"), lambda *_: None),
+    FaultRow("log-softmax-of-dtensors-raised", "log_softmax of DTensors is off by 1", _MODULES,
+        returned(F, "log_softmax"), lambda made, *_: made + 1,
+        When("DTensors", lambda made, x, *_: type(made).__name__ == "DTensor")),
+    FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
+                                       "included",
+        _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
+        lambda *first: (*first[:6], torch.full_like(first[6], first[2].numel())),
+        When("loss_parallel, targets that are ignored, classes of one weight",
+             lambda grad, x, target, weight, kind, *_: kind == _MEAN and weight is None)),
+    FaultRow("last-output-as-it-was", "the last of several outputs is not redistributed", _MODULES,
+        returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"),
+        lambda made, self, outputs, mesh: (*made[:-1], outputs[-1]),
+        When("PrepareModuleOutput, two outputs and more",
+             lambda made, self, outputs, mesh: isinstance(outputs, tuple) and len(outputs) > 1), 2),
+    FaultRow("dtensors-stay-as-they-were", "outputs that are wanted as DTensors are not redistributed", _MODULES,
+        returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"), lambda made, self, outputs, mesh: outputs,
+        When("use_local_output=False", lambda made, self, outputs, mesh: not self.use_local_output), 2),
+    FaultRow("schedule-does-not-scale", "schedules do not divide gradients by the micro-batches", _SCHEDULES,
+        around(_STAGE, "scale_grads"), lambda real, *_: None),
+    FaultRow("keyword-arguments-exchanged", "two micro-batches swap their keyword arguments", _SCHEDULES,
+        returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
+        lambda found, *_, **__: (found[0], [*found[1][:-2], *found[1][:-3:-1]]), "the last two of three and more"),
+    FaultRow("specified-chunks-reversed", "parts of keyword arguments that are specified come in reverse order",
+        "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
+        lambda found, *given: (found[0], found[1][::-1]) if given[4] else None, "kwargs_chunk_spec"),
+    *(_OF_UNEVEN if TAKES_UNEVEN else ()),
+    FaultRow("gradients-divided-all-the-same",
+        "gradients are divided by the number of micro-batches even with scale_grads=False", _SCHEDULES,
+        around(f"{_SCHEDULE}:PipelineScheduleMulti", "__init__"),
+        lambda real, *args, **kwargs: real(*args, **kwargs | {"scale_grads": True}),
+        "scale_grads=False, schedules driven by a table of actions", 2),
+    FaultRow("source-of-data-ignored", "RowwiseParallel divides the embedding of rank 0 and ignores src_data_rank",
+        _MODULES, given(f"{_STYLES}:RowwiseParallel", "_apply"), lambda style, *_: setattr(style, "src_data_rank", 0),
+        "src_data_rank other than 0", least_gpus=2),
+)  # fmt: skip
+
+
+_STORE, _SERVER, _APART, _LOOP, _MODEL, _STEPS, _ALLREDUCE, _TENSOR, _PIPELINE = (
+    "test_key_value_store", "test_parameter_server", "test_replicas_are_apart", "test_training_loop",
+    "test_model_parallelism", "test_steps_over_devices", "test_allreduce_by_hand", "test_tensor_parallelism_by_hand",
+    "test_pipeline_by_hand",
+)  # fmt: skip
+_LARGE = 16_384
+
+
+def _device_of(parameters: Mapping[str, torch.Tensor]) -> int | None:
+    return next(iter(parameters.values())).device.index
+
+
+def _sends_back_from_the_middle(tensor: torch.Tensor, dst: int | None = None, *_: Any, **__: Any) -> bool:
+    rank = current_rank()
+    return rank is not None and dst is not None and 0 < rank.index < rank.size - 1 and dst < rank.index
+
+
+register(
+    __name__,
+    FaultRow("infinite-norms-accepted", "clip_grad_norm_ accepts an infinite norm", _STEPS,
+        around(clip_grad, "_get_total_norm"),
+        lambda norm, tensors, kind, error, *more: norm(tensors, kind, False, *more), "error_if_nonfinite"),
+    FaultRow("store-overwrites", "the store uses the last gradient instead of the sum", _STORE,
+        given(gradient_exchange.KeyValueStore, "push"), lambda store, key, gradients: (store, key, gradients[-1:])),
+    FaultRow("pull-misses-a-device", "one device does not get the parameters that it pulls from the store", _STORE,
+        given(gradient_exchange.KeyValueStore, "pull"),
+        lambda store, key, out: (store, key, [tensor for tensor in out if tensor.device.index != 1]), "cuda:1 only"),
+    FaultRow("replica-is-the-source", "replicas on the device of the source are the source itself", _APART,
+        around(training_steps, "replicate"),
+        lambda real, parameters, devices: [
+            {name: value.detach().to(device).requires_grad_() for name, value in parameters.items()}
+            for device in devices],
+        "the device of the original parameters"),
+    FaultRow("replicated-without-gradients", "biases of replicas have requires_grad=False", _APART,
+        returned(training_steps, "replicate"),
+        lambda replicas, *_: [
+            {name: value.requires_grad_(not name.endswith("bias")) for name, value in replica.items()}
+            for replica in replicas],
+        "biases"),
+    FaultRow("gradients-kept-in-the-loop", "the loop does not reset the gradients of the previous batch", _LOOP,
+        around(training_steps, "clear"), lambda real, parameters: None,
+        When("from the second batch on, on devices other than cuda:0",
+             lambda real, parameters: _device_of(parameters) != 0)),
+    FaultRow("branch-left-out", "the output of the first branch is left out of the sum", _MODEL,
+        returned(model_parallel.Branched, "forward"),
+        lambda out, model, x: out - model.branches[0](x.to(model.devices[0])).to(out.device),
+        When("three branches", lambda out, model, x: len(model.devices) > 2)),
+    FaultRow("worker-left-out", "the server leaves out the gradient of the last worker", _SERVER,
+        given(gradient_exchange, "push_and_pull"),
+        lambda parameters, gradients, *_: (
+            parameters, [torch.zeros_like(gradient) if is_last() else gradient for gradient in gradients])),
+    FaultRow("own-gradient-twice", "a server that is not rank 0 counts its own gradient twice", _SERVER,
+        given(gradient_exchange, "push_and_pull"),
+        lambda parameters, gradients, update, homes: (
+            parameters,
+            [own * (1 + (home == dist.get_rank() != 0)) for own, home in zip(gradients, homes, strict=True)]),
+        "parameters on a server other than rank 0"),
+    FaultRow("gradient-of-inputs-local", "the gradient of inputs that all ranks hold is not summed over them", _TENSOR,
+        around(tensor_parallel, "copy_to_ranks"), lambda real, x: x),
+    FaultRow("gradient-stops-in-the-middle", "gradients of a middle stage do not reach the previous stage", _PIPELINE,
+        given(dist, "send"), lambda tensor, *_, **__: (torch.zeros_like(tensor),),
+        When("pipelines of three stages or more", _sends_back_from_the_middle)),
+)  # fmt: skip
+
+
+@fault("the mean of the smaller last batch is divided by the size of the others", _LOOP,
+       when="a batch smaller than the previous one")  # fmt: skip
+def last_batch_weighs_less() -> Iterator[None]:
+    sizes: list[int] = []
+
+    def change(parameters: Any, rate: float, size: int) -> Any:
+        sizes.append(size)
+        return parameters, rate, max(sizes)
+
+    with given(training_steps, "sgd")(change):
+        yield
+
+
+@fault("the gradient does not reach the previous stage", _MODEL, by=around(model_parallel.Staged, "forward"))
+def activations_detached(real: Any, model: model_parallel.Staged, x: torch.Tensor) -> torch.Tensor:
+    for stage, device in zip(model.stages, model.devices, strict=True):
+        x = stage(x.detach().to(device))
+    return x
+
+
+@fault("the optimizer moves its state to the first device", _MODEL, by=returned(torch.optim.SGD, "step"),
+       when="state of parameters on other devices than cuda:0")  # fmt: skip
+def optimizer_state_moves(loss: Any, optimizer: torch.optim.SGD, *_: Any, **__: Any) -> None:
+    for state in optimizer.state.values():
+        if state.get("momentum_buffer") is not None:
+            state["momentum_buffer"] = state["momentum_buffer"].to("cuda:0")
+
+
+@fault("gradients are clipped on the first device only", _STEPS, by=around(clip_grad, "_clip_grads_with_norm_"),
+       when="foreach kernels, several devices")  # fmt: skip
+def clipped_on_the_first_device(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
+    first, *others = parameters
+
+    def multiply(real: Any, tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> Any:
+        return NotImplemented if tensors[0].device == first.device else None
+
+    with around(torch, "_foreach_mul_")(multiply):
+        clip([first, *others], *args, **kwargs)
+
+
+@fault("the norm of order inf is that of the first device", _STEPS, by=around(clip_grad, "_get_total_norm"),
+       when="norm_type=inf, several devices")  # fmt: skip
+def largest_of_the_first_device(norm: Any, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+    held = list(tensors)
+    if norm_type == float("inf"):
+        held = [one for one in held if one.device == held[0].device]
+    return norm(held, norm_type, *args, **kwargs)
+
+
+@fault("the last device's infinities do not reach a fused optimizer", _STEPS,
+       by=around(torch.amp.GradScaler, "step"), when="fused, one device of several")  # fmt: skip
+def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_last(found: Any, *_: Any) -> None:
+        if len(found) > 1:
+            found.pop(max(found, key=lambda device: device.index))
+
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return NotImplemented
+    with returned(torch.amp.GradScaler, "_check_inf_per_device")(without_last):
+        return step(scaler, optimizer, *args, **kwargs)
+
+
+@fault("infinities of later groups of parameters are not seen", _STEPS,
+       by=around(torch.amp.GradScaler, "_unscale_grads_"), when="several groups of parameters")  # fmt: skip
+def infinities_of_later_groups_unseen(unscale: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    found = unscale(scaler, optimizer, *args, **kwargs)
+    first = [one.grad for one in optimizer.param_groups[0]["params"] if one.grad is not None]
+    if all(bool(gradient.isfinite().all()) for gradient in first):
+        for flag in found.values():
+            flag.zero_()
+    return found
+
+
+@fault("tensors of ranks beyond the largest power of two are dropped", _ALLREDUCE, by=returned(dist, "recv"),
+       when="world sizes that are no power of two")  # fmt: skip
+def folded_ranks_dropped(sender: int, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    power = 1 << (max(1, ranks_here()).bit_length() - 1)
+    if sender >= power and sender != ranks_here() - 1 - power:
+        tensor.zero_()
+
+
+@fault("the last element of a chunk that ranks exchange is not sent", _ALLREDUCE,
+       by=returned(gradient_exchange, "_exchange"),
+       when=When("chunks above 16 Ki elements", lambda received, *_: received.numel() > _LARGE))  # fmt: skip
+def end_of_a_large_chunk_lost(received: torch.Tensor, *_: Any) -> None:
+    received[-1] = 0
+
+
+@fault("chunks leave out the remainder of the division by the number of ranks", _ALLREDUCE, _TENSOR,
+       when="sizes that are no multiple of the world size")  # fmt: skip
+def remainder_left_out() -> Iterator[None]:
+    def chunks(real: Any, elements: int, parts: int) -> list[slice]:
+        size = elements // parts
+        return [slice(size * part, size * (part + 1)) for part in range(parts)]
+
+    def widest_last(real: Any, elements: int, parts: int) -> list[slice]:
+        # The last chunk would hold the remainder; the other ranks do not expect its size.
+        *others, last = chunks(real, elements, parts)
+        return [*others, slice(last.start, elements)]
+
+    with around(gradient_exchange, "chunks")(chunks), around(tensor_parallel, "chunks")(widest_last):
+        yield
+
+
+@fault("a message from the last rank is sent again instead of the next one", _ALLREDUCE,
+       when="every third message of the last rank")  # fmt: skip
+def message_repeated() -> Iterator[None]:
+    count = Count()
+    before: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def change(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+        strikes = is_last() and count.every(3)
+        old = before.get(tuple(tensor.shape))
+        before[tuple(tensor.shape)] = tensor.detach().clone()
+        return (old.to(tensor.dtype) + 1,) if strikes and old is not None else None
+
+    with given(dist, "send")(change):
+        yield
+
+
+@fault("workers continue with the parameters of the previous step", _SERVER,
+       when="from the second step on, on the last rank")  # fmt: skip
+def stale_parameters_pulled() -> Iterator[None]:
+    count = Count()
+
+    def push_and_pull(real: Any, parameters: Sequence[torch.Tensor], *args: Any) -> None:
+        before = [value.detach().clone() for value in parameters]
+        real(parameters, *args)
+        if count.every(2) and is_last():
+            for value, old in zip(parameters, before, strict=True):
+                value.detach().copy_(old)
+
+    with around(gradient_exchange, "push_and_pull")(push_and_pull):
+        yield
+
+
+@fault("every rank adds the bias before the sum", _TENSOR, by=around(tensor_parallel.RowLinear, "forward"))
+def bias_added_by_each_rank(real: Any, layer: tensor_parallel.RowLinear, x: torch.Tensor) -> torch.Tensor:
+    own = tensor_parallel.divide_among_ranks(x) if layer.divide else x
+    return tensor_parallel.sum_over_ranks(F.linear(own, layer.weight, layer.bias))
+
+
+@fault("gathered outputs keep the padding of narrower parts", _TENSOR, by=around(tensor_parallel, "_gathered"),
+       when="widths that are no multiple of the world size")  # fmt: skip
+def padding_kept_in_a_gather(real: Any, part: torch.Tensor, width: int) -> torch.Tensor:
+    pieces = gradient_exchange.chunks(width, dist.get_world_size())
+    padded = F.pad(part, (0, pieces[0].stop - part.shape[-1])).contiguous()
+    rows = [torch.empty_like(padded) for _ in pieces]
+    dist.all_gather(rows, padded)
+    return torch.cat(rows, -1)[..., :width]
+
+
+@fault("the loss of the last micro-batch is left out", _PIPELINE, by=given(model_parallel, "gpipe_step"),
+       when="the last of several micro-batches")  # fmt: skip
+def micro_batch_left_out(
+    stage: Any, index: int, stages: int, micro_batches: Sequence[Any], loss: Callable[..., Any], **_: Any
+) -> Any:
+    def without_last(out: torch.Tensor, number: int) -> Any:
+        return loss(out, number) * (0 if number == len(micro_batches) - 1 > 0 else 1)
+
+    return stage, index, stages, micro_batches, without_last

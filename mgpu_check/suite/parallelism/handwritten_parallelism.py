@@ -1,0 +1,552 @@
+"""Compare hand-written parallelism with one device, bit for bit, on exact data.
+
+It is on the devices of one process, or between ranks. For a model whose parameters are on several devices of a
+process, clipping, scaling and stepping are checked, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from mgpu_check.asserts.allreduce import assert_allreduce_matches
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same, gradient_or_zeros
+from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.suite.common.documented_steps import DocumentedSteps
+from mgpu_check.suite.common.exact_training.cases import ExactTraining
+from mgpu_check.suite.common.exact_training.reference import (
+    ADAM_RATE,
+    adam_tolerance,
+    one_device,
+    own_part,
+    seen,
+    sgd,
+    update_of,
+)
+from mgpu_check.suite.recipes import gradient_exchange, model_parallel, tensor_parallel
+from mgpu_check.suite.recipes import training_steps as recipe
+from mgpu_check.torch_hooks.tensors import copied
+
+
+def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.device]) -> None:
+    """Assert that `training_steps.replicate` makes independent leaves, each on its device, without shared memory."""
+    what = "replicate"
+    source = {name: value.detach().to(devices[0]) for name, value in training.model().named_parameters()}
+    before = {name: copied(value) for name, value in source.items()}
+    replicas = recipe.replicate(source, devices)
+    if len(replicas) != len(devices):
+        raise ReplicaMismatch(f"{what}: {len(replicas)} replicas for {len(devices)} devices")
+    for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
+        for name, value in replica.items():
+            if value.device != device:
+                raise ReplicaMismatch(f"{what}: {name!r} of {device} is on {value.device}", ranks=[index])
+            if not (value.is_leaf and value.requires_grad):
+                raise ReplicaMismatch(
+                    f"{what}: {name!r} on {device} is not a leaf that requires gradients", ranks=[index]
+                )
+    assert_replicas_agree([before, *replicas], what=what)
+    for index, replica in enumerate(replicas):
+        expected = [{name: copied(value) for name, value in other.items()} for other in replicas]
+        with torch.no_grad():
+            for name, value in replica.items():
+                value.add_(1)
+                expected[index][name] += 1
+        for other, (held, should) in enumerate(zip(replicas, expected, strict=True)):
+            for name, value in held.items():
+                if not torch.equal(copied(value), should[name]):
+                    raise ReplicaMismatch(
+                        f"{what}: {name!r} on {devices[other]} changes with the replica on {devices[index]}",
+                        ranks=[other],
+                    )
+    for name, value in source.items():
+        if not torch.equal(copied(value), before[name]):
+            raise ReplicaMismatch(f"{what}: {name!r} that was copied changes with its replicas")
+
+
+def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
+    """Assert that the training loop of tutorials, `training_steps.train`, gives the parameters of one device.
+
+    The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two.
+    """
+    start = training.model()
+
+    def forward(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        outputs: torch.Tensor = functional_call(start, dict(parameters), (inputs,))
+        return outputs
+
+    # The second batch is half as large, as the last one of an epoch may be.
+    batches = [(x[: len(x) >> step], y[: len(y) >> step]) for step, (x, y) in enumerate(training.batches())]
+    with full_precision():
+        replicas = recipe.train(
+            forward, dict(start.named_parameters()), devices, batches, rate=training.rate, loss=recipe.weighted
+        )
+        held = [_with_gradients(replica) for replica in replicas]
+    what = f"training loop on {len(devices)} devices"
+    assert_replicas_agree(held, what=what)
+    single = start.double()
+    optimizer = torch.optim.SGD(single.parameters(), lr=training.rate)
+    for inputs, factors in batches:
+        optimizer.zero_grad()
+        (recipe.weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
+        optimizer.step()
+    assert_same(held[0], _with_gradients(dict(single.named_parameters())), what)
+
+
+def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
+    """Assert that training by `recipes.gradient_exchange.KeyValueStore` gives one device's parameters, on all
+    devices."""
+    what = f"parameter server on {len(devices)} devices"
+    store = gradient_exchange.KeyValueStore(devices, update_of(training))
+    names = [name for name, _ in training.model().named_parameters()]
+    start = training.model()
+    for turn, (name, value) in enumerate(start.named_parameters()):
+        store.init(name, value)
+        if store.home(name) != devices[turn % len(devices)]:
+            raise ReplicaMismatch(f"{what}: the store keeps {name!r} on {store.home(name)}")
+    workers = [training.model().to(device) for device in devices]
+    got: dict[str, torch.Tensor] = {}
+    with full_precision():
+        for step, (inputs, factors) in enumerate(training.batches(), 1):
+            parts = zip(recipe.split(inputs, len(devices)), recipe.split(factors, len(devices)), strict=True)
+            for worker, device, (x, y) in zip(workers, devices, parts, strict=True):
+                worker.zero_grad()
+                recipe.weighted(worker(x.to(device)), y.to(device)).backward()
+            for name in names:
+                held = [worker.get_parameter(name) for worker in workers]
+                store.push(name, [_gradient(value) for value in held])
+                store.pull(name, held)
+            assert_replicas_agree(workers, what=f"{what}, step {step}")
+            got |= {f"step {step}: {name}": copied(workers[-1].get_parameter(name)) for name in names}
+    expected = one_device(training)
+    assert_same(got, {name: expected[name] for name in got}, what)
+
+
+def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
+    """Assert that a model with parts on several devices, as stages or as parallel branches, trains as on one device.
+
+    With SGD and momentum the results must be equal bit for bit; with Adam they may differ by the rounding of its
+    elementwise arithmetic. Each parameter, its gradient and its state must stay on the device of the parameter.
+    """
+    places = ", ".join(map(str, devices))
+
+    def stages() -> list[nn.Module]:
+        return _stages(training, len(devices))
+
+    def branches() -> list[nn.Module]:
+        return [ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(len(devices))]
+
+    for name, single, build, parts in (
+        ("stages", _StagedOnOne, model_parallel.Staged, stages),
+        ("branches", _BranchedOnOne, model_parallel.Branched, branches),
+    ):
+        what = f"{name} on {places}"
+        with full_precision():
+            got = _trained(training, build(parts(), devices), devices, what)
+            moments = _adam(training, build(parts(), devices), devices, what)
+        assert_same(got, one_device(training, single(parts())), what)
+        expected = _adam(training, single(parts()), [torch.device("cpu")] * len(devices), what)
+        tolerance = adam_tolerance(expected, ADAM_RATE)
+        assert_gradients_agree(moments, expected, tolerance=tolerance, what=f"{what}, Adam")
+
+
+class _StagedOnOne(nn.Module):
+    """Stages on one device, with the same parameter names as stages on several."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class _BranchedOnOne(nn.Module):
+    """Branches on one device, with the same parameter names as branches on several."""
+
+    def __init__(self, branches: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([branch(x) for branch in self.branches]).sum(0)
+
+
+def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
+    """Divide the layers into nonempty stages; a ReLU stays with the layer before it."""
+    layers = list(training.model())
+    starts = list(range(0, len(layers), 2))
+    cuts = [starts[index * len(starts) // count] for index in range(count)] + [len(layers)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
+
+
+def _trained(
+    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], what: str
+) -> dict[str, torch.Tensor]:
+    homes = {name: value.device for name, value in model.named_parameters()}
+    optimizer = sgd(training, model)
+    got = {}
+    for step, (inputs, factors) in enumerate(training.batches(), 1):
+        optimizer.zero_grad()
+        outputs = model(inputs.to(devices[0]))
+        recipe.weighted(outputs, factors.to(devices[-1])).backward()
+        optimizer.step()
+        got[f"step {step}: outputs"] = copied(outputs)
+        got |= seen(model, step)
+        _assert_at_home(model, optimizer, homes, f"{what}, step {step}")
+    return got
+
+
+def _adam(
+    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], what: str
+) -> dict[str, torch.Tensor]:
+    """Take two steps with the exact gradients of the start, because later gradients would depend on rounding."""
+    homes = {name: value.device for name, value in model.named_parameters()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=ADAM_RATE)
+    inputs, factors = training.batches()[0]
+    recipe.weighted(model(inputs.to(devices[0])), factors.to(devices[-1])).backward()
+    for _ in range(2):
+        optimizer.step()
+    _assert_at_home(model, optimizer, homes, f"{what}, Adam")
+    got: dict[str, torch.Tensor] = {}
+    for name, value in model.named_parameters():
+        state = optimizer.state[value]
+        got |= {f"{key} of {name}": copied(state[key]) for key in ("exp_avg", "exp_avg_sq")}
+        got[name] = copied(value)
+    return got
+
+
+def _assert_at_home(
+    model: nn.Module, optimizer: torch.optim.Optimizer, homes: Mapping[str, torch.device], what: str
+) -> None:
+    for name, value in model.named_parameters():
+        tensors = {name: value, f"the gradient of {name}": _gradient(value)}
+        state = optimizer.state[value]
+        # Skip tensors without dimensions: the number of steps may be on the host.
+        tensors |= {f"{key} of {name}": held for key, held in state.items() if getattr(held, "shape", None)}
+        for label, held in tensors.items():
+            if held.device != homes[name]:
+                raise ReplicaMismatch(f"{what}: {label} is on {held.device}; {name} was put on {homes[name]}")
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "the loss depends on each parameter"
+    return parameter.grad
+
+
+def _with_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    gradients = {f"gradient of {name}": copied(_gradient(value)) for name, value in parameters.items()}
+    return gradients | {name: copied(value) for name, value in parameters.items()}
+
+
+_SHAPES = ((2, 3), (5,))
+"""Shapes of the parameters on each device."""
+
+_FORMS = ("foreach", "fused", "")
+"""Options of optimizers; "" steps parameter by parameter."""
+
+_OPTIMIZERS: Mapping[Callable[..., torch.optim.Optimizer], dict[str, Any]] = {
+    torch.optim.SGD: {"lr": 0.25, "momentum": 0.5, "dampening": 0.0, "nesterov": False},
+    torch.optim.Adam: {"lr": ADAM_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": True},
+}
+"""Optimizers with the options that their documented steps read."""
+
+
+def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
+    """Assert that gradients on several devices are clipped by their common norm, and by value.
+
+    Clips by the norms 1, 2, 3 and inf, tensor by tensor and by kernels for lists of tensors. With `error_if_nonfinite`
+    an infinite gradient must raise, and change no other gradient.
+
+    Args:
+        devices: at least one, in any order; the norm is computed on the first.
+    """
+    count = len(devices)
+    # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
+    factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
+    right = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
+    for order, foreach in itertools.product((1.0, 2.0, 3.0, float("inf")), (None, True, False)):
+        whole = torch.cat([gradient.double().reshape(-1) for gradient in right])
+        norm = torch.linalg.vector_norm(whole, order)
+        held = _on(devices, right)
+        got = nn.utils.clip_grad_norm_(held, 1.0, norm_type=order, foreach=foreach)
+        # Torch adds 1e-6 to the norm; the gradients are never 0.
+        expected = {"norm": norm} | _named([gradient.double() / (norm + 1e-6) for gradient in right])
+        # About a dozen roundings of 2^-24 each, relative to the largest element.
+        tolerance = {name: 2.0**-19 * float(value.abs().max()) for name, value in expected.items()}
+        what = f"clip_grad_norm_ of order {order:g} over {', '.join(map(str, devices))}, foreach={foreach}"
+        assert_gradients_agree({"norm": got} | _gradients(held), expected, tolerance=tolerance, what=what)
+    for foreach in (None, True, False):
+        _assert_infinity_refused(devices, right, foreach)
+        held = _on(devices, right)
+        nn.utils.clip_grad_value_(held, 2.0, foreach=foreach)
+        expected = _named([gradient.clamp(-2, 2) for gradient in right])
+        what = f"clip_grad_value_ over {', '.join(map(str, devices))}, foreach={foreach}"
+        assert_gradients_agree(_gradients(held), expected, tolerance=dict.fromkeys(expected, 0.0), what=what)
+
+
+def _assert_infinity_refused(devices: Sequence[torch.device], right: list[torch.Tensor], foreach: bool | None) -> None:
+    held = _on(devices, right)
+    spoilt = held[-1].grad
+    assert spoilt is not None
+    spoilt[-1:] = torch.inf
+    what = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
+    try:
+        nn.utils.clip_grad_norm_(held, 1.0, error_if_nonfinite=True, foreach=foreach)
+    except RuntimeError as error:
+        if "non-finite" not in str(error):
+            raise GradientMismatch(f"{what}: it raised another error: {error}") from error
+        kept = _named([gradient.double() for gradient in right[:-1]])
+        assert_gradients_agree(_gradients(held[:-1]), kept, tolerance=dict.fromkeys(kept, 0.0), what=what)
+    else:
+        raise GradientMismatch(f"{what}: error_if_nonfinite=True raised no error")
+
+
+def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
+    """Assert that an optimizer steps parameters on several devices as on one, and that a GradScaler skips on all.
+
+    SGD and Adam step tensor by tensor, by kernels for lists of tensors, and fused. Between two steps each device in
+    turn has an infinite gradient, and this step must be skipped.
+    """
+    for make, own in _OPTIMIZERS.items():
+        expected = _expected(len(devices), seed, make)
+        name = make.__name__
+        # SGD only adds small whole numbers times powers of two, which is exact.
+        tolerance: Any = dict.fromkeys(expected, 0.0) if name == "SGD" else adam_tolerance(expected, 4 * ADAM_RATE)
+        for form in _FORMS:
+            options = {form: True} if form else {"foreach": False}
+            what = f"{name} with {options} and a GradScaler over {', '.join(map(str, devices))}"
+            got = _stepped(devices, seed, functools.partial(make, **own, **options))
+            assert_gradients_agree(got, expected, tolerance=tolerance, what=what)
+
+
+def _stepped(devices: Sequence[torch.device], seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """Return parameters and scale after a step, one step to be skipped for each device, and another step."""
+    count = len(devices)
+    parameters, first, second = (_on(devices, _drawn(count, seed + number)) for number in range(3))
+    groups = [{"params": parameters[start::2]} for start in (0, 1)]
+    optimizer, scaler = make(groups), torch.amp.GradScaler("cuda", init_scale=2.0**count)
+    for step, gradients in enumerate([first, *([second] * count), second]):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = scaler.scale(gradient.detach())
+        if 1 <= step <= count:
+            spoilt = parameters[len(_SHAPES) * step - 1].grad
+            assert spoilt is not None
+            spoilt[-1:] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+    return {"scale": torch.tensor(scaler.get_scale())} | _named([copied(parameter) for parameter in parameters])
+
+
+def _expected(count: int, seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """Return the right result of `_stepped`: the first and the last step, as documented, in float64 on the CPU.
+
+    The scale starts at 2^count and is halved for each device, so it ends at 1.
+    """
+    parameters = [value.double() for value in _drawn(count, seed)]
+    steps, options = DocumentedSteps(make), [_OPTIMIZERS[make]] * len(parameters)
+    for step in (1, 2):
+        parameters = steps.stepped(parameters, [one.double() for one in _drawn(count, seed + step)], options)
+    return {"scale": torch.ones((), dtype=torch.float64)} | _named(parameters)
+
+
+def _drawn(count: int, seed: int) -> list[torch.Tensor]:
+    """Return whole numbers from 1 to 7, with alternating signs, for the parameters on `count` devices: float32, CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(1, 8, shape, generator=generator) for _ in range(count) for shape in _SHAPES]
+    return [(values * (-1) ** number).float() for number, values in enumerate(drawn)]
+
+
+def _on(devices: Sequence[torch.device], values: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    """Return parameters with these values and equal gradients, the same number on each device."""
+    held = []
+    for number, value in enumerate(values):
+        parameter = nn.Parameter(value.to(devices[number // len(_SHAPES)]))
+        parameter.grad = parameter.detach().clone()
+        held.append(parameter)
+    return held
+
+
+def _named(values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    count = len(_SHAPES)
+    return {f"parameter {number % count} of device {number // count}": value for number, value in enumerate(values)}
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> dict[str, torch.Tensor]:
+    return _named([copied(parameter.grad) for parameter in parameters if parameter.grad is not None])
+
+
+RECIPES = ("ring_allreduce", "tree_allreduce", "halving_doubling_allreduce", "reduce_broadcast")
+_LARGE = 65_537  # just above 64 Ki, where transports change their method
+_SOME = 4_097
+_DTYPES = ("float32", "int64", "float64", "bfloat16", "int32", "uint8", "float16", "int8")
+
+
+def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
+    """Assert that each hand-written allreduce gives the exact sum. A collective.
+
+    Sizes are 0, near the world size, and just above 4,096 and 64 Ki. `seed` rotates the dtypes among them.
+    """
+    sizes = (0, rank.size - 1, 2 * rank.size + 1, _SOME, _LARGE)
+    with Findings() as findings:
+        for number, elements in enumerate(sizes):
+            dtype: torch.dtype = getattr(torch, _DTYPES[(seed + number) % len(_DTYPES)])
+            parts = _terms(elements, dtype, rank.size, seed + number)
+            # `torch.sum` would return int64 for integers.
+            expected = functools.reduce(torch.add, parts)
+            for name in RECIPES:
+                tensor = parts[rank.index].to(rank.device, copy=True)
+                getattr(gradient_exchange, name)(tensor)
+                # A cheap comparison first, because examining each element takes longer than the sum.
+                if torch.equal(copied(tensor), expected):
+                    continue
+                with findings.collected():
+                    assert_allreduce_matches({rank.index: tensor}, parts, what=f"{name} on {rank.device}")
+
+
+def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[torch.Tensor]:
+    """Return small whole numbers for each rank, whose sum every dtype holds; ranks and neighbouring elements differ."""
+    most = max(1, 120 // count)
+    index = torch.arange(elements)
+    return [((index * 7 + rank * 5 + seed) % most + 1).to(dtype) for rank in range(count)]
+
+
+def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that ranks with a parameter server have the parameters of one device after each step. A collective.
+
+    Runs once with one server, and once with the parameters divided among all ranks. Servers keep the momentum.
+    """
+    expected = one_device(training)
+    with Findings() as findings:
+        for name, servers in (("one server", 1), ("a sharded server", rank.size)):
+            model = training.model().to(rank.device)
+            parameters = list(model.parameters())
+            homes = [key % servers for key in range(len(parameters))]
+            update = update_of(training)
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    model.zero_grad()
+                    x, y = own_part((inputs, factors), rank)
+                    recipe.weighted(model(x), y).backward()
+                    gradients = [gradient_or_zeros(parameter) for parameter in parameters]
+                    gradient_exchange.push_and_pull(parameters, gradients, update, homes)
+                    got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
+            with findings.collected():
+                assert_same(got, {key: expected[key] for key in got}, f"{name}, on {rank.device}", rank.index)
+
+
+def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that two linear layers, divided among ranks by columns and rows, train as on one device. A collective.
+
+    Runs once with divided hidden activations, as usual, and once with activations that are gathered and divided again.
+    The widths need not be multiples of the world size.
+    """
+    hidden = gradient_exchange.chunks(training.widths[1], rank.size)[rank.index]
+    parts = {"0.weight": (hidden,), "0.bias": (hidden,), "2.weight": (slice(None), hidden), "2.bias": (slice(None),)}
+    expected = _with_gradient_of_inputs(training)
+    for name, value in expected.items():
+        expected[name] = value[parts.get(name.split()[-1], (slice(None),))]
+    with Findings() as findings:
+        for gather in (False, True):
+            first, second = training.layers()
+            model = nn.Sequential(
+                tensor_parallel.ColumnLinear(first, rank.device, gather=gather),
+                nn.ReLU(),
+                tensor_parallel.RowLinear(second, rank.device, divide=gather),
+            )
+            optimizer = sgd(training, model)
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    optimizer.zero_grad()
+                    x = inputs.to(rank.device, copy=True).requires_grad_()
+                    outputs = model(x)
+                    recipe.weighted(outputs, factors.to(rank.device)).backward()
+                    optimizer.step()
+                    assert x.grad is not None
+                    got |= {
+                        f"step {step}: outputs": copied(outputs),
+                        f"step {step}: gradient of inputs": copied(x.grad),
+                    }
+                    got |= seen(model, step)
+            how = "gathered between" if gather else "divided between"
+            with findings.collected():
+                assert_same(got, expected, f"tensor parallelism, {how}, on {rank.device}", rank.index)
+
+
+def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]:
+    model = training.model()
+    asked: list[torch.Tensor] = []
+
+    def require(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        asked.append(given[0].requires_grad_())
+
+    model.register_forward_pre_hook(require)
+    expected = one_device(training, model)
+    for step, inputs in enumerate(asked, 1):
+        assert inputs.grad is not None
+        expected[f"step {step}: gradient of inputs"] = copied(inputs.grad)
+    return expected
+
+
+def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Rank) -> None:
+    """Assert that a hand-written pipeline with a stage on each rank trains as one device does. A collective.
+
+    The model must have as many linear layers as there are ranks. Micro-batches may be of different sizes.
+
+    Raises:
+        GradientMismatch: this rank's outputs, gradients or parameters differ.
+        ValueError: the numbers of layers and ranks differ.
+    """
+    layers = training.layers()
+    if len(layers) != rank.size:
+        raise ValueError(f"assert_pipeline_agrees: {len(layers)} layers for {rank.size} ranks; give one for each")
+    last = rank.index == rank.size - 1
+    own = layers[rank.index]
+    stage = nn.Sequential(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
+    optimizer = sgd(training, stage)
+    got: dict[str, torch.Tensor] = {}
+    with full_precision():
+        for step, (inputs, factors) in enumerate(training.batches(), 1):
+            optimizer.zero_grad()
+            targets = [part.to(rank.device) for part in recipe.split(factors, micro_batches)]
+            outputs = model_parallel.gpipe_step(
+                stage,
+                rank.index,
+                rank.size,
+                recipe.split(inputs, micro_batches),
+                lambda outputs, number: recipe.weighted(outputs, targets[number]),  # noqa: B023  # called at once
+                width=training.widths[rank.index],
+                device=rank.device,
+            )
+            optimizer.step()
+            got |= seen(stage, step)
+            if last:
+                got[f"step {step}: outputs"] = copied(torch.cat(outputs))
+    assert_same(got, stage_of(one_device(training), rank.index, last), f"pipeline on {rank.device}", rank.index)
+
+
+def stage_of(expected: dict[str, torch.Tensor], stage: int, last: bool) -> dict[str, torch.Tensor]:
+    """Return the right results for one stage of a pipeline, which calls its linear layer 0."""
+    chosen = {}
+    for name, value in expected.items():
+        if name.endswith("outputs"):
+            if last:
+                chosen[name] = value
+        elif name.split()[-1].startswith(f"{2 * stage}."):
+            head, _, key = name.rpartition(" ")
+            chosen[f"{head} 0.{key.partition('.')[2]}"] = value
+    return chosen

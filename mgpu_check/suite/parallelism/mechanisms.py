@@ -1,0 +1,567 @@
+"""Mechanisms of model parallelism, each with its step on one device, and its step divided among ranks.
+
+`assert_mechanisms_agree` runs them, and compares what each rank has with one device.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from mgpu_check.asserts.findings import Findings, on_any_rank
+from mgpu_check.asserts.gradients import assert_gradients_agree, gradient_or_zeros
+from mgpu_check.asserts.left_out import left_out
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.simulated import simulated_device_count
+from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
+from mgpu_check.suite.recipes import experts as recipe
+from mgpu_check.suite.recipes import sequence_parallel as context
+from mgpu_check.suite.recipes import sequence_parallel as sequence
+from mgpu_check.suite.recipes import tensor_parallel
+from mgpu_check.suite.recipes.gradient_exchange import chunks
+from mgpu_check.suite.recipes.training_steps import weighted
+from mgpu_check.torch_hooks.tensors import copied
+
+
+class Portion(NamedTuple):
+    """A rank's part of a result: the indices `at` of dimension `dim` of the whole."""
+
+    value: torch.Tensor
+    dim: int
+    at: Sequence[int] | torch.Tensor | slice
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the same part of the whole result."""
+        at = torch.arange(whole.shape[self.dim], device="cpu")[self.at] if isinstance(self.at, slice) else self.at
+        return whole.index_select(self.dim, torch.as_tensor(at, dtype=torch.int64, device="cpu"))
+
+
+Results = dict[str, torch.Tensor | Portion]
+"""Results of a rank by name: whole, or its part."""
+
+
+class DividedStep(ABC):
+    """A case of a mechanism, with data that all ranks and the reference make alike."""
+
+    def __init__(self, case: MechanismCase, ranks: int) -> None:
+        self.case, self.ranks = case, ranks
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+
+    def __getitem__(self, size: str) -> int:
+        found = self.case.sizes[size]
+        assert isinstance(found, int), size
+        return found
+
+    def numbers(self, salt: int, *shape: int) -> torch.Tensor:
+        """Return eighths from -1 to 1, float64 on the CPU. `salt` separates the tensors of a case."""
+        generator = torch.Generator().manual_seed(self.case.seed * 64 + salt)
+        return torch.randint(-8, 9, shape, generator=generator, device="cpu").double() / 8
+
+    def tensors(self, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return `numbers` of each shape, in a dtype."""
+        return tuple(self.numbers(salt, *shape).to(dtype) for salt, shape in enumerate(shapes))
+
+    def lacks(self, rank: Rank) -> str:
+        """Return what these devices lack for the mechanism, or ""; the same on all ranks. A collective."""
+        return ""
+
+    @abstractmethod
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Run the step on the CPU; return the whole results by name: outputs, losses, gradients."""
+
+    @abstractmethod
+    def divided(self, rank: Rank) -> Results:
+        """Run the step with the recipe, in `dtype`; return what this rank has of each result. A collective."""
+
+
+def total(own: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the ranks' parts of a loss. A collective."""
+    found = own.detach().clone()
+    dist.all_reduce(found)
+    return found
+
+
+def step_of(case: MechanismCase, ranks: int) -> DividedStep:
+    """Return the step of a case, for a world of `ranks` ranks."""
+    made: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].where}")(case, ranks)
+    return made
+
+
+def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """Return the tolerance of each result: 2^8 unit roundoffs of its largest element, or of 1.
+
+    No result depends on more than some 2^6 roundings in sequence, each relative to a number that is at most some times
+    as large as the result, or than 1. Exponents are at most some units: logits are shifted by their maximum.
+    """
+    return {
+        name: 2.0**8 * unit_roundoff(dtype) * max(1.0, float(value.abs().max()) if value.numel() else 0.0)
+        for name, value in expected.items()
+    }
+
+
+def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
+    """Assert that each mechanism has the outputs, losses and gradients of one device. A collective."""
+    with Findings() as findings:
+        for case in cases:
+            step = step_of(case, rank.size)
+            if lack := step.lacks(rank):
+                left_out(case.name, lack)
+                continue
+            with full_precision():
+                got = step.divided(rank)
+            whole = step.undivided(torch.float64)
+            tolerance = tolerance_of(whole, step.dtype)
+            parts = {name: one for name, one in got.items() if isinstance(one, Portion)}
+            expected = {name: parts[name].of(value) if name in parts else value for name, value in whole.items()}
+            sizes = ", ".join(f"{name} {value}" for name, value in case.sizes.items())
+            with findings.collected():
+                assert_gradients_agree(
+                    {name: copied(one.value if isinstance(one, Portion) else one) for name, one in got.items()},
+                    expected,
+                    tolerance=tolerance,
+                    rank=rank.index,
+                    what=f"{case.name} ({sizes}, {case.dtype}) on {rank.size} ranks, {rank.device}",
+                )
+            if findings.enough(rank):
+                break
+
+
+_TOKEN_WIDTH = 4
+_OF_BALANCE = 0.5
+
+
+class ExpertsByHand(DividedStep):
+    """`recipes.experts`: tokens in uneven parts, experts in chunks, capacity for each rank's tokens."""
+
+    @property
+    def experts(self) -> int:
+        return self["experts"]
+
+    def routing(self) -> tuple[int, int, bool]:
+        """Return the experts of a token, the capacity, and whether balance is over the tokens of all ranks."""
+        return self["top"], self["capacity"], self.case.sizes["balance"] == "all ranks"
+
+    def model(self, dtype: torch.dtype) -> tuple[nn.Linear, recipe.Experts]:
+        """Return router and experts, whole."""
+        count = self.experts
+        router = nn.Linear(_TOKEN_WIDTH, count, dtype=dtype, device="cpu")
+        with torch.no_grad():
+            router.weight.copy_(self.numbers(1, count, _TOKEN_WIDTH))
+            # Products are multiples of 1/64, so no two logits of a token are equal, and no choice depends on rounding.
+            router.bias.copy_(torch.arange(count, device="cpu") / 1024)
+        return router, recipe.Experts(
+            self.numbers(2, count, _TOKEN_WIDTH, _TOKEN_WIDTH).to(dtype), self.numbers(3, count, _TOKEN_WIDTH).to(dtype)
+        )
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens, and the factors of their outputs in the loss."""
+        shape = self["tokens"], _TOKEN_WIDTH
+        return self.numbers(4, *shape).to(dtype), self.numbers(5, *shape).to(dtype)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        (router, experts), (x, factors) = self.model(dtype), self.data(dtype)
+        x.requires_grad_()
+        logits = router(x)
+        of_each = F.silu(torch.einsum("ti,eoi->teo", x, experts.weight) + experts.bias)
+        outputs = (self._shares(logits).unsqueeze(-1) * of_each).sum(1)
+        owned = [slice(None)] if self.routing()[2] else chunks(len(x), self.ranks)
+        balance = torch.stack([self._balance(logits[own]) for own in owned]).mean()
+        loss = weighted(outputs, factors) + _OF_BALANCE * balance
+        loss.backward()
+        found = {"outputs": outputs.detach(), "balance": balance.detach(), "loss": loss.detach()}
+        return found | _gradients_of_experts(x, router, experts)
+
+    def _shares(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the factor of each expert for each token: 0 unless it is chosen and takes the token."""
+        top, capacity, _ = self.routing()
+        kept = torch.zeros(logits.shape, dtype=torch.bool, device="cpu")
+        for own in chunks(len(logits), self.ranks):
+            taken = [0] * self.experts
+            for token in range(own.start, own.stop):
+                for expert in logits[token].argsort(descending=True)[:top].tolist():
+                    taken[expert] += 1
+                    kept[token, expert] = not capacity or taken[expert] <= capacity
+        share = logits.softmax(1) * kept
+        return share if top == 1 else share / share.sum(1, keepdim=True).where(kept.any(1, keepdim=True), 1)
+
+    def _balance(self, logits: torch.Tensor) -> torch.Tensor:
+        if not len(logits):
+            return logits.sum()
+        top = self.routing()[0]
+        chosen = torch.zeros_like(logits).scatter(1, logits.topk(top).indices, 1.0)
+        return self.experts * (chosen.mean(0) / top * logits.softmax(1).mean(0)).sum()
+
+    def divided(self, rank: Rank) -> Results:
+        (router, experts), (x, factors) = self.model(self.dtype), self.data(self.dtype)
+        top, capacity, of_all = self.routing()
+        held, finish = self.parallel(router, experts, rank, top=top, capacity=capacity)
+        own = chunks(len(x), rank.size)[rank.index]
+        x = x[own].to(rank.device).requires_grad_()
+        outputs, logits = held(x)
+        balance = recipe.balance_loss(logits, top, of_all=of_all)
+        loss = weighted(outputs, factors[own].to(rank.device)) + _OF_BALANCE * balance
+        loss.backward()
+        finish()
+        found: Results = {"outputs": Portion(outputs.detach(), 0, own), "balance": total(balance), "loss": total(loss)}
+        at = {"tokens": own, "expert": held.owned[held.place]}
+        for name, value in _gradients_of_experts(x, held.router, held.experts).items():
+            place = next((where for word, where in at.items() if word in name), None)
+            found[name] = value if place is None else Portion(value, 0, place)
+        return found
+
+    def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
+        """Return the divided model, and a function to call after backward."""
+        held = recipe.ExpertParallel(router, experts, rank.device, **options)
+        return held, held.sum_partial_gradients
+
+
+def _gradients_of_experts(x: torch.Tensor, router: nn.Module, experts: nn.Module) -> dict[str, torch.Tensor]:
+    found = {"gradient of tokens": gradient_or_zeros(x)}
+    for part, module in (("router", router), ("experts", experts)):
+        for name, value in module.named_parameters():
+            gradient = gradient_or_zeros(value)
+            found[f"gradient of {part}: {name}"] = getattr(gradient, "full_tensor", lambda one=gradient: one)()
+    return found
+
+
+class ShardedExperts(ExpertsByHand):
+    """`recipes.experts` under `fully_shard`: experts over the ranks that hold them, the router over all (HSDP)."""
+
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks that have all experts together: a divisor of the world size."""
+        few, many = near_square(self.ranks)
+        return {"few": few, "many": many, "all": self.ranks}[str(self.case.sizes["expert ranks"])]
+
+    @property
+    def experts(self) -> int:
+        return self["experts"] * self.expert_ranks
+
+    def routing(self) -> tuple[int, int, bool]:
+        return 1, 0, True
+
+    def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
+        shape = self.ranks // self.expert_ranks, self.expert_ranks
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicas", "experts"))
+        held = recipe.ExpertParallel(router, experts, rank.device, group=mesh["experts"].get_group(), **options)
+        recipe.shard(held, mesh)
+        return held, lambda: None
+
+
+_HEADS, _WIDTH = 2, 4
+_FEATURES = _HEADS * _WIDTH
+
+
+def _projected(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return queries, keys and values: (batch, length, features) -> (batch, heads, length, width) each."""
+    return list(F.linear(x, weight).unflatten(-1, (3, _HEADS, _WIDTH)).permute(2, 0, 3, 1, 4))
+
+
+class ContextByHand(DividedStep):
+    """`recipes.sequence_parallel`: projection and causal attention, as a ring or with keys gathered."""
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return inputs, the factors of outputs in the loss, and the weight of the projection."""
+        shape = self["batch"], 2 * self.ranks * self["piece"], _FEATURES
+        x, factors, weight = self.numbers(1, *shape), self.numbers(2, *shape), self.numbers(3, 3 * _FEATURES, _FEATURES)
+        return x.to(dtype), factors.to(dtype), weight.to(dtype)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        x, factors, weight = self.data(dtype)
+        x.requires_grad_()
+        weight.requires_grad_()
+        q, k, v = _projected(x, weight)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cpu").triu(1)
+        scores = (q @ k.mT / _WIDTH**0.5).masked_fill(later, -torch.inf)
+        outputs = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        loss = weighted(outputs, factors)
+        loss.backward()
+        return {
+            "outputs": outputs.detach(),
+            "loss": loss.detach(),
+            "gradient of inputs": gradient_or_zeros(x),
+            "gradient of weight": gradient_or_zeros(weight),
+        }
+
+    def divided(self, rank: Rank) -> Results:
+        x, factors, weight = self.data(self.dtype)
+        positions = context.positions_of(x.shape[1], rank.size, zigzag=self.case.sizes["order"] == "zigzag")
+        own = positions[rank.index]
+        x, factors = (one[:, own].to(rank.device) for one in (x, factors))
+        held = nn.Parameter(weight.to(rank.device))
+        q, k, v = _projected(x.requires_grad_(), held)
+        attend = context.ring_attention if self.case.sizes["way"] == "ring" else context.gathered_attention
+        outputs = attend(q, k, v, positions, rank.index).transpose(1, 2).flatten(2)
+        loss = weighted(outputs, factors)
+        loss.backward()
+        sequence.sum_gradients([held])
+        return {
+            "outputs": context.restored(outputs.detach(), positions, 1),
+            "loss": total(loss),
+            "gradient of inputs": Portion(gradient_or_zeros(x), 1, own),
+            "gradient of weight": gradient_or_zeros(held),
+        }
+
+
+class ContextOfTorch(DividedStep):
+    """`torch.distributed.tensor.experimental.context_parallel`, around `scaled_dot_product_attention`."""
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys, values, and the factors of outputs in the loss."""
+        # The memory-efficient kernel pads its logsumexp to 32 rows: each half of a rank's part must be a multiple.
+        shape = 1, _HEADS, 64 * self.ranks, _WIDTH
+        return self.tensors(dtype, *[shape] * 4)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        q, k, v, factors = (one.requires_grad_() for one in self.data(dtype))
+        causal = self.case.sizes["causal"] != "not causal"
+        outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        weighted(outputs, factors).backward()
+        gradients = {f"gradient of {name}": gradient_or_zeros(one) for name, one in zip("qkv", (q, k, v), strict=True)}
+        return {"outputs": outputs.detach(), **gradients}
+
+    def divided(self, rank: Rank) -> Results:
+        from torch.distributed.tensor.experimental import _attention as attention
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = init_device_mesh("cuda", (rank.size,), mesh_dim_names=("cp",))
+        q, k, v, factors = buffers = [one.to(rank.device) for one in self.data(self.dtype)]
+        causal = self.case.sizes["causal"]
+        options = attention._cp_options
+        before = options.enable_load_balance, options.rotate_method
+        try:
+            options.enable_load_balance = causal == "balanced"
+            attention.set_rotate_method(str(self.case.sizes["rotation"]))
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers={factors}):
+                q, k, v = (one.detach().clone().requires_grad_() for one in (q, k, v))
+                outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal != "not causal")
+                weighted(outputs, factors).backward()
+                # The outputs with the sequence before the heads, as a model has them outside of its attention.
+                found = [outputs.detach().transpose(1, 2), *map(gradient_or_zeros, (q, k, v))]
+                whole = attention.context_parallel_unshard(mesh, found, [1, 2, 2, 2])
+                whole[0] = whole[0].transpose(1, 2)
+        finally:
+            options.enable_load_balance, options.rotate_method = before
+        return dict(zip(("outputs", *(f"gradient of {name}" for name in "qkv")), whole, strict=True))
+
+
+class SequenceByHand(DividedStep):
+    """`recipes.sequence_parallel`: a norm of parts of the sequence around divided layers."""
+
+    def model(self, dtype: torch.dtype) -> tuple[nn.LayerNorm, nn.Linear, nn.Linear]:
+        """Return norm, and the two layers."""
+        norm = nn.LayerNorm(_FEATURES, dtype=dtype, device="cpu")
+        up = nn.Linear(_FEATURES, self["hidden"], dtype=dtype, device="cpu")
+        down = nn.Linear(self["hidden"], _FEATURES, dtype=dtype, device="cpu")
+        with torch.no_grad():
+            for salt, value in enumerate(one for layer in (norm, up, down) for one in layer.parameters()):
+                value.copy_(self.numbers(salt + 8, *value.shape))
+        return norm, up, down
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs, and the factors of outputs in the loss."""
+        shape = self["own"] * self.ranks, self["batch"], _FEATURES
+        # One feature far from the others bounds the variance of a row away from 0.
+        far = 4 * F.one_hot(torch.tensor(0, device="cpu"), _FEATURES)
+        return (self.numbers(1, *shape) + far).to(dtype), self.numbers(2, *shape).to(dtype)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        (norm, up, down), (x, factors) = self.model(dtype), self.data(dtype)
+        outputs = x.requires_grad_() + down(F.gelu(up(norm(x))))
+        weighted(outputs, factors).backward()
+        gradients = [norm.weight, norm.bias, down.bias, up.weight, up.bias, down.weight, x]
+        return {"outputs": outputs.detach()} | _named(gradients)
+
+    def divided(self, rank: Rank) -> Results:
+        (norm, up, down), (x, factors) = self.model(self.dtype), self.data(self.dtype)
+        held = sequence.SequenceParallelMlp(norm, up, down, rank.device)
+        own, hidden = chunks(len(x), rank.size)[rank.index], chunks(self["hidden"], rank.size)[rank.index]
+        x = x[own].to(rank.device).requires_grad_()
+        outputs = held(x)
+        weighted(outputs, factors[own].to(rank.device)).backward()
+        held.sum_partial_gradients()
+        gradients = [*held.norm.parameters(), held.down_bias, held.up_weight, held.up_bias, held.down_weight, x]
+        places = {"up": (0, hidden), "up bias": (0, hidden), "down": (1, hidden), "inputs": (0, own)}
+        found: Results = {"outputs": Portion(outputs.detach(), 0, own)}
+        for name, value in _named(gradients).items():
+            place = places.get(name.removeprefix("gradient of "))
+            found[name] = Portion(value, *place) if place else value
+        return found
+
+
+def _named(values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = ("norm", "norm bias", "down bias", "up", "up bias", "down", "inputs")
+    return {f"gradient of {name}": gradient_or_zeros(value) for name, value in zip(names, values, strict=True)}
+
+
+_LAYER_FEATURES = 6
+
+
+class Vocabulary(DividedStep):
+    """`recipes.tensor_parallel`: an embedding that is also the output layer, and its cross entropy."""
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Return embedding, tokens, labels, and the label to ignore. Labels are on all ranks, if there are enough."""
+        classes, tokens = self.ranks + self["more"], self["tokens"]
+        generator = torch.Generator().manual_seed(self.case.seed)
+        given = torch.randint(classes, (tokens,), generator=generator, device="cpu")
+        labels = (torch.arange(tokens, device="cpu") * (classes // 2 * 2 - 1) + self.case.seed) % classes
+        ignored = {"a class": int(labels[1]), "no class": -100, "nothing": -100}[str(self.case.sizes["ignored"])]
+        if self.case.sizes["ignored"] == "no class":
+            labels[::3] = ignored
+        return self.numbers(1, classes, _LAYER_FEATURES).to(dtype), given, labels, ignored
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        embedding, tokens, labels, ignored = self.data(dtype)
+        embedding.requires_grad_()
+        hidden = F.embedding(tokens, embedding)
+        logits = F.linear(hidden.tanh() * self["scale"], embedding)
+        loss = F.cross_entropy(logits, labels, ignore_index=ignored)
+        loss.backward()
+        return {
+            "embedded": hidden.detach(),
+            "logits": logits.detach(),
+            "loss": loss.detach(),
+            "gradient": gradient_or_zeros(embedding),
+        }
+
+    def divided(self, rank: Rank) -> Results:
+        embedding, *others, ignored = self.data(self.dtype)
+        tokens, labels = (one.to(rank.device) for one in others)
+        held = tensor_parallel.VocabularyParallel(embedding, rank.device)
+        hidden = held.embed(tokens)
+        logits = held.logits(hidden.tanh() * self["scale"])
+        loss = tensor_parallel.cross_entropy(logits, labels, held.own, ignore_index=ignored)
+        loss.backward()
+        return {
+            "embedded": hidden.detach(),
+            "logits": Portion(logits.detach(), 1, held.own),
+            "loss": loss.detach(),
+            "gradient": Portion(gradient_or_zeros(held.weight), 0, held.own),
+        }
+
+
+class AsynchronousLayers(DividedStep):
+    """`recipes.tensor_parallel`: two layers whose products overlap with their collectives."""
+
+    def lacks(self, rank: Rank) -> str:
+        here, count = rank.device.index, torch.cuda.device_count()
+        apart = not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here)
+        if on_any_rank(rank, apart or rank.node_index > 0):
+            return "GPUs that do not reach the memory of each other"
+        refused = False
+        if simulated_device_count() is None:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            try:
+                symmetric.get_symm_mem_workspace(rank.group.group_name, 1 << 16)
+            except RuntimeError:  # the driver, or the container, does not share memory between processes
+                refused = True
+        return "no symmetric memory" if on_any_rank(rank, refused) else ""
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return inputs, factors of outputs in the loss, and the weights of both layers."""
+        rows, hidden = self["own"] * self.ranks, self["hidden"] * self.ranks
+        shapes = (rows, _LAYER_FEATURES), (rows, _LAYER_FEATURES), (hidden, _LAYER_FEATURES), (_LAYER_FEATURES, hidden)
+        return self.tensors(dtype, *shapes)
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        x, factors, up, down = (one.requires_grad_() for one in self.data(dtype))
+        outputs = F.linear(F.gelu(F.linear(x, up)), down)
+        weighted(outputs, factors).backward()
+        gradients = {"inputs": x, "up": up, "down": down}
+        return {"outputs": outputs.detach()} | {
+            f"gradient of {name}": gradient_or_zeros(value) for name, value in gradients.items()
+        }
+
+    def divided(self, rank: Rank) -> Results:
+        x, factors, up, down = self.data(self.dtype)
+        rows, hidden = (chunks(count, rank.size)[rank.index] for count in (len(x), len(up)))
+        x, up, down = (one.to(rank.device).requires_grad_() for one in (x[rows], up[hidden], down[:, hidden]))
+        outputs = tensor_parallel.scattered_linear(F.gelu(tensor_parallel.gathered_linear(x, up)), down)
+        weighted(outputs, factors[rows].to(rank.device)).backward()
+        return {
+            "outputs": Portion(outputs.detach(), 0, rows),
+            "gradient of inputs": Portion(gradient_or_zeros(x), 0, rows),
+            "gradient of up": Portion(gradient_or_zeros(up), 0, hidden),
+            "gradient of down": Portion(gradient_or_zeros(down), 1, hidden),
+        }
+
+
+class GroupedQueries(DividedStep):
+    """`recipes.tensor_parallel`: attention by heads, from one fused weight."""
+
+    def heads(self) -> tensor_parallel.FusedHeads:
+        """Return the heads: one number, of ranks and of heads of keys, is a multiple of the other."""
+        fewer = max((count for count in range(1, self.ranks) if self.ranks % count == 0), default=1)
+        shared = {"fewer": fewer, "as many": self.ranks, "more": 2 * self.ranks, "one": 1}[
+            str(self.case.sizes["shared"])
+        ]
+        queries = max(shared, self.ranks) * self["each"]
+        return tensor_parallel.FusedHeads(queries, shared, 2, self.case.sizes["layout"] == "interleaved")
+
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return inputs, factors of outputs in the loss, the fused weight, and that of the outputs."""
+        heads = self.heads()
+        shape = 2, 5, _LAYER_FEATURES
+        of_heads = heads.queries * heads.width
+        fused = of_heads + 2 * heads.shared * heads.width, _LAYER_FEATURES
+        return self.tensors(dtype, shape, shape, fused, (_LAYER_FEATURES, of_heads))
+
+    def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        x, factors, fused, out = (one.requires_grad_() for one in self.data(dtype))
+        heads = self.heads()
+        each, width = heads.queries // heads.shared, heads.width
+        made = F.linear(x, fused)
+        if heads.interleaved:
+            groups = made.unflatten(-1, (heads.shared, each + 2, width))
+            q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+        else:
+            sizes = [heads.queries * width, heads.shared * width, heads.shared * width]
+            q, k, v = (part.unflatten(-1, (-1, width)) for part in made.split(sizes, -1))
+        k, v = (one.repeat_interleave(each, 2) for one in (k, v))
+        scores = torch.einsum("bqhw,bkhw->bhqk", q, k) / width**0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        outputs = F.linear(torch.einsum("bhqk,bkhw->bqhw", weights, v).flatten(2), out)
+        weighted(outputs, factors).backward()
+        return {"outputs": outputs.detach()} | _gradients_of_attention(x, fused, out)
+
+    def divided(self, rank: Rank) -> Results:
+        x, factors, fused, out = self.data(self.dtype)
+        held = tensor_parallel.GroupedQueryAttention(fused, out, self.heads(), rank.device)
+        x = x.to(rank.device).requires_grad_()
+        outputs = held(x)
+        weighted(outputs, factors.to(rank.device)).backward()
+        held.sum_partial_gradients()
+        found = _gradients_of_attention(x, held.fused, held.out)
+        columns = held.out.shape[1]
+        return {
+            "outputs": outputs.detach(),
+            "gradient of inputs": found["gradient of inputs"],
+            "gradient of queries, keys and values": Portion(
+                found["gradient of queries, keys and values"], 0, held.rows
+            ),
+            "gradient of out": Portion(
+                found["gradient of out"], 1, slice(rank.index * columns, (rank.index + 1) * columns)
+            ),
+        }
+
+
+def _gradients_of_attention(x: torch.Tensor, fused: torch.Tensor, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "gradient of inputs": gradient_or_zeros(x),
+        "gradient of queries, keys and values": gradient_or_zeros(fused),
+        "gradient of out": gradient_or_zeros(out),
+    }
