@@ -21,20 +21,19 @@ from typing import Any
 from programs import PROGRAMS, Program
 
 from mgpu_check.diagnosis.results import KINDS
-from mgpu_check.gates import observing
-from mgpu_check.gates.expectations import Effort
-from mgpu_check.gates.measuring import measure, measure_provisionally
+from mgpu_check.gates import step_runs
+from mgpu_check.gates.measurement import measure, measure_provisionally
 from mgpu_check.gates.relations import relations_of
-from mgpu_check.gates.running import run_step
-from mgpu_check.gates.scenario import CHANGES, Scenario
-from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.scenarios import CHANGES, Scenario
+from mgpu_check.gates.step_runs import run_step
+from mgpu_check.gates.trials import Effort, Trials
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (2, 3, 4)
 
 
-def of_gate(program: Program) -> observing.Program:
-    return observing.Program(program.step, program.build, program.batch, program.reference, program.single_process)
+def of_gate(program: Program) -> step_runs.Program:
+    return step_runs.Program(program.step, program.build, program.batch, program.reference, program.single_process)
 
 
 def drawn(program: Program, generator: random.Random) -> Scenario:
@@ -111,7 +110,7 @@ class Flip:
         return new
 
 
-def on_gradient(program: observing.Program, name: str, do: Any) -> observing.Program:
+def on_gradient(program: step_runs.Program, name: str, do: Any) -> step_runs.Program:
     """The program, with ``do(rank, gradient)`` called once, on each rank, with what that computes for a parameter."""
 
     def plant(module, rank):

@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.diagnosis.results import KINDS
-from mgpu_check.gates.observing import Program
-from mgpu_check.gates.scenario import Scenario
-from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.scenarios import Scenario
+from mgpu_check.gates.step_runs import Program
+from mgpu_check.gates.trials import Trials
 
 HERE = Path(__file__).parent
 RATE = 0.5

@@ -13,8 +13,7 @@ import argparse
 
 import torch
 
-from mgpu_check.numerics.exact import random_parts
-from mgpu_check.numerics.reduction import reduced
+from mgpu_check.numerics.reduction import random_parts, reduced
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPERATIONS = ("sum", "avg", "product")

@@ -11,11 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgpu_check.asserts.allreduce import assert_allreduce_matches as assert_allreduce_matches
-    from mgpu_check.asserts.gradients import assert_gradients_agree as assert_gradients_agree
+    from mgpu_check.asserts.collectives import assert_allreduce_matches as assert_allreduce_matches
+    from mgpu_check.asserts.collectives import assert_shards_cover as assert_shards_cover
     from mgpu_check.asserts.mismatch import raises_device_mismatch as raises_device_mismatch
-    from mgpu_check.asserts.replicas import assert_replicas_agree as assert_replicas_agree
-    from mgpu_check.asserts.scatter import assert_shards_cover as assert_shards_cover
+    from mgpu_check.asserts.models import assert_gradients_agree as assert_gradients_agree
+    from mgpu_check.asserts.models import assert_replicas_agree as assert_replicas_agree
     from mgpu_check.compare.gate import assert_script_scales as assert_script_scales
     from mgpu_check.engine.rank_side.rank import Rank as Rank
     from mgpu_check.engine.rank_side.rank import current_rank as current_rank
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from mgpu_check.errors import RankFailure as RankFailure
     from mgpu_check.errors import RankHang as RankHang
     from mgpu_check.errors import ScalingMismatch as ScalingMismatch
-    from mgpu_check.gates.agreeing import Configuration as Configuration
-    from mgpu_check.gates.agreeing import assert_steps_agree as assert_steps_agree
-    from mgpu_check.gates.evaluating import assert_evaluation_agrees as assert_evaluation_agrees
-    from mgpu_check.gates.loading import assert_loader_covers as assert_loader_covers
-    from mgpu_check.gates.resuming import assert_resume_continues as assert_resume_continues
-    from mgpu_check.gates.scaling import assert_metric_scales as assert_metric_scales
-    from mgpu_check.gates.scaling import assert_step_scales as assert_step_scales
-    from mgpu_check.plugin.adapting import adapt as adapt
+    from mgpu_check.gates.agreement_gate import Configuration as Configuration
+    from mgpu_check.gates.agreement_gate import assert_steps_agree as assert_steps_agree
+    from mgpu_check.gates.checkpoint_gate import assert_resume_continues as assert_resume_continues
+    from mgpu_check.gates.evaluation_gate import assert_evaluation_agrees as assert_evaluation_agrees
+    from mgpu_check.gates.loader_gate import assert_loader_covers as assert_loader_covers
+    from mgpu_check.gates.step_gate import assert_metric_scales as assert_metric_scales
+    from mgpu_check.gates.step_gate import assert_step_scales as assert_step_scales
+    from mgpu_check.plugin.harness_hooks import adapt as adapt
     from mgpu_check.plugin.ranks import Ranks as Ranks
     from mgpu_check.simulated import simulated_node as simulated_node
 
 _HOMES = {
-    "Configuration": "mgpu_check.gates.agreeing",
+    "Configuration": "mgpu_check.gates.agreement_gate",
     "NotCompared": "mgpu_check.errors",
     "Rank": "mgpu_check.engine.rank_side.rank",
     "RankDied": "mgpu_check.errors",
@@ -44,18 +44,18 @@ _HOMES = {
     "RankHang": "mgpu_check.errors",
     "Ranks": "mgpu_check.plugin.ranks",
     "ScalingMismatch": "mgpu_check.errors",
-    "adapt": "mgpu_check.plugin.adapting",
-    "assert_allreduce_matches": "mgpu_check.asserts.allreduce",
-    "assert_evaluation_agrees": "mgpu_check.gates.evaluating",
-    "assert_gradients_agree": "mgpu_check.asserts.gradients",
-    "assert_loader_covers": "mgpu_check.gates.loading",
-    "assert_metric_scales": "mgpu_check.gates.scaling",
-    "assert_replicas_agree": "mgpu_check.asserts.replicas",
-    "assert_resume_continues": "mgpu_check.gates.resuming",
+    "adapt": "mgpu_check.plugin.harness_hooks",
+    "assert_allreduce_matches": "mgpu_check.asserts.collectives",
+    "assert_evaluation_agrees": "mgpu_check.gates.evaluation_gate",
+    "assert_gradients_agree": "mgpu_check.asserts.models",
+    "assert_loader_covers": "mgpu_check.gates.loader_gate",
+    "assert_metric_scales": "mgpu_check.gates.step_gate",
+    "assert_replicas_agree": "mgpu_check.asserts.models",
+    "assert_resume_continues": "mgpu_check.gates.checkpoint_gate",
     "assert_script_scales": "mgpu_check.compare.gate",
-    "assert_shards_cover": "mgpu_check.asserts.scatter",
-    "assert_step_scales": "mgpu_check.gates.scaling",
-    "assert_steps_agree": "mgpu_check.gates.agreeing",
+    "assert_shards_cover": "mgpu_check.asserts.collectives",
+    "assert_step_scales": "mgpu_check.gates.step_gate",
+    "assert_steps_agree": "mgpu_check.gates.agreement_gate",
     "current_rank": "mgpu_check.engine.rank_side.rank",
     "raises_device_mismatch": "mgpu_check.asserts.mismatch",
     "simulated_node": "mgpu_check.simulated",

@@ -10,6 +10,11 @@ failure is raised as usual in four cases: the facts do not meet the condition, t
 defect, the exception is of another kind, or `explained` shows that the defect would have another result. If the
 condition holds and nothing fails, the run reports that the defect did not show. A check that collects errors and raises
 later calls `is_known` instead.
+
+A check also reports here the cases that it leaves out because this torch or these devices lack something. The closing
+table names them, and a pass does not speak for them. Any process may report::
+
+    left_out("interpolate", "this torch does not have it for all placements")
 """
 
 from __future__ import annotations
@@ -18,10 +23,48 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from mgpu_check.asserts.hearing import Hearing
 from mgpu_check.version import torch_version
+
+T = TypeVar("T")
+
+
+class Hearing(Generic[T]):
+    """A channel from checks to at most one listener, the one whose context was entered last."""
+
+    def __init__(self) -> None:
+        self._hear: Callable[[T], None] | None = None
+
+    @property
+    def heard(self) -> bool:
+        """Whether the channel has a listener."""
+        return self._hear is not None
+
+    @contextlib.contextmanager
+    def heard_by(self, hear: Callable[[T], None]) -> Iterator[None]:
+        """Call `hear` with each fact that is passed to `tell`, for the time of the context."""
+        before, self._hear = self._hear, hear
+        try:
+            yield
+        finally:
+            self._hear = before
+
+    def tell(self, what: T) -> None:
+        """Pass a fact to the listener, if there is one."""
+        if self._hear is not None:
+            self._hear(what)
+
+
+_cases = Hearing[tuple[str, str]]()
+
+heard_by = _cases.heard_by
+"""Call a function with the cases that checks in this process leave out, for the time of the context."""
+
+
+def left_out(case: str, why: str) -> None:
+    """Report a case that was left out, and why. Equal reports of several ranks count once."""
+    _cases.tell((case, why))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mgpu_check.cli.doctor_facts import GpuFacts, of_devices, of_host
 from mgpu_check.cli.doctor_probes import Judgement, examine
 from mgpu_check.devices.inventory import Inventory
 from mgpu_check.errors import RankFailure, RankHang
-from mgpu_check.plugin.missing_devices import TooFewDevices
+from mgpu_check.plugin.device_leases import TooFewDevices
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.settings import resolve
 

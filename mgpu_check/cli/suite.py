@@ -18,10 +18,10 @@ import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.rank_side.coverage import coverage_here
 from mgpu_check.engine.remote import current
-from mgpu_check.plugin.launched import is_launched
-from mgpu_check.plugin.packaged import modules_of_ranks
-from mgpu_check.plugin.report.progress import Progress
+from mgpu_check.plugin.launch import is_launched
+from mgpu_check.plugin.packaged_suites import modules_of_ranks
 from mgpu_check.plugin.report.replay import CommandLine
+from mgpu_check.plugin.report.terminal import Progress
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes.heap import freeze
 from mgpu_check.processes.limits import available_memory, available_processors

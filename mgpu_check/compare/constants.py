@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from mgpu_check.numerics.placement.distinct import make_distinct
+from mgpu_check.numerics.placement import make_distinct
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.values import is_distributed
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mgpu_check.compare.summaries import Cut
-from mgpu_check.numerics.placement.slices import Slice, indexed
+from mgpu_check.numerics.placement import Slice, indexed
 from mgpu_check.torch_hooks.values import is_distributed
 
 

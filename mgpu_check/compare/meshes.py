@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mgpu_check.compare.watched import Note
-from mgpu_check.numerics.placement.declared import Coordinates
+from mgpu_check.numerics.placement import Coordinates
 from mgpu_check.processes.launched import rank_and_world
 from mgpu_check.torch_hooks.patches import Patches
 

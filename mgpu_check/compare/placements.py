@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mgpu_check.compare.trace import write_all
-from mgpu_check.numerics.placement.slices import Slice
+from mgpu_check.numerics.placement import Slice
 from mgpu_check.torch_hooks.tensors import memory_of
 
 

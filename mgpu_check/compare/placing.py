@@ -16,12 +16,17 @@ from mgpu_check.compare.naming import Names
 from mgpu_check.compare.placements import write_placement
 from mgpu_check.compare.summaries import Cut, shape_of
 from mgpu_check.compare.trace import named_state
-from mgpu_check.numerics.placement.along_axes import along_axes
-from mgpu_check.numerics.placement.content import Wholes
-from mgpu_check.numerics.placement.declared import Coordinates, by_attributes
-from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
-from mgpu_check.numerics.placement.neighbours import beside
-from mgpu_check.numerics.placement.slices import Slice, Unplaced
+from mgpu_check.numerics.placement import (
+    Coordinates,
+    Slice,
+    Unplaced,
+    Wholes,
+    along_axes,
+    beside,
+    by_attributes,
+    flat_ranges,
+    local_ranges,
+)
 from mgpu_check.torch_hooks.tensors import copied
 from mgpu_check.torch_hooks.values import is_distributed
 

@@ -137,7 +137,7 @@ _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 def _grown(apart: list[float]) -> list[float]:
     """Return, for each step, the largest deviation up to it or within the first `_WINDOW` steps.
 
-    This maximum is over steps and for whole tensors; `numerics.envelopes` is for elements.
+    This maximum is over steps and for whole tensors; `numerics.steps` is for elements.
     """
     grown: list[float] = []
     reached = max((x for x in apart[:_WINDOW] if math.isfinite(x)), default=0.0)

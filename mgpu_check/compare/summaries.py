@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mgpu_check.compare.trace import CHUNKS, HeldSlice, chunk_sizes, positions
-from mgpu_check.numerics.placement.slices import Slice
+from mgpu_check.numerics.placement import Slice
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 from mgpu_check.torch_hooks.values import is_distributed, readable

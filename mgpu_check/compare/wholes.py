@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from mgpu_check.compare.trace import write_all
-from mgpu_check.numerics.placement.content import Wholes
+from mgpu_check.numerics.placement import Wholes
 from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
 
 

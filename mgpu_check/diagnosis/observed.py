@@ -12,7 +12,7 @@ from mgpu_check.torch_hooks.parcels import Parcel
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.numerics.placement.slices import Slice, Unplaced
+    from mgpu_check.numerics.placement import Slice, Unplaced
 
     Values = dict[Result, torch.Tensor]
 
@@ -73,7 +73,7 @@ class ObservedRun:
         settings: parameter -> the numbers and texts of its optimizer group, such as learning rate and weight decay.
         groups: number of parameter groups of all optimizers that made a step.
         trained: names of the parameters that have a gradient or have changed.
-        pieces: slices of results that this rank holds, if the model is divided; `gates.assembly` assembles them.
+        pieces: slices of results that this rank holds, if the model is divided; `gates.shards` assembles them.
         pieces_of_steps: the same after each optimizer step, if requested.
         unplaced: parameter with unknown placement -> the reason.
         unused: parameters and buffers that the run did not use.

@@ -13,14 +13,12 @@ from torch import nn
 
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.gates.program import bound
-from mgpu_check.gates.states import digest_of_value, is_real
+from mgpu_check.gates.states import Opaque, digest_of_value, flattened, is_real
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.compare import difference, show
-from mgpu_check.numerics.envelopes import envelopes
+from mgpu_check.numerics.differences import difference, show
 from mgpu_check.numerics.perturbation import Perturbed
-from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
+from mgpu_check.numerics.steps import PAIRS, deviations, envelopes, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.torch_hooks.members import named_buffers, named_parameters
 from mgpu_check.torch_hooks.nested import tensors_of

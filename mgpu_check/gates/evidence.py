@@ -14,7 +14,7 @@ from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import Account, different_collectives
-from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 _NEAR = 2e-3

@@ -1,18 +1,19 @@
-"""Call the functions that the user passes to a gate."""
+"""The functions that the user passes to a gate for steps: check them and their options, and call them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.definitions import innermost
+from mgpu_check.gates.gate_arguments import check_tolerance, innermost
 from mgpu_check.gates.switches import Switch
-from mgpu_check.numerics.placement.declared import Placement
+from mgpu_check.numerics.placement import Placement, check_placement
 from mgpu_check.torch_hooks.members import named_parameters
 
 
@@ -36,7 +37,7 @@ class Program:
         reference: ``reference(model, batch)`` on one device, or None.
         single_process: whether one process drives all devices, as with nn.DataParallel.
         gate: the gate that the user called, for messages.
-        placement: the slices of parameters that ranks hold; see `numerics.placement.declared.by_user`.
+        placement: the slices of parameters that ranks hold; see `numerics.placement.by_user`.
         returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for
             all.
         switch: an option that is turned on or off for the step; None for none.
@@ -109,3 +110,34 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
             if parameter.is_meta:
                 raise Unusable(f"build() returned a model with {prefix}{name} on meta; give its parameters values")
     return found
+
+
+_AS_IN = {
+    "step": "step(model, batch, rank)",
+    "build": "build() that makes the model",
+    "batch": "batch(n) that makes n samples, or a strategy of batches",
+    "reference": "reference(model, batch)",
+}
+
+
+def check_arguments(
+    program: Program,
+    observe: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+    max_examples: int | None,
+) -> None:
+    gate = program.gate
+    for name, example in _AS_IN.items():
+        value = getattr(program, name)
+        if value is not None and (not callable(value) or isinstance(value, nn.Module)):
+            raise ValueError(f"{gate}: {name}={value!r:.80} is not a function; give a function, as in {example}")
+    if isinstance(observe, str) or not isinstance(observe, Collection) or not set(observe) or set(observe) - set(KINDS):
+        raise ValueError(f"{gate}: observe={observe!r}; choose some of {', '.join(KINDS)}")
+    check_tolerance(gate, tolerance)
+    check_placement(gate, program.placement)
+    if program.returned_by not in (None, "last") and not callable(program.returned_by):
+        raise ValueError(
+            f'{gate}: returned_by={program.returned_by!r}; give "last", or a function of the coordinates of a rank'
+        )
+    if max_examples is not None and (type(max_examples) is not int or max_examples < 1):
+        raise ValueError(f"{gate}: max_examples={max_examples!r}; give an integer of at least 1")

@@ -8,8 +8,8 @@ import torch
 
 from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import Kind, Result
-from mgpu_check.gates.judged import unjudged
-from mgpu_check.numerics.compare import Difference, difference, show
+from mgpu_check.gates.parameter_coverage import unjudged
+from mgpu_check.numerics.differences import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite
 

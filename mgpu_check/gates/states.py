@@ -1,31 +1,182 @@
-"""Save the state of a training run on each rank, and compare the saved states there. Imports torch."""
+"""The state of a training run on each rank: flatten it, save it, and compare saved states. Imports torch.
+
+Flattening gives tensors, numbers and texts by dotted name. Two different values must not flatten to the same result,
+so a value that cannot be taken apart is refused. Unlike `torch_hooks.nested`, this module also takes apart objects,
+generators and arrays, by their state. For states at two numbers of ranks, one rank reads the states of all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
+import functools
+import gc
 import hashlib
+import io
+import os
 import random
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.flattening import Opaque, flattened
-from mgpu_check.gates.meshes import Mesh, mesh_of
+from mgpu_check.gates.relations import close
+from mgpu_check.gates.scenarios import Mesh, mesh_of
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.compare import difference
-from mgpu_check.numerics.envelopes import envelopes
+from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.steps import envelopes
+from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.seeds import seed_everything
-from mgpu_check.torch_hooks.tensors import as_real, digest_of
+from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+class Opaque(ValueError):
+    """A value holds an object that cannot be compared."""
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on the CPU; for a DTensor, a copy of this rank's part."""
+    local = tensor.detach()
+    return copied(local.to_local() if hasattr(local, "to_local") else local)
+
+
+def flattened(
+    value: Any, name: str = "", *, take: Callable[[torch.Tensor], torch.Tensor] = own_part, strict: bool = True
+) -> dict[str, Any]:
+    """Return `value` as tensors on the CPU (floats as float64), numbers and texts, by dotted name.
+
+    Args:
+        value: tensors, arrays, numbers, texts; mappings, sequences and sets of these; objects with ``state_dict()``,
+            dataclasses, and other objects by their attributes.
+        take: makes a copy of a tensor on the CPU.
+        strict: refuse values that cannot be taken apart. If False, such a value is replaced by the name of its type.
+
+    Raises:
+        Opaque: `strict`, and a value cannot be taken apart or two entries have the same name.
+    """
+    return _flattened(value, name, take, strict, ())
+
+
+def _flattened(
+    value: Any, name: str, take: Callable[[torch.Tensor], torch.Tensor], strict: bool, outside: tuple[int, ...]
+) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {name: take(value)}
+    if isinstance(value, torch.Generator):
+        return {name: value.get_state().clone()}
+    if isinstance(value, float):
+        return {name: torch.tensor(value, dtype=torch.float64)}
+    if value is None or isinstance(value, bool | int | str | bytes | complex):
+        return {name: value}
+    if _is_numpys(value) and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        try:
+            return {name: torch.as_tensor(value).clone()}
+        except TypeError:  # torch lacks the dtype, such as longdouble: repr has all digits
+            return {name: repr(value.tolist())}
+    if id(value) in outside:
+        return _opaque(value, name, strict, "which holds itself")
+    parts = _parts(value)
+    if parts is None:
+        text = _text(value)
+        return {name: text} if text is not None else _opaque(value, name, strict, "which cannot be taken apart")
+    found: dict[str, Any] = {}
+    for key, part in parts:
+        inner = f"{name}.{key}" if name and key else name or key
+        entries = _flattened(part, inner, take, strict, (*outside, id(value)))
+        if strict and (twice := found.keys() & entries.keys()):
+            raise Opaque(f"there are two entries {min(twice)!r}; give them keys that differ, and have no dots in them")
+        found.update(entries)
+    return found
+
+
+def _opaque(value: Any, name: str, strict: bool, why: str) -> dict[str, Any]:
+    kind = type(value).__name__
+    if not strict:
+        return {name: kind}
+    raise Opaque(
+        f"{name or 'the whole'} is a {kind}, {why}; give it a state_dict(), or give in its place the tensors, numbers "
+        "and texts that it holds"
+    )
+
+
+def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the parts of a value by key; None if it has no parts. An empty key adds nothing to the name."""
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, (*_WITHOUT_STATE, enum.Enum, os.PathLike, range, bytearray, set, frozenset)):
+        return None
+    if isinstance(value, Mapping):
+        pairs = value.items()
+    elif callable(getattr(value, "state_dict", None)):
+        pairs = [("", value.state_dict())]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        pairs = {**{name: getattr(value, name) for name in names}, **getattr(value, "__dict__", {})}.items()
+    elif isinstance(value, functools.partial):
+        pairs = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, random.Random):
+        pairs = enumerate(value.getstate())
+    elif isinstance(value, io.BytesIO):
+        pairs = [("", value.getvalue())]
+    elif _is_numpys(value) and hasattr(value, "bit_generator"):
+        pairs = value.bit_generator.state.items()
+    elif _is_numpys(value) and hasattr(value, "get_state"):
+        pairs = enumerate(value.get_state())
+    elif _is_numpys(value) and hasattr(value, "dtype") and value.ndim:
+        pairs = enumerate(value.tolist())
+    elif isinstance(value, Sequence) or type(value).__name__ == "deque":
+        pairs = enumerate(value)
+    elif getattr(value, "__dict__", None):
+        pairs = vars(value).items()
+    else:
+        return None
+    return [(str(key), part) for key, part in pairs]
+
+
+def _text(value: Any) -> str | None:
+    """Return a text that differs between different values; None if no text can guarantee that."""
+    if isinstance(value, _WITHOUT_STATE):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+    if isinstance(value, set | frozenset):  # sorted, because a set has no order
+        texts = [_text(part) for part in value]
+        return None if None in texts else repr(sorted(text for text in texts if text is not None))
+    text, kind = repr(value), cast(Any, type(value))
+    if kind.__repr__ is object.__repr__ or _ADDRESS.search(text) or _holds_tensors(value):
+        return None  # repr of a tensor has four digits, and leaves out elements
+    return text
+
+
+def _holds_tensors(value: Any) -> bool:
+    seen: dict[int, Any] = {}
+    left = [value]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, _WITHOUT_STATE):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor) or type(one).__name__ == "ndarray":
+            return True
+        left += gc.get_referents(one)
+    return False
+
+
+def _is_numpys(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "numpy"
+
 
 Train = Callable[[Rank, Path, int, int], Any]
 
@@ -280,3 +431,143 @@ def _difference(got: Any, expected: Any, granted: torch.Tensor | float, toleranc
 def _cut(value: Any) -> str:
     text = value if isinstance(value, str) and len(value) == 32 else repr(value)
     return text if len(text) <= 40 else text[:39] + "…"
+
+
+_SHOWN = 3
+
+Parts = list[torch.Tensor]
+"""An entry of the state on each rank, in rank order."""
+
+
+def same_training(
+    one: Path, ranks_of_one: int, other: Path, ranks_of_other: int, tolerance: float | None, rank: Rank
+) -> tuple[str, bool]:
+    """Compare the floating-point entries of two states, each kept by its own number of ranks.
+
+    Returns the entries that differ, as a text, and whether any entry agrees after its parts were joined.
+
+    Only an entry that all ranks share shows a difference: parts that do not fit together may be divided in another way.
+    """
+    differing: list[str] = []
+    agreeing = False
+    of_one, of_other = _parts_of_ranks(one, ranks_of_one), _parts_of_ranks(other, ranks_of_other)
+    for entry in filter(of_other.__contains__, of_one):
+        left, right = of_one[entry], of_other[entry]
+        if _shared(left) and _shared(right) and left[0].shape == right[0].shape:
+            if _close(left[0], right[0], tolerance or 0.0):
+                agreeing = True
+            else:
+                differing.append(str(entry))
+        elif any(_close(*pair, tolerance or 0.0) for pair in _joined(left, right)):
+            agreeing = True
+    return few(sorted(differing), _SHOWN) if differing else "", agreeing
+
+
+def resharded(
+    saved: Path, ranks_saved: int, right: Path, ranks_loaded: int, loaded: Path, rank: Rank
+) -> dict[StateEntry, str]:
+    """Return the entries whose saved parts are in wrong places after loading, each with a description.
+
+    Args:
+        saved: the state that the ranks of the checkpoint had.
+        loaded: the state right after loading.
+    """
+    of_saved, of_right = _parts_of_ranks(saved, ranks_saved), _parts_of_ranks(right, ranks_loaded)
+    of_loaded = _parts_of_ranks(loaded, ranks_loaded)
+    found = {}
+    for entry, parts in of_right.items():
+        if entry not in of_saved or entry not in of_loaded or (_shared(of_saved[entry]) and _shared(parts)):
+            continue
+        held = {
+            index: got
+            for index, (got, expected) in enumerate(zip(of_loaded[entry], parts, strict=True))
+            if not _close(got, expected)
+        }
+        if seen := held and (
+            _single_parts(of_saved[entry], held, ranks_loaded) or _other_places(of_saved[entry], held)
+        ):
+            found[entry] = f"{entry} on {named(list(held))}: {seen}"
+    return found
+
+
+def _single_parts(saved: Parts, held: Mapping[int, torch.Tensor], ranks: int) -> str:
+    """Recognize ranks that each load the saved part of one rank.
+
+    Args:
+        held: rank -> its wrong part.
+    """
+    sources = {
+        index: next((n for n, part in enumerate(saved) if _begins(got, part)), None) for index, got in held.items()
+    }
+    if None in sources.values():
+        return ""
+    loads = ", ".join(f"rank {index} loads the part of rank {source}" for index, source in sources.items())
+    return f"{loads}, but {ranks} ranks divide the entry in other places than {len(saved)}"
+
+
+def _other_places(saved: Parts, held: Mapping[int, torch.Tensor]) -> str:
+    """Recognize saved values in other places. Only equal bits count, because many values are similar."""
+    known = torch.cat([part.flatten() for part in saved])
+    values = torch.cat([got.flatten() for got in held.values()])
+    values = values[values != 0]  # padding
+    if not len(values) or not bool(torch.isin(values, known).all()):
+        return ""
+    return "each value was saved, but in another place: parts were joined in another order, or with their padding"
+
+
+def _parts_of_ranks(directory: Path, ranks: int) -> dict[StateEntry, Parts]:
+    """Return the floating-point entries that every rank has."""
+    states: list[dict[StateEntry, Any]] = [load_of(directory, index) for index in range(ranks)]
+    return {
+        entry: [state[entry] for state in states]
+        for entry in states[0]
+        if all(is_real(state.get(entry)) for state in states)
+    }
+
+
+def _joined(left: Parts, right: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the whole tensors that both sides may be parts of; flat parts may end with padding."""
+    found = []
+    for dim in range(min(part.dim() for part in (*left, *right))):
+        pairs = [(one, other) for one in _along(left, dim) for other in _along(right, dim)]
+        found += [(one, other) for one, other in pairs if one.shape == other.shape]
+        if left[0].dim() == 1:
+            found += [_without_padding(*pair) for pair in pairs if pair[0].shape != pair[1].shape]
+    return found
+
+
+def _along(parts: Parts, dim: int) -> list[torch.Tensor]:
+    """Return the parts joined along a dimension, with and without repeated ones: replicas of a mesh."""
+    distinct = [
+        part for index, part in enumerate(parts) if not any(torch.equal(part, known) for known in parts[:index])
+    ]
+    several = [parts] if len(distinct) == len(parts) else [parts, distinct]
+    fit = len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) == 1
+    return [torch.cat(some, dim) for some in several] if fit else []
+
+
+def _without_padding(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut zeros from the end of the longer of two flat tensors, at most down to the length of the other one."""
+    length = min(len(one), len(other))
+
+    def cut(part: torch.Tensor) -> torch.Tensor:
+        return part[:length] if not bool(part[length:].any()) else part
+
+    return cut(one), cut(other)
+
+
+def _shared(parts: Parts) -> bool:
+    """Return whether all ranks have the same values; True for one rank."""
+    return all(torch.equal(part, parts[0]) for part in parts)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 0.0) -> bool:
+    return one.dtype == other.dtype and close(one, other, explained_by_rounding(other, tolerance))
+
+
+def _begins(got: torch.Tensor, part: torch.Tensor) -> bool:
+    """Return whether a tensor begins with a part, or is the beginning of it, along each dimension."""
+    if got.dim() != part.dim() or not min(got.numel(), part.numel()):
+        return False
+    common = tuple(slice(min(sizes)) for sizes in zip(got.shape, part.shape, strict=True))
+    return _close(got[common], part[common])

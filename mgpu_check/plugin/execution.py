@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.asserts.known_defects import reported_to
-from mgpu_check.asserts.left_out import heard_by
+from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
-from mgpu_check.plugin.forwarding import steps_to
-from mgpu_check.plugin.packaged import is_packaged
-from mgpu_check.plugin.rank_logging import Logging
+from mgpu_check.plugin.packaged_suites import is_packaged
+from mgpu_check.plugin.rank_messages import Logging, steps_to
 from mgpu_check.plugin.ranks import abandoning
 from mgpu_check.plugin.replacements import Replacements
-from mgpu_check.plugin.report.example import blob_of_this, draws_on, is_final, keeping_steps
-from mgpu_check.plugin.report.replay import BLOB
+from mgpu_check.plugin.report.replay import BLOB, blob_of_this, draws_on, is_final, keeping_steps
 from mgpu_check.plugin.requirements import Needs
 from mgpu_check.plugin.serialization import bare, by_value
 from mgpu_check.plugin.session import FirstFailure, GpuSession

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Generator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -13,10 +15,8 @@ import pytest
 from _pytest.unittest import TestCaseFunction
 
 from mgpu_check.errors import NO_IMPORT, RankFailure, StartupFailure
-from mgpu_check.plugin.adapting import Adapting
-from mgpu_check.plugin.arguments import complete_values
-from mgpu_check.plugin.fixtures import gpus, rank, ranks  # noqa: F401  # pytest collects them from this module
-from mgpu_check.plugin.launched import is_launched, over, wrong_launch
+from mgpu_check.plugin.harness_hooks import Adapting
+from mgpu_check.plugin.launch import is_launched, over, wrong_launch
 from mgpu_check.plugin.module_state import watching
 from mgpu_check.plugin.requirements import (
     HOST_PARAMETER,
@@ -32,7 +32,67 @@ from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
 from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
+    from mgpu_check.plugin.execution import Absent
+    from mgpu_check.plugin.ranks import Ranks
     from mgpu_check.plugin.report.replay import Invocation
+
+
+_VALUES = {"--simulate": r"cpu|cuda:\d+", "--gpu-keep-warm": r"\d+(\.\d*)?"}
+"""Options whose value may be left out, and the form of a value."""
+
+
+def complete_values(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+    """Parse ``--simulate tests/`` as ``--simulate=cpu tests/``: the value of such an option is never a path."""
+    alone = [
+        index
+        for index, argument in enumerate(args)
+        if argument in _VALUES and not re.fullmatch(_VALUES[argument], "".join(args[index + 1 : index + 2]))
+    ]
+    if not alone:
+        return
+    for index in alone:
+        args[index] += "=" + OPTIONS[args[index][2:].replace("-", "_")].command_line["const"]
+    known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
+    # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
+    known.confcutdir = early_config.known_args_namespace.confcutdir
+    early_config.known_args_namespace = known
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Run functions on ranks: `ranks.run(fn, *args, size=None)` calls fn on each and returns the results in rank order.
+
+    Also takes `timeout=`, `devices=` and `environment=`.
+    """
+    from mgpu_check.plugin.ranks import Ranks
+
+    session = request.config.stash[SESSION]
+    if lack := session.lack(0):
+        from mgpu_check.plugin.report import outcomes
+
+        outcomes.add_lack(request._pyfuncitem, lack)
+        pytest.skip(lack)  # here, because `request.getfixturevalue` is not known at collection
+    return Ranks(session)
+
+
+@pytest.fixture(scope="session")
+def rank() -> Absent:
+    """Give a test marked `ranks` the rank that runs its body: .index .size .local_index .node_index .device .group."""
+    from mgpu_check.plugin.execution import Absent
+
+    return Absent("rank")
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Absent:
+    """Give a test its GPUs, a tuple of torch.device, cuda:0 to cuda:N-1.
+
+    The test runs in the node process, which sees all of them.
+    """
+    from mgpu_check.plugin.execution import Absent
+
+    return Absent("gpus")
+
 
 WORKER_REPORT = "mgpu_check"
 WORKER_DEVICES = "mgpu_check_devices"
@@ -90,7 +150,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from mgpu_check.plugin.session import GpuSession
 
     config.stash[SESSION] = GpuSession(settings)
-    from mgpu_check.plugin.report.reporters import register
+    from mgpu_check.plugin.session import register
 
     register(config, config.stash[SESSION])
     config.pluginmanager.register(Adapting(config.stash[SESSION]))
@@ -129,19 +189,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     gpu_session = session.config.stash[SESSION]
     if session.config.getoption("usepdb", False) and session.config.pluginmanager.has_plugin("pdbinvoke"):
-        from mgpu_check.plugin.report.debugger import PostMortem
+        from mgpu_check.plugin.report.failures import PostMortem
 
         own = session.config.pluginmanager.unregister(name="pdbinvoke")
         session.config.pluginmanager.register(PostMortem(own, _where), "pdbinvoke")
     if not gpu_session.settings.asked or session.config.option.collectonly:
         return
     from mgpu_check.devices.leases import LeaseError
-    from mgpu_check.plugin.missing_devices import TooFewDevices
-    from mgpu_check.plugin.report import summary
+    from mgpu_check.plugin.device_leases import TooFewDevices
+    from mgpu_check.plugin.report import terminal
 
     if wrong := without_torch() or wrong_launch(os.environ):
         raise pytest.UsageError(f"mgpu-check: {wrong}")
-    gpu_session.on_wait = functools.partial(summary.tell, session.config)
+    gpu_session.on_wait = functools.partial(terminal.tell, session.config)
     # Under pytest-xdist, the controller has already counted the devices.
     told = getattr(session.config, "workerinput", None)
     try:
@@ -202,9 +262,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gpu_session = session.config.stash[SESSION]
     if session.config.getoption("gpu_replay") and not session.config.option.collectonly:
-        from mgpu_check.plugin.report import example
+        from mgpu_check.plugin.report import replay
 
-        misuse = example.apply(session.config.getoption("gpu_replay"), session.items)
+        misuse = replay.apply_replay(session.config.getoption("gpu_replay"), session.items)
         if misuse is not None and not hasattr(session.config, "workerinput"):
             raise pytest.UsageError(misuse)
         if misuse is not None:
@@ -212,9 +272,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 item.stash[MISUSE] = misuse  # because a usage error in an xdist worker would look like a crash
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
-        from mgpu_check.plugin.early import started
         from mgpu_check.plugin.execution import record_replacements
-        from mgpu_check.plugin.packaged import used_by_ranks
+        from mgpu_check.plugin.packaged_suites import used_by_ranks
+        from mgpu_check.plugin.session import started
 
         gpu_session.preload += used_by_ranks(session.items)
         started(gpu_session.pool.start)
@@ -229,23 +289,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     session = item.config.stash[SESSION]
     if not session.settings.asked and needs is None:
         return
-    from mgpu_check.plugin.setup import adopt, begin
+    from mgpu_check.plugin.session import adopt, begin
 
     session.on_ranks = functools.partial(adopt, item, session)
     session.forget_test()
     if needs is None:
         return
     if item.config.getoption("trace", False) and needs.where != "parent":
-        from mgpu_check.plugin.report.debugger import REFUSED_TRACE
+        from mgpu_check.plugin.report.failures import REFUSED_TRACE
 
         pytest.fail(REFUSED_TRACE, pytrace=False)
     lack = session.lack(needs.count or needs.least, needs.host if needs.where == "node" else None)
     if lack and session.settings.strict_gpus:
         pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
     if lack:
-        from mgpu_check.plugin.report import properties
+        from mgpu_check.plugin.report import outcomes
 
-        properties.add_lack(item, lack)
+        outcomes.add_lack(item, lack)
         raise pytest.skip.Exception(lack, _use_item_location=True)
     begin(item, needs, session)
 
@@ -313,7 +373,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     if NEEDS not in item.stash:
         return (yield)
-    from mgpu_check.plugin.report import failures, properties, replay
+    from mgpu_check.plugin.report import failures, outcomes, replay
 
     session = item.config.stash[SESSION]
     # unittest catches errors itself. pytest fetches them from the item in this hook.
@@ -325,10 +385,10 @@ def pytest_runtest_makereport(
     if call.when == "setup":
         needs = item.stash[NEEDS]
         several = needs.where == "node" and len(session.settings.per_host) > 1
-        properties.add_identity(item, needs.host if several else None)
+        outcomes.add_identity(item, needs.host if several else None)
     if call.when == "call" or error is not None:
         failures.add_output(item, session.output(), call.when)
-        properties.add_usage(item, session)
+        outcomes.add_usage(item, session)
     if call.when == "call":
         item.stash[FAILED] = error is not None
     if error is not None and not item.config.option.fulltrace:
@@ -343,7 +403,7 @@ def pytest_runtest_makereport(
         lines = replay.lines_for(item, _invocation(item.config), error, item.config.getoption("gpu_replay"))
         if item.config.option.tbstyle != "line":
             failures.add_replay(report, lines)
-        properties.add_failure(item, error, lines, session.settings.simulate is not None)
+        outcomes.add_failure(item, error, lines, session.settings.simulate is not None)
         report.user_properties = list(item.user_properties)
     return report
 
@@ -355,15 +415,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         if gpu_session.notes.interrupted:
-            from mgpu_check.plugin.report import summary
+            from mgpu_check.plugin.report import terminal
 
             # Here, because the controller no longer listens.
-            summary.tell(session.config, gpu_session.notes.interrupted)
+            terminal.tell(session.config, gpu_session.notes.interrupted)
         output[WORKER_REPORT] = gpu_session.notes.told()
     if gpu_session.notes.deaths and output is None:
-        from mgpu_check.plugin.report import idle
+        from mgpu_check.plugin.report import failures
 
-        idle.add_case(session.config, gpu_session.notes.deaths)
+        failures.add_idle_case(session.config, gpu_session.notes.deaths)
     if gpu_session.notes.deaths and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -378,13 +438,13 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
     if report.when != "call" or report.outcome != "passed" or not getattr(report, "user_properties", None):
         return None  # a quick exit, because most tests have no known defects
-    from mgpu_check.plugin.report import properties
+    from mgpu_check.plugin.report import outcomes
 
-    return ("KNOWN", "k", "KNOWN") if properties.defects_met(report)[0] else None
+    return ("KNOWN", "k", "KNOWN") if outcomes.defects_met(report)[0] else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    from mgpu_check.plugin.report import summary
+    from mgpu_check.plugin.report import terminal
 
-    summary.print_to(terminalreporter, config.stash[SESSION])
+    terminal.print_summary(terminalreporter, config.stash[SESSION])

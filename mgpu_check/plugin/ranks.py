@@ -133,7 +133,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
         RankHang: the ranks hang, or something failed the test from outside while they ran, as pytest-timeout does.
     """
     from mgpu_check.engine.world import Abandoned
-    from mgpu_check.plugin.forwarding import keep_steps
+    from mgpu_check.plugin.rank_messages import keep_steps
 
     try:
         yield

@@ -166,7 +166,7 @@ def _is_our_fixture(item: pytest.Function, name: str) -> bool:
     if name not in OUR_FIXTURES:
         return False
     definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
-    return bool(definitions) and definitions[-1].func.__module__ == "mgpu_check.plugin.fixtures"
+    return bool(definitions) and definitions[-1].func.__module__ == "mgpu_check.plugin.plugin"
 
 
 def _timeout(mark: pytest.Mark) -> float | None:

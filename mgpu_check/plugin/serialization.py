@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from mgpu_check.plugin.planting import Planting
-from mgpu_check.plugin.rank_logging import Logging
+from mgpu_check.plugin.rank_messages import Logging
 from mgpu_check.plugin.replacements import Changes
 
 Filter = tuple[str, str, type[Warning], str, int]

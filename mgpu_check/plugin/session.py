@@ -1,33 +1,106 @@
-"""The state of one pytest run: its settings, its pool of ranks, and the lines for its summary."""
+"""The state of one pytest run: its settings, its pool of ranks, its current test, and the lines for its summary.
+
+The fork server starts before pytest imports the first test file that needs it, so that both import torch at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+import re
+import types
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+import mgpu_check
+from mgpu_check.annotations import wanted
 from mgpu_check.devices.inventory import Device
-from mgpu_check.plugin import launched
-from mgpu_check.plugin.current_test import CurrentTest
-from mgpu_check.plugin.leasing import Leasing, RunDirectory
-from mgpu_check.plugin.missing_devices import TooFewDevices, lack, too_few
+from mgpu_check.errors import StartupFailure
+from mgpu_check.plugin import launch
+from mgpu_check.plugin.device_leases import Leasing, RunDirectory, TooFewDevices, lack, too_few
 from mgpu_check.plugin.planting import Planting
-from mgpu_check.plugin.run_notes import RunNotes
-from mgpu_check.settings import Settings
+from mgpu_check.plugin.requirements import NEEDS, Needs
+from mgpu_check.processes.heap import importing
+from mgpu_check.processes.rank_lists import few
+from mgpu_check.settings import Settings, activate
 from mgpu_check.version import torch_version, version
 
 if TYPE_CHECKING:
+    from mgpu_check.asserts.known_defects import Met
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
-    from mgpu_check.plugin.rank_logging import Logging
+    from mgpu_check.plugin.rank_messages import Logging
     from mgpu_check.plugin.replacements import Changes
+
+
+@dataclass
+class CurrentTest:
+    """What one test has done so far.
+
+    Attributes:
+        examples: number of examples, or plain runs, that it has completed.
+        met: the known defects that it has met.
+        left_out: the cases that it has left out, each with the reason.
+        drawn: whether it draws examples.
+        in_body: whether its body is running, not a fixture.
+        not_seen: what the passes of its gates do not show.
+        modules: the modules that are pickled by value for it: its own, and conftests.
+    """
+
+    examples: int = 0
+    met: list[Met] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    drawn: bool = False
+    in_body: bool = False
+    not_seen: list[str] = field(default_factory=list)
+    modules: list[types.ModuleType] = field(default_factory=list)
+
+
+@dataclass
+class RunNotes:
+    """Facts about a run that belong to no test.
+
+    Attributes:
+        remarks: lines for the end of the run.
+        not_seen: what passes of gates do not show -> the steps that passed.
+        deaths: lines about ranks that died while no test used them; any line makes the run fail.
+        waits: seconds that each delayed test waited for devices.
+        interrupted: the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call.
+    """
+
+    remarks: list[str] = field(default_factory=list)
+    not_seen: dict[str, list[str]] = field(default_factory=dict)
+    deaths: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    interrupted: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines for the end of the run."""
+        limits = [f"not seen by the gate of {few(steps)}: {line}" for line, steps in self.not_seen.items()]
+        return [*self.remarks, *limits]
+
+    def told(self) -> dict[str, Any]:
+        """Return the notes as plain values, for the process that distributes the tests."""
+        return asdict(self)
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Add the notes that another process has `told`. Its positions at Ctrl-C are its own."""
+        self.remarks += [line for line in told.get("remarks", []) if line not in self.remarks]
+        for line, steps in told.get("not_seen", {}).items():
+            self.not_seen.setdefault(line, []).extend(steps)
+        self.deaths += told.get("deaths", [])
+        self.waits += told.get("waits", [])
+
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.plugin.in_rank",)
-GATES = ("mgpu_check.gates.measuring", "mgpu_check.gates.running")
+GATES = ("mgpu_check.gates.measurement", "mgpu_check.gates.step_runs")
 """Modules that each rank of a gate would import."""
 
 
@@ -103,9 +176,9 @@ class GpuSession:
         from mgpu_check.engine.hash_seeds import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
-        from mgpu_check.plugin.forwarding import deliver
+        from mgpu_check.plugin.rank_messages import deliver
 
-        self._agents = launched.launcher_of_this_run(self.settings)
+        self._agents = launch.launcher_of_this_run(self.settings)
         more = self.preload if self.settings.simulate == "cpu" else ()
         return RankPool(
             self._agents or LocalLauncher(self._shared, self.settings.simulate, FIRST, keep=self._keep, more=more),
@@ -134,7 +207,7 @@ class GpuSession:
                 self.settings,
                 self.devices,
                 self.shared,
-                launched=launched.is_launched(),
+                launched=launch.is_launched(),
                 waits=self.notes.waits,
                 on_wait=lambda line: self.on_wait(line),
             )
@@ -157,7 +230,7 @@ class GpuSession:
         from mgpu_check.engine.hash_seeds import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
 
-        why = "a launcher starts the ranks" if launched.is_launched() else kept.obstacle(os.environ)
+        why = "a launcher starts the ranks" if launch.is_launched() else kept.obstacle(os.environ)
         if why:
             self._keep, self._kept = None, f"imports are not kept warm, because {why}"
             return
@@ -174,7 +247,7 @@ class GpuSession:
 
         settings = self.settings
         backing = settings.simulate
-        if launched.is_launched():
+        if launch.is_launched():
             self._take_slots()
             return
         if backing == "cpu":
@@ -218,8 +291,8 @@ class GpuSession:
         self._pool = self._new_pool(1)
         assert self._agents is not None
         try:
-            self.settings, self.devices = launched.take_seats(self.settings, self._pool, self._agents)
-        except launched.Misfit as misfit:
+            self.settings, self.devices = launch.take_seats(self.settings, self._pool, self._agents)
+        except launch.Misfit as misfit:
             raise TooFewDevices(str(misfit)) from None
 
     def lack(self, count: int, host: int | None = None) -> str | None:
@@ -350,10 +423,94 @@ class GpuSession:
         else:
             parts.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
         if self._agents is not None:
-            parts.append(launched.describe(self._agents))
+            parts.append(launch.describe(self._agents))
         parts.append(f"torch {torch_version()}")
         sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
         parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
         if self._kept:
             parts.append(self._kept)
         return "; ".join(parts)
+
+
+def begin(item: pytest.Item, needs: Needs, session: GpuSession) -> None:
+    """Lease the devices of `item`, and start its account in the session."""
+    from mgpu_check.plugin.execution import modules_of
+
+    devices = session.begin_test(item.nodeid, needs.count)
+    session.test.modules = modules_of(item)
+    activate(dataclasses.replace(session.settings, gpus=devices, host=needs.host))
+
+
+def adopt(item: pytest.Item, session: GpuSession) -> None:
+    """Set up `item` when it first uses ranks through `request.getfixturevalue` or a fixture of wider scope."""
+    if NEEDS in item.stash:
+        return
+    from mgpu_check.plugin.serialization import by_value
+
+    item.stash[NEEDS] = Needs("parent", 0)
+    begin(item, item.stash[NEEDS], session)
+    session.until_end.enter_context(by_value(session.test.modules))
+
+
+_PACKAGE = Path(mgpu_check.__file__).parent
+_NEEDS_RANKS = re.compile(rb"\b(ranks|gpus)\b")
+_HAS_GATES = re.compile(rb"\bassert_(step|metric)")
+
+
+def started(start: Callable[[], None]) -> None:
+    """Call what starts a fork server during the collection, where no test can report a failure: it is wrong usage."""
+    try:
+        start()
+    except StartupFailure as error:
+        raise pytest.UsageError(f"mgpu-check: {error}") from error
+
+
+class EarlyStart:
+    """A pytest plugin for runs with GPUs."""
+
+    def __init__(self, session: GpuSession) -> None:
+        self._session = session
+        self._started = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, object, object]:
+        with importing():
+            return (yield)
+
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """Look for words that a test with ranks has. Without them, the fork server starts after the collection."""
+        path = collector.path
+        if self._started or not isinstance(collector, pytest.Module) or _PACKAGE in path.parents:
+            return
+        try:
+            text = path.read_bytes()
+        except OSError:
+            return  # pytest reports it
+        if _NEEDS_RANKS.search(text):
+            self._started = True
+            if _HAS_GATES.search(text):
+                self._session.preload += GATES
+            started(self._session.pool.start)
+
+
+def register(config: pytest.Config, session: GpuSession) -> None:
+    """Register the summary, annotations, the early start of ranks, and the line that repeats an example.
+
+    Raises:
+        pytest.UsageError: a file cannot be written, or the example cannot be repeated here.
+    """
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        if session.settings.gpu_report:
+            from mgpu_check.plugin.report.github import Summaries
+
+            config.pluginmanager.register(Summaries(config, session), "mgpu_check_summary")
+        if wanted(session.settings.gpu_annotations):
+            from mgpu_check.plugin.report.github import Annotations
+
+            config.pluginmanager.register(Annotations(config), "mgpu_check_annotations")
+    if session.settings.asked and not config.option.collectonly:
+        config.pluginmanager.register(EarlyStart(session), "mgpu_check_early")
+    if config.getoption("gpu_replay"):
+        from mgpu_check.plugin.report import replay
+
+        replay.check_replay(config.getoption("gpu_replay"))

@@ -168,7 +168,7 @@ def test_pytest_prints_no_letters_for_its_tests_and_those_of_others_as_ever():
 
 def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(tmp_path: Path) -> None:
     tmp_path.joinpath("test_it.py").write_text(
-        "from mgpu_check.plugin.report.progress import LiveLine\n\n"
+        "from mgpu_check.plugin.report.terminal import LiveLine\n\n"
         "def test_it(request):\n"
         "    line = LiveLine(request.config.pluginmanager.get_plugin('terminalreporter'))\n"
         "    print('of the test')\n"

@@ -16,7 +16,7 @@ import pytest
 from mgpu_check.cli import accept, selftest, suite
 from mgpu_check.cli.selftest import Selftest
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, PropertyMatrix
-from mgpu_check.plugin.report.progress import Progress
+from mgpu_check.plugin.report.terminal import Progress
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.settings import activate, active, resolve

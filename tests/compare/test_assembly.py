@@ -21,9 +21,7 @@ from mgpu_check.compare.summaries import Cut, summaries
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, joined
 from mgpu_check.compare.verdict import verdict_of
 from mgpu_check.compare.wholes import read_wholes, write_whole
-from mgpu_check.numerics.placement.content import Wholes
-from mgpu_check.numerics.placement.neighbours import beside
-from mgpu_check.numerics.placement.slices import Slice, indexed
+from mgpu_check.numerics.placement import Slice, Wholes, beside, indexed
 
 WEIGHT = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
 GRADIENT = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))

@@ -20,7 +20,7 @@ from mgpu_check.compare.summaries import Cut
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, Trace, Writer, read
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.compare.wholes import read_wholes, write_shape, write_whole
-from mgpu_check.numerics.placement.slices import Slice, indexed
+from mgpu_check.numerics.placement import Slice, indexed
 from tests.compare.conftest import script
 from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, trained, verdict
 from tests.compare.test_states import keeping

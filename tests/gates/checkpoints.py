@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check import Rank, ScalingMismatch, assert_resume_continues
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 
 
 def rng(rank: Rank) -> dict[str, Any]:

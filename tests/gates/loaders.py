@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check import Rank, ScalingMismatch, assert_loader_covers
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 
 
 def numbers(n: int) -> TensorDataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 
 
 class OnTime:

@@ -26,7 +26,7 @@ REWORDED = (
     "mgpu_check.gates",
     "mgpu_check.diagnosis",
     "mgpu_check.compare",
-    "mgpu_check.numerics.diagnosis",
+    "mgpu_check.numerics.differences",
     "mgpu_check.engine.failures",
     "mgpu_check.engine.world",
     "mgpu_check.engine.world_processes",

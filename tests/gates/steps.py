@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 
 Batch = tuple[torch.Tensor, ...]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mgpu_check import Configuration, NotCompared, ScalingMismatch, assert_steps_agree
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 from tests.gates.agreed import (
     BiasOnEveryRank,
     DecaysTwiceIfForeach,

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from mgpu_check import Configuration, Rank, ScalingMismatch, assert_steps_agree
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 
 pytestmark = [pytest.mark.gpus(8), pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import pytest
 
 from mgpu_check.diagnosis.observed import Expected, ObservedRun, Relations
 from mgpu_check.errors import NotCompared
-from mgpu_check.gates.comparability import ParameterCoverage, check_unjudged
-from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.parameter_coverage import ParameterCoverage, check_unjudged
+from mgpu_check.gates.scenarios import Scenario
 
 WHY = "it is divided"
 

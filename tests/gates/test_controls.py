@@ -27,10 +27,10 @@ from mgpu_check.diagnosis.rules.optimizers import makes_something_else
 from mgpu_check.diagnosis.rules.sequences import labels_shifted_after_split
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.gates.investigation import SecondLook
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenario import Scenario
-from mgpu_check.gates.second_look import SecondLook
-from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.scenarios import Scenario
+from mgpu_check.gates.trials import Trials
 from tests.gates import divided
 from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
 

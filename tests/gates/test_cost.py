@@ -14,20 +14,21 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.errors import RankHang
-from mgpu_check.gates.measuring import (
+from mgpu_check.gates.gate_arguments import RanksFixture
+from mgpu_check.gates.measurement import (
+    LARGE,
+    RUNS,
     measure,
     measure_in_parts,
     measure_provisionally,
     measure_slightly_moved,
     of_parts,
+    rounding_seen,
 )
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.relations import allowed_for, relations_of
-from mgpu_check.gates.rounding import RUNS, rounding_seen
-from mgpu_check.gates.runs import LARGE
-from mgpu_check.gates.scenario import Scenario
-from mgpu_check.gates.trial import Trials
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.scenarios import Scenario
+from mgpu_check.gates.trials import Trials
 from mgpu_check.numerics.steps import granted_with
 from tests.gates.steps import Training, batch, build, right, summed, tutorial
 
@@ -205,7 +206,7 @@ def test_rounding_within_operators_is_granted_in_full_too(ranks, step):
 
 
 def _observed(rank, program, scenario):
-    from mgpu_check.gates.running import run_step
+    from mgpu_check.gates.step_runs import run_step
 
     return run_step(rank, program, scenario, True)
 

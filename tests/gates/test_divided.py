@@ -9,10 +9,9 @@ import pytest
 
 from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.results import KINDS
-from mgpu_check.gates.meshes import size_of
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenario import Scenario
-from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.scenarios import Scenario, size_of
+from mgpu_check.gates.trials import Trials
 from tests.gates import divided, divided_by_layer
 from tests.gates.divided import MISTAKES
 

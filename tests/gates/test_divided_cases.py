@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenario import Scenario
-from mgpu_check.gates.trial import Trials
-from mgpu_check.numerics.placement.content import Wholes
-from mgpu_check.numerics.placement.slices import Unplaced
+from mgpu_check.gates.scenarios import Scenario
+from mgpu_check.gates.trials import Trials
+from mgpu_check.numerics.placement import Unplaced, Wholes
 
 pytestmark = pytest.mark.gpus(4)
 

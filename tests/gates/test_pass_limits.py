@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.diagnosis.observed import Expected, ObservedRun
-from mgpu_check.gates.batches import has_equal_lengths
-from mgpu_check.gates.micro_batches import micro_batches_of
-from mgpu_check.gates.pass_limits import PassLimits
+from mgpu_check.gates.parameter_coverage import PassLimits
 from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenarios import has_equal_lengths
+from mgpu_check.gates.step_gate import micro_batches_of
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])

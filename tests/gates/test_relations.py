@@ -10,7 +10,7 @@ import torch
 from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, ObservedRun, Relations
 from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.gates.relations import relations_of, repeats
-from mgpu_check.numerics.placement.slices import Unplaced
+from mgpu_check.numerics.placement import Unplaced
 from mgpu_check.torch_hooks.tensors import digest_of
 
 WEIGHT, GRADIENT, STATE = Result("params", "w"), Result("grads", "w"), Result("optimizer", "momentum of w")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check import NotCompared, Rank, assert_resume_continues
-from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.gates.gate_arguments import RanksFixture
 from tests.gates.checkpoints import refuted
 
 pytestmark = [

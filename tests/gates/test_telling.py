@@ -11,8 +11,7 @@ from mgpu_check.diagnosis.observed import AGREE, PARITY, Expected, ObservedRun, 
 from mgpu_check.diagnosis.parting import Parting
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
-from mgpu_check.gates.failure import Axes, FirstWrong, Mismatch
-from mgpu_check.gates.telling import report_of
+from mgpu_check.gates.failure_report import Axes, FirstWrong, Mismatch, report_of
 
 WEIGHT, BIAS = Result("params", "0.weight"), Result("params", "0.bias")
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.numerics.bounds import gamma, significand_bits, unit_roundoff
-from mgpu_check.numerics.exact import random_parts
-from mgpu_check.numerics.reduction import compensated_sum, reduced
+from mgpu_check.numerics.reduction import compensated_sum, random_parts, reduced
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.numerics.compare import difference, flipped_bits
+from mgpu_check.numerics.differences import difference, flipped_bits
 
 
 def test_equal_tensors_do_not_differ() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.numerics.diagnosis import diagnose
-from mgpu_check.numerics.exact import exact_parts, random_parts
-from mgpu_check.numerics.reduction import reduced
+from mgpu_check.numerics.differences import diagnose
+from mgpu_check.numerics.reduction import exact_parts, random_parts, reduced
 
 PARTS = {
     "exact": exact_parts((4, 5), torch.float32, count=4, seed=1),

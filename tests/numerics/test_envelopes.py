@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.numerics.envelopes import envelopes, estimate, farthest
+from mgpu_check.numerics.steps import envelopes, estimate, farthest
 
 
 def test_the_farthest_of_all_runs_counts():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.numerics.exact import exact_factors, exact_parts, random_parts, sums_exactly
+from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, sums_exactly
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

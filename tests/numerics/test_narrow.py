@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.numerics.narrow import (
+from mgpu_check.numerics.steps import (
     SAMPLES,
     Dithered,
     Unnarrowed,

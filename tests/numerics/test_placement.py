@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.numerics.placement.content import Wholes
-from mgpu_check.numerics.placement.slices import Slice, Unplaced, assembled, indexed
+from mgpu_check.numerics.placement import Slice, Unplaced, Wholes, assembled, indexed
 
 
 def numbers(*shape: int, start: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from mgpu_check.numerics.placement.declared import by_attributes, by_user, check_placement
+from mgpu_check.numerics.placement import by_attributes, by_user, check_placement
 
 SHAPES = {"up.weight": (8, 6), "layers.3.weight": (4, 4), "bias": (5,)}
 PLACE = {"": (3, 4), "dp": (1, 2), "tp": (1, 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.steps import deviations, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.suite.gradients.cases import TrainingSpec

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.plugin import execution
-from mgpu_check.plugin.report import properties
-from mgpu_check.plugin.report.table import print_to, row_of
+from mgpu_check.plugin.report import outcomes
+from mgpu_check.plugin.report.terminal import print_table, row_of
 
 
 def test_a_skipped_check_has_no_examples(run):
@@ -78,7 +78,7 @@ def test_examples_of_a_packaged_check_are_no_copies_of_each_other():
 )
 def test_a_failed_check_of_the_suite_advises_an_acceptance(module, error, simulated, advice):
     item: Any = SimpleNamespace(module=SimpleNamespace(__name__=module), user_properties=[])
-    properties.add_failure(item, error, [], simulated)
+    outcomes.add_failure(item, error, [], simulated)
     text = dict(item.user_properties).get("mgpu_check.advice", "")
     assert advice in text and bool(text) == bool(advice)
     assert not text or text.endswith("run mgpu-check accept")
@@ -86,7 +86,7 @@ def test_a_failed_check_of_the_suite_advises_an_acceptance(module, error, simula
 
 LEAVES_OUT = """
     import pytest
-    from mgpu_check.asserts.left_out import left_out
+    from mgpu_check.asserts.known_defects import left_out
 
     @pytest.mark.ranks(2)
     def test_ranks(rank):
@@ -128,6 +128,6 @@ def test_an_advice_ends_the_closing_table_once():
         config=SimpleNamespace(invocation_params=SimpleNamespace(args=()), get_verbosity=lambda: 0),
         _tw=SimpleNamespace(fullwidth=80),
     )
-    print_to(terminal, "quick")
+    print_table(terminal, "quick")
     assert lines[-1] == "mgpu-check: a failed check shows this"
     assert sum("a failed check" in line for line in lines) == 1

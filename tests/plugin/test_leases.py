@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_check.devices.inventory import Device
 from mgpu_check.devices.leases import DeviceLeases
-from mgpu_check.plugin.leasing import keys_of, tokens_of, told
+from mgpu_check.plugin.device_leases import keys_of, tokens_of, told
 from tests.plugin.conftest import Background, processes_with
 
 Run = Callable[..., pytest.RunResult]
@@ -314,8 +314,8 @@ def test_waiting_is_told(pytester, in_background, locks, workers):
     patch = """
 leases._FIRST_WORD = 0.0
 
-import mgpu_check.plugin.leasing
-mgpu_check.plugin.leasing._A_WAIT = mgpu_check.plugin.leasing._WORTH_TELLING = 0.0
+import mgpu_check.plugin.device_leases
+mgpu_check.plugin.device_leases._A_WAIT = mgpu_check.plugin.device_leases._WORTH_TELLING = 0.0
 
 from mgpu_check.plugin.report import summary
 tell = summary.tell

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.plugin.report.markdown import LARGEST
-from mgpu_check.plugin.report.markup import code, fenced, text
+from mgpu_check.plugin.report.github import LARGEST, code, fenced, text
 
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=20")
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.diagnosis.observed import RankTrace
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
-from mgpu_check.gates.events import traced
-from mgpu_check.gates.operands import Rows
+from mgpu_check.gates.call_events import traced
+from mgpu_check.gates.call_events import Rows
 from mgpu_check.numerics.perturbation import Perturbed
 
 import pytest

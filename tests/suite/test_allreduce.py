@@ -7,9 +7,9 @@ import pickle
 import pytest
 import torch
 
-from mgpu_check.asserts.allreduce import assert_allreduce_matches
+from mgpu_check.asserts.collectives import assert_allreduce_matches
 from mgpu_check.errors import AllreduceMismatch
-from mgpu_check.numerics.exact import exact_factors, exact_parts, random_parts
+from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts
 
 EXACT = exact_parts((4, 5), torch.float32, count=4, seed=1)
 RANDOM = random_parts((4, 5), torch.float32, count=4, seed=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.asserts.allreduce import assert_contributions_kept
+from mgpu_check.asserts.collectives import assert_contributions_kept
 from mgpu_check.errors import AllreduceMismatch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.exact_training.reference import one_device, seen, sgd

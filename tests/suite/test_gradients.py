@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 
 EXPECTED = {

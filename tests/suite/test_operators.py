@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mgpu_check.suite.mismatch.operators as apart
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.suite.common import operators, torch_later
 from mgpu_check.suite.common.operators import BINARY, FLOATS, FUNCTIONS, UNARY, ElementwiseOperator
 from mgpu_check.suite.common.values import anything

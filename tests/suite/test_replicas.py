@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mgpu_check.asserts.replicas import assert_replicas_agree, fingerprint
+from mgpu_check.asserts.models import assert_replicas_agree, fingerprint
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.engine.rank_side.rank import Rank

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.asserts.scatter import (
+from mgpu_check.asserts.collectives import (
     assert_gathered,
     assert_leaves_replicated,
     assert_shard_sizes,

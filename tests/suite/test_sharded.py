@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_same
-from mgpu_check.asserts.known_defects import Met
-from mgpu_check.asserts.left_out import heard_by
+from mgpu_check.asserts.known_defects import Met, heard_by
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square

@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_check.acceptance.report.view import seconds_text, what
 from mgpu_check.devices.observations import Observation, SubjectResult
-from mgpu_check.plugin.report.progress import LiveLine
+from mgpu_check.plugin.report.terminal import LiveLine
 
 _LEAST = 3
 """Finished tests before the time left is estimated; a quarter of the tests if that is fewer."""

@@ -10,7 +10,7 @@ from mgpu_check.acceptance.training.cases import TransformerCase
 from mgpu_check.acceptance.training.identical import Training, arithmetic, placed, prepared
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, MeasuredStep, assess, deviations
 from mgpu_check.torch_hooks.tensors import copied

@@ -32,7 +32,7 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
     """
     from safetensors.torch import save
 
-    from mgpu_check.numerics.placement.slices import Slice, assembled
+    from mgpu_check.numerics.placement import Slice, assembled
 
     parts: dict[str, list[tuple[Slice, Any]]] = defaultdict(list)
     for file in files:
@@ -75,7 +75,7 @@ def described(values: tuple[bytes | None, bytes | None], names: tuple[str, str],
     import torch
     from safetensors.torch import load
 
-    from mgpu_check.numerics.placement.slices import Slice
+    from mgpu_check.numerics.placement import Slice
 
     one, other = (load(data).get(name) for data, name in zip(values, names, strict=True) if data is not None)
     if one is None or other is None or one.shape != other.shape or not one.numel():

@@ -1,12 +1,17 @@
-"""Put the errors and the output of ranks into pytest's reports."""
+"""Put the errors and the output of ranks into pytest's reports, its debugger, and the JUnit file.
+
+``--pdb`` and ``--trace`` are adapted to tests that run in other processes. Ranks that died between tests are a separate
+case in the JUnit file.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
@@ -142,3 +147,92 @@ def _location_in_test(error: BaseException, item: pytest.Item, report: pytest.Te
             if Path(str(entry.path)) == item.path:
                 return ReprFileLocation(path, entry.lineno + 1, "")
     return ReprFileLocation(path, (line or 0) + 1, "")
+
+
+REFUSED_TRACE = (
+    "--trace steps through tests in the pytest process, but this one runs in another, which has no terminal; "
+    "call the code under test from a test with the fixture 'ranks', or leave --trace out"
+)
+
+_NO_POST_MORTEM = (
+    "mgpu-check: no debugger for this test: it ran in other processes, which have no terminal. The report above shows "
+    "the line and the values where each process stopped. To debug inside a rank, set PYTHONBREAKPOINT to a debugger "
+    "that listens on a socket, call breakpoint(), and raise --rank-timeout."
+)
+
+
+class PostMortem:
+    """Replaces pytest's plugin for ``--pdb``, and opens no debugger for tests that ran in other processes.
+
+    Args:
+        pytests_own: the replaced plugin.
+        where: returns where the body of an item ran: "ranks", "node" or "parent"; None for tests without ranks.
+    """
+
+    def __init__(self, pytests_own: Any, where: Callable[[pytest.Item], str | None]) -> None:
+        self._own = pytests_own
+        self._where = where
+
+    def pytest_exception_interact(
+        self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport | pytest.CollectReport
+    ) -> None:
+        where = self._where(node) if isinstance(node, pytest.Item) else None
+        info = call.excinfo
+        parts = [] if info is None else parts_of(info.value)
+        if where is None or info is None or not any(isinstance(part, (RankFailure, RankHang)) for part in parts):
+            self._own.pytest_exception_interact(node=node, call=call, report=report)
+            return
+        frames = _to_file(info.value.__traceback__, node.path)
+        if where == "parent" and frames is not None:
+            info.value.__traceback__ = frames
+            call.excinfo = pytest.ExceptionInfo.from_exception(info.value)
+            self._own.pytest_exception_interact(node=node, call=call, report=report)
+            return
+        terminal = node.config.get_terminal_writer()
+        terminal.line()
+        terminal.sep(">", "traceback")
+        report.toterminal(terminal)
+        report._pdbshown = True  # type: ignore[union-attr]  # as pytest's plugin does, so that the summary does not repeat it
+        terminal.line(_NO_POST_MORTEM, yellow=True)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._own.pytest_internalerror(excinfo=excinfo)
+
+
+def _to_file(tb: types.TracebackType | None, path: Path) -> types.TracebackType | None:
+    """Cut `tb` after the last function frame in the test's own file; return None if there is no such frame."""
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    while frames and (
+        Path(frames[-1].tb_frame.f_code.co_filename) != path or frames[-1].tb_frame.f_code.co_name == "<module>"
+    ):
+        frames.pop()
+    cut: types.TracebackType | None = None
+    for one in reversed(frames):
+        cut = types.TracebackType(cut, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return cut
+
+
+_CASE = "mgpu_check::ranks that died while no test used them"
+
+
+def add_idle_case(config: pytest.Config, deaths: Sequence[str]) -> None:
+    """Add a failed case to the JUnit file, if one is written, for readers that see only this file."""
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "LogXML" and hasattr(plugin, "pytest_runtest_logreport"):
+            # Only to this plugin: no test has failed, so other plugins must neither count nor rerun it.
+            plugin.pytest_runtest_logreport(report=_report("setup", "\n".join(deaths)))
+            plugin.pytest_runtest_logreport(report=_report("teardown", None))
+
+
+def _report(when: Literal["setup", "teardown"], error: str | None) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=_CASE,
+        location=("mgpu_check", None, _CASE.partition("::")[2]),
+        keywords={},
+        outcome="failed" if error else "passed",
+        longrepr=error,
+        when=when,
+    )

@@ -34,11 +34,11 @@ class Contributions:
         """Return the contributions of `count` ranks, contiguous, on the CPU."""
         import torch
 
-        from mgpu_check.numerics import exact
+        from mgpu_check.numerics import reduction
 
-        make = exact.random_parts
+        make = reduction.random_parts
         if self.tensor.values == "exact":
-            make = exact.exact_factors if self.operation == "product" else exact.exact_parts
+            make = reduction.exact_factors if self.operation == "product" else reduction.exact_parts
         dtype: torch.dtype = getattr(torch, self.tensor.dtype)
         return make(self.tensor.shape, dtype, count=count, seed=self.tensor.seed)
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch.nn.parallel import comm
 
-from mgpu_check.asserts.allreduce import assert_allreduce_matches, assert_contributions_kept
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import assert_allreduce_matches, assert_contributions_kept, same_bits
 from mgpu_check.errors import AllreduceMismatch
 from mgpu_check.suite.allreduce.cases import Contributions
 from mgpu_check.suite.common.tensors import layouts_for

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.cuda import nccl
 
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.errors import AllreduceMismatch
 
 _MAX = 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from mgpu_check.asserts.allreduce import assert_allreduce_matches
+from mgpu_check.asserts.collectives import assert_allreduce_matches
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.allreduce.cases import Contributions

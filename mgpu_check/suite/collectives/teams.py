@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # they have no public name yet
 
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.suite.collectives.exact import groups_of

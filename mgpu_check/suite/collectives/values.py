@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.exact import exact_factors, exact_parts, random_parts
-from mgpu_check.numerics.reduction import reduced
+from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced
 from mgpu_check.torch_hooks.tensors import as_bits, as_real
 
 _EXACT, _RANDOM, _BITS = 251, 4093, 1021

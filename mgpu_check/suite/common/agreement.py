@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from mgpu_check.asserts.bits import index_of
+from mgpu_check.asserts.collectives import index_of
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, indices_of, name_of, plain
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.differences import difference
 from mgpu_check.suite.common.whole_numbers.reference import buffers_of
 
 STEPS = 3

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import parallel
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.suite.common.values import significands

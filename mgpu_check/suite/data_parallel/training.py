@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.suite.common.averaged_statistics import averaging, drawn, wrong_statistics
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun

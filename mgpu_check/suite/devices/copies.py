@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import DeviceMismatch

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_check.asserts.bits import same_bits
-from mgpu_check.asserts.gradients import gradient_or_zeros
+from mgpu_check.asserts.collectives import same_bits
+from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.values import small
 

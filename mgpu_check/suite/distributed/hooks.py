@@ -17,9 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import gradient_or_zeros
 from mgpu_check.asserts.known_defects import known_defect
-from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.asserts.models import assert_replicas_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.pairs import drawn_rows, words_of

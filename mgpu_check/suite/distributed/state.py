@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.agreement import difference

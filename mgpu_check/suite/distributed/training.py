@@ -26,10 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_same, gradient_or_zeros
-from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.asserts.models import assert_replicas_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.differences import difference
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.models import settle

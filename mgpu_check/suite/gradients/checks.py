@@ -13,11 +13,10 @@ from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_gradients_agree
-from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_agree
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.steps import MeasuredStep, Step, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.suite.gradients.cases import TrainingSpec
 from mgpu_check.suite.recipes import models

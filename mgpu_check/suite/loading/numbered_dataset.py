@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.counters import mix_
 

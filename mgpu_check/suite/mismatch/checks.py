@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.mismatch import raises_device_mismatch, refusal
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.tensors import DTYPES, TensorSpec

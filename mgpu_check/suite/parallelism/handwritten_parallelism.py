@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from mgpu_check.asserts.allreduce import assert_allreduce_matches
+from mgpu_check.asserts.collectives import assert_allreduce_matches
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same, gradient_or_zeros
-from mgpu_check.asserts.replicas import assert_replicas_agree
+from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision

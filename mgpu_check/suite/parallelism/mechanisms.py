@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from mgpu_check.asserts.findings import Findings, on_any_rank
-from mgpu_check.asserts.gradients import assert_gradients_agree, gradient_or_zeros
-from mgpu_check.asserts.left_out import left_out
+from mgpu_check.asserts.known_defects import left_out
+from mgpu_check.asserts.models import assert_gradients_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.steps import full_precision

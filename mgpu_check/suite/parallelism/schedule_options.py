@@ -14,8 +14,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from mgpu_check.asserts.findings import run_all
-from mgpu_check.asserts.gradients import assert_same
-from mgpu_check.asserts.left_out import left_out
+from mgpu_check.asserts.known_defects import left_out
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows

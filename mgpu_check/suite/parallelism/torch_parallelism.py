@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from mgpu_check.asserts.findings import Findings, on_any_rank, run_all
-from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
+from mgpu_check.asserts.models import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.exact_training.cases import ExactTraining

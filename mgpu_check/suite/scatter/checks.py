@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import comm
 
-from mgpu_check.asserts.bits import first_difference, same_bits
-from mgpu_check.asserts.scatter import (
+from mgpu_check.asserts.collectives import (
     Device,
     assert_gathered,
     assert_leaves_replicated,
     assert_shard_sizes,
     assert_shards_cover,
     chunk_sizes,
+    first_difference,
+    same_bits,
 )
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.counters import counted

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from mgpu_check.asserts.known_defects import is_known, known_defect
-from mgpu_check.asserts.left_out import left_out
+from mgpu_check.asserts.known_defects import is_known, known_defect, left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.sharded.operator_rows import OF_ALIKE, OF_ONE, lacks
 from mgpu_check.suite.sharded.redistribution import part_of, placed, require_none_wrong, text_of

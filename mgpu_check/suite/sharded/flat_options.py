@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.exact_training.cases import ExactTraining

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, S
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ShardError
 from mgpu_check.numerics.steps import full_precision

@@ -15,7 +15,7 @@ from torch.distributed.tensor import rand as uniform_tensor
 from torch.distributed.tensor import randn as random_tensor
 from torch.nn import functional
 
-from mgpu_check.asserts.bits import first_difference, same_bits
+from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.meshes import near_square

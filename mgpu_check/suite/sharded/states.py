@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mgpu_check.asserts.bits import same_bits
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_same
+from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision

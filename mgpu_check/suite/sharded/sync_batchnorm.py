@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_gradients_agree, gradient_or_zeros
+from mgpu_check.asserts.models import assert_gradients_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision, measure_step
 from mgpu_check.torch_hooks.tensors import name_of

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from mgpu_check.asserts.findings import Findings, run_all
-from mgpu_check.asserts.gradients import assert_gradients_agree, assert_same
+from mgpu_check.asserts.models import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision

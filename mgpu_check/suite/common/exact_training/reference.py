@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from mgpu_check.asserts.gradients import gradient_or_zeros
+from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.recipes.gradient_exchange import Update

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mgpu_check.asserts.findings import Findings
-from mgpu_check.asserts.gradients import assert_gradients_agree
+from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.suite.common.whole_numbers.cases import WholeRun
 from mgpu_check.suite.common.whole_numbers.models import CLASSES, PER_BATCH, settle

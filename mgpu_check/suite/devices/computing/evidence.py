@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.asserts.bits import index_of
+from mgpu_check.asserts.collectives import index_of
 from mgpu_check.suite.common.digests import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 

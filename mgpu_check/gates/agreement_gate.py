@@ -1,0 +1,248 @@
+"""The gate for configurations: implementations of a step agree with each other, and with options on and off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mgpu_check.diagnosis.observed import PARITY
+from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.errors import RankHang, ScalingMismatch
+from mgpu_check.gates.agreement import Agreement, Disagreement, OnOneDevice, OnSwitch, PairTrials, WithoutOneDevice
+from mgpu_check.gates.failure_report import Failure, late_hang, report_of
+from mgpu_check.gates.gate_arguments import RanksFixture, definition_of
+from mgpu_check.gates.investigation import failure_of, no_return_of, shrunk_to_axes
+from mgpu_check.gates.parameter_coverage import check_unjudged
+from mgpu_check.gates.program import Program, check_arguments
+from mgpu_check.gates.scenario_search import SEVERAL_STEPS, Family, Sizes, families, smallest_failure
+from mgpu_check.gates.scenarios import Place, check_places
+from mgpu_check.gates.switches import AXES, Switch
+from mgpu_check.gates.trials import Trials, try_seeds
+from mgpu_check.numerics.placement import Placement
+
+_GATE = "assert_steps_agree"
+_EXAMPLES = 12
+_SWITCHED_EXAMPLES = 2
+_MOST_SHRINKS = 16
+"""Fewer than for one step, because each case runs all configurations."""
+_SWITCHED_SHRINKS = 6
+"""torch.compile takes seconds for a case."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One of the configurations of `assert_steps_agree`: a step, and the ranks that it runs on.
+
+    Attributes:
+        step: ``step(model, batch, rank)``, or a class, as in `assert_step_scales`.
+        on: the number of ranks, or a mesh: ``{"dp": 2, "tp": 2}``. Default: all ranks, without a mesh.
+        placement: the slice of each parameter that a rank holds, as in `assert_step_scales`.
+        returned_by: the ranks whose returned values count, as in `assert_step_scales`.
+        unjudged: parameters that need not be compared: a mapping from patterns to reasons.
+    """
+
+    step: Callable[..., Any]
+    on: int | Mapping[str, int] | None = None
+    placement: Placement = None
+    returned_by: Callable[[Mapping[str, int]], bool] | str | None = None
+    unjudged: Mapping[str, str] | None = None
+
+
+def assert_steps_agree(
+    ranks: RanksFixture,
+    steps: Mapping[str, Configuration | Callable[..., Any]],
+    *,
+    build: Callable[[], Any],
+    batch: Callable[[int], Any] | st.SearchStrategy[Any],
+    reference: Callable[..., Any] | None = None,
+    one_device: bool = True,
+    axes: Iterable[str] = (),
+    sizes: Sizes = None,
+    observe: Collection[str] = KINDS,
+    tolerance: float | Mapping[str, float] | None = None,
+    max_examples: int | None = None,
+) -> None:
+    """Assert that several configurations of one training step give the same results.
+
+    All configurations build the model from the same seed, and get the same global batches. Slices that their ranks hold
+    are joined, and compared by the names of the parameters: gradients, parameters, buffers, the optimizer's state and
+    returned values.
+
+    With ``one_device=True`` each configuration is also compared with one device, as `assert_step_scales` does. One
+    device is the control: a failure names the configurations that differ from it. Without it, two configurations that
+    differ are reported as a pair. Among three or more, those that differ from a majority are named. Then the tolerance
+    is measured on the ranks: the step runs again, with random rounding errors in every operator.
+
+    Each of `axes` is an option of training. The step of each configuration runs with this option on and off, on the
+    same ranks, and must give the same results:
+
+    - "compiled": with ``torch.compile(backend="aot_eager")``, up to rounding.
+    - "checkpointed": with activation checkpointing of each block, bit for bit if a second run of the step repeats the
+      first and no sum has more than two terms from ranks; up to rounding otherwise.
+    - "bfloat16": under autocast, up to 8 roundings to bfloat16.
+    - "fused", "foreach": with such optimizers of torch, up to rounding.
+
+    If the step uses the option itself, it runs without it for the comparison.
+
+    Args:
+        ranks: the fixture.
+        steps: the configurations by name, each a `Configuration`, or a step that runs on all ranks. One is enough if
+            there are `axes`.
+        build: ``build() -> nn.Module``, as in `assert_step_scales`; the same for all configurations.
+        batch: ``batch(n)``, or a Hypothesis strategy of global batches, as in `assert_step_scales`.
+        reference: ``reference(model, batch)`` computes the step on one device. Default: each configuration at world
+            size 1; then they must also agree there.
+        one_device: whether configurations are compared with one device. Give False if they do not run on one.
+        axes: some of "compiled", "checkpointed", "bfloat16", "fused" and "foreach".
+        sizes: batch sizes, as in `assert_step_scales`, where the world size is a multiple of those of all
+            configurations. Default: "divisible".
+        observe: the kinds to compare, as in `assert_step_scales`.
+        tolerance: replaces the measured tolerance, as in `assert_step_scales`.
+        max_examples: approximate number of cases to try; default 12.
+
+    Raises:
+        NotCompared: no error was found, but a trained parameter was not compared, or an axis has no effect.
+        ScalingMismatch: configurations differ. The message names them, and the first result that differs.
+        RankHang: ranks did not return in time.
+        ValueError: an argument is wrong, or the steps cannot be compared, as in `assert_step_scales`.
+    """
+    configurations = _checked(steps)
+    switches = _checked_axes(axes)
+    if len(configurations) < 2 and not switches:
+        (only,) = configurations
+        raise ValueError(f"{_GATE}: steps has one configuration, {only!r}; give another one, or axes")
+    if type(one_device) is not bool:
+        raise ValueError(f"{_GATE}: one_device={one_device!r}; give True or False")
+    if reference is not None and not one_device:
+        raise ValueError(f"{_GATE}: reference and one_device=False are both given; a reference runs on one device")
+    of_batch, drawn = (None, batch) if isinstance(batch, st.SearchStrategy) else (batch, None)
+    programs = {
+        name: Program(
+            one.step,
+            build,
+            of_batch,
+            reference,
+            gate=_GATE,
+            placement=one.placement,
+            returned_by=one.returned_by,
+        )
+        for name, one in configurations.items()
+    }
+    for program in programs.values():
+        check_arguments(program, observe, tolerance, max_examples)
+    places = {name: _place(name, one, ranks.size) for name, one in configurations.items()}
+    reasons = {name: check_unjudged(_GATE, one.unjudged) for name, one in configurations.items()}
+    if drawn is not None and sizes is not None:
+        raise ValueError(f"{_GATE}: sizes and a strategy of batches are both given; batches bring their sizes")
+    worlds: list[Place] = [(math.lcm(*(size for size, _ in places.values())), ())]
+    sizes = "divisible" if sizes is None and drawn is None else sizes
+    kinds = frozenset(observe)
+    if one_device or len(programs) > 1:
+        agreement: Agreement = (OnOneDevice if one_device else WithoutOneDevice)(
+            ranks, programs, places, kinds, tolerance
+        )
+        _search(agreement, families(worlds, sizes, drawn, max_examples or _EXAMPLES))
+        for trials in agreement.comparisons:
+            trials.finish([places[trials.name]], reasons[trials.name])
+            if one_device:
+                try_seeds(trials)
+    of_one_step, *others = families(worlds, sizes, drawn, 1)
+    of_several = next(one for one in others if one.name == SEVERAL_STEPS)
+    for name in configurations if switches else ():
+        on_switch = OnSwitch(ranks, {name: programs[name]}, places, kinds, tolerance)
+        for axis in switches:
+            # After a step, errors of bfloat16 hide others.
+            family = of_one_step if axis == "bfloat16" else of_several
+            _try_axis(on_switch, axis, replace(family, examples=_SWITCHED_EXAMPLES), reasons[name])
+
+
+def _checked(steps: Mapping[str, Configuration | Callable[..., Any]]) -> dict[str, Configuration]:
+    wanted = 'give a mapping from names to configurations, such as {"tp": Configuration(step, {"tp": 2}), "ddp": step}'
+    if not isinstance(steps, Mapping) or not steps:
+        raise ValueError(f"{_GATE}: steps={steps!r:.80}; {wanted}")
+    found = {}
+    for name, one in steps.items():
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"{_GATE}: steps has the name {name!r}; {wanted}")
+        found[name] = one if isinstance(one, Configuration) else Configuration(one)
+    return found
+
+
+def _checked_axes(axes: Iterable[str]) -> list[str]:
+    several = [axes] if isinstance(axes, str) or not isinstance(axes, Iterable) else list(axes)
+    if isinstance(axes, str) or (wrong := [axis for axis in several if axis not in AXES]):
+        shown = axes if isinstance(axes, str) else wrong
+        raise ValueError(f"{_GATE}: axes has {shown!r}; give a list of {', '.join(map(repr, AXES))}")
+    return list(dict.fromkeys(several))
+
+
+def _place(name: str, one: Configuration, largest: int) -> Place:
+    (place,) = check_places(_GATE, f"on of {name!r}", [largest if one.on is None else one.on], largest)
+    return place
+
+
+def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[str, str]) -> None:
+    agreement.switch(Switch(axis))
+    _search(agreement, [replace(family, examples=1)])
+    agreement.switch(Switch(axis, on=not agreement.effects))
+    _search(agreement, [family], _SWITCHED_SHRINKS)
+    agreement.finish(reasons)
+
+
+def _search(agreement: Agreement, kinds: Iterable[Family], most_shrinks: int = _MOST_SHRINKS) -> None:
+    for kind in kinds:
+        if kind.name == SEVERAL_STEPS and not agreement.trains:
+            continue
+        try:
+            found = smallest_failure(agreement, kind.scenarios, kind.examples, most_shrinks)
+        except RankHang as hang:
+            trials = agreement.current
+            failure = no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step))
+            raise late_hang(replace(failure, verdict=f"{trials.name} does not return"), hang) from None
+        if found is not None:
+            raise _error_of(found) from found.failures[0][1].error
+
+
+def _error_of(found: Disagreement) -> ScalingMismatch:
+    trials, failed = found.failures[0]
+    failed, needed = shrunk_to_axes(trials, failed) if trials.one_device else (failed, None)
+    failure = failure_of(trials, failed, [], needed)
+    findings = _findings(found, trials, failure)
+    if not found.control:
+        # Without a control, a mistake may be one of either configuration.
+        for other, of_other in found.failures[1:]:
+            more = _findings(found, other, failure_of(other, of_other, []))
+            known = {one.mistake for one in findings}
+            findings += [one for one in more if one.mistake not in known]
+    failure = replace(failure, findings=findings, verdict=found.verdict)
+    report = report_of(failure)
+    remarks = list(report.remarks)
+    if not found.control:
+        remarks.append(f"nothing shows which of them is wrong: expected values are those of {trials.against}")
+    if 1 < len(found.groups) < sum(map(len, found.groups)):
+        remarks.append("these agree with each other: " + "; ".join(", ".join(group) for group in found.groups))
+    return ScalingMismatch(
+        str(replace(report, remarks=remarks)),
+        ranks=failed.ranks if found.control else (),
+        mistakes=report.mistakes,
+        site=report.site,
+    )
+
+
+def _findings(found: Disagreement, trials: Trials, failure: Failure) -> list[Finding]:
+    """Return the findings in words for what the configuration was compared with; one if it may be right."""
+    if not isinstance(trials, PairTrials):
+        return list(failure.findings)
+    known = [replace(one, evidence=one.evidence.replace(PARITY, trials.against)) for one in failure.findings]
+    if trials.of_switch:
+        # Both runs are on the same ranks, from the same seeds.
+        known = [one for one in known if one.mistake != "random-numbers-per-rank"]
+    if found.control:
+        return known
+    given = f"if {trials.against} is right and {trials.name} is wrong"
+    return [replace(one, evidence=f"{given}: {one.evidence}") for one in known[:1]]

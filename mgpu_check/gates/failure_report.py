@@ -1,0 +1,268 @@
+"""Facts about a step that does not scale, as typed records, and their report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import TYPE_CHECKING, Literal
+
+from mgpu_check.diagnosis.modules import WrongModule
+from mgpu_check.diagnosis.observed import PARITY
+from mgpu_check.diagnosis.parting import Parting
+from mgpu_check.diagnosis.report import Finding, Observable, Report
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.engine.failures import Account
+from mgpu_check.errors import RankHang
+from mgpu_check.processes.rank_lists import few, grouped, named
+
+if TYPE_CHECKING:
+    from mgpu_check.diagnosis.observed import Expected, Relations
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh that a failure needs.
+
+    Attributes:
+        needed: the axes that the failure needs.
+        how: whether it needs all of them together ("all"), or any one of them ("any").
+        passing: axes that pass alone: the step passes if only this axis is larger than 1.
+        others: axes whose size does not matter.
+    """
+
+    needed: tuple[str, ...]
+    how: Literal["all", "any"]
+    passing: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FirstWrong:
+    """The first optimizer step that is wrong on a rank.
+
+    Attributes:
+        step: number of the step, from 1.
+        result: the first wrong result, in the order of the model; None if the rank skips the step.
+    """
+
+    step: int
+    rank: int
+    result: Result | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A step that does not scale, in its smallest case.
+
+    Attributes:
+        case: the smallest case, as name -> value.
+        findings: the mistakes that explain the failure, the likeliest first.
+        incomplete: failed parts of the diagnosis, a line each.
+        defined: the line where the step is defined; "" if it is unknown.
+        verdict: which configurations disagree; "" for a step that does not scale.
+        against: what the results are compared with.
+    """
+
+    name: str
+    case: Mapping[str, object]
+    findings: Sequence[Finding] = ()
+    incomplete: Sequence[str] = ()
+    defined: str = ""
+    verdict: str = ""
+    against: str = PARITY
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoReturn(Failure):
+    """Ranks that did not return.
+
+    Attributes:
+        account: how the call ended on each rank; None if only the error is known.
+        hung: True if the time ran out; False if a rank raised or died.
+    """
+
+    account: Account | None
+    lines: Sequence[str]
+    hung: bool
+
+    @property
+    def stacks(self) -> list[str]:
+        return [] if self.account is None else self.account.blocks()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch(Failure):
+    """Ranks that returned with other results than one device.
+
+    Attributes:
+        size: the world size, or the number of devices of a single process.
+        patterns: descriptions of the first wrong values, a line each.
+        axes, first, parting, module: see their types; None if unknown.
+        factor: the one factor of all results in `factor_of`; None if unknown.
+        of_update: the gradients are right and the parameters are wrong.
+        wrong_alone: the step already differs from the reference at world size 1.
+        repeated: a second run completed.
+    """
+
+    size: int
+    single_process: bool
+    relations: Relations
+    expected: Expected
+    patterns: Sequence[str] = ()
+    axes: Axes | None = None
+    first: FirstWrong | None = None
+    parting: Parting | None = None
+    module: WrongModule | None = None
+    factor: float | None = None
+    factor_of: Sequence[Result] = ()
+    of_update: bool = False
+    wrong_alone: bool = False
+    repeated: bool = True
+
+
+_SHOWN = 8
+"""Most ranks, or groups of ranks, whose values a report shows."""
+
+
+@singledispatch
+def report_of(failure: Failure) -> Report:
+    raise TypeError(f"no words for {type(failure).__name__}")
+
+
+@report_of.register
+def _of_no_return(failure: NoReturn) -> Report:
+    account = failure.account
+    first, *rest = failure.lines
+    ends = []
+    if failure.hung:
+        ends = ["terminates: NO"]
+    elif account is None or not account.instead:
+        though = "" if failure.against == failure.name else f", though it does on {failure.against}"
+        ends = [f"terminates: NO{though}"]
+    return Report(
+        f"{_verdict(failure)}: {first}",
+        failure.case,
+        findings=failure.findings,
+        remarks=[*ends, *rest, *failure.incomplete],
+        place=_last_call(account) or failure.defined,
+    )
+
+
+def late_hang(failure: NoReturn, hang: RankHang) -> RankHang:
+    """Return a new error with the report of a hang, because the engine rewrites its own when it is shown."""
+    report = report_of(failure)
+    late = RankHang("\n\n".join([str(report), *failure.stacks]), ranks=hang.ranks)
+    late.mistakes, late.site = report.mistakes, report.site
+    return late
+
+
+def _verdict(failure: Failure) -> str:
+    return failure.verdict or f"{failure.name} does not scale"
+
+
+def _columns(held: Mapping[str, bool | None], against: str) -> dict[str, bool | None]:
+    return {against if relation == PARITY else relation: holds for relation, holds in held.items()}
+
+
+def _last_call(account: Account | None) -> str:
+    """Return the line of the first call that differs between ranks, or of the last call of the first rank."""
+    if account is None:
+        return ""
+    entered = next(iter((account.parted or account.last).values()), None)
+    return entered.site if entered is not None and entered.file else ""
+
+
+@report_of.register
+def _of_mismatch(failure: Mismatch) -> Report:
+    relations = failure.relations
+    return Report(
+        f"{_verdict(failure)}: {_what_differs(failure)}",
+        failure.case,
+        [
+            Observable(str(name), _columns(held, failure.against), relations.details.get(name, ""))
+            for name, held in relations.held.items()
+        ],
+        failure.findings,
+        [*_remarks(failure), *failure.incomplete],
+        parting="" if failure.parting is None else _parting(failure.parting),
+        known=[] if failure.findings else list(_known(failure)),
+        axes="" if failure.axes is None else _axes(failure.axes),
+        place=(failure.parting.site if failure.parting is not None else "") or failure.defined,
+    )
+
+
+def _what_differs(failure: Mismatch) -> str:
+    held, wrong = failure.relations.held, failure.relations.broken
+    parted = sum(held[name].get(PARITY) is False for name in wrong)
+    if parted:
+        unit = "device" if failure.single_process else "rank"
+        on = f"{failure.size} {unit}{'s' * (failure.size > 1)}"
+        what = f"{parted} of {len(held)} results on {on} differ from {failure.against}"
+    else:
+        what = f"{len(wrong)} of {len(held)} results differ between ranks, or from run to run"
+    return what + _where_first(failure, wrong)
+
+
+def _where_first(failure: Mismatch, wrong: Sequence[Result]) -> str:
+    first = failure.first
+    if first is None:
+        return f", first {wrong[0]}" if wrong else ""
+    if first.result is None:
+        return f", first optimizer step {first.step}, which rank {first.rank} does not do"
+    return f", first {first.result} in optimizer step {first.step} on rank {first.rank}"
+
+
+def _axes(axes: Axes) -> str:
+    sizes = " > 1"
+    if axes.how == "all":
+        return f"fails only when {' and '.join(axes.needed)}{sizes} together; passes with each alone"
+    if len(axes.needed) > 1:
+        return f"fails when {' or '.join(axes.needed)}{sizes}, each by itself"
+    told = f"fails when {axes.needed[0]}{sizes}, for any {' and '.join(axes.others)}"
+    return told + (f"; passes with {' and '.join(axes.passing)} alone" if axes.passing else "")
+
+
+def _known(failure: Mismatch) -> Iterator[str]:
+    """Yield the facts of a failure that no known mistake explains."""
+    if failure.of_update:
+        yield "gradients are right; what the optimizer makes of them is not"
+    if failure.module is not None:
+        yield _module(failure.module, failure.against)
+    if failure.factor is not None:
+        verb = "is" if len(failure.factor_of) == 1 else "are"
+        yield f"{few(failure.factor_of)} {verb} {failure.factor:.6g} times what {failure.against} gives"
+
+
+def _module(module: WrongModule, against: str) -> str:
+    before = "" if module.what == "output" else "outputs of modules are right; "
+    return (
+        f"{before}the first module whose {module.what} is not that of {against} is {module.name}, on "
+        f"{named(module.ranks)}"
+    )
+
+
+def _parting(parting: Parting) -> str:
+    at = f" {'after' if parting.after else 'at'} {parting.site}" if parting.site else ""
+    each = [f"{value} on {named(ranks)}" for value, ranks in grouped((v, r) for r, v in enumerate(parting.values))]
+    return f"ranks first part{at}, in {parting.what}: {few(each, _SHOWN)}"
+
+
+def _remarks(failure: Mismatch) -> Iterator[str]:
+    relations = failure.relations
+    yield "terminates: yes"
+    if not failure.findings:
+        yield from failure.patterns
+    if failure.wrong_alone:
+        yield "the step differs from the reference at world size 1 already"
+    yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})
+    by_reason = grouped((why, name) for name, why in relations.skipped.items() if name.kind not in relations.left_out)
+    yield from (f"not compared: {few(names)}: {why}" for why, names in by_reason)
+    yield from (f"local: {few(names)}: {why}" for why, names in grouped((w, n) for n, w in relations.local.items()))
+    yield from (f"{name} is divided: {told}" for name, told in relations.placements.items())
+    if len(relations.streams) > 1:
+        told = "; ".join(named(ranks) for ranks in relations.streams)
+        yield f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
+    if not failure.repeated:
+        yield "a second run fails"
+    yield from failure.expected.remarks

@@ -1,0 +1,160 @@
+"""The arguments of a gate: the fixture `ranks`, world sizes, counts and tolerances, and where a function is defined.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.processes.record import relative
+
+
+class RanksFixture(Protocol):
+    """The part of the fixture `ranks` that a gate needs."""
+
+    @property
+    def size(self) -> int: ...
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        size: int | None = None,
+        timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on each of `size` ranks; return what they return, in rank order."""
+        ...
+
+    @property
+    def _seeds_apart(self) -> bool:
+        """True if ranks already have different hash seeds."""
+        ...
+
+    def _remark(self, line: str) -> None:
+        """Add a line to the summary of the run, once."""
+        ...
+
+    def _not_seen(self, step: str, line: str) -> None:
+        """Add to the summary of the run, and to the report of the test, what the pass of a step does not show."""
+        ...
+
+    @property
+    def _at_once(self) -> int:
+        """The number of calls that `_run_apart` can make at the same time."""
+        ...
+
+    def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world.
+
+        Return the results in the order of `arguments`.
+        """
+        ...
+
+
+def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> list[int]:
+    """Return the world sizes to compare with one rank, in ascending order, each once.
+
+    Args:
+        world_sizes: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and
+            `ranks.size`: these cover most code that works only for some sizes.
+    """
+    if world_sizes is None:
+        if ranks.size < 2:
+            raise ValueError(
+                "ranks.size is 1, but a gate compares one rank with several; run pytest with --gpus=2 or more "
+                "(--simulate where there are no devices)"
+            )
+        return sorted({ranks.size, *(2**k for k in range(1, ranks.size.bit_length()) if 2**k <= ranks.size)})
+    if isinstance(world_sizes, str | bytes) or not isinstance(world_sizes, Iterable):
+        raise ValueError(f"world_sizes is {world_sizes!r}; give several ints from 1 to {ranks.size}, such as [2]")
+    sizes = list(world_sizes)
+    wrong = [
+        size for size in sizes if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= ranks.size
+    ]
+    if wrong or not sizes:
+        fault = f"has {', '.join(map(repr, wrong))}" if wrong else "is empty"
+        raise ValueError(
+            f"world_sizes {fault}; give ints from 1 to {ranks.size}, the number of devices of this run "
+            "(more with --gpus=N)"
+        )
+    return sorted(set(sizes))
+
+
+def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int] | None:
+    """Return batch sizes in ascending order, each once; None if the gate should choose them."""
+    if sizes is None:
+        return None
+    given = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
+    if not given or not all(is_count(n) for n in given):
+        shown = given if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else sizes
+        raise ValueError(f"{function_name}: sizes={shown!r}; give an int of at least 1, or several, such as [8, 9]")
+    return sorted({int(n) for n in given})
+
+
+def check_count(function_name: str, argument: str, value: object, more: str = "") -> None:
+    if not is_count(value):
+        raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{more}")
+
+
+def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
+    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1.
+
+    A larger one would accept any result.
+
+    Args:
+        by_name: whether to accept a mapping of names to such numbers, too.
+    """
+    given = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
+    if tolerance is not None and not all(_is_fraction(value) for value in given):
+        which = "for all tensors or by name" if by_name else "for all tensors"
+        raise ValueError(
+            f"{function_name}: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, "
+            f"{which}, or leave it out to have it measured"
+        )
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+@contextlib.contextmanager
+def noting(doing: str) -> Iterator[None]:
+    """Add a note to errors of ranks that says what the gate was checking: "world size 2, steps 3 to 6"."""
+    try:
+        yield
+    except (RankFailure, RankHang) as error:
+        # A note, because the engine rewrites the message when ranks explain their assertions.
+        error.add_note(f"while checking {doing}")
+        raise
+
+
+def definition_of(step: Callable[..., Any]) -> str:
+    inner = inspect.unwrap(innermost(step))
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        return f"{relative(code.co_filename)}:{code.co_firstlineno}"
+    kind = inner if isinstance(inner, type) else type(inner)
+    try:
+        return f"{relative(inspect.getsourcefile(kind) or '')}:{inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError):  # made without a file
+        return ""
+
+
+def innermost(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function or class that a partial wraps, or the callable itself."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return step

@@ -1,0 +1,666 @@
+"""The parameters, buffers and slices of them that ranks hold: trace them to the built model, and assemble wholes.
+
+A step may replace parameters by shards, keep one stage of several, rebuild modules, or train flat buffers. Each tensor
+that it holds in the end is traced to the tensor, or to the slice of it, that one device holds. The slices of all ranks
+are put together for the comparison with the whole tensors of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
+from mgpu_check.diagnosis.results import Result
+from mgpu_check.gates.program import Unusable
+from mgpu_check.numerics.placement import (
+    Coordinates,
+    Placement,
+    Slice,
+    Unplaced,
+    Wholes,
+    by_attributes,
+    by_user,
+    flat_ranges,
+    indexed,
+    is_of_expert,
+    local_ranges,
+    make_distinct,
+)
+from mgpu_check.numerics.placement import assembled as joined
+from mgpu_check.processes.rank_lists import named
+from mgpu_check.torch_hooks.members import named_modules, named_parameters
+from mgpu_check.torch_hooks.tensors import copied, digest_of, plain_copy
+
+
+def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
+    """Return for each tensor the smallest count among the ranks of its mesh; without a mesh, its own count.
+
+    Gathering a gradient or a state is a collective: if one rank skipped its step, the others would wait forever.
+
+    Args:
+        counts: tensors with a count each; all ranks of a mesh pass the same DTensors in the same order.
+    """
+    found = [count for _, count in counts]
+    by_mesh: dict[int, tuple[Any, list[int]]] = {}
+    for place, (tensor, _) in enumerate(counts):
+        if (mesh := getattr(tensor, "device_mesh", None)) is not None:
+            by_mesh.setdefault(id(mesh), (mesh, []))[1].append(place)
+    for mesh, places in by_mesh.values():
+        least = torch.tensor([found[place] for place in places], device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+        for place, count in zip(places, least.tolist(), strict=True):
+            found[place] = count
+    return found
+
+
+_Kind = Literal["params", "buffers"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that a rank holds at the end.
+
+    Attributes:
+        label: its name in the model now, or its place in an optimizer.
+        whole: name of the built tensor that it is, with the same shape; None if it is not a whole one.
+        slices: the slices of built tensors that it consists of, perhaps empty; None if it is a whole built tensor, or
+            if its placement is unknown.
+        reason: why its placement is unknown; None if it is known.
+        copy: an optimizer trains it, but the model uses another tensor in its place.
+        idle: it is a parameter that no optimizer of this rank steps, although they step others.
+        replaced: an optimizer steps another tensor that has some of its elements.
+        local: it is a DTensor, and only its part on this rank was placed.
+        outside: it is not part of the model that is compared: a replica that is trained beside the model, or a tensor
+            that the built model does not have.
+        late: its optimizer was made for a later step than the first.
+    """
+
+    kind: _Kind
+    label: str
+    tensor: torch.Tensor
+    whole: str | None = None
+    slices: tuple[Slice, ...] | None = None
+    reason: Unplaced | None = None
+    copy: bool = False
+    idle: bool = False
+    replaced: bool = False
+    local: bool = False
+    outside: bool = False
+    late: bool = False
+
+    def copy_of(self, value: Any) -> torch.Tensor:
+        """Return a copy of the tensor, its gradient or its state; of a DTensor placed locally, the local part."""
+        if not self.local or not hasattr(value, "to_local"):
+            return plain_copy(value)
+        whole: Any = self.tensor
+        same = value.placements == whole.placements
+        return plain_copy((value if same else value.redistribute(placements=whole.placements)).to_local())
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor that `copy_of` returns."""
+        return _here(self.tensor).shape if self.local else self.tensor.shape
+
+    @property
+    def wholes(self) -> set[str]:
+        """The names of the built tensors that it is part of; its own label if it is placed in none."""
+        return {self.whole or self.label} if self.slices is None else {part.whole for part in self.slices}
+
+
+class Holdings:
+    """The tensors of a built model, and the tensors that a rank holds in place of these.
+
+    Args:
+        modules: the modules as built, by the prefix of their names.
+        placement: the placement that the user declares; see `by_user`.
+        coordinates: the coordinates of this rank in the mesh and the world.
+        rebuilt: builds a fresh copy of the model in the precision of this run.
+        located: the tensors of optimizers that the unperturbed run placed, by label; None in that run. The values of a
+            perturbed run match no other tensor.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        rank: Any,
+        placement: Placement,
+        coordinates: Coordinates,
+        rebuilt: Callable[[], Mapping[str, nn.Module]],
+        located: Mapping[str, Held] | None = None,
+    ) -> None:
+        self._modules, self._rank, self._placement, self._coordinates = modules, rank, placement, coordinates
+        self._rebuilt, self._located = rebuilt, located
+        self._built: dict[int, str] = {}
+        self._names: set[tuple[int, str]] = set()
+        self._kinds: dict[str, _Kind] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._origins: dict[tuple[int, str], str] = {}
+        self._kept: list[object] = []  # so that no other object gets the id of one that is gone
+        for kind, name, tensor, module, key in named_tensors(modules, aliases=True):
+            self._kept += [tensor, module]
+            self._origins[id(module), key] = name
+            self._built.setdefault(id(tensor), name)
+            self._names.add((id(tensor), name))
+            self._kinds[name], self._shapes[name] = kind, tuple(tensor.shape)
+        self._called: dict[int, nn.Module] = {}
+        self._firsts: dict[int, torch.Tensor] = {}
+        self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
+        self._optimizers: set[int] = set()
+        self._in_modules: set[int] = set()  # ids of the parameters of called modules
+        self._late: set[int] = set()
+        # On one device: the built tensors with their perturbed values, once a tensor outside of the model is seen.
+        self._moved: Wholes | None = None
+
+    def calls(self, module: nn.Module) -> None:
+        if id(module) in self._called:
+            return
+        self._called[id(module)] = module
+        self._in_modules.update(map(id, module._parameters.values()))
+        for tensor in module._parameters.values():
+            if tensor is not None and self.is_foreign(tensor):
+                self._keep(tensor)
+
+    def steps(self, optimizer: Optimizer, late: bool) -> None:
+        """Record the parameters of an optimizer that is about to step; do nothing at its later steps.
+
+        A parameter that is not a built tensor is also copied, because it still has its initial value. The copy shows
+        which slices of built tensors it consists of.
+
+        Args:
+            late: the first call of the step under test has ended.
+        """
+        if id(optimizer) in self._optimizers:
+            return
+        self._kept.append(optimizer)
+        number = len(self._optimizers)
+        self._optimizers.add(id(optimizer))
+        which = f" of optimizer {number}" if number else ""
+        for index, group in enumerate(optimizer.param_groups):
+            for position, tensor in enumerate(group["params"]):
+                self._stepped[id(tensor)] = f"parameter {position} of group {index}{which}", tensor
+                if late:
+                    self._late.add(id(tensor))
+                if self.is_foreign(tensor):
+                    self._keep(tensor)
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        name = self._built.get(id(tensor))
+        return name is None or tuple(tensor.shape) != self._shapes[name]
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self._kept.append(tensor)
+        if tensor.layout != torch.strided or not _is_there(tensor):
+            return
+        with _disable_current_modes():  # a mode would perturb the copies
+            self._firsts[id(tensor)] = copied(_here(tensor))
+            if self._moved is None and self._rank.size == 1:
+                self._moved = _wholes_of(self._modules)
+
+    def is_late(self, tensor: torch.Tensor) -> bool:
+        """Return whether an optimizer that was made for a later step than the first trains a tensor."""
+        return id(tensor) in self._late
+
+    def is_beside_model(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is trained by an optimizer, and is no tensor of the model."""
+        return self._is_stepped(tensor) and all(tensor is not now for _, now in parameters_of(self._modules))
+
+    def now(self) -> Iterator[torch.Tensor]:
+        seen: set[int] = set()
+        for module in self._modules.values():
+            for _, tensor in named_parameters(module):
+                seen.add(id(tensor))
+                yield tensor
+        yield from (one for number, (_, one) in self._stepped.items() if number not in seen and _is_there(one))
+
+    def held(self) -> list[Held]:
+        """Return the tensors of the model and of the optimizers that the rank holds, each with its placement."""
+        found = [
+            self._placed(kind, name, tensor, self._origin(tensor, module, key, name))
+            for kind, name, tensor, module, key in named_tensors(self._modules)
+        ]
+        known = {id(one.tensor) for one in found}
+        flat = {id(view) for one in found for view in getattr(one.tensor, "_params", None) or ()}
+        owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
+        used = self._used().union(*(one.wholes for one in found if one.tensor.grad is not None))
+        mine = used.intersection(set().union(*(one.wholes for one in found)))
+        in_model = {one.whole: one.tensor for one in found if one.whole is not None}
+        for number, (label, tensor) in self._stepped.items():
+            if number in known or number in flat or not _is_there(tensor):
+                continue
+            if self._located is not None:
+                if label in self._located:
+                    found.append(replace(self._located[label], tensor=tensor))
+                continue
+            one = self._placed("params", label, tensor, "")
+            if one.reason is not None:
+                found.append(replace(one, outside=True, late=self.is_late(tensor)))
+            # A second copy of a trained tensor, such as a teacher's, is judged by the first copy.
+            elif not one.wholes or not owned.issuperset(one.wholes):
+                replica = one.whole is not None and self._is_replica(tensor, in_model.get(one.whole))
+                found.append(replace(one, copy=replica or one.wholes <= mine, outside=replica))
+        stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
+        return [self._beside(stepped, one) for one in found]
+
+    def _is_replica(self, tensor: torch.Tensor, in_model: torch.Tensor | None) -> bool:
+        """Return whether a copy of the model is trained beside the model, whose own tensor changes too.
+
+        Local SGD, federated averaging and DiLoCo train such replicas. Master weights are used in no module, and a copy
+        that is trained in place of the model leaves the model as it was.
+        """
+        first = self._firsts.get(id(tensor))
+        if in_model is None or first is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
+            return False
+        return not torch.equal(first, copied(in_model))
+
+    def _beside(self, stepped: set[str], one: Held) -> Held:
+        """Return the tensor with `idle` and `replaced` set, which depend on the built tensors that optimizers step."""
+        mine = self._is_stepped(one.tensor)
+        idle = one.kind == "params" and bool(stepped) and one.tensor.requires_grad and not one.wholes & stepped
+        return replace(one, idle=idle, replaced=not mine and bool(one.wholes & stepped))
+
+    def unused(self, touched: Iterable[str]) -> set[str]:
+        """Return the unused parameters and buffers: no module with them was called, and they are not in `touched`.
+
+        Args:
+            touched: names of parameters and buffers that have a gradient, or that differ from their initial value.
+        """
+        return set(self._shapes) - self._used() - set(touched)
+
+    def _used(self) -> set[str]:
+        """Return the built tensors that a called module has, or had before they were replaced."""
+        used: set[str] = set()
+        for module in self._called.values():
+            for key in (*module._parameters, *module._buffers):
+                if (name := self._origins.get((id(module), key))) is not None:
+                    used.add(name)
+            used.update(self._built[id(one)] for one in module._parameters.values() if id(one) in self._built)
+        return used
+
+    def _is_stepped(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._stepped
+
+    def _origin(self, tensor: torch.Tensor, module: nn.Module, key: str, name: str) -> str:
+        if (id(tensor), name) in self._names:
+            return name
+        return self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
+
+    def _placed(self, kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
+        as_built = self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == kind
+        if as_built and self._rank.size == 1:
+            return Held(kind, label, tensor, origin)  # declarations apply to several ranks only
+        if self._placement is not None and kind == "params":
+            try:
+                declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
+            except ValueError as error:
+                raise Unusable(str(error)) from None
+            if declared is not None:
+                return self._as_declared(kind, label, tensor, declared)
+        if as_built:
+            return Held(kind, label, tensor, self._expert(tensor, origin))
+        local = hasattr(tensor, "to_local")
+        declared = self._by_library(tensor, origin)
+        slices = self._by_content(tensor, origin or label) if declared is None else declared
+        if isinstance(slices, Unplaced):
+            unlike = local and slices is Unplaced.NOWHERE
+            return Held(kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE if unlike else slices, local=local)
+        if len(slices) == 1 and slices[0].at is None and slices[0].within is None:
+            return Held(kind, label, tensor, slices[0].whole, local=local)
+        return Held(kind, label, tensor, slices=tuple(slices), local=local)
+
+    def _expert(self, tensor: torch.Tensor, origin: str) -> str:
+        """Return the name of the built tensor; for an expert that was rebuilt, find it by values, not by name."""
+        if not is_of_expert(tensor) or not self.is_foreign(tensor) or hasattr(tensor, "to_local"):
+            return origin
+        found = self._by_content(tensor, origin)
+        alone = isinstance(found, list) and len(found) == 1 and found[0].at is None and found[0].within is None
+        return found[0].whole if isinstance(found, list) and alone else origin
+
+    def _as_declared(self, kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
+        (part,) = declared
+        count = tensor.numel() if part.at is None else len(part.at)
+        if part.at is None and tuple(tensor.shape) == part.shape:
+            return Held(kind, label, tensor, part.whole)
+        if count != tensor.numel() or part.at is None:
+            raise Unusable(
+                f"placement of {label!r} selects {count if part.at is not None else 'all'} elements of "
+                f"{part.whole} with shape {list(part.shape)}, but rank {self._rank.index} holds shape "
+                f"{list(tensor.shape)}; declare the slice that it holds"
+            )
+        return Held(kind, label, tensor, slices=(part,))
+
+    def _by_library(self, tensor: torch.Tensor, origin: str) -> list[Slice] | None:
+        ranges = flat_ranges(tensor)
+        if ranges is not None:
+            names = [self._origins.get((id(module), key)) for module, key in ranges.owners]
+            if None not in names:
+                return [
+                    Slice(name, self._shapes[name], at, within)
+                    for name, (at, within) in zip(names, ranges.parts, strict=True)
+                    if name is not None and at is not None
+                ]
+        if origin in self._shapes:
+            ranges_here = local_ranges(tensor, self._called.values())
+            if ranges_here is not None:
+                at, _ = ranges_here
+                return [Slice(origin, self._shapes[origin], at)] if len(at) else []
+            return by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
+        return None
+
+    def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
+        first, now = self._firsts.get(id(tensor)), _here(tensor)
+        if first is None or first.shape != now.shape:
+            first = copied(now)
+        found = self._wholes.find(first, hint)
+        if isinstance(found, Unplaced) and self._moved is not None:
+            return self._moved.find(first, hint)
+        return found
+
+    @functools.cached_property
+    def _wholes(self) -> Wholes:
+        return _wholes_of(self._rebuilt())
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor still has memory: FSDP frees the memory of whole parameters, and keeps the tensors."""
+    if tensor.is_meta or not tensor.numel() or hasattr(tensor, "full_tensor"):
+        return not tensor.is_meta
+    return tensor.untyped_storage().size() > 0
+
+
+def named_tensors(
+    modules: Mapping[str, nn.Module], aliases: bool = False
+) -> Iterator[tuple[_Kind, str, torch.Tensor, nn.Module, str]]:
+    """Yield each parameter and buffer of modules named by prefixes: kind, name, tensor, its module, its key.
+
+    Args:
+        aliases: also yield a tensor that a module has under several names once for each.
+    """
+    kinds: tuple[tuple[_Kind, str], ...] = (("params", "_parameters"), ("buffers", "_buffers"))
+    for prefix, module in modules.items():
+        inside = list(named_modules(module))
+        seen: set[int] = set()
+        for kind, where in kinds:
+            for path, part in inside:
+                for key, tensor in getattr(part, where).items():
+                    if tensor is not None and (aliases or id(tensor) not in seen):
+                        seen.add(id(tensor))
+                        yield kind, prefix + (f"{path}.{key}" if path else key), tensor, part, key
+
+
+def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter of modules that are named by prefixes: its name, its value."""
+    return ((name, value) for kind, name, value, _, _ in named_tensors(modules) if kind == "params")
+
+
+def _here(tensor: Any) -> torch.Tensor:
+    """Return the part of a DTensor that this rank has; any other tensor itself."""
+    here: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return here
+
+
+def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:
+    dense = [(name, one) for _, name, one, _, _ in named_tensors(modules) if not hasattr(one, "full_tensor")]
+    return Wholes({name: copied(one) for name, one in dense if not one.is_meta})
+
+
+def moved_apart(modules: Mapping[str, nn.Module]) -> None:
+    """Make the elements of floating-point parameters and saved buffers distinct, in place, always in the same way.
+
+    Equal values, such as the zeros of a bias, do not show which slice a rank holds.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parts = [part for module in modules.values() for _, part in named_modules(module)]
+    caches = {id(part._buffers[key]) for part in parts for key in part._non_persistent_buffers_set}
+    for _, _, tensor, _, _ in named_tensors(modules):
+        if id(tensor) not in caches and tensor.is_floating_point() and tensor.numel():
+            make_distinct(tensor, float(tensor.detach().float().square().mean().sqrt()), generator)
+
+
+_CLOSE = 1e-3
+"""Tolerance, as a fraction of the magnitude: replicas of a slice of an optimizer's state differ by rounding only."""
+
+Parts = dict[Result, list[tuple[int, Slice, torch.Tensor]]]
+"""By result: the rank that holds a slice, the slice, and the local tensor that has it."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A result assembled from slices, once per rank: its own slices, and slices of others in the gaps."""
+
+    views: list[torch.Tensor]
+    own: list[torch.Tensor]
+    placement: str
+    gap: str
+
+
+def holders_of(seen: Sequence[ObservedRun]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for name in set().union(*(one.unused for one in seen)):
+        found[name] |= {rank for rank, one in enumerate(seen) if name not in one.unused or not _trains(one)}
+    return found
+
+
+def assembled(
+    seen: Sequence[ObservedRun],
+    holders: Mapping[str, set[int]] | None = None,
+    returns: Callable[[int], bool] | None = None,
+) -> list[ObservedRun]:
+    """Return the observations of ranks, with every divided result assembled on every rank."""
+    held = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(seen)}
+    divided = any(one.pieces or one.unplaced for one in seen) or bool(held)
+    divided |= len(seen) > 1 and (_names_differ(seen) or any(one.idle != seen[0].idle for one in seen))
+    if not divided and returns is None:
+        return list(seen)
+    found = [
+        replace(one, values=dict(one.values), digests=dict(one.digests), others=dict(one.others), snapshots=[])
+        for one in seen
+    ]
+    values = [one.values for one in seen]
+    pieces = [one.pieces for one in seen]
+    if returns is not None:
+        _take_returned(found, values, returns)
+    idle = [one.idle for one in seen]
+    for name, whole in _wholes(values, pieces, held, idle):
+        for rank, one in enumerate(found):
+            one.values[name], one.own[name] = whole.views[rank], whole.own[rank]
+            one.digests[name] = digest_of(whole.views[rank])
+            one.placements[name] = whole.placement
+            if whole.gap:
+                one.gaps[name] = whole.gap
+    steps = max((len(one.snapshots) for one in seen), default=0)
+    for step in range(steps):
+        there = [one.snapshots[step] if step < len(one.snapshots) else {} for one in seen]
+        slices = [one.pieces_of_steps[step] if step < len(one.pieces_of_steps) else [] for one in seen]
+        stages = [dict(stage) for stage in there]
+        for name, whole in _wholes(there, slices, held, idle):
+            for stage, view in zip(stages, whole.views, strict=True):
+                stage[name] = view
+        for one, stage in zip(found, stages, strict=True):
+            one.snapshots.append(stage)
+    return _alike(found)
+
+
+def _trains(one: ObservedRun) -> bool:
+    return bool(one.trained or one.pieces)
+
+
+def _names_differ(seen: Sequence[ObservedRun]) -> bool:
+    """Return whether ranks with digests have results of different names, except returned ones."""
+    names = [one.digests.keys() for one in seen if one.digests]
+    return any(name.kind != "returned" for one in names for name in one ^ names[0])
+
+
+def _take_returned(
+    found: Sequence[ObservedRun], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
+) -> None:
+    """Replace the returned values of ranks that do not count by the values of the first rank that counts."""
+    telling = [rank for rank in range(len(found)) if returns(rank)] or list(range(len(found)))
+    for rank, one in enumerate(found):
+        source = found[telling[0]] if rank not in telling else None
+        if source is None:
+            continue
+        for name in [name for name in one.digests.keys() | one.values.keys() if name.kind == "returned"]:
+            one.values.pop(name, None)
+            one.digests.pop(name, None)
+        one.others = {name: text for name, text in one.others.items() if name.kind != "returned"}
+        for name, value in values[telling[0]].items():
+            if name.kind == "returned":
+                one.values[name] = value
+                if name in source.digests:  # absent in a varied run
+                    one.digests[name] = source.digests[name]
+                one.own[name] = torch.zeros(value.shape, dtype=torch.bool)
+        one.others |= {name: text for name, text in source.others.items() if name.kind == "returned"}
+
+
+def _wholes(
+    values: Sequence[Mapping[Result, torch.Tensor]],
+    pieces: Sequence[Sequence[HeldPiece]],
+    held: Mapping[str, set[int]],
+    idle: Sequence[set[str]],
+) -> Iterator[tuple[Result, _Whole]]:
+    """Yield each result that is divided among ranks, assembled.
+
+    Args:
+        held: the ranks that use a parameter or buffer, if some ranks do not.
+        idle: by rank, the parameters that no optimizer of the rank steps. Their gradients count only if no other rank's
+            do.
+    """
+    parts: Parts = defaultdict(list)
+    for rank, some in enumerate(pieces):
+        for piece in some:
+            parts[piece.name].append((rank, piece.slice, piece.value))
+    shapes: dict[str, tuple[int, ...]] = {
+        name.of: part.shape for name, several in parts.items() for _, part, _ in several if name.kind == "params"
+    }
+    names = dict.fromkeys(itertools.chain(parts, *values))
+    for name in names:
+        if name.kind in ("returned", "rng"):
+            continue
+        owner = name.parameter
+        users = held.get(owner, set(range(len(values))))
+        if name.kind == "grads":
+            users = {rank for rank in users if owner not in idle[rank]} or users
+        mine = [entry for entry in parts.get(name, ()) if entry[0] in users]
+        with_pieces = {rank for rank, _, _ in mine}
+        shape = shapes.get(owner) or next((tuple(v.shape) for v in _of_owner(values, owner)), None)
+        whole = [
+            (rank, value)
+            for rank, one in enumerate(values)
+            if (value := one.get(name)) is not None and rank in users and rank not in with_pieces
+        ]
+        if name.kind == "optimizer" and not mine and shape is not None and _is_state_in_chunks(whole, shape):
+            mine, whole = _in_order(name, whole, shape, len(values)), []
+        if not mine and (len(whole) in (0, len(values)) or any(not one for one in values)):
+            continue
+        if mine and _all_hold_the_same(mine, len(values)):
+            continue
+        mine += [(rank, Slice(name.of, tuple(value.shape)), value) for rank, value in whole]
+        size = mine[0][1].shape
+        mine = [entry for entry in mine if entry[1].shape == size]
+        yield name, _put_together(mine, len(values))
+
+
+def _of_owner(values: Sequence[Mapping[Result, torch.Tensor]], owner: str) -> Iterator[torch.Tensor]:
+    return (one[Result("params", owner)] for one in values if Result("params", owner) in one)
+
+
+def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
+    """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
+    first = mine[0][1]
+    return (
+        size > 1
+        and len(mine) == size
+        and first.at is not None
+        and not bool(first.mask.all())
+        and all(part.at is not None and torch.equal(part.at, first.at) for _, part, _ in mine)
+    )
+
+
+def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> _Whole:
+    base = joined([(part, local) for _, part, local in mine])
+    views, own = [], []
+    for rank in range(size):
+        held = [(part, local) for other, part, local in mine if other == rank]
+        mask = torch.zeros(base.value.shape, dtype=torch.bool)
+        view = base.value
+        if held:
+            view = base.value.clone()
+        for part, local in held:
+            part.put(local, view)
+            mask |= part.mask
+        views.append(view)
+        own.append(mask)
+    told: dict[str, list[int]] = defaultdict(list)
+    for rank, mask in enumerate(own):
+        at = mask.view(-1).nonzero().flatten()
+        told[str(Slice("", tuple(mask.shape), None if bool(mask.all()) else at))].append(rank)
+    placement = "; ".join(f"{what} on {named(ranks)}" for what, ranks in told.items())
+    gap = ""
+    if base.missing is not None:
+        gap = str(Slice("", tuple(base.missing.shape), base.missing.view(-1).nonzero().flatten()))
+    return _Whole(views, own, placement, gap)
+
+
+def _is_state_in_chunks(whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...]) -> bool:
+    """Return whether ranks hold chunks of a state along one dimension, as optimizers with sharded states do."""
+    return bool(whole) and all(
+        value.dim() == len(shape)
+        and len(cut := [d for d in range(len(shape)) if value.shape[d] != shape[d]]) == 1
+        and value.shape[cut[0]] < shape[cut[0]]
+        for _, value in whole
+    )
+
+
+def _in_order(
+    name: Result, whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
+) -> list[tuple[int, Slice, torch.Tensor]]:
+    """Return the chunks of a state by rank; with replicas, in the order that makes replicas agree."""
+    first = whole[0][1]
+    dim = next(d for d in range(len(shape)) if first.shape[d] != shape[d])
+    count = -(-shape[dim] // max(1, first.shape[dim]))
+    orders = [[rank % count for rank, _ in whole], [rank // max(1, size // count) for rank, _ in whole]]
+    chunks = torch.arange(shape[dim]).chunk(count)
+    best: list[tuple[int, Slice, torch.Tensor]] = []
+    for order in orders:
+        if any(
+            index >= len(chunks) or len(chunks[index]) != value.shape[dim]
+            for index, (_, value) in zip(order, whole, strict=True)
+        ):
+            continue
+        found = [
+            (rank, Slice(name.of, shape, indexed(shape, (*[slice(None)] * dim, chunks[index]))), value)
+            for index, (rank, value) in zip(order, whole, strict=True)
+        ]
+        by_chunk = {index: value for index, (_, value) in zip(order, whole, strict=True)}
+        if all(_near(value, by_chunk[index]) for index, (_, value) in zip(order, whole, strict=True)):
+            return found
+        best = best or found
+    return best
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one - other).abs() <= _CLOSE * other.abs().max()).all()) if one.numel() else True
+
+
+def _alike(found: list[ObservedRun]) -> list[ObservedRun]:
+    """Give each rank the touched and trained names of all ranks, since parts of one model are trained together."""
+    touched, trained = set().union(*(one.touched for one in found)), set().union(*(one.trained for one in found))
+    unplaced = {label: why for one in found for label, why in one.unplaced.items()}
+    optimizers = max(one.optimizers for one in found)
+    settings = {name: known for one in reversed(found) for name, known in one.settings.items()}
+    for one in found:
+        one.settings = settings | one.settings
+        one.touched, one.trained, one.unplaced, one.optimizers = touched, trained, unplaced, optimizers
+    return found

@@ -1,0 +1,610 @@
+"""Find the slices of single-device tensors that ranks hold, describe them, and put them together.
+
+Some placements are declared: by the user, or by the library that divides the model, such as FullyShardedDataParallel
+(FSDP1), whose flat parameters name their slices. Others are found by content: ranks build a model from one seed, so
+before training, what a rank holds has the very values of a part of the model that one device holds. A match counts
+only if there is one place for it: values that come twice decide nothing. A tensor of constants, such as a bias of
+zeros, is placed by its neighbours in the same module, or by the axis of the mesh over which other tensors of the rank
+are divided.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from mgpu_check.torch_hooks.tensors import bytes_of, digest_of
+
+
+class Unplaced(Enum):
+    """Why it is not known which slice a tensor is."""
+
+    AMBIGUOUS = "its values are in several places of the single-device model"
+    NOWHERE = "its values before the first step are nowhere in the single-device model"
+    OF_OTHER_SHAPE = "it is a DTensor of a shape that no tensor of the single-device model has"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements of a whole tensor that a local tensor holds.
+
+    Attributes:
+        whole: name of the whole tensor: that of the parameter on one device.
+        shape: shape of the whole tensor.
+        at: for each element, in the order of the local tensor, its position in the flattened whole, int64; None where
+            the local tensor is the whole.
+        within: first and last + 1 element of the flattened local tensor that belong to this slice; None for all.
+    """
+
+    whole: str
+    shape: tuple[int, ...]
+    at: torch.Tensor | None = None
+    within: tuple[int, int] | None = None
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """The elements of the whole that are held: bool, in the shape of the whole."""
+        if self.at is None:
+            return torch.ones(self.shape, dtype=torch.bool)
+        mask = torch.zeros(self.shape, dtype=torch.bool)
+        mask.view(-1)[self.at] = True
+        return mask
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a local tensor that belong to this slice, flattened."""
+        flat = local.reshape(-1)
+        return flat if self.within is None else flat[slice(*self.within)]
+
+    def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write the elements of a local tensor to their places in a contiguous whole."""
+        flat = whole.view(-1)
+        flat[slice(None) if self.at is None else self.at] = self.of(local).to(whole.dtype)
+
+    def __str__(self) -> str:
+        """Describe it: "all", "dim 0: 4 to 7 of 16", "elements 16 to 31 of 64"."""
+        if self.at is None:
+            return "all"
+        if not self.at.numel():
+            return "nothing"
+        mask = self.mask
+        cut = [dim for dim in range(mask.dim()) if not _is_full(mask, dim)]
+        if all(_fills_its_box(mask, cut)):
+            return ", ".join(f"dim {dim}: {_ranges(_used(mask, dim))} of {mask.shape[dim]}" for dim in cut) or "all"
+        return f"elements {_ranges(mask.view(-1).nonzero().flatten())} of {mask.numel()}"
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A whole tensor that was put together from slices.
+
+    Attributes:
+        value: the whole; of an element that several hold, what the first of them has.
+        missing: the elements that no slice holds, bool; None if there are no such elements.
+    """
+
+    value: torch.Tensor
+    missing: torch.Tensor | None
+
+
+def assembled(parts: Sequence[tuple[Slice, torch.Tensor]]) -> Assembled:
+    """Put slices of one whole together.
+
+    Args:
+        parts: at least one; each slice with the local tensor that has it.
+    """
+    first, local = parts[0]
+    value = torch.zeros(first.shape, dtype=local.dtype)
+    held = torch.zeros(first.shape, dtype=torch.bool)
+    for part, tensor in reversed(parts):
+        part.put(tensor, value)
+        held |= part.mask
+    return Assembled(value, None if bool(held.all()) else ~held)
+
+
+def indexed(shape: Sequence[int], index: object) -> torch.Tensor:
+    """Return the positions in a flattened tensor that an index selects: a slice, integers, or several."""
+    count = 1
+    for size in shape:
+        count *= size
+    positions: torch.Tensor = torch.arange(count).view(tuple(shape))[index]  # type: ignore[index]
+    return positions.reshape(-1)
+
+
+def _is_full(mask: torch.Tensor, dim: int) -> bool:
+    return len(_used(mask, dim)) == mask.shape[dim]
+
+
+def _used(mask: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the indices along a dimension that hold an element."""
+    others = [other for other in range(mask.dim()) if other != dim]
+    return (mask.any(others) if others else mask).nonzero().flatten()
+
+
+def _fills_its_box(mask: torch.Tensor, cut: Iterable[int]) -> list[bool]:
+    """Return whether all is held that has a used index in each dimension."""
+    box = mask
+    for dim in cut:
+        box = box.index_select(dim, _used(mask, dim))
+    return [bool(box.all())]
+
+
+def _ranges(indices: torch.Tensor) -> str:
+    """Return "4 to 7", or "0 to 1 and 8 to 9"."""
+    found: list[tuple[int, int]] = []
+    for index in indices.tolist():
+        if found and found[-1][1] == index - 1:
+            found[-1] = found[-1][0], index
+        else:
+            found.append((index, index))
+    shown = [f"{low} to {high}" if high > low else str(low) for low, high in found[:3]]
+    more = f" and {len(found) - 3} more ranges" if len(found) > 3 else ""
+    return " and ".join(shown) + more
+
+
+_MANY = 256
+"""Places of one value above which it is a constant, such as the zeros of a bias."""
+
+
+class Wholes:
+    """The tensors of a freshly built model, to look slices up.
+
+    Args:
+        named: dense tensors on the CPU by name.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        self._named = dict(named)
+        self._by_digest: dict[str, list[str]] = defaultdict(list)
+        for name, whole in self._named.items():
+            self._by_digest[digest_of(whole)].append(name)
+        self._flats: dict[torch.dtype, tuple[torch.Tensor, list[tuple[int, str]]]] = {}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a whole tensor; None if the model has no tensor with this name."""
+        return tuple(self._named[name].shape) if name in self._named else None
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """Return a whole tensor; None if the model has no tensor with this name."""
+        return self._named.get(name)
+
+    def find(self, local: torch.Tensor, hint: str = "", *, trusted: bool = False) -> list[Slice] | Unplaced:
+        """Return the slices that a local tensor consists of, or why they are not known.
+
+        Args:
+            local: dense, on the CPU, with the values from before the first step.
+            hint: the likely name. Of several places, the only one in the tensor of this name counts.
+            trusted: a tensor that equals the one of this name is that one, even if others are equal, too.
+        """
+        local = local.contiguous()
+        if not local.numel():
+            return []
+        same = self._by_digest.get(digest_of(local), [])
+        if same:
+            if trusted and hint in same:
+                return [Slice(hint, tuple(local.shape))]
+            alone = len(same) == 1 and not self._is_constant_elsewhere(local, same[0])
+            return [Slice(same[0], tuple(local.shape))] if alone else Unplaced.AMBIGUOUS
+        several = False
+        hinted = [hint] if hint in self._named else []
+        for names in (hinted, [name for name in self._named if name != hint]):
+            found = [place for name in names for place in self._places(name, local)]
+            if len(found) == 1 and found[0] is not None:
+                return [found[0]]
+            several |= bool(found)
+            if several:
+                return Unplaced.AMBIGUOUS
+        return self._pieces(local)
+
+    def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
+        """Return whether a constant tensor may be a slice of another whole, which has as many such elements."""
+        value = local.reshape(-1)[0]
+        if not bool((local == value).all()):
+            return False
+        return any(
+            name != but and whole.dtype == local.dtype and int((whole == value).sum()) >= local.numel()
+            for name, whole in self._named.items()
+        )
+
+    def _places(self, name: str, local: torch.Tensor) -> Iterator[Slice | None]:
+        """Yield each place of a local tensor in one whole; None for a place that is not the only one."""
+        whole = self._named[name]
+        if whole.dtype != local.dtype or whole.numel() < local.numel() or not whole.dim():
+            return
+        for at in _boxes(whole, local):
+            yield None if at is None else Slice(name, tuple(whole.shape), at)
+
+    def _pieces(self, local: torch.Tensor) -> list[Slice] | Unplaced:
+        """Return the ranges of flattened tensors in a flat buffer, or in a fused weight.
+
+        Zeros at the end are padding.
+        """
+        everything, starts = self._flat(local.dtype)
+        flat = local.reshape(-1)
+        found: list[Slice] = []
+        first = 0
+        while first < len(flat):
+            where = (everything == flat[first]).nonzero().flatten().tolist()
+            if len(where) > _MANY:
+                return Unplaced.AMBIGUOUS
+            runs = [(_common(everything, place, flat, first, starts), place) for place in where]
+            longest = max(runs, default=(0, 0))
+            if not longest[0]:
+                return found if found and not bool(flat[first:].any()) else Unplaced.NOWHERE
+            if sum(length == longest[0] for length, _ in runs) > 1:
+                return Unplaced.AMBIGUOUS
+            length, place = longest
+            start, name = max(entry for entry in starts if entry[0] <= place)
+            at = torch.arange(place - start, place - start + length)
+            found.append(Slice(name, tuple(self._named[name].shape), at, (first, first + length)))
+            first += length
+        return found
+
+    def _flat(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[int, str]]]:
+        """Return all wholes of a dtype, one after the other, and where each starts."""
+        if dtype not in self._flats:
+            wholes = {name: whole for name, whole in self._named.items() if whole.dtype == dtype and whole.numel()}
+            starts = itertools.accumulate([whole.numel() for whole in wholes.values()], initial=0)
+            flat = torch.cat([torch.empty(0, dtype=dtype), *(whole.reshape(-1) for whole in wholes.values())])
+            self._flats[dtype] = flat, list(zip(starts, wholes, strict=False))
+        return self._flats[dtype]
+
+
+def _common(
+    everything: torch.Tensor, place: int, flat: torch.Tensor, first: int, starts: Sequence[tuple[int, str]]
+) -> int:
+    """Return how many elements are the same from both places on, up to the end of one whole."""
+    end = min((start for start, _ in starts if start > place), default=len(everything))
+    count = min(end - place, len(flat) - first)
+    same = everything[place : place + count] == flat[first : first + count]
+    return count if bool(same.all()) else int(same.to(torch.uint8).argmin())
+
+
+def _boxes(whole: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """Yield the positions of a tensor that is a box or rows of a whole, or its transpose; None if ambiguous."""
+    shape = tuple(whole.shape)
+    if whole.dim() == local.dim():
+        cut = [dim for dim in range(whole.dim()) if whole.shape[dim] != local.shape[dim]]
+        if all(whole.shape[dim] >= local.shape[dim] for dim in cut):
+            if len(cut) == 1:
+                rows = _rows(whole, local, cut[0])
+                if rows is not None:
+                    index = tuple(rows if dim == cut[0] else slice(None) for dim in range(whole.dim()))
+                    yield indexed(shape, index) if len(rows) else None
+                    return
+            elif len(cut) > 1 and (corner := _corner(whole, local)) is not None:
+                ends = [low + size for low, size in zip(corner, local.shape, strict=True)]
+                yield indexed(shape, tuple(itertools.starmap(slice, zip(corner, ends, strict=True))))
+                return
+    if whole.dim() == local.dim() == 2 and (whole.shape[0] == local.shape[1] or whole.shape[1] == local.shape[0]):
+        turned = torch.arange(whole.numel()).view(shape).T.contiguous().view(-1)
+        if whole.T.shape == local.shape:
+            if torch.equal(whole.T, local):
+                yield turned
+            return
+        cut = [dim for dim in range(2) if whole.T.shape[dim] != local.shape[dim]]
+        if len(cut) == 1 and (rows := _rows(whole.T, local, cut[0])) is not None:
+            index = (rows, slice(None)) if cut[0] == 0 else (slice(None), rows)
+            yield turned[indexed(tuple(whole.T.shape), index)] if len(rows) else None
+
+
+def _rows(whole: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Return the indices of the rows of a local tensor along one dimension of a whole: a chunk, or interleaved rows.
+
+    Empty if some row is in several places, and the rows together are, too. None if some row is nowhere.
+    """
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for index, row in enumerate(whole.movedim(dim, 0)):
+        places[bytes_of(row)].append(index)
+    found = [places.get(bytes_of(row), []) for row in local.movedim(dim, 0)]
+    if not all(found):
+        return None
+    if all(len(where) == 1 for where in found):
+        return torch.tensor([where[0] for where in found])
+    # The neighbours of a row that comes twice, such as one of zeros, decide.
+    starts = [first for first in found[0] if all(first + offset in where for offset, where in enumerate(found))]
+    return torch.arange(starts[0], starts[0] + len(found)) if len(starts) == 1 else torch.empty(0, dtype=torch.int64)
+
+
+def _corner(whole: torch.Tensor, local: torch.Tensor) -> list[int] | None:
+    """Return where a box of several shorter dimensions begins; None if it is nowhere, or in several places."""
+    found = []
+    for corner in (whole == local.reshape(-1)[0]).nonzero().tolist():
+        ends = [low + size for low, size in zip(corner, local.shape, strict=True)]
+        box = tuple(slice(low, high) for low, high in zip(corner, ends, strict=True))
+        if whole[box].shape == local.shape and torch.equal(whole[box], local):
+            found.append(corner)
+    return found[0] if len(found) == 1 else None
+
+
+_NOISE = 0.02
+"""Of the magnitude of a tensor: enough to make its elements distinct, and too little to change how a model trains."""
+
+
+def make_distinct(tensor: torch.Tensor, size: float, generator: torch.Generator) -> None:
+    """Add noise to a tensor, in place.
+
+    Args:
+        size: the magnitude of its elements; 0 for zeros.
+        generator: on the CPU; the same state gives the same noise.
+    """
+    noise = torch.randn(tensor.shape, generator=generator, device="cpu")
+    with torch.no_grad():
+        tensor.add_((_NOISE * (size or 1.0) * noise).to(tensor.device, tensor.dtype))
+
+
+Coordinates = Mapping[str, tuple[int, int]]
+"""By mesh axis: index of this rank along it, and size. The world, with the global rank, has the name ""."""
+
+Placement = Mapping[str, Any] | Callable[..., Any] | None
+"""A declaration by the user; see `by_user`."""
+
+_WORLD = ""
+
+
+def by_user(
+    placement: Placement, name: str, rank: Any, coordinates: Coordinates, shapes: Mapping[str, tuple[int, ...]]
+) -> list[Slice] | None:
+    """Return the slices that a user has declared for a parameter; None if nothing is declared for it.
+
+    Args:
+        placement: a mapping from patterns of names, as of `fnmatch`, to specifications, the first that matches counts;
+            or a function ``(name, rank)`` that returns one, or None. A specification is one of
+
+            - an int, or `Shard(dim)`: chunked along this dimension over all ranks;
+            - a mapping from mesh axes to ints or `Shard`: chunked over these axes, one after the other;
+            - "whole", or `Replicate()`;
+            - what selects the slice from the whole tensor: a slice, a list of rows, a tuple of these;
+            - a tuple of a name on one device and one of these.
+        shapes: of the tensors on one device, by name.
+
+    Raises:
+        ValueError: a specification has another form, or names an axis or tensor that does not exist.
+    """
+    if callable(placement):
+        spec = placement(name, rank)
+    else:
+        spec = next((value for key, value in (placement or {}).items() if fnmatch.fnmatchcase(name, key)), None)
+    if spec is None:
+        return None
+    whole = name
+    if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], str):
+        whole, spec = spec
+    if whole not in shapes:
+        raise ValueError(
+            f"placement of {name!r} names {whole!r}, which build() does not make; choose of {', '.join(shapes)}"
+        )
+    shape = shapes[whole]
+    try:
+        at = _positions(spec, shape, coordinates)
+    except (IndexError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"placement of {name!r} is {spec!r}, which does not fit shape {list(shape)} and mesh axes "
+            f"{_axes(coordinates)}: {error}; give a dimension, a mapping from mesh axes to dimensions, "
+            '"whole", or an index of the whole tensor'
+        ) from None
+    return [Slice(whole, shape, at)]
+
+
+def check_placement(gate: str, placement: object) -> None:
+    """Raise a ValueError unless `placement` is a mapping by patterns, a function, or None."""
+    if placement is not None and not callable(placement) and not isinstance(placement, Mapping):
+        raise ValueError(
+            f"{gate}: placement={placement!r}; give a mapping from patterns of names to dimensions, "
+            'such as {"*.fc1.weight": {"tp": 0}}, or a function (name, rank)'
+        )
+
+
+def by_attributes(
+    tensor: torch.Tensor, whole: str, shape: tuple[int, ...], coordinates: Coordinates
+) -> list[Slice] | None:
+    """Return the slice that Megatron's attributes declare.
+
+    Those are `tensor_model_parallel`, `partition_dim` and `partition_stride`, and `allreduce`, which is False for the
+    parameters of experts. With a stride of s, a rank holds s equal parts, one of each s-th of the dimension, as of a
+    fused weight. Experts are divided over the axes "ep" and "etp". None where the attributes declare nothing, or the
+    rank's place among those that share the tensor is not known.
+    """
+    if is_of_expert(tensor):
+        return _of_expert(tensor, whole, shape, coordinates)
+    dim = getattr(tensor, "partition_dim", -1)
+    if not getattr(tensor, "tensor_model_parallel", False) or not 0 <= dim < len(shape):
+        return None
+    parts, rest = divmod(shape[dim], max(1, tensor.shape[dim]))
+    if rest:
+        return None
+    place = next((place for axis in ("tp", _WORLD) if (place := coordinates.get(axis)) and place[1] == parts), None)
+    if place is None:
+        return None
+    stride = max(1, getattr(tensor, "partition_stride", 1))
+    rows = torch.arange(shape[dim]).chunk(stride * parts)[place[0] :: parts]
+    return [Slice(whole, shape, indexed(shape, (*[slice(None)] * dim, torch.cat(rows))))]
+
+
+def is_of_expert(tensor: torch.Tensor) -> bool:
+    """Return whether Megatron's attribute `allreduce` says that a parameter belongs to an expert.
+
+    Its gradient is reduced over the ranks with the same experts only. So it is not what has its name on other ranks.
+    """
+    return getattr(tensor, "allreduce", True) is False
+
+
+def _of_expert(
+    tensor: torch.Tensor, whole: str, shape: tuple[int, ...], coordinates: Coordinates
+) -> list[Slice] | None:
+    if tensor.dim() != len(shape):
+        return None
+    positions = indexed(shape, ...).view(shape)
+    used: set[str] = set()
+    within = "etp" if "etp" in coordinates else "tp"
+    for dim, (size, here) in enumerate(zip(shape, tensor.shape, strict=True)):
+        parts, rest = divmod(size, max(1, here))
+        if rest:
+            return None
+        if parts > 1:
+            inside = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "partition_dim", -1) == dim
+            axes = [axis for axis in ("ep", *[within] * inside) if axis not in used]
+            fitting = [axis for axis in axes if axis in coordinates and coordinates[axis][1] == parts]
+            if not fitting and coordinates.get(_WORLD, (0, 0))[1] == parts:
+                fitting = [_WORLD]
+            if len({coordinates[axis] for axis in fitting}) != 1:
+                return None  # or two axes have as many ranks
+            positions = positions.chunk(parts, dim)[coordinates[fitting[0]][0]]
+            used.add(fitting[0])
+    return [Slice(whole, shape, positions.reshape(-1))] if used else None
+
+
+def _positions(spec: Any, shape: tuple[int, ...], coordinates: Coordinates) -> torch.Tensor | None:
+    if spec == "whole" or type(spec).__name__ == "Replicate":
+        return None
+    if isinstance(spec, (slice, list, tuple, torch.Tensor)):
+        return indexed(shape, spec)
+    by_axis = spec if isinstance(spec, Mapping) else {_WORLD: spec}
+    positions = indexed(shape, ...).view(shape)
+    for axis, along in by_axis.items():
+        if type(along).__name__ == "Replicate" or along is None:
+            continue
+        dim = getattr(along, "dim", along)
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"{along!r} is no dimension")
+        index, count = coordinates[axis]
+        chunks = positions.chunk(count, dim)
+        positions = chunks[index] if index < len(chunks) else positions.narrow(dim, 0, 0)
+    return positions.reshape(-1)
+
+
+def _axes(coordinates: Coordinates) -> Sequence[str]:
+    return [axis for axis in coordinates if axis] or ["(none)"]
+
+
+class Ranges(NamedTuple):
+    """The parameters that a flat parameter is made of.
+
+    Attributes:
+        owners: of each the module, and its name there.
+        shapes: of each, whole.
+        parts: of each the positions of the elements that this rank holds, and where these are in the local shard, first
+            and last + 1; (None, None) where it holds none.
+    """
+
+    owners: list[tuple[Any, str]]
+    shapes: list[tuple[int, ...]]
+    parts: list[tuple[torch.Tensor | None, tuple[int, int] | None]]
+
+
+def flat_ranges(flat: torch.Tensor) -> Ranges | None:
+    """Return what a flat parameter is made of; None if the tensor is no sharded flat parameter."""
+    infos, shards = getattr(flat, "_param_infos", None), getattr(flat, "_shard_param_infos", None)
+    if infos is None or shards is None:
+        return None
+    owners, shapes = [(info.module, info.param_name) for info in infos], [tuple(shape) for shape in flat._shapes]  # type: ignore[attr-defined]
+    return Ranges(owners, shapes, [_part(shard) for shard in shards])
+
+
+def local_ranges(view: torch.Tensor, called: Iterable[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """Return the positions that an original parameter has here (``use_orig_params=True``), and its shape.
+
+    None if the tensor is no such parameter of any of the FSDP modules among `called`.
+    """
+    for module in called:
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        views, shards = getattr(flat, "_params", None) or (), getattr(flat, "_shard_param_infos", ())
+        for one, shard, shape in zip(views, shards, getattr(flat, "_shapes", ()), strict=False):
+            if one is view:
+                at = _part(shard)[0]
+                return torch.empty(0, dtype=torch.int64) if at is None else at, tuple(shape)
+    return None
+
+
+def _part(shard: Any) -> tuple[torch.Tensor | None, tuple[int, int] | None]:
+    if not shard.in_shard:
+        return None, None
+    start = shard.offset_in_shard
+    at = torch.arange(shard.intra_param_start_idx, shard.intra_param_end_idx + 1)
+    return at, (start, start + shard.numel_in_shard)
+
+
+def along_axes(
+    name: str, local: torch.Tensor, wholes: Wholes, coordinates: Coordinates, others: Iterable[tuple[torch.Size, Slice]]
+) -> Slice | None:
+    """Return the chunk of the whole of this name that is this rank's along an axis; None if that is not known.
+
+    Args:
+        local: dense, on the CPU, with the values from before the first step.
+        coordinates: of this rank.
+        others: the shapes and slices of other tensors of this rank. They must be chunks along the same axis.
+    """
+    whole = wholes.whole(name)
+    cut = None if whole is None else _cut(tuple(whole.shape), local.shape)
+    if whole is None or cut is None:
+        return None
+    dim, parts = cut
+    alike = [(part, other) for shape, part in others if (other := _cut(part.shape, shape)) and other[1] == parts]
+    places = {
+        index
+        for index, size in coordinates.values()
+        if size == parts
+        and alike
+        and all(part.at is not None and torch.equal(part.at, _chunk(part.shape, other, index)) for part, other in alike)
+    }
+    if len(places) != 1:
+        return None
+    at = _chunk(tuple(whole.shape), (dim, parts), places.pop())
+    return Slice(name, tuple(whole.shape), at) if torch.equal(whole.reshape(-1)[at], local.reshape(-1)) else None
+
+
+def _cut(whole: tuple[int, ...], local: tuple[int, ...] | torch.Size) -> tuple[int, int] | None:
+    """Return the one dimension that is divided, and into how many equal parts; None if there is no such dimension."""
+    if len(whole) != len(local):
+        return None
+    cut = [dim for dim, (size, here) in enumerate(zip(whole, local, strict=True)) if size != here]
+    if len(cut) != 1 or not local[cut[0]] or whole[cut[0]] % local[cut[0]]:
+        return None
+    return cut[0], whole[cut[0]] // local[cut[0]]
+
+
+def _chunk(shape: tuple[int, ...], cut: tuple[int, int], index: int) -> torch.Tensor:
+    dim, parts = cut
+    width = shape[dim] // parts
+    return indexed(shape, (*[slice(None)] * dim, slice(index * width, (index + 1) * width)))
+
+
+def beside(
+    name: str, local: torch.Tensor, neighbours: Iterable[tuple[torch.Size, Slice]], wholes: Wholes
+) -> Slice | None:
+    """Return the slice that has the same rows as a neighbour; None if no neighbour fits.
+
+    Args:
+        name: of the local tensor.
+        local: dense, on the CPU, with the values from before the first step.
+        neighbours: the shapes and slices of other tensors of the same module.
+    """
+    found = {}
+    for shape, part in neighbours:
+        whole = part.whole.rpartition(".")[0] + "." * ("." in part.whole) + name.rpartition(".")[2]
+        value, rows = wholes.whole(whole), _rows_beside(shape, part)
+        if value is None or rows is None or value.shape[1:] != local.shape[1:] or len(rows) != len(local):
+            continue
+        if value.shape[0] == part.shape[0] and torch.equal(value[rows], local):
+            found[whole, tuple(rows.tolist())] = Slice(whole, tuple(value.shape), indexed(value.shape, rows))
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _rows_beside(shape: torch.Size, part: Slice) -> torch.Tensor | None:
+    """Return the indices of the rows of the whole that a slice consists of; None if it has parts of rows."""
+    if part.at is None or part.within is not None or not shape or not part.shape:
+        return None
+    width = torch.Size(part.shape[1:]).numel()
+    if not len(part.at) or len(part.at) != shape[0] * width:
+        return None
+    at = part.at.view(shape[0], width)
+    return at[:, 0] // width if torch.equal(at, at[:, :1] // width * width + torch.arange(width)) else None

@@ -1,0 +1,212 @@
+"""Put forked ranks in the place of the processes that torch's multi-process test harnesses spawn.
+
+The harness itself stays: `setUp`, `tearDown` and the judgement of exit codes are its own, in the pytest process. The
+start of its processes is replaced, and the wait for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.errors import RankDied
+from mgpu_check.plugin import harness_ranks
+from mgpu_check.plugin.harness_ranks import HOME
+from mgpu_check.torch_hooks.patches import Patches
+
+if TYPE_CHECKING:
+    from mgpu_check.engine.bare import BareWorld
+    from mgpu_check.engine.world import Begun
+    from mgpu_check.settings import Settings
+
+
+SPAWNED, CONTINUOUS = "MultiProcessTestCase", "MultiProcContinuousTest"
+
+REPLACED = {SPAWNED: ("_start_processes", "_join_processes"), CONTINUOUS: ("_spawn_processes",)}
+"""Harness -> its methods that are replaced."""
+
+
+def harness_of(cls: type) -> type | None:
+    """Return the harness that a test class is based on; None for other classes."""
+    return next((base for base in cls.__mro__ if base.__name__ in REPLACED and base.__module__ == HOME), None)
+
+
+class HarnessRuns:
+    """Runs tests on forked ranks.
+
+    Args:
+        fork: makes a world of the given number of bare processes.
+
+    Attributes:
+        used: whether the current test has run on forked ranks.
+        output: what these have printed: (process, "stdout" or "stderr", text).
+    """
+
+    def __init__(self, fork: Callable[[int], BareWorld], settings: Settings) -> None:
+        self.used = False
+        self.output: list[tuple[str, str, str]] = []
+        self.fork = fork
+        self._settings = settings
+
+    @contextlib.contextmanager
+    def in_place_of(self, harness: Any) -> Iterator[None]:
+        """Within the context, `harness` runs a test on forked ranks."""
+        self.used, self.output = False, []
+        spawned, patches = _SpawnedRanks(self), Patches()
+        if harness.__name__ == SPAWNED:
+            start, join = harness._start_processes, harness._join_processes
+            patches.set(harness, "_start_processes", lambda test, proc: spawned.start(test, start))
+            patches.set(harness, "_join_processes", lambda test, fn: spawned.join(test, fn, join))
+        else:
+            patches.set(harness, "_spawn_processes", classmethod(lambda cls, size: _KeptRanks(self, cls, int(size))))
+        try:
+            yield
+        finally:
+            patches.undo()
+            spawned.close()
+
+    def results(self, world: BareWorld, begun: Begun, test: str) -> list[Any]:
+        """Wait for the ranks of a test, as long as its harness does unless the user has set a limit.
+
+        Args:
+            test: its id.
+        """
+        given = self._settings.given("rank_timeout")
+        timeout = self._settings.rank_timeout if given else float(sys.modules[HOME].get_timeout(test))
+        try:
+            return world.results(begun, timeout)
+        finally:
+            self.output += world.output()
+
+
+class _SpawnedProcess:
+    """The part of `Process` that the harness uses, for one rank."""
+
+    def __init__(self, started: Callable[[_SpawnedProcess], int], args: Any, kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.pid = 0
+        self.exitcode: int | None = None
+        self._started = started
+
+    def start(self) -> None:
+        self.pid = self._started(self)
+
+    def terminate(self) -> None:
+        """End nothing: the world ends with its test."""
+
+
+class _SpawnedRanks:
+    """The ranks of one test on a `MultiProcessTestCase`."""
+
+    def __init__(self, runs: HarnessRuns) -> None:
+        self._runs = runs
+        self._processes: list[_SpawnedProcess] = []
+        self._world: BareWorld | None = None
+        self._begun: Begun | None = None
+
+    def start(self, test: Any, theirs: Callable[..., None]) -> None:
+        """Take the arguments of each process from the harness, and begin the test on as many ranks."""
+        self._world = world = self._runs.fork(int(test.world_size))
+        self._runs.used = True
+
+        def started(process: _SpawnedProcess) -> int:
+            self._processes.append(process)
+            return world.processes[len(self._processes) - 1].pid
+
+        def proc(target: object, args: Any, kwargs: Mapping[str, Any] | None = None, name: str = "") -> _SpawnedProcess:
+            return _SpawnedProcess(started, args, kwargs or {})
+
+        theirs(test, proc)
+        calls = tuple((tuple(map(_sendable, process.args)), dict(process.kwargs)) for process in self._processes)
+        owner = harness_ranks.TestClass.of(type(test))
+        self._begun = world.send(test._testMethodName, harness_ranks.run, owner, calls)
+
+    def join(self, test: Any, fn: object, theirs: Callable[[Any, object], None]) -> None:
+        """Wait for the ranks, and let the harness judge their exit codes; an error of a rank is raised as itself."""
+        if self._world is None or self._begun is None:
+            return theirs(test, fn)
+        began = time.monotonic()
+        try:
+            ends = self._runs.results(self._world, self._begun, test.id())
+        except RankDied as died:
+            if fn not in test.skip_return_code_checks and fn not in test.special_return_code_checks:
+                raise
+            account: Any = died.account
+            codes = {rank: end.exit_code for rank, end in account.died.items()}
+            returned = self._world.returned()
+            ends = [returned.get(rank, (codes.get(rank), "")) for rank in range(len(self._processes))]
+        try:
+            for process, (code, _) in zip(self._processes, ends, strict=True):
+                process.exitcode = code
+            if reason := ends[0][1]:
+                raise unittest.SkipTest(reason)
+            test._check_return_codes(fn, time.monotonic() - began)
+        finally:
+            for pipe in test.pid_to_pipe.values():
+                pipe.close()
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.discard()
+
+
+class _KeptRanks:
+    """The ranks of a class on `MultiProcContinuousTest`, as the one process and its two queues that the class sees."""
+
+    def __init__(self, runs: HarnessRuns, cls: Any, size: int) -> None:
+        self._runs, self._cls, self._size = runs, cls, size
+        self._world: BareWorld | None = None
+        self._begun: Begun | None = None
+        self._test = ""
+        cls.processes = cls.task_queues = cls.completion_queues = [self]
+        cls.rdvz_file = ""
+
+    def put(self, test: str | None) -> None:
+        """Begin a test, on new ranks if its predecessor has failed; None ends the ranks."""
+        first = self._world is None or self._world.broken
+        if self._world is not None and (first or test is None):
+            self._world.discard()
+            with contextlib.suppress(OSError):
+                os.remove(self._cls.rdvz_file)
+        if test is None:
+            self._world = None
+            return
+        if first:
+            self._world = self._runs.fork(self._size)
+            descriptor, self._cls.rdvz_file = tempfile.mkstemp()
+            os.close(descriptor)
+        assert self._world is not None
+        self._runs.used = True
+        self._test = test
+        owner = harness_ranks.TestClass.of(self._cls)
+        name = test.rpartition(".")[2]
+        self._begun = self._world.send(name, harness_ranks.run_next, owner, test, first, self._cls.rdvz_file)
+
+    def get(self, timeout: float | None = None) -> str | unittest.SkipTest:
+        """Return the id of the test once all ranks have run it, or why it is skipped."""
+        assert self._world is not None and self._begun is not None
+        try:
+            reasons = self._runs.results(self._world, self._begun, self._test)
+        except BaseException:
+            self._world.broken = True  # the next test gets new ranks
+            raise
+        skipped = [reason for reason in reasons if reason is not None]
+        return unittest.SkipTest(skipped[0]) if skipped else self._test
+
+    def join(self) -> None:
+        """Wait for nothing: `put` has ended the ranks."""
+
+
+def _sendable(argument: object) -> object:
+    """Return an argument for a rank; in place of a connection, what makes one there."""
+    if not isinstance(argument, Connection):
+        return argument
+    argument.close()  # so that the harness does not wait for a text that a rank never sends
+    return harness_ranks.Pipe()
