@@ -5,19 +5,23 @@ They draw specs, frozen dataclasses of plain values, which are re-exported here.
 
 from __future__ import annotations
 
-from mgpu_check.suite.common.strategies.tensors import dtypes, layouts, seeds, shapes, tensors
-from mgpu_check.suite.common.strategies.worlds import (
+from mgpu_check.suite.common.strategies import (
     all_devices,
     device_counts,
     device_orders,
     device_pairs,
+    dtypes,
     large_worlds,
+    layouts,
     places,
+    seeds,
+    shapes,
+    tensors,
     world_pairs,
     world_sizes,
 )
 from mgpu_check.suite.common.tensors import TensorSpec
-from mgpu_check.suite.mismatch.cases import OperatorTable
+from mgpu_check.suite.mismatch.operators import OperatorTable
 from mgpu_check.suite.mismatch.strategies import operator_tables
 from mgpu_check.suite.scatter.cases import BatchSpec, Leaf, Nested, Sample, Split
 from mgpu_check.suite.scatter.strategies import batch_sizes, batches, splits

@@ -18,7 +18,7 @@ from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.hardware import Defect, Hardware, cells
 from mgpu_check.simulated.hardware import planted as on_hardware
-from mgpu_check.suite.common.digests import digests
+from mgpu_check.suite.common.generated_data import digests
 from mgpu_check.suite.gradients.cases import TrainingSpec
 from tests.acceptance.nodes import Node
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-NAMED = "mgpu_check.suite.collectives.meshes"
+NAMED = "mgpu_check.suite.collectives.groups"
 
 
 def test_ranks_import_the_function_and_it_gets_its_rank(ranks, tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.asserts import known_defects
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankFailure
-from mgpu_check.suite.collectives import call_strategies as calls
-from mgpu_check.suite.collectives import differentiable, functional
+from mgpu_check.suite.collectives import functional
+from mgpu_check.suite.collectives import strategies as calls
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.cases import (
     COPIED,
@@ -27,12 +27,12 @@ from mgpu_check.suite.collectives.cases import (
     FUNCTIONS,
     NOT_CALLED,
     REDUCING,
+    STEPS,
     CollectiveCall,
+    Message,
     form_of,
     left_out,
 )
-from mgpu_check.suite.collectives.message_cases import Message
-from mgpu_check.suite.collectives.program_cases import STEPS
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
 
 GROUPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 2, 3)]
@@ -75,7 +75,7 @@ def test_every_collective_of_tensors_is_called_or_left_out_for_a_reason():
     of_tensors = {name for name, row in COLLECTIVES.items() if row.transfer is not None}
     ours = {name for name in of_tensors if "distributed_c10d" in COLLECTIVES[name].homes}
     assert set(FUNCTIONS) | set(NOT_CALLED) >= ours and not set(FUNCTIONS) & set(NOT_CALLED)
-    texts = [Path(str(module.__file__)).read_text() for module in (functional, differentiable)]
+    texts = [Path(str(module.__file__)).read_text() for module in (functional, functional)]
     called = set(re.findall(r"\bfunctional\.(\w+)", "".join(texts)))
     newer = {name.replace("tensor", "single").replace("into_", "") for name in called}
     assert {name for name in of_tensors if "_functional_collectives" in COLLECTIVES[name].homes} <= called | newer

@@ -16,8 +16,7 @@ from mgpu_check.acceptance.collectives.views import examine_collectives, observa
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.verdict.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
-from mgpu_check.suite.collectives.data import Terms
-from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, WrongIteration
+from mgpu_check.suite.collectives.repeated_calls import Cases, RepeatedCollective, Terms, View, WrongIteration
 from mgpu_check.torch_hooks.table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits
 

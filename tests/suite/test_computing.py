@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from mgpu_check.devices.observations import Subject
-from mgpu_check.suite.common.counters import integers
-from mgpu_check.suite.common.digests import digest, digests
-from mgpu_check.suite.devices.computing import cases as compute
-from mgpu_check.suite.devices.computing import examine, freivalds, layers, products, shapes
-from mgpu_check.suite.devices.computing.cases import ComputeCase
-from mgpu_check.suite.devices.computing.evidence import bits, digests_of_pieces, evidence_of
-from mgpu_check.suite.devices.computing.operations import OPERATIONS
-from mgpu_check.suite.devices.computing.prepared import DTYPES, CaseUnsupported
+from mgpu_check.suite.common.generated_data import digest, digests, integers
+from mgpu_check.suite.devices import arithmetic, products
+from mgpu_check.suite.devices import cases as compute
+from mgpu_check.suite.devices.arithmetic import OPERATIONS
+from mgpu_check.suite.devices.cases import ComputeCase
+from mgpu_check.suite.devices.operations import DTYPES, CaseUnsupported, bits, digests_of_pieces, evidence_of
 
 CPU = torch.device("cpu")
 GPU = Subject("gpu", (0,))
@@ -42,7 +40,7 @@ def cases(size=32, seed=1, repeats=1):
 
 
 def looked_at(case):
-    entry, *_, ballot = examine.examine_case(case, CPU, GPU)
+    entry, *_, ballot = arithmetic.examine_case(case, CPU, GPU)
     return entry, ballot
 
 
@@ -99,26 +97,26 @@ def test_nan_is_wrong_for_each_oracle_of_floats():
 
 @pytest.mark.parametrize("dtype", OPERATIONS_OF_SHAPES)
 def test_products_of_many_shapes_have_each_length_and_layout(dtype):
-    drawn = [shapes.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed in range(1, 8)]
+    drawn = [products.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed in range(1, 8)]
     for found in drawn:
         inner = {shape.k for shape in found}
         assert {1 << power for power in range(4, 11)} <= inner and {48, 96, 192, 384, 768} <= inner
         assert dtype in NARROW or {1, 2, 3, 255, 257, 383, 385} <= inner
         assert max(shape.m for shape in found) > 48 < max(shape.n for shape in found)
     layouts = {shape.layout for found in drawn for shape in found}
-    assert layouts == ({"nt"} if "float8" in dtype or dtype == "int8" else set(shapes.LAYOUTS))
+    assert layouts == ({"nt"} if "float8" in dtype or dtype == "int8" else set(products.LAYOUTS))
     assert len({tuple(found) for found in drawn}) == len(drawn), "the seed changes the sizes"
-    assert all(found == shapes.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed, found in enumerate(drawn, 1))
+    assert all(found == products.shapes_of(ComputeCase(SHAPES, dtype, 64, seed)) for seed, found in enumerate(drawn, 1))
 
 
 def test_products_of_many_shapes_fit_a_small_memory_and_use_a_large_one():
     """A GPU of 16 MiB has products of size 64 at the level quick. Without a limit, some seeds filled it."""
     for seed in range(100):
-        found = shapes.shapes_of(ComputeCase(SHAPES, "float64", 64, seed))
+        found = products.shapes_of(ComputeCase(SHAPES, "float64", 64, seed))
         kept = sum((s.k * (s.m + s.n) + 8 * s.m * s.n) * (3 if s.layout == "batched" else 1) for s in found)
         assert 8 * kept <= 16 << 19, seed
     largest = [
-        max(min(s.m, s.n) for s in shapes.shapes_of(ComputeCase(SHAPES, "float64", size, 1))) for size in (64, 1024)
+        max(min(s.m, s.n) for s in products.shapes_of(ComputeCase(SHAPES, "float64", size, 1))) for size in (64, 1024)
     ]
     assert largest[0] < 31 < largest[1]
 
@@ -126,7 +124,7 @@ def test_products_of_many_shapes_fit_a_small_memory_and_use_a_large_one():
 @pytest.mark.parametrize("dtype", OPERATIONS_OF_SHAPES)
 def test_a_wrong_product_is_named_by_its_shape(dtype):
     case = ComputeCase(SHAPES, dtype, 32, 3)
-    made, drawn = shapes.known_by_algebra(case, CPU), shapes.shapes_of(case)
+    made, drawn = products.shapes_known_by_algebra(case, CPU), products.shapes_of(case)
     result = made.call()
     assert made.judge(result) == {}
     seen = made.judge(spoiled(result, len(result) - 1))
@@ -150,15 +148,15 @@ def test_products_by_algebra_are_those_of_the_definition(dtype):
 def test_freivalds_finds_rows_and_columns():
     a, b = (integers(shape, -31, 31, seed=i, device=CPU) for i, shape in enumerate([(70, 50), (50, 60)]))
     right = (a.double() @ b.double()).float()
-    assert freivalds.freivalds(a, b, right, 3) == {}
+    assert products.freivalds(a, b, right, 3) == {}
     wrong = right.clone()
     wrong[5, 7] += 1
     wrong[9, 40] = torch.nan
-    seen = freivalds.freivalds(a, b, wrong, 3)
+    seen = products.freivalds(a, b, wrong, 3)
     assert (seen["wrong rows"], seen["wrong columns"], seen["errors"]) == (2, 2, 2)
     assert seen["indices"] == [[5, 7], [9, 40]] and seen["share of NaN"] == 0.5
     with pytest.raises(ValueError, match=r"k=50, n=60 .* not exact in float64"):
-        freivalds.wrong_rows(a * 2**20, b * 2**20, right, 3)
+        products.wrong_rows(a * 2**20, b * 2**20, right, 3)
 
 
 def test_freivalds_draws_smaller_numbers_for_larger_sums(monkeypatch):
@@ -168,25 +166,25 @@ def test_freivalds_draws_smaller_numbers_for_larger_sums(monkeypatch):
         largest.append(high)
         return integers(shape, low, high, **options)
 
-    monkeypatch.setattr(freivalds, "integers", drawn)
+    monkeypatch.setattr(products, "integers", drawn)
     for value in (2.0**20, 3.0):  # the first has sums as large as those of 16384 columns of numbers up to 256
         a, b = torch.full((2, 4), value), torch.full((4, 4), value)
         right = a.double() @ b.double()
-        assert not freivalds.wrong_rows(a, b, right, 3).any()
+        assert not products.wrong_rows(a, b, right, 3).any()
         right[1, 2] += 1
-        assert freivalds.wrong_rows(a, b, right, 3).tolist() == [False, True]
+        assert products.wrong_rows(a, b, right, 3).tolist() == [False, True]
     assert largest == [511, 511, 1024, 1024]
 
 
 def test_scores_of_attention_fit_into_the_memory_of_a_large_gpu():
     for dtype in ("float32", "float64"):
-        heads, tokens, width = layers._sequence(ComputeCase("attention known by algebra", dtype, 16384, 0))
+        heads, tokens, width = products._sequence(ComputeCase("attention known by algebra", dtype, 16384, 0))
         assert heads * tokens**2 * 8 * 3 < 140 << 30 and heads * tokens * width > 1 << 24
 
 
 def test_freivalds_sees_a_wrong_element_whatever_it_draws(monkeypatch):
-    monkeypatch.setattr(freivalds, "_CHOICES", 1)  # the least number that can be drawn, everywhere
-    assert freivalds.wrong_rows(torch.ones(2, 2), torch.ones(2, 2), torch.tensor([[2.0, 2.0], [2.0, 3.0]]), 0)[1]
+    monkeypatch.setattr(products, "_CHOICES", 1)  # the least number that can be drawn, everywhere
+    assert products.wrong_rows(torch.ones(2, 2), torch.ones(2, 2), torch.tensor([[2.0, 2.0], [2.0, 3.0]]), 0)[1]
 
 
 @pytest.mark.parametrize("spoil", [torch.zeros_like, lambda x: x + 0.5, lambda x: 2 * x, lambda x: x * torch.nan])
@@ -267,7 +265,7 @@ def test_a_result_that_is_wrong_each_time_is_found_by_the_oracle(monkeypatch):
 
 def test_a_comparison_that_sees_nothing_is_found_out(monkeypatch):
     case = with_call(monkeypatch, lambda result, time: result)
-    monkeypatch.setattr(examine, "differing", lambda rows, right: torch.zeros(rows.shape[:-1], dtype=torch.int64))
+    monkeypatch.setattr(arithmetic, "differing", lambda rows, right: torch.zeros(rows.shape[:-1], dtype=torch.int64))
     entry, _ = looked_at(case)
     assert (entry.outcome, entry.seen) == ("failed", "the device did not find an element that was changed on purpose")
 
@@ -288,7 +286,7 @@ def test_what_a_device_lacks_is_skipped(monkeypatch):
 
     monkeypatch.setattr(products, "require", lacks)
     entry: Any
-    (entry,) = examine.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
+    (entry,) = arithmetic.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
     assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")
 
 

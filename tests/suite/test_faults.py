@@ -11,10 +11,8 @@ import torch
 
 from mgpu_check.asserts.findings import enough
 from mgpu_check.suite.common.faults import registry
-from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.conditions import counted
-from mgpu_check.suite.common.faults.registry import PROPERTIES, FaultRow, all_faults, fault, planted, register
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.planting import around, counted, given, returned
+from mgpu_check.suite.common.faults.registry import PROPERTIES, FaultRow, When, all_faults, fault, planted, register
 
 
 def test_every_property_has_at_least_four_faults():

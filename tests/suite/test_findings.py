@@ -20,17 +20,17 @@ from mgpu_check.engine.failures import account_of
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, GradientMismatch, RankFailure, ShardError
 from mgpu_check.suite.collectives import on_ranks as collectives
-from mgpu_check.suite.collectives.meshes import assert_mesh_matches
-from mgpu_check.suite.collectives.objects import assert_drawn_objects_travel
-from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import gathered
+from mgpu_check.suite.collectives.groups import assert_mesh_matches
+from mgpu_check.suite.collectives.messages import assert_drawn_objects_travel
+from mgpu_check.suite.common.reference_training import gathered
+from mgpu_check.suite.common.training_cases import ExactTraining
 from mgpu_check.suite.loading import loaders as loading_on_ranks
 from mgpu_check.suite.parallelism import handwritten_parallelism as ranks_parallel
 from mgpu_check.suite.parallelism.torch_parallelism import assert_parallelized_modules_agree, assert_schedules_agree
 from mgpu_check.suite.recipes.training_steps import weighted
 from mgpu_check.suite.sharded import fully_sharded
-from mgpu_check.suite.sharded.meshes import assert_meshes_agree
-from mgpu_check.suite.sharded.states import assert_checkpoint_continues, assert_state_dict_agrees, saved_checkpoint
+from mgpu_check.suite.sharded.checkpoints import assert_checkpoint_continues, assert_state_dict_agrees, saved_checkpoint
+from mgpu_check.suite.sharded.dtensors import assert_meshes_agree
 from mgpu_check.suite.sharded.sync_batchnorm import assert_sync_batchnorm_agrees
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -210,21 +210,21 @@ CASES = (
     Case(
         "state dict",
         lambda rank: assert_state_dict_agrees(TRAINING, rank),
-        misread("sharded.states.copied"),
+        misread("sharded.checkpoints.copied"),
         "full state dict",
         who=0,
     ),
-    Case("checkpoint: parameters", saved_and_loaded, misread("sharded.states.copied"), "1 of 4 results"),
+    Case("checkpoint: parameters", saved_and_loaded, misread("sharded.checkpoints.copied"), "1 of 4 results"),
     Case(
         "checkpoint: others",
         saved_and_loaded,
-        misread("sharded.states.same_bits", lambda same: not same),
+        misread("sharded.checkpoints.same_bits", lambda same: not same),
         "was saved",
     ),
     Case(
         "checkpoint: a lost gradient",
         saved_and_loaded,
-        misread("sharded.states.gathered", without_the_first),
+        misread("sharded.checkpoints.gathered", without_the_first),
         "then one step, rank 2: lacks step 2: gradient of 0.weight",
     ),
     Case(
@@ -286,7 +286,7 @@ CASES = (
     Case(
         "suite: objects",
         lambda rank: collectives.assert_objects_travel_on_all_ways(rank, 1, [None], 1),
-        misread("collectives.objects.object_of", str),
+        misread("collectives.messages.object_of", str),
         "all_gather_object",
     ),
     Case(
@@ -299,7 +299,7 @@ CASES = (
     Case(
         "suite: barriers",
         lambda rank: collectives.assert_barriers_hold(rank, 1, 0),
-        misread("collectives.objects._fresh_store", LeftAtOnce),
+        misread("collectives.messages._fresh_store", LeftAtOnce),
         "ranks left it before rank 0 had entered it",
         who=0,
     ),
@@ -320,7 +320,7 @@ CASES = (
     Case(
         "suite: bias of rounding",
         lambda rank: collectives.assert_sums_are_unbiased(rank, 1),
-        misread("collectives.biased_rounding.mean_error", lambda mean: mean + 1),
+        misread("collectives.repeated_calls.mean_error", lambda mean: mean + 1),
         "rounding leans away from zero",
     ),
     Case(

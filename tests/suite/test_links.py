@@ -18,10 +18,10 @@ from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.hardware import Hardware, planted
-from mgpu_check.suite.common.contents import HOST, bytes_of_content, compare, fill, tag_of
+from mgpu_check.suite.common.generated_data import HOST, bytes_of_content, compare, fill, tag_of
 from mgpu_check.suite.devices import copies
-from mgpu_check.suite.devices.copy_cases import Copies
-from mgpu_check.suite.devices.links import examine_copies, examine_host_copies
+from mgpu_check.suite.devices.cases import Copies
+from mgpu_check.suite.devices.copies import examine_copies, examine_host_copies
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

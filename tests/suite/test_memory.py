@@ -10,7 +10,7 @@ from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
 from mgpu_check.acceptance.memory.patterns import rounds_of
 from mgpu_check.acceptance.memory.region import Region
 from mgpu_check.devices.observations import Subject
-from mgpu_check.suite.common import counters
+from mgpu_check.suite.common import generated_data
 
 CPU = torch.device("cpu")
 WORDS, CHUNK = 64 * 20, 64 * 6
@@ -19,15 +19,17 @@ WORDS, CHUNK = 64 * 20, 64 * 6
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_positions_are_found_again(seed):
     positions = [0, 1, 2, 63, 64, 10**9, 2**63, 2**64 - 1]
-    words = [counters.mixed(position, seed) for position in positions]
+    words = [generated_data.mixed(position, seed) for position in positions]
     assert len(set(words)) == len(words)
-    assert [counters.position_of(word, seed) for word in words] == positions
-    made = counters.mix_(torch.tensor([counters.signed(p) for p in positions]), seed, torch.empty(8, dtype=torch.int64))
-    assert [word & counters.MASK for word in made.tolist()] == words
+    assert [generated_data.position_of(word, seed) for word in words] == positions
+    made = generated_data.mix_(
+        torch.tensor([generated_data.signed(p) for p in positions]), seed, torch.empty(8, dtype=torch.int64)
+    )
+    assert [word & generated_data.MASK for word in made.tolist()] == words
 
 
 def test_integers_are_in_range_and_of_all_values():
-    drawn = counters.integers((64, 64), -3, 3, seed=1, device=CPU, dtype=torch.int8)
+    drawn = generated_data.integers((64, 64), -3, 3, seed=1, device=CPU, dtype=torch.int8)
     counts = torch.bincount(drawn.flatten().long() + 3)
     assert len(counts) == 7 and counts.min() > 500
 
@@ -37,7 +39,7 @@ def test_what_is_written_is_what_the_host_knows(pattern):
     for wanted, _ in rounds_of(MemoryCase(pattern, 0.5, seed=9), 1):
         out = torch.empty(256, dtype=torch.int64)
         wanted.maker(CPU)(out, 128, torch.empty_like(out))
-        words = [word & counters.MASK for word in out.tolist()]
+        words = [word & generated_data.MASK for word in out.tolist()]
         assert words == [wanted.at(128 + i) for i in range(256)]
         assert {wanted.where(word) for word in words} <= ({None} | {*range(128, 384)})
 
@@ -80,7 +82,7 @@ def test_a_stuck_bit(pattern, value):
 
     def defect(region, written=None):
         chunk, place = region._place(word)
-        mask = counters.signed(1 << bit)
+        mask = generated_data.signed(1 << bit)
         chunk[place] = chunk[place] | mask if value else chunk[place] & ~mask
 
     seen = looked_at(Broken(defect), pattern)

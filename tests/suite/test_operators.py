@@ -13,11 +13,11 @@ import torch
 import mgpu_check.suite.mismatch.operators as apart
 from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.suite.common import operators, torch_later
+from mgpu_check.suite.common.generated_data import anything
 from mgpu_check.suite.common.operators import BINARY, FLOATS, FUNCTIONS, UNARY, ElementwiseOperator
-from mgpu_check.suite.common.values import anything
-from mgpu_check.suite.devices.computing import cases, elementwise
-from mgpu_check.suite.devices.computing.cases import COMPUTATIONS, FAMILIES, ComputeCase
-from mgpu_check.suite.devices.computing.operations import OPERATIONS
+from mgpu_check.suite.devices import cases, elements
+from mgpu_check.suite.devices.arithmetic import OPERATIONS
+from mgpu_check.suite.devices.cases import COMPUTATIONS, FAMILIES, ComputeCase
 
 CPU = torch.device("cpu")
 
@@ -33,11 +33,11 @@ def test_the_acceptance_tries_each_row_and_each_function():
 def test_one_more_row_is_one_more_case_of_the_acceptance(monkeypatch):
     row = ElementwiseOperator(lambda a, b: torch.hypot(a, b), "hypotenuse", ("float64",))
     monkeypatch.setattr(cases, "BINARY", (*BINARY, row))
-    monkeypatch.setattr(elementwise, "BINARY", (*BINARY, row))
+    monkeypatch.setattr(elements, "BINARY", (*BINARY, row))
     made = cases._exact()["hypotenuse"]
-    assert (made.dtypes, made.prepare) == (("float64",), "elementwise:exact")
+    assert (made.dtypes, made.prepare) == (("float64",), "elements:exact")
     monkeypatch.setattr(cases, "OPERATIONS", {"hypotenuse": made.dtypes})
-    prepared = elementwise.exact(ComputeCase("hypotenuse", "float64", 32, 1), CPU)
+    prepared = elements.exact(ComputeCase("hypotenuse", "float64", 32, 1), CPU)
     result = prepared.call()
     assert prepared.judge is not None and prepared.judge(result) == {}
     assert prepared.judge(result.flip(0)) != {}

@@ -14,11 +14,11 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.known_defects import Met, heard_by
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.exact_training.cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.common.training_cases import ExactTraining
 from mgpu_check.suite.recipes import training_steps as recipe
-from mgpu_check.suite.sharded import dtensor_operators, operator_rows
-from mgpu_check.suite.sharded.casting import cast_by_hand
+from mgpu_check.suite.sharded import dtensors
+from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.suite.sharded.redistribution import part_of
 
 
@@ -99,17 +99,17 @@ def test_an_operator_that_raises_is_named_and_ends_the_calls(monkeypatch):
 
     def described(*functions):
         calls = [(name, function, [torch.ones(3)], (Shard(0),)) for name, function in functions]
-        return list(dtensor_operators._described(calls, None))
+        return list(dtensors._described(calls, None))
 
     named = "neg of (S(0)) raised ValueError: no such thing"
     assert described(("neg", refuse), ("abs", refuse)) == [named]
     assert "pad of (S(0)) raised NotImplementedError" in described(("pad", lack))[0]
     heard: list[Any] = []
-    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.12.1+cu130")
+    monkeypatch.setattr(dtensors, "torch_version", lambda: "2.12.1+cu130")
     with heard_by(heard.append):
         assert described(("interpolate", lack), ("neg", refuse)) == [named], "older versions lack it"
     assert heard == [("interpolate", "this torch does not have it for all placements")]
-    monkeypatch.setattr(operator_rows, "torch_version", lambda: "2.13.0")
+    monkeypatch.setattr(dtensors, "torch_version", lambda: "2.13.0")
     assert len(described(("interpolate", lack), ("neg", refuse))) == 1
 
 
@@ -123,7 +123,7 @@ def filled_without_a_sum(rank: Rank) -> tuple[list[str], list[Met]]:
             ("filled", lambda x, value=value: x.clone().fill_(value) + x, [torch.ones(2, 3)], (Partial(),))
             for value in (2.0, 5.0)
         ]
-        return list(dtensor_operators._described(calls, mesh)), met
+        return list(dtensors._described(calls, mesh)), met
 
 
 @pytest.mark.gpus(2)
@@ -134,5 +134,5 @@ def test_a_partial_dtensor_that_is_filled_is_a_known_defect(ranks):
 
 
 def test_each_operator_that_older_versions_lack_is_a_row():
-    names = {name for name, _ in (*operator_rows.OF_ONE, *operator_rows.OF_ALIKE)}
-    assert names.issuperset(name for lacking in operator_rows._SINCE.values() for name in lacking)
+    names = {name for name, _ in (*dtensors.OF_ONE, *dtensors.OF_ALIKE)}
+    assert names.issuperset(name for lacking in dtensors._SINCE.values() for name in lacking)

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
-from mgpu_check.suite.collectives.subgroups import assert_subgroups_divide
+from mgpu_check.suite.collectives.groups import assert_subgroups_divide
 
 
 @pytest.fixture

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.suite.common.whole_numbers.cases import OPTIMIZERS, PLAIN, WholeRun
-from mgpu_check.suite.common.whole_numbers.models import BUILDERS, CLASSES, FEATURES, settle
-from mgpu_check.suite.common.whole_numbers.reference import (
+from mgpu_check.suite.common.reference_training import (
+    BUILDERS,
+    CLASSES,
+    FEATURES,
     OneDevice,
     assert_gradients_are,
     exact_arithmetic,
+    settle,
     slack,
     total,
 )
+from mgpu_check.suite.common.training_cases import OPTIMIZERS, PLAIN, WholeRun
 from mgpu_check.suite.recipes.training_steps import weighted
 
 CPU = torch.device("cpu")

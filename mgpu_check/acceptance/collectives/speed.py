@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, groups_of
-from mgpu_check.suite.collectives.runner import runner
+from mgpu_check.suite.collectives.repeated_calls import Cases, RepeatedCollective, groups_of, runner
 from mgpu_check.suite.common.timing import measured, seconds_of
 from mgpu_check.torch_hooks.table import TRANSFERS
 

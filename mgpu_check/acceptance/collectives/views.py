@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.processes.rank_lists import grouped, named
-from mgpu_check.suite.collectives.exact import Cases, RepeatedCollective, View, views_of
+from mgpu_check.suite.collectives.repeated_calls import Cases, RepeatedCollective, View, views_of
 from mgpu_check.torch_hooks.table import TRANSFERS
 
 _CHECK = "collectives"

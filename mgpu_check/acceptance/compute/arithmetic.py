@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.acceptance.verdict.voting import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.suite.devices.computing.cases import Ballot, ComputeCase
+from mgpu_check.suite.devices.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.engine.rank_side.rank import Rank
 
 _EXAMINE, _ELEMENTS = (
-    NamedFunction(f"mgpu_check.suite.devices.computing.examine:{name}")
-    for name in ("examine_arithmetic", "elements_of_piece")
+    NamedFunction(f"mgpu_check.suite.devices.arithmetic:{name}") for name in ("examine_arithmetic", "elements_of_piece")
 )
 _LISTED = 16
 _LAUNCHES = 20
 
 
 def _pieces(rank: Rank, case: ComputeCase, usual: int) -> tuple[bool, list[int]]:
-    from mgpu_check.suite.devices.computing.examine import pieces_of_result
+    from mgpu_check.suite.devices.arithmetic import pieces_of_result
 
     return pieces_of_result(rank, case, usual, equal=rank.index > 0)
 

@@ -9,7 +9,7 @@ from math import gcd
 from typing import Any
 
 from mgpu_check.acceptance.memory.region import Region, WrongWord
-from mgpu_check.suite.common.counters import MASK
+from mgpu_check.suite.common.generated_data import MASK
 
 _DIAGNOSED = 4
 _TRIES = 4

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from mgpu_check.acceptance.memory.cases import MemoryCase
-from mgpu_check.suite.common.counters import MASK, mix_, mixed, position_of, signed
+from mgpu_check.suite.common.generated_data import MASK, mix_, mixed, position_of, signed
 
 PERIOD = 64
 """Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""

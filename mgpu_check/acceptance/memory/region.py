@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mgpu_check.acceptance.memory.patterns import PERIOD, Pattern, Put
-from mgpu_check.suite.common.counters import MASK, signed
+from mgpu_check.suite.common.generated_data import MASK, signed
 from mgpu_check.suite.common.timing import Stopwatch
 
 _LARGEST_CHUNK = 512 << 20

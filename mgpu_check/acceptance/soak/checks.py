@@ -25,8 +25,7 @@ from mgpu_check.acceptance.training.identical import Training, arithmetic, model
 from mgpu_check.acceptance.training.transformer import Transformer
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.counters import counted, integers
-from mgpu_check.suite.common.digests import digests
+from mgpu_check.suite.common.generated_data import counted, digests, integers
 from mgpu_check.suite.common.timing import Stopwatch
 
 _RANGE = 1 << 10

@@ -13,8 +13,7 @@ from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.transformer import Transformer
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.counters import integers
-from mgpu_check.suite.common.digests import digests
+from mgpu_check.suite.common.generated_data import digests, integers
 from mgpu_check.suite.common.timing import Stopwatch
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.tensors import bytes_of, plain

@@ -6,6 +6,7 @@ exact sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,18 +15,36 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, Contributions
-from mgpu_check.suite.allreduce.strategies import contributions
+from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, REDUCIBLE, Contributions
 from mgpu_check.suite.common.budget import examples
+from mgpu_check.suite.common.strategies import shapes, tensors
+from mgpu_check.suite.common.tensors import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
 
-DEVICE_SUMS = "mgpu_check.suite.allreduce.device_sums"
 
-ON_RANKS = "mgpu_check.suite.allreduce.on_ranks"
+@st.composite
+def contributions(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[str] = REDUCIBLE,
+    layouts: Sequence[str] = LAYOUTS,
+    values: Sequence[str] = ("exact", "random"),
+    operations: Sequence[str] = ("sum",),
+    min_dims: int = 0,
+    min_size: int = 0,
+) -> Contributions:
+    """Draw the inputs of a reduction: vectors of up to 70 elements, few divisible by the world size; or tensors."""
+    vector = st.integers(min_size, 70).map(lambda length: (length,))
+    shape = draw(st.one_of(vector, shapes(min_dims, 4, min_size, 6)))
+    operation = draw(st.sampled_from(tuple(operations)))
+    return Contributions(draw(tensors(shape=shape, dtypes=dtypes, values=values, layouts=layouts)), operation)
+
+
+CHECKS = "mgpu_check.suite.allreduce.reductions"
 PLACES = st.sampled_from(("device", "cpu"))
 
 
@@ -33,7 +52,7 @@ PLACES = st.sampled_from(("device", "cpu"))
 @given(devices=strategies.device_counts(), data=contributions())
 def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
     """Summing everything into device 0 and copying it back leaves the sum on every device, in any layout."""
-    NamedFunction(f"{DEVICE_SUMS}:assert_added_up_by_hand")(data, gpus[:devices])
+    NamedFunction(f"{CHECKS}:assert_added_up_by_hand")(data, gpus[:devices])
 
 
 @examples(60)
@@ -43,28 +62,28 @@ def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, 
 
     DataParallel adds up gradients with these functions. The inputs stay unchanged.
     """
-    NamedFunction(f"{DEVICE_SUMS}:assert_added_up")(data, gpus[:devices], gpus[home % devices])
+    NamedFunction(f"{CHECKS}:assert_added_up")(data, gpus[:devices], gpus[home % devices])
 
 
 @examples(10, quick=2)
 @given(data=contributions(), home=st.integers(0, 7))
 def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contributions, home: int) -> None:
     """`broadcast` and `broadcast_coalesced` copy every layout from any device to all, bit for bit."""
-    NamedFunction(f"{DEVICE_SUMS}:assert_broadcast")(data, gpus, gpus[home % len(gpus)])
+    NamedFunction(f"{CHECKS}:assert_broadcast")(data, gpus, gpus[home % len(gpus)])
 
 
 @examples(6, quick=1)
 @given(seed=strategies.seeds())
 def test_nccl_in_one_process(gpus: tuple[torch.device, ...], seed: int) -> None:
     """The functions of `torch.cuda.nccl` give the right results on all devices of a process."""
-    NamedFunction("mgpu_check.suite.allreduce.nccl_calls:assert_nccl_calls")(gpus, seed)
+    NamedFunction("mgpu_check.suite.allreduce.reductions:assert_nccl_calls")(gpus, seed)
 
 
 @examples(120)
 @given(size=strategies.world_sizes(), data=contributions(layouts=DENSE), place=PLACES)
 def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the sum on every rank, for device and CPU tensors."""
-    ranks.run(f"{ON_RANKS}:assert_all_reduce_matches", data, place, size=size)
+    ranks.run(f"{CHECKS}:assert_all_reduce_matches", data, place, size=size)
 
 
 @examples(80)
@@ -73,14 +92,14 @@ def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) ->
 )
 def test_all_reduce_of_other_operations(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the minimum, maximum or product on every rank."""
-    ranks.run(f"{ON_RANKS}:assert_all_reduce_matches", data, place, size=size)
+    ranks.run(f"{CHECKS}:assert_all_reduce_matches", data, place, size=size)
 
 
 @examples(40)
 @given(size=strategies.world_sizes(), data=contributions(layouts=("transposed", *GAPPED), min_dims=2, min_size=2))
 def test_all_reduce_of_views_on_devices(ranks: Ranks, size: int, data: Contributions) -> None:
     """`dist.all_reduce` of a view on a device gives the sum, or refuses it: "Tensors must be contiguous"."""
-    ranks.run(f"{ON_RANKS}:assert_view_is_reduced_or_refused", data, size=size)
+    ranks.run(f"{CHECKS}:assert_view_is_reduced_or_refused", data, size=size)
 
 
 @pytest.mark.gpus(least=2)
@@ -88,28 +107,28 @@ def test_all_reduce_of_views_on_devices(ranks: Ranks, size: int, data: Contribut
 @given(size=strategies.world_sizes(least=2), data=contributions(layouts=GAPPED, min_dims=1, min_size=2))
 def test_all_reduce_of_views_on_the_cpu(ranks: Ranks, size: int, data: Contributions) -> None:
     """`dist.all_reduce` of a CPU view with gaps leaves the sum on every rank."""
-    ranks.run(f"{ON_RANKS}:assert_view_is_reduced", data, size=size)
+    ranks.run(f"{CHECKS}:assert_view_is_reduced", data, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
 def test_ring_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """A ring of point-to-point messages leaves the sum on every rank, with chunks of any size."""
-    ranks.run(f"{ON_RANKS}:assert_recipe_matches", "ring_allreduce", data, place, size=size)
+    ranks.run(f"{CHECKS}:assert_recipe_matches", "ring_allreduce", data, place, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
 def test_tree_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """A binomial tree of point-to-point messages leaves the sum on every rank, for any number of ranks."""
-    ranks.run(f"{ON_RANKS}:assert_recipe_matches", "tree_allreduce", data, place, size=size)
+    ranks.run(f"{CHECKS}:assert_recipe_matches", "tree_allreduce", data, place, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), root=st.integers(0, 63), data=contributions(layouts=DENSE), place=PLACES)
 def test_reduce_then_broadcast(ranks: Ranks, size: int, root: int, data: Contributions, place: str) -> None:
     """`dist.reduce` to any rank, and `dist.broadcast` from there, leave the sum on every rank."""
-    ranks.run(f"{ON_RANKS}:assert_recipe_matches", "reduce_broadcast", data, place, root % size, size=size)
+    ranks.run(f"{CHECKS}:assert_recipe_matches", "reduce_broadcast", data, place, root % size, size=size)
 
 
 @examples(12)
@@ -117,7 +136,7 @@ def test_reduce_then_broadcast(ranks: Ranks, size: int, root: int, data: Contrib
 def test_all_reduce_in_a_group(ranks: Ranks, size: int, chosen: set[int], data: Contributions) -> None:
     """`dist.all_reduce` in a group sums over its members, and leaves all other ranks alone."""
     ranks.run(
-        f"{ON_RANKS}:assert_all_reduce_in_a_group_matches",
+        f"{CHECKS}:assert_all_reduce_in_a_group_matches",
         sorted({member % size for member in chosen}),
         data,
         size=size,

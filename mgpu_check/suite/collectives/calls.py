@@ -1,13 +1,23 @@
-"""Call collectives with guarded tensors, and compare the memory afterwards with a model on the CPU."""
+"""Call collectives with guarded tensors, and compare the memory afterwards with a model on the CPU.
+
+The tensors of a call lie in one piece of memory, with guards before, between and after them. The whole memory is
+compared. So the comparison finds writes beyond a tensor, between the elements of a tensor with gaps, and to a tensor
+that should only be read.
+
+Values are made on the CPU, and so are the right results of reductions. They come in blocks: one tensor per member of
+the group. A call repeats its block to the length that it needs.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +26,493 @@ import torch.distributed as dist
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
-from mgpu_check.suite.collectives.buffers import CallMemory
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced
 from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall, left_out
-from mgpu_check.suite.collectives.exact import groups_of
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
-from mgpu_check.suite.collectives.pieces import STEP, Laid, Piece, ReducedPiece
-from mgpu_check.suite.collectives.runner import called, coalescing
-from mgpu_check.suite.collectives.values import differing, factor_of, stretched
-from mgpu_check.torch_hooks.table import TRANSFERS
-from mgpu_check.torch_hooks.tensors import as_bits, digest_of
+from mgpu_check.suite.collectives.repeated_calls import called, coalescing, groups_of
+from mgpu_check.torch_hooks.table import TRANSFERS, is_list
+from mgpu_check.torch_hooks.tensors import as_bits, as_real, digest_of
+
+_EXACT, _RANDOM, _BITS = 251, 4093, 1021
+"""Lengths of blocks: primes, so that different parts begin at different elements of the block."""
+
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": operator.add,
+    "AVG": operator.add,
+    "PREMUL_SUM": operator.add,
+    "PRODUCT": operator.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_OF_BOOLEANS = {
+    "SUM": torch.bitwise_or,
+    "PRODUCT": torch.bitwise_and,
+    "MIN": torch.bitwise_and,
+    "MAX": torch.bitwise_or,
+}
+"""Reductions of booleans: in NCCL and gloo true + true is true."""
+
+
+def differing(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the elements whose bits differ in two contiguous tensors of the same shape and dtype."""
+    wrong = as_bits(got) != as_bits(right)
+    return wrong.any(-1) if got.is_complex() else wrong
+
+
+def factor_of(seed: int) -> float:
+    """Return the factor of a PREMUL_SUM: a power of two, so that nothing rounds."""
+    return (0.5, 2.0, 4.0, 0.25)[seed % 4]
+
+
+@dataclass(frozen=True)
+class Right:
+    """The results that a reduction may give, element by element.
+
+    Attributes:
+        value: the only right result, or the rounded exact one if results may be off; in the dtype of the terms.
+        exact: the exact result in float64 or complex128; None if results must have the bits of `value`. Any NaN equals
+            any other NaN.
+        tolerance: float64; for complex numbers, of real and imaginary part.
+        terms: the terms of MIN and MAX of floats, else empty. In an element with a NaN among its terms, NaN and each
+            term are right, and zeros of both signs are equal. IEEE 754-2008 (minNum) and -2019 (minimum) treat NaN
+            differently, and the result of a library depends on its order of comparisons.
+    """
+
+    value: torch.Tensor
+    exact: torch.Tensor | None = None
+    tolerance: torch.Tensor | None = None
+    terms: tuple[torch.Tensor, ...] = ()
+
+    def wrong(self, got: torch.Tensor, where: slice | torch.Tensor) -> torch.Tensor:
+        """Return a mask of the wrong elements of a result; `where` has their places in the block."""
+        value = self.value[where]
+        if self.exact is not None and self.tolerance is not None:
+            off = as_real(got).double() - as_real(self.exact[where])
+            fine = (off.abs() <= self.tolerance[where]) | (as_bits(got) == as_bits(value))
+        else:
+            fine = as_bits(got) == as_bits(value)
+            if value.dtype.is_floating_point or value.is_complex():
+                fine |= as_real(got).isnan() & as_real(value).isnan()
+        if value.is_complex():
+            return ~fine.all(-1)
+        if self.terms:
+            terms = torch.stack([term[where] for term in self.terms])
+            loose = terms.isnan().any(0) & (got.isnan() | (got == terms).any(0))
+            fine |= loose | ((got == 0) & (value == 0))
+        return ~fine
+
+
+@functools.lru_cache(maxsize=256)
+def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Return a block of values for each of `count` ranks: vectors of equal length, on the CPU."""
+    if values == "borders":
+        both = [given_blocks(kind, op, dtype, count, seed) for kind in ("exact", "extremes")]
+        return tuple(torch.cat(parts) for parts in zip(*both, strict=True))
+    if values == "bits":
+        return tuple(_bits(dtype, seed * 131 + place) for place in range(count))
+    if dtype.is_complex:
+        real = torch.float32 if dtype is torch.complex64 else torch.float64
+        pair = [given_blocks(values, op, real, count, 2 * seed + part) for part in (0, 1)]
+        return tuple(torch.complex(first, second.roll(1)) for first, second in zip(*pair, strict=True))
+    if dtype is torch.bool:
+        patterns = torch.arange(_EXACT * count).view(count, -1) * 0x9E3779B9 + seed * 7919
+        parts = [(patterns[place] >> 11) % 3 == place % 3 for place in range(count)]
+        # All true, none true, one true and one false: these distinguish "or" from "and", and show which rank is
+        # missing.
+        alone = torch.eye(count, dtype=torch.bool)
+        some = torch.cat(
+            [alone, ~alone, torch.zeros(1, count, dtype=torch.bool), torch.ones(1, count, dtype=torch.bool)]
+        )
+        return tuple(torch.cat([some[:, place], part]) for place, part in enumerate(parts))
+    if values == "extremes":
+        return _crossed(_extremes(dtype, op, count), count, dtype)
+    if values == "special":
+        return _crossed(_special(dtype, op), count, dtype)
+    if values == "random" or op in ("BAND", "BOR", "BXOR"):
+        return tuple(random_parts((_RANDOM,), dtype, count=count, seed=seed))
+    make = exact_factors if op == "PRODUCT" else exact_parts
+    return tuple(make((_EXACT,), dtype, count=count, seed=seed))
+
+
+@functools.lru_cache(maxsize=256)
+def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> Right:
+    """Return the results that the reduction of `given_blocks` may give.
+
+    Two terms have one correctly rounded sum or product. More terms have the bounds of `mgpu_check.numerics.bounds`
+    (Higham, sections 3.1 and 4.2), for real and imaginary parts separately. For a mean, libraries may divide the terms
+    or the sum, which costs one more rounding per term.
+    """
+    given = given_blocks(values, op, dtype, count, seed)
+    terms = tuple(_scaled(part, factor_of(seed)) for part in given) if op == "PREMUL_SUM" else given
+    fold = _OF_BOOLEANS.get(op, _FOLDS[op]) if dtype is torch.bool else _FOLDS[op]
+    if dtype.is_complex:
+        # Not by complex arithmetic: torch multiplies a term by 1 when it adds, which spoils infinities.
+        value = torch.view_as_complex(functools.reduce(fold, map(as_real, terms)))
+    else:
+        value = functools.reduce(fold, terms)
+    if op in ("MIN", "MAX"):
+        return Right(value, terms=terms if dtype.is_floating_point else ())
+    if op == "AVG" and count > 1:
+        if values == "special":
+            # Zeros, infinities and NaN, which division does not change.
+            return Right(value)
+        return _rounded(terms, "avg", dtype)
+    if values == "random" and count > 2 and (dtype.is_floating_point or dtype.is_complex):
+        return _rounded(terms, "product" if op == "PRODUCT" else "sum", dtype)
+    return Right(value)
+
+
+def _scaled(part: torch.Tensor, factor: float) -> torch.Tensor:
+    # Not by complex arithmetic, where infinity times (2 + 0i) is NaN.
+    return torch.view_as_complex(as_real(part) * factor) if part.is_complex() else part * factor
+
+
+def _rounded(terms: Sequence[torch.Tensor], operation: str, dtype: torch.dtype) -> Right:
+    should = reduced([as_real(term).contiguous() for term in terms], operation)
+    exact = torch.view_as_complex(should.value) if dtype.is_complex else should.value
+    tolerance = should.tolerance
+    if operation == "avg" and len(terms) & (len(terms) - 1):
+        # A library that multiplies by 1 / count has rounded this factor too.
+        size = torch.stack([as_real(term).double().abs() for term in terms]).sum(0) / len(terms)
+        tolerance = tolerance + 2 * unit_roundoff(terms[0].real.dtype if dtype.is_complex else dtype) * size
+    return Right(exact.to(dtype), exact, tolerance)
+
+
+def _bits(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (_BITS,), generator=generator).bool()
+    return torch.randint(0, 256, (_BITS * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+Pair = tuple[float, float]
+
+
+def _crossed(pairs: Sequence[Pair], count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return blocks where, for each pair, each rank in turn holds the first number and all others the second."""
+    columns: list[list[float]] = [[] for _ in range(count)]
+    for (one, other), holder in itertools.product(pairs, range(count)):
+        for place in range(count):
+            columns[place].append(one if place == holder else other)
+    return tuple(
+        torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype) for column in columns
+    )
+
+
+def _pairs(ones: Sequence[float], others: Sequence[float] | None = None) -> list[Pair]:
+    return list(itertools.product(ones, ones if others is None else others))
+
+
+def _extremes(dtype: torch.dtype, op: str, count: int) -> list[Pair]:
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        half = 1 << (limits.bits // 2)
+        borders = {limits.min, limits.min + 1, 0, 1, 2, half - 1, half, limits.max - 1, limits.max, limits.max // 2 + 1}
+        if limits.min < 0:
+            borders |= {-1, -half}
+        return _pairs(sorted(borders))
+    limits_ = torch.finfo(dtype)
+    most, least, subnormal = limits_.max, limits_.smallest_normal, limits_.smallest_normal * limits_.eps
+    next_to_one = 1 + limits_.eps
+    if op in ("MIN", "MAX"):
+        positive = (subnormal, least, 1.0, next_to_one, most)
+        borders_ = [*(-value for value in reversed(positive)), 0.0, *positive]
+        return _pairs(borders_)
+    if op == "PRODUCT":
+        return [
+            (sign * value, b)
+            for value in (subnormal, least, 1.0, next_to_one, most)
+            for sign in (1, -1)
+            for b in (1.0, -1.0)
+        ]
+    # Powers of two have exact multiples, and are small enough that no partial sum overflows. Borders stand alone.
+    large = math.ldexp(1.0, math.frexp(most)[1] - 2 - count.bit_length())
+    powers = [
+        (a, b)
+        for power in (large, 1.0, *(() if op == "AVG" else (least, subnormal)))
+        for a in (power, -power)
+        for b in (power, -power)
+    ]
+    if op == "AVG":
+        return powers
+    scaled = op == "PREMUL_SUM"
+    alone = (1.0, next_to_one, least * 8) if scaled else (most, -most, subnormal, -subnormal, least, next_to_one)
+    return [*powers, *((value, 0.0) for value in alone)] if not scaled else [
+        *((a, b) for a in (1.0, -1.0) for b in (1.0, -1.0)), *((value, 0.0) for value in alone)
+    ]  # fmt: skip
+
+
+def _special(dtype: torch.dtype, op: str) -> list[Pair]:
+    limits = torch.finfo(dtype)
+    nan, inf, tiny = math.nan, math.inf, limits.smallest_normal * limits.eps
+    plain = (nan, inf, -inf, -0.0, 0.0)
+    ones = (1.0, -1.0)
+    if op in ("MIN", "MAX"):
+        return _pairs((*plain, *ones, tiny, -tiny, limits.max))
+    if op == "PRODUCT":
+        return _pairs((*plain, *ones, tiny, limits.max), (*plain, *ones))
+    if op in ("AVG", "PREMUL_SUM"):
+        return _pairs(plain)
+    return [*_pairs((*plain, *ones, tiny, -tiny)), (limits.max, limits.max)]
+
+
+def stretched(block: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Return `length` elements from an endless repetition of a block, from element `start` on."""
+    first = start % len(block)
+    return block.repeat(-(-(first + length) // len(block)))[first : first + length]
+
+
+_GUARD = 17
+"""Elements between tensors; odd, so that tensors begin at addresses of every alignment."""
+_FILLING = 0xA5
+_UNWRITTEN = 0x5B
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layout of a tensor in memory: its sizes, its strides, and its extent in elements."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    extent: int
+
+
+def shaped(layout: str, length: int) -> Shape:
+    """Return `length` elements in a layout, or as a vector if the length does not allow it."""
+    if layout == "gaps":
+        return Shape((length,), (2,), max(2 * length - 1, 0))
+    rows = next((rows for rows in (4, 3, 2) if length % rows == 0), 0)
+    if layout in ("matrix", "stacked") and rows:
+        return Shape((rows, length // rows), (length // rows, 1), length)
+    if layout == "transposed" and rows:
+        return Shape((length // rows, rows), (1, length // rows), length)
+    if layout == "channels_last" and length % 4 == 0:
+        height = length // 4
+        return Shape((1, 2, height, 2), (length, 1, 4, 2), length)
+    if layout == "scalar" and length == 1:
+        return Shape((), (), 1)
+    return Shape((length,), (1,), length)
+
+
+def stacked(count: int, length: int) -> Shape:
+    """Return `count` tensors of the layout "stacked", one after the other in one tensor with a dimension more."""
+    part = shaped("stacked", length)
+    return Shape((count, *part.sizes), (length, *part.strides), count * length)
+
+
+class CallMemory:
+    """The memory of one call: places its tensors, and makes its contents on the CPU."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._shapes: list[tuple[int, Shape]] = []
+        self._end = _GUARD
+
+    def add(self, shape: Shape) -> int:
+        """Make room for a tensor; return its number."""
+        self._shapes.append((self._end, shape))
+        self._end += shape.extent + _GUARD
+        return len(self._shapes) - 1
+
+    def lay(self, shapes: Sequence[Shape], *, backwards: bool) -> None:
+        """Make room for tensors, numbered in the given order; with `backwards` they lie in memory in reverse order."""
+        for shape in reversed(shapes) if backwards else shapes:
+            self.add(shape)
+        if backwards:
+            self._shapes.reverse()
+
+    def filled(self, contents: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the whole memory on the CPU with these values; None for a tensor that the collective writes."""
+        whole = torch.full((self._end * self.dtype.itemsize,), _FILLING, dtype=torch.uint8)
+        if self.dtype is torch.bool:
+            whole.fill_(1)
+        for number, content in enumerate(contents):
+            _offset, shape = self._shapes[number]
+            if content is not None:
+                view = self.view(whole.view(self.dtype), number)
+                view.copy_(content.view(shape.sizes))
+            elif self.dtype is not torch.bool:
+                self.view(whole.view(self.dtype), number).view(self.dtype).copy_(_unwritten(shape.sizes, self.dtype))
+        return whole.view(self.dtype)
+
+    def view(self, whole: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a tensor in the memory."""
+        offset, shape = self._shapes[number]
+        return whole.as_strided(shape.sizes, shape.strides, offset)
+
+
+def _unwritten(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    count = torch.Size(sizes).numel()
+    return torch.full((count * dtype.itemsize,), _UNWRITTEN, dtype=torch.uint8).view(dtype).view(tuple(sizes))
+
+
+STEP = 13
+"""Distance between the parts of a tensor, in elements of their block."""
+
+
+def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
+    """Return how many elements one member gives another; parts differ in size.
+
+    In a call of 0 elements every third giver gives nothing, and the others give nothing to every third getter.
+    """
+    length = call.elements if call.elements is not None else 29
+    turn = (giver + call.seed) % 3
+    if length == 0 and (turn == 0 or getter % 3 == turn - 1):
+        return 0
+    return max(0, length - 3) + (giver * 3 + getter * 5 + call.seed) % 7
+
+
+@dataclass(frozen=True)
+class ReducedPiece:
+    """The result of a reduction in a tensor of a call.
+
+    Attributes:
+        right: the values that it may have.
+        start: its first element in the block.
+        length: its number of elements.
+        at: its first element in the tensor.
+    """
+
+    right: Right
+    start: int
+    length: int
+    at: int = 0
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The right result, or the value around which results may be off."""
+        return stretched(self.right.value, self.start, self.length)
+
+
+@dataclass
+class Piece:
+    """A tensor of a call, with its contents before and after.
+
+    Attributes:
+        before: None if the collective writes the tensor.
+        after: None if the tensor must not change; "anything" if its contents are undefined.
+        reduced: the result of a reduction in the tensor, if any.
+    """
+
+    shape: Shape
+    before: torch.Tensor | None = None
+    after: torch.Tensor | str | None = None
+    reduced: ReducedPiece | None = None
+
+
+class Laid:
+    """The tensors of a call on the member at `place` of a group.
+
+    `given` and `taken` have the positions of inputs and outputs in `pieces`.
+    """
+
+    def __init__(self, call: CollectiveCall, members: tuple[int, ...], place: int) -> None:
+        self.call, self.members, self.count, self.place = call, members, len(members), place
+        self.root = call.root % self.count
+        self.dtype: torch.dtype = getattr(torch, call.dtype)
+        self.row = FUNCTIONS[call.function]
+        self.transfer, self.reduces = TRANSFERS[self.row.does], self.row.reduces
+        self.values = call.values if self.reduces else "bits"
+        op = call.op if self.reduces else ""
+        self.blocks = given_blocks(self.values, op, self.dtype, self.count, call.seed)
+        self.right = right_block(self.values, op, self.dtype, self.count, call.seed) if self.reduces else None
+        self.length = len(self.blocks[0]) if call.elements is None else call.elements
+        self.pieces: list[Piece] = []
+        self.given: list[int] = []
+        self.taken: list[int] = []
+        self.splits: tuple[list[int], ...] = ()
+        self._lay_out()
+
+    def _part(self, member: int, start: int, length: int) -> torch.Tensor:
+        return stretched(self.blocks[member], start, length)
+
+    def _add(self, piece: Piece, *roles: list[int]) -> None:
+        for role in roles:
+            role.append(len(self.pieces))
+        self.pieces.append(piece)
+
+    def _lay_out(self) -> None:
+        call, row, transfer, place = self.call, self.row, self.transfer, self.place
+        gets = [
+            self._part(giver, place * STEP if transfer.divides else 0, self._length(giver, place))
+            for giver in transfer.sources(place, self.count, self.root)
+        ]
+        if row.in_place:
+            self._lay_in_place(gets)
+            return
+        takers = range(self.count) if transfer.divides else (0,)
+        gives = [self._part(place, taker * STEP, self._length(place, taker)) for taker in takers]
+        if call.layout == "in place":
+            self._lay_joined(gives, gets)
+            return
+        if call.layout == "uneven":
+            lengths = [[len(part) for part in parts] for parts in (gets, gives)]
+            self.splits = () if row.lists else tuple(lengths)
+        if transfer.gives(place, self.root):
+            for shape, part in self._tensors(row.given, gives, divided=transfer.divides):
+                self._add(Piece(shape, part), self.given)
+        if self.reduces:
+            length = self._length(place, place)
+            start = place * STEP if transfer.divides else 0
+            self._add(self._reduce(Piece(shaped(self._layout, length)), start, length), self.taken)
+        else:
+            for shape, part in self._tensors(row.taken, gets, divided=transfer.joins):
+                self._add(Piece(shape, None, part), self.taken)
+
+    @property
+    def _layout(self) -> str:
+        return "dense" if self.call.layout in ("in place", "uneven") else self.call.layout
+
+    def _length(self, giver: int, getter: int) -> int:
+        """Return the number of elements that pass from one member to another."""
+        if self.call.layout != "uneven":
+            return self.length
+        if not self.transfer.divides:
+            getter = giver  # all get the same
+        elif self.reduces:
+            giver = getter  # the parts that are combined are alike
+        return _part_length(self.call, giver, getter)
+
+    def _tensors(self, parameter: str, parts: list[torch.Tensor], *, divided: bool) -> list[tuple[Shape, torch.Tensor]]:
+        """Return the tensors of a parameter for some parts, with their shapes."""
+        if divided and parts and not is_list(parameter):
+            whole = torch.cat(parts)
+            in_rows = self.call.layout == "stacked"
+            return [(stacked(len(parts), len(parts[0])) if in_rows else shaped("dense", len(whole)), whole)]
+        return [(shaped(self._layout, len(part)), part) for part in parts]
+
+    def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
+        """Lay out a collective whose result replaces the input."""
+        piece = Piece(shaped(self._layout, self.length), self._part(self.place, 0, self.length), "anything")
+        if gets and self.reduces:
+            self._reduce(piece, 0)
+        elif gets:
+            piece.after = gets[0]
+        self._add(piece, self.given)
+
+    def _lay_joined(self, gives: list[torch.Tensor], gets: list[torch.Tensor]) -> None:
+        """Lay out a collective whose smaller tensor is a part of the larger one."""
+        shape = shaped("dense", self.length * self.count)
+        if self.reduces:
+            reduced = ReducedPiece(self._right(), self.place * STEP, self.length, at=self.place * self.length)
+            self._add(Piece(shape, torch.cat(gives), "anything", reduced), self.given)
+        else:
+            before = [part if giver == self.place else torch.zeros_like(part) for giver, part in enumerate(gets)]
+            self._add(Piece(shape, torch.cat(before), torch.cat(gets)), self.taken)
+
+    def _right(self) -> Right:
+        assert self.right is not None
+        return self.right
+
+    def _reduce(self, piece: Piece, start: int, length: int | None = None) -> Piece:
+        piece.reduced = ReducedPiece(self._right(), start, self.length if length is None else length)
+        piece.after = piece.reduced.value
+        return piece
+
 
 _IN_FLIGHT = 6
 _REFUSALS = ("must be contiguous", "non-overlapping and dense", "ensors must be", "must be dense")

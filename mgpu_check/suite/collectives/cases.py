@@ -1,9 +1,9 @@
-"""Specs of collective calls, and the calls that a backend does not support."""
+"""Specs of collective calls, messages and programs of collectives, and the calls that a backend does not support."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, Collective
 
@@ -160,3 +160,99 @@ def _no_device_takes(call: CollectiveCall) -> str:
     if call.op == "PREMUL_SUM" and call.dtype == "bfloat16":
         return "torch passes NCCL the factor as float32, and NCCL reads only the half that is zero: pytorch#190745"
     return ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A point-to-point message.
+
+    Attributes:
+        source, target: ranks of the world; source -1 for any.
+        number: of the message; determines its content.
+    """
+
+    source: int
+    target: int
+    tag: int
+    dtype: str
+    elements: int
+    number: int
+
+    def between_ranks(self, size: int) -> Message:
+        """Return the message with its ranks modulo the world size; it goes to the next rank if they are one."""
+        source, target = self.source % size, self.target % size
+        return replace(self, source=source, target=target if target != source else (source + 1) % size)
+
+    def __str__(self) -> str:
+        source = f"rank {self.source}" if self.source >= 0 else "any rank"
+        return (
+            f"message {self.number} of {source} to rank {self.target}, tag {self.tag}, {self.elements} x {self.dtype}"
+        )
+
+
+def messages_between(
+    size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False, own: bool = False
+) -> list[Message]:
+    """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
+
+    Args:
+        alike: whether the two messages of a direction have the same dtype and size, and differ only by their tags.
+        own: whether each rank also sends messages to itself, which NCCL takes in batches.
+    """
+    found: list[Message] = []
+    dtypes = COPIED if place == "device" else REDUCED
+    sizes = (1, 0, 4097, 33, 65537, 700)
+    for source in range(size):
+        for target in range(size):
+            if source == target and not own:
+                continue
+            for turn in range(2):
+                number = len(found) + 2 * seed
+                tag = (number * 7 + turn) % 5 if tags else 0
+                kind = number // 2 + seed if alike else number
+                dtype, elements = dtypes[kind * 5 % len(dtypes)], sizes[kind % len(sizes)]
+                found.append(Message(source, target, tag, dtype, elements, number))
+    return found
+
+
+BUFFERS = 4
+LENGTH = 5
+"""Each rank holds BUFFERS tensors, of LENGTH elements per rank."""
+GROUPS = 2
+"""Largest number of groups at a time, besides the world. Groups are numbered from 1."""
+
+STEPS = ("add", *TRANSFERS, "shift")
+OF_GROUPS = ("new_group", "destroy_group")
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """One step of every rank.
+
+    Attributes:
+        kind: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target.
+            "shift" sends from each rank to the rank `root` places further on.
+        target, source: numbers of tensors.
+        root: a member of the group, modulo its size; for "shift", the distance.
+        op: "SUM", "MIN" or "MAX", for a reduction.
+        asynchronous: whether the call returns before it is done. It is waited for when one of its tensors is next used,
+            or its group is destroyed.
+        group: number of the group that takes the step, or is created or destroyed; 0 for all ranks.
+        members: ranks of a new group, modulo the world size.
+    """
+
+    kind: str
+    target: int = 0
+    source: int = 1
+    root: int = 0
+    op: str = "SUM"
+    asynchronous: bool = False
+    group: int = 0
+    members: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind in OF_GROUPS:
+            return f"{self.kind}({self.group}{''.join(f', {member}' for member in self.members)})"
+        late = ", async" if self.asynchronous else ""
+        where = f", group {self.group}" if self.group else ""
+        return f"{self.kind}(t{self.target} from t{self.source}, {self.root}, {self.op}{late}{where})"

@@ -1,21 +1,99 @@
-"""Check functional and coalesced collectives, on small whole numbers whose sums are exact."""
+"""Check functional, coalesced and differentiable collectives, on small whole numbers whose sums are exact.
+
+The ranks of a group call them as a team. Of differentiable collectives the gradients are compared too.
+"""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # they have no public name yet
+from torch.distributed.nn import functional as differentiable
 from torch.torch_version import TorchVersion
 
+from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.runner import coalescing, named
-from mgpu_check.suite.collectives.teams import CallTally, Team, judged_by, numbers_of
+from mgpu_check.numerics.bounds import significand_bits
+from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
+from mgpu_check.suite.collectives.repeated_calls import coalescing, groups_of, named
+from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.version import torch_version
+
+ROWS, _COLUMNS = 3, 4
+
+
+def numbers_of(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = ROWS) -> torch.Tensor:
+    """Return a member's input, (rows * size, columns * size): whole numbers so small that `dtype` sums them exactly."""
+    count = rows * size * _COLUMNS * size
+    span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
+    values = (torch.arange(count) * 7 + place * 3 + seed) % span
+    given: torch.Tensor = values.view(rows * size, -1).to(dtype)
+    return given
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that call collectives together, in ascending order: all ranks, or a group that contains this rank."""
+
+    rank: Rank
+    members: tuple[int, ...]
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        return self.members.index(self.rank.index)
+
+    def roots(self, seed: int) -> list[int]:
+        """Return up to two members whose place in the group equals their rank.
+
+        Torch reads a root as a place in the group in some functions, and as a rank of the world in others.
+        """
+        able = [member for place, member in enumerate(self.members) if member == place]
+        return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
+
+
+def judged_by(rank: Rank, members: tuple[int, ...], judge: Callable[[Team, CallTally], None]) -> None:
+    """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
+    account = CallTally(rank, f", group {list(members)}" if members else "")
+    members = members or tuple(range(rank.size))
+    with groups_of(rank, [members]) as groups:
+        if rank.index in members:
+            judge(Team(rank, members, groups[members] or dist.group.WORLD), account)
+    account.done()
+
+
+class CallTally:
+    def __init__(self, rank: Rank, where: str) -> None:
+        self.rank, self.where, self.findings, self.calls = rank, where, list[WrongResult](), 0
+
+    def compare(self, what: str, got: Any, right: torch.Tensor) -> None:
+        self.calls += 1
+        what += self.where
+        if isinstance(got, functional.AsyncCollectiveTensor):
+            got = got.trigger_wait()
+        here = got.detach().cpu()
+        if same_bits(right, here):
+            return
+        if right.shape != here.shape or right.dtype != here.dtype:
+            shapes = [f"{tuple(one.shape)} {name_of(one.dtype)}" for one in (here, right)]
+            self.findings.append(WrongResult(what, f"got {shapes[0]}, expected {shapes[1]}"))
+            return
+        wrong = (here != right).reshape(-1)
+        self.findings.append(WrongResult.of(what, here.reshape(-1), right.reshape(-1), wrong))
+
+    def done(self) -> None:
+        raise_findings(self.findings, self.calls, self.rank)
+
 
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
@@ -183,3 +261,178 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
 def _wait(work: Any) -> None:
     if work is not None:
         work.wait()
+
+
+def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
+    """Assert that differentiable collectives give the results and gradients of a computation in one process.
+
+    The loss is the sum over all ranks of weights · result. The gradient of a rank's input must be that of this sum.
+    """
+
+    def judge(team: Team, account: CallTally) -> None:
+        for what, right_of, run in _differentiable(team, seed):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                _differentiate(team, seed, account, what, right_of, run)
+
+    judged_by(rank, members, judge)
+
+
+def _differentiate(
+    team: Team,
+    seed: int,
+    account: CallTally,
+    what: str,
+    right_of: Callable[[_Parts], list[torch.Tensor]],
+    run: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    parts = [numbers_of(other, team.size, seed, torch.float32).requires_grad_() for other in range(team.size)]
+    results = right_of(parts)
+    weights = [_weights(result, other) for other, result in enumerate(results)]
+    torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
+    me, device = team.place, team.rank.device
+    mine = parts[me].detach().to(device).requires_grad_()
+    got = run(mine)
+    account.compare(what, got, results[me].detach().contiguous())
+    (weights[me].to(device) * got).sum().backward()
+    gradient, right = mine.grad, parts[me].grad
+    assert gradient is not None and right is not None
+    account.compare(f"the gradient of {what}", gradient, right)
+
+
+def _weights(result: torch.Tensor, place: int) -> torch.Tensor:
+    """Return small whole numbers that differ between elements and places, so that a gradient in another order shows."""
+    return torch.arange(result.numel()).view(result.shape) % 5 + 1.0 + place
+
+
+_Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _differentiable(team: Team, seed: int) -> Iterator[_Case]:
+    size, group = team.size, team.group
+
+    def shares(parts: _Parts) -> list[torch.Tensor]:
+        total = torch.stack(list(parts)).sum(0)
+        return list(total.chunk(size))
+
+    def exchanged(parts: _Parts) -> list[torch.Tensor]:
+        return [torch.cat([part.chunk(size)[to] for part in parts]) for to in range(size)]
+
+    yield (
+        "differentiable all_reduce",
+        lambda parts: [torch.stack(list(parts)).sum(0)] * size,
+        lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group),
+    )
+    yield (
+        "differentiable all_gather",
+        lambda parts: [torch.cat(list(parts))] * size,
+        lambda mine: torch.cat(differentiable.all_gather(mine, group)),
+    )
+    for root in team.roots(seed):
+        yield from _rooted(root, team)
+    yield (
+        "differentiable reduce_scatter",
+        shares,
+        lambda mine: differentiable.reduce_scatter(
+            torch.empty_like(mine[: len(mine) // size]), [part.contiguous() for part in mine.chunk(size)], group=group
+        ),
+    )
+    yield (
+        "differentiable all_to_all_single",
+        exchanged,
+        lambda mine: differentiable.all_to_all_single(
+            torch.empty_like(mine), mine.clone(), [ROWS] * size, [ROWS] * size, group=group
+        ),
+    )
+    yield (
+        "differentiable all_to_all",
+        exchanged,
+        lambda mine: torch.cat(
+            differentiable.all_to_all(
+                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), group
+            )
+        ),
+    )
+    yield (
+        "all_gather_tensor_autograd",
+        lambda parts: [torch.cat(list(parts), 1)] * size,
+        lambda mine: functional.all_gather_tensor_autograd(mine, 1, group),
+    )
+    yield (
+        "reduce_scatter_tensor_autograd",
+        shares,
+        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, group),
+    )
+    yield from _largest(team)
+    rows = [ROWS] * size
+    yield (
+        "all_to_all_single_autograd",
+        exchanged,
+        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, group),
+    )
+
+
+def _largest(team: Team) -> Iterator[_Case]:
+    """Yield the collectives that reduce by MAX. Their gradients are undocumented, so only the results count."""
+    op, group = dist.ReduceOp.MAX, team.group
+
+    def whole(parts: _Parts) -> torch.Tensor:
+        return torch.stack([part.detach() for part in parts]).amax(0)
+
+    yield (
+        "differentiable all_reduce MAX",
+        lambda parts: [whole(parts) + 0 * part for part in parts],
+        lambda mine: differentiable.all_reduce(mine.detach().clone(), op, group) + 0 * mine,
+    )
+    yield (
+        "differentiable reduce_scatter MAX",
+        lambda parts: [
+            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, whole(parts).chunk(team.size), strict=True)
+        ],
+        lambda mine: (
+            differentiable.reduce_scatter(
+                torch.empty_like(mine[: len(mine) // team.size]),
+                [part.contiguous() for part in mine.detach().chunk(team.size)],
+                op,
+                group,
+            )
+            + 0 * mine[: len(mine) // team.size]
+        ),
+    )
+
+
+def _rooted(root: int, team: Team) -> Iterator[_Case]:
+    """Yield the collectives with a root. Results on other ranks are undocumented, so these are multiplied by 0."""
+    size, group = team.size, team.group
+    here = int(team.place == root)
+
+    def at_root(whole: Callable[[_Parts], torch.Tensor]) -> Callable[[_Parts], list[torch.Tensor]]:
+        return lambda parts: [whole(parts) * (other == root) for other in range(size)]
+
+    yield (
+        f"differentiable broadcast from {root}",
+        lambda parts: [parts[root] + 0 * part for part in parts],
+        lambda mine: differentiable.broadcast(mine.clone(), root, group),
+    )
+    yield (
+        f"differentiable reduce to {root}",
+        at_root(lambda parts: torch.stack(list(parts)).sum(0)),
+        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * here,
+    )
+    yield (
+        f"differentiable reduce MAX to {root}, without a gradient",
+        at_root(lambda parts: torch.stack([part.detach() for part in parts]).amax(0) + 0 * sum(parts)),
+        lambda mine: differentiable.reduce(mine.detach(), root, dist.ReduceOp.MAX, group) * here + 0 * mine,
+    )
+    yield (
+        f"differentiable gather to {root}",
+        at_root(lambda parts: torch.cat(list(parts))),
+        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * here,
+    )
+    yield (
+        f"differentiable scatter from {root}",
+        lambda parts: [
+            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, parts[root].chunk(size), strict=True)
+        ],
+        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group),
+    )

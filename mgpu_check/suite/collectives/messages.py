@@ -1,20 +1,24 @@
-"""Check messages between ranks: each must arrive once, whole, under its tag, and with the right sender."""
+"""Check messages between ranks, collectives of Python objects, and barriers.
+
+Each message must arrive once, whole, under its tag, and with the right sender.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.buffers import CallMemory, shaped
-from mgpu_check.suite.collectives.exact import groups_of
+from mgpu_check.suite.collectives.calls import CallMemory, differing, given_blocks, shaped, stretched
+from mgpu_check.suite.collectives.cases import Message
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
-from mgpu_check.suite.collectives.message_cases import Message
-from mgpu_check.suite.collectives.values import differing, given_blocks, stretched
+from mgpu_check.suite.collectives.repeated_calls import groups_of
 from mgpu_check.torch_hooks.tensors import as_bits
 
 
@@ -135,3 +139,198 @@ def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.Process
             continue
         received.message, received.right = message, _content(message)
         yield from received.findings()
+
+
+BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
+_KINDS = 6
+"""The number of kinds of objects; as many consecutive numbers give one of each kind."""
+_HELD = 0.06
+"""Seconds to watch a barrier, enough for a rank that does not wait to leave it."""
+
+
+def object_of(seed: int, rank: int, number: int = 0) -> object:
+    """Return an object that differs between ranks in content, kind and size: a few bytes to some 100 KiB."""
+    drawn = random.Random(seed * 1009 + rank * 31 + number)
+    pool: list[object] = [
+        None,
+        rank,
+        f"rank {rank} ✓" * drawn.randint(0, 300),
+        {"rank": rank, "values": [drawn.random() for _ in range(drawn.randint(0, 40))]},
+        drawn.randbytes(70_000 + drawn.randint(0, 9)),
+        (float("inf"), -0.0, {rank, -1}, [[], {}]),
+    ]
+    return (rank, number, pool[(seed + rank + number) % len(pool)])
+
+
+def assert_objects_travel(
+    rank: Rank, root: int, seed: int, members: tuple[int, ...] = (), *, backend: str | None = None
+) -> None:
+    """Assert that each collective of objects brings equal copies of the objects to the right ranks. A collective.
+
+    Args:
+        root: the number in the group of the rank that sends or collects, modulo the size of the group.
+        seed: the seed of the objects; see `object_of`. An odd seed names the root by its number in the group.
+        members: the ranks of a group that calls them; empty for all ranks.
+        backend: the backend of the group; None for the default one. Objects travel over the CPU if the group has a
+            backend for it.
+    """
+    with groups_of(rank, [members], backend=backend) as groups:
+        everybody = members or tuple(range(rank.size))
+        if rank.index not in everybody:
+            return
+        findings = list(_traveled(everybody, everybody.index(rank.index), root % len(everybody), seed, groups[members]))
+    raise_findings(findings, 6, rank)
+
+
+def _traveled(
+    members: tuple[int, ...], me: int, root: int, seed: int, group: dist.ProcessGroup | None
+) -> Iterator[WrongResult]:
+    """Call each collective of objects, and yield the wrong results; `me` and `root` are numbers in the group."""
+    size = len(members)
+    all_of = [object_of(seed, other) for other in range(size)]
+    where = f" in the group {list(members)}" if members != tuple(range(size)) else ""
+
+    def differing(what: str, got: object, right: object) -> Iterator[WrongResult]:
+        if got != right:
+            yield WrongResult(what + where, f"got {_short(got)}, expected {_short(right)}")
+
+    def shared(what: str, got: list[object]) -> Iterator[WrongResult]:
+        # A later change of a result must not change the input.
+        if any(one is all_of[me] for one in got):
+            yield WrongResult(what + where, "it gives this rank's own object back, expected a copy")
+
+    def end(role: str, number: int) -> dict[str, Any]:
+        return {f"group_{role}": number} if seed % 2 else {role: members[number]}
+
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, all_of[me], group=group)
+    yield from differing("all_gather_object", gathered, all_of)
+    yield from shared("all_gather_object", gathered)
+    dist.all_gather_object(gathered, _empty(seed, me), group=group)
+    right: list[object] = [repr(_empty(seed, number)) for number in range(size)]
+    yield from differing("all_gather_object of empty objects", [repr(one) for one in gathered], right)
+    collected: list[object] | None = [None] * size if me == root else None
+    dist.gather_object(all_of[me], collected, group=group, **end("dst", root))
+    yield from differing(f"gather_object to rank {members[root]}", collected, all_of if me == root else None)
+    yield from shared("gather_object", collected or [])
+    spread: list[object] = [f"nothing for rank {me}"]
+    parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
+    dist.scatter_object_list(spread, parts, group=group, **end("src", root))
+    yield from differing(f"scatter_object_list from rank {members[root]}", spread, [object_of(seed, root, me)])
+    told = _told(seed, me, root)
+    dist.broadcast_object_list(told, group=group, **end("src", root))
+    yield from differing(f"broadcast_object_list from rank {members[root]}", told, _told(seed, root, root))
+    if size > 1:
+        target = (root + 1) % size
+        carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
+        if me == root:
+            dist.send_object_list(carried, group=group, **end("dst", target))
+        elif me == target:
+            sender = dist.recv_object_list(carried, group=group, **end("src", root))
+            yield from differing("the sender that recv_object_list returns", [sender], [members[root]])
+            right = [object_of(seed, root, 7), object_of(seed, root, 8)]
+            yield from differing(f"send_object_list of rank {members[root]}", carried, right)
+
+
+def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) -> None:
+    """Assert that `all_gather_object` and `broadcast_object_list` bring equal copies of drawn objects to all ranks.
+
+    Args:
+        root: the rank whose objects are broadcast, modulo the world size.
+        drawn: at least one object; each rank has one of them, and its number.
+    """
+    all_of = [(other, drawn[other % len(drawn)]) for other in range(rank.size)]
+    gathered: list[object] = [None] * rank.size
+    dist.all_gather_object(gathered, all_of[rank.index])
+    held: list[object] = list(drawn) if rank.index == root % rank.size else [None] * len(drawn)
+    dist.broadcast_object_list(held, src=root % rank.size)
+    findings = [
+        WrongResult(what, f"got {_short(got)}, expected {_short(right)}")
+        for what, got, right in (
+            ("all_gather_object of drawn objects", gathered, all_of),
+            (f"broadcast_object_list of drawn objects from rank {root % rank.size}", held, list(drawn)),
+        )
+        if got != right
+    ]
+    raise_findings(findings, 2, rank)
+
+
+def _empty(seed: int, rank: int) -> object:
+    """Return a false object, of a different type on each of seven consecutive ranks."""
+    return (0, "", False, [], {}, 0.0, b"")[(seed + rank) % 7]
+
+
+def _told(seed: int, rank: int, root: int) -> list[object]:
+    """Return a rank's list before a broadcast: an entry that is None on `root` only, and an object of each kind."""
+    return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
+
+
+def assert_barrier_holds(
+    rank: Rank, late: int, kind: BarrierKind = "of devices", members: tuple[int, ...] = ()
+) -> None:
+    """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
+
+    Rank `late` waits until all others are about to enter the barrier, watches for a while whether one of them leaves
+    it, and only then enters. A right barrier never fails this check. A wrong one passes only if no other rank is
+    scheduled meanwhile.
+
+    Args:
+        kind: the form of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
+            "asynchronous" is a barrier of devices with async_op, followed by a wait.
+        members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this
+            function.
+
+    Raises:
+        CollectiveMismatch: on rank `late`.
+    """
+    backend = "gloo" if kind == "monitored" else None
+    group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
+    devices = [rank.device.index]
+    waits: dict[BarrierKind, Callable[[], Any]] = {
+        "of devices": lambda: dist.barrier(group, device_ids=devices),
+        "of the CPU": lambda: dist.barrier(group),
+        "monitored": lambda: dist.monitored_barrier(group, wait_all_ranks=bool(late % 2)),
+        "asynchronous": lambda: (work := dist.barrier(group, async_op=True, device_ids=devices)) and work.wait(),
+    }
+    wait = waits[kind]
+    store = _fresh_store()
+    if members and rank.index not in members:
+        return
+    left, size = 0, len(members) or rank.size
+    if rank.index != late:
+        store.add("before", 1)
+        wait()
+        store.add("behind", 1)
+    else:
+        while store.add("before", 0) < size - 1:
+            time.sleep(0.001)
+        ends = time.monotonic() + _HELD
+        while time.monotonic() < ends and not left:
+            left = store.add("behind", 0)
+            time.sleep(0.002)
+        wait()
+    if group is not None:
+        # Wait by the store, not by the barrier, which may be broken: no rank may destroy the group while another makes
+        # it.
+        store.add("done", 1)
+        while store.add("done", 0) < size:
+            time.sleep(0.001)
+        dist.destroy_process_group(group)
+    where = f" in the group {list(members)}" if members else ""
+    findings = (
+        [WrongResult(f"barrier {kind}{where}", f"{left} ranks left it before rank {late} had entered it")]
+        if left
+        else []
+    )
+    raise_findings(findings, 1, rank)
+
+
+def _fresh_store() -> Any:
+    """Return a store that all ranks share and that no earlier call has used: the store of a new group."""
+    group = dist.new_group(backend="gloo")
+    return dist.distributed_c10d._world.pg_map[group][1]

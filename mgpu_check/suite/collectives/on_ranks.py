@@ -11,22 +11,23 @@ import torch
 
 from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.collectives.biased_rounding import assert_rounding_is_unbiased, most_ranks
 from mgpu_check.suite.collectives.calls import assert_collectives_match
-from mgpu_check.suite.collectives.cases import REDUCED, CollectiveCall
-from mgpu_check.suite.collectives.differentiable import assert_differentiable_match
-from mgpu_check.suite.collectives.exact import groups_of
-from mgpu_check.suite.collectives.functional import assert_coalesced_match, assert_functional_match
-from mgpu_check.suite.collectives.meshes import assert_mesh_matches
-from mgpu_check.suite.collectives.message_cases import Message, messages_between
-from mgpu_check.suite.collectives.messages import assert_any_source_tells_the_sender, assert_messages_arrive
-from mgpu_check.suite.collectives.objects import (
+from mgpu_check.suite.collectives.cases import REDUCED, CollectiveCall, Message, messages_between
+from mgpu_check.suite.collectives.functional import (
+    assert_coalesced_match,
+    assert_differentiable_match,
+    assert_functional_match,
+)
+from mgpu_check.suite.collectives.groups import assert_mesh_matches, assert_subgroups_divide
+from mgpu_check.suite.collectives.messages import (
     BarrierKind,
+    assert_any_source_tells_the_sender,
     assert_barrier_holds,
     assert_drawn_objects_travel,
+    assert_messages_arrive,
     assert_objects_travel,
 )
-from mgpu_check.suite.collectives.subgroups import assert_subgroups_divide
+from mgpu_check.suite.collectives.repeated_calls import assert_rounding_is_unbiased, groups_of, most_ranks
 from mgpu_check.torch_hooks.table import TRANSFERS
 
 

@@ -1,6 +1,6 @@
 """Collectives: each leaves the result of a single-device model on every rank, and changes nothing else.
 
-`call_strategies` lists the calls of an example: every dtype, operation and size.
+`strategies` lists the calls of an example: every dtype, operation and size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.suite.collectives import call_strategies as calls
-from mgpu_check.suite.collectives import program_strategies as steps
+from mgpu_check.suite.collectives import strategies as calls
+from mgpu_check.suite.collectives import strategies as steps
+from mgpu_check.suite.collectives.cases import CollectiveStep, Message
 from mgpu_check.suite.collectives.findings import assert_shared
-from mgpu_check.suite.collectives.message_cases import Message
-from mgpu_check.suite.collectives.program_cases import CollectiveStep
 from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:

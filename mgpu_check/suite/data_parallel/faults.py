@@ -25,10 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
-from mgpu_check.suite.common.faults.breaking import around, given, returned, upper_bits
-from mgpu_check.suite.common.faults.conditions import above, counted, dtype
-from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, fault, register
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.planting import above, around, counted, dtype, given, returned, upper_bits
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
 
 MANY = 1 << 16
 

@@ -10,22 +10,24 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.suite.common.averaged_statistics import averaging, drawn, wrong_statistics
-from mgpu_check.suite.common.whole_numbers.cases import WholeRun
-from mgpu_check.suite.common.whole_numbers.models import settle
-from mgpu_check.suite.common.whole_numbers.reference import (
+from mgpu_check.suite.common.reference_training import (
     OneDevice,
     Rows,
     as_it_is,
     assert_gradients_are,
+    averaging,
     buffers_of,
     counted,
+    drawn,
     exact_arithmetic,
     freeze_first,
     parameters_of,
     put_buffers,
+    settle,
     total,
+    wrong_statistics,
 )
+from mgpu_check.suite.common.training_cases import WholeRun
 from mgpu_check.suite.data_parallel.forward import Devices, both_ways, indices_of, require_same
 from mgpu_check.suite.recipes.training_steps import weighted
 

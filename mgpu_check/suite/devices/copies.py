@@ -1,20 +1,254 @@
-"""Check copies between two devices and the host: all bits arrive, and memory around the destination is unchanged."""
+"""Check copies between devices and the host: all bits arrive, and no other memory changes.
+
+Also modules and packed sequences must move between devices, and results share memory with their source only where they
+should.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils import rnn
 
 from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.known_defects import is_known
-from mgpu_check.devices.observations import Observation
+from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
-from mgpu_check.suite.common.values import ALL, anything, significands
-from mgpu_check.suite.devices.copy_cases import Copies
-from mgpu_check.suite.devices.links import examine_copies, examine_host_copies
+from mgpu_check.suite.common.generated_data import (
+    ALL,
+    CHUNK,
+    HOST,
+    WrongBytes,
+    anything,
+    bytes_of_content,
+    compare,
+    fill,
+    significands,
+    tag_of,
+)
+from mgpu_check.suite.devices.cases import Copies
 from mgpu_check.torch_hooks.tensors import name_of
+
+_GUARD = 256
+_SHARE = 0.7
+_CHUNKS = 6
+"""Chunks of memory that a comparison needs in addition to the compared data."""
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """Source and destination of a copy; None is the host."""
+
+    subject: Subject
+    source: int | None
+    destination: int | None
+
+    def tag(self, seed: int, *, before: bool = False) -> int:
+        source, destination = (HOST if end is None else end for end in (self.source, self.destination))
+        return tag_of(source, destination, seed, before=before)
+
+    def __str__(self) -> str:
+        names = ("the host" if end is None else f"cuda:{end}" for end in (self.source, self.destination))
+        return " -> ".join(names)
+
+
+def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
+    """Copy between all ordered pairs of `devices`; return an observation for each, by the positions of its devices."""
+    pairs = itertools.permutations(range(len(devices)), 2)
+    return _examine([_Direction(Subject("copy", pair), *pair) for pair in pairs], devices, case)
+
+
+def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
+    """Copy from the host to each of `devices` and back; return an observation for each way, by device position."""
+    ways = []
+    for index in range(len(devices)):
+        ways += [
+            _Direction(Subject("upload", (index,)), None, index),
+            _Direction(Subject("download", (index,)), index, None),
+        ]
+    return _examine(ways, devices, case)
+
+
+def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
+    names = {}
+    for way in ways:
+        names[way.tag(case.seed)] = f"the data of the copy {way}"
+        names[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
+    free = _free(devices)
+    if case.reach > free // 4:
+        case = replace(case, reach=1 << max(1, free // 4).bit_length() - 1)
+    largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
+    found: dict[_Direction, list[_GuardedCopy]] = {way: [] for way in ways}
+    for size in _cut(case.sizes, largest):
+        for group in [list(ways)] if case.together else [[way] for way in ways]:
+            copies = [_GuardedCopy(way, devices, case, size, _chunk(free)) for way in group]
+            involved = {device for copy in copies for device in copy.devices}
+            _synchronize(involved)
+            for one in copies:
+                one.start()
+            _synchronize(involved)
+            for one in copies:
+                one.check(names)
+                found[one.way].append(one)
+    return [_observation(way, copies, case) for way, copies in found.items()]
+
+
+def _largest(free: int, case: Copies, copies: int) -> int:
+    """Return the largest size that fits into the memory of each device."""
+    each = 2 if case.path == "strided" else 1
+    needed = copies * (each + max(each, 2 if case.path == "casting" else 1)) if copies > 1 else 2
+    return max(1, int(free * _SHARE - _CHUNKS * _chunk(free)) // needed - 4 * _GUARD)
+
+
+def _free(devices: Sequence[torch.device]) -> int:
+    """Return the least number of free bytes on any device."""
+    torch.cuda.empty_cache()
+    return min(torch.cuda.mem_get_info(device)[0] for device in devices)
+
+
+def _chunk(free: int) -> int:
+    return min(max(CHUNK, free // 16), 1 << 26)
+
+
+def _cut(sizes: Sequence[int], largest: int) -> list[int]:
+    """Return the sizes that fit, and in place of all others one that fits, with the alignment of the first of them."""
+    fitting = [size for size in sizes if size <= largest]
+    beyond = [size for size in sizes if size > largest]
+    if beyond:
+        fitting.append(max(1, largest - largest % 4096 - 4096 + beyond[0] % 4096))
+    return list(dict.fromkeys(fitting))
+
+
+class _GuardedCopy:
+    """A copy, with the memory around its destination."""
+
+    def __init__(self, way: _Direction, devices: Sequence[torch.device], case: Copies, size: int, chunk: int) -> None:
+        self.way, self.size = way, size
+        self.wrong: list[WrongBytes] = []
+        self.outside = False
+        self._case = case
+        ends = [torch.device("cpu") if end is None else devices[end] for end in (way.source, way.destination)]
+        self.devices = [device for device in ends if device.type != "cpu"]
+        self._tag, self._before = way.tag(case.seed), way.tag(case.seed, before=True)
+        self._step = 2 if case.path == "strided" else 1
+        self._dtype = torch.int16 if case.path == "casting" else torch.uint8
+        self._begin = _GUARD + case.destination + case.reach // self._dtype.itemsize
+        self._chunk = chunk
+        length = self._step * size
+        source = self._memory(case.reach + case.source + length, ends[0])
+        self._fill(source, self._tag)
+        self._source = source[case.reach + case.source :: self._step]
+        width = self._dtype.itemsize
+        whole = self._memory((self._begin + length + _GUARD) * width, ends[1])
+        self._fill(whole, self._before)
+        self._whole: torch.Tensor | None = whole.view(self._dtype)
+
+    def _memory(self, size: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self._case.pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _fill(self, memory: torch.Tensor, tag: int) -> None:
+        for low, high in _windows(memory.numel(), self._case.reach):
+            fill(memory[low:high], tag, low, self._chunk)
+
+    def start(self) -> None:
+        """Start the copy, on its own streams if others run at the same time."""
+        assert self._whole is not None
+        target = self._whole[self._begin : self._begin + self._step * self.size : self._step]
+        with self._streams():
+            for into, out in zip(*(one.tensor_split(self._case.pieces) for one in (target, self._source)), strict=True):
+                into.copy_(out, non_blocking=self._case.pinned)
+
+    @contextlib.contextmanager
+    def _streams(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device in self.devices if self._case.together else ():
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            yield
+
+    def check(self, names: Mapping[int, str]) -> None:
+        """Compare the destination and the memory around it, on its device, and free it."""
+        assert self._whole is not None
+        width = self._dtype.itemsize
+        windows = _windows(self._whole.numel(), self._case.reach // width)
+        for low, end in ((at, stop) for start, stop in windows for at in range(start, stop, self._chunk)):
+            high = min(low + self._chunk, end)
+            expected = self._expected(low, high)
+            mismatch = compare(
+                self._whole[low:high].view(torch.uint8), expected.view(torch.uint8), names, start=low * width
+            )
+            if mismatch is not None:
+                self.wrong.append(mismatch)
+                self.outside |= not self._copied(mismatch.first // width)
+        self._whole = None
+        del self._source
+
+    def _expected(self, low: int, high: int) -> torch.Tensor:
+        """Return the right elements from `low` to `high` of the destination's memory."""
+        assert self._whole is not None
+        device, width = self._whole.device, self._dtype.itemsize
+        expected = bytes_of_content(self._before, low * width, high * width, device).view(self._dtype)
+        first, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
+        if first < end:
+            start = self._case.reach + self._case.source
+            content = bytes_of_content(self._tag, start + first * self._step, start + end * self._step, device)
+            at = self._begin + first * self._step - low
+            expected[at : at + (end - first - 1) * self._step + 1 : self._step] = content[:: self._step]
+        return expected
+
+    def _copied(self, element: int) -> bool:
+        index, between = divmod(element - self._begin, self._step)
+        return between == 0 and 0 <= index < self.size
+
+    @property
+    def seen(self) -> str:
+        first = self.wrong[0]
+        count = sum(mismatch.count for mismatch in self.wrong)
+        width = self._dtype.itemsize
+        of = self.size * width
+        if self.outside:
+            return f"{count} bytes in and around the destination of {of} bytes are wrong, some outside: {first.looks}"
+        at = (first.first // width - self._begin) // self._step * width
+        return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
+
+
+def _windows(length: int, reach: int) -> list[tuple[int, int]]:
+    """Return the parts of an allocation that a copy uses: behind `reach`, and as much at the start."""
+    behind = length - reach
+    return [(0, behind), (reach, length)] if 0 < behind < reach else [(0, length)]
+
+
+def _observation(way: _Direction, copies: Sequence[_GuardedCopy], case: Copies) -> Observation:
+    work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies) * case.pieces)
+    wrong = [copy for copy in copies if copy.wrong]
+    text = str(case)
+    if way.subject.kind != "copy":
+        text = f"{'pinned' if case.pinned else 'pageable'} memory, {text}"
+    if not wrong:
+        return Observation("links", way.subject, "passed", case=text, work=work)
+    most = max(wrong, key=lambda copy: copy.size)
+    evidence = dict(most.wrong[0].evidence) | {
+        "size": most.size,
+        "path": case.path,
+        "sizes that failed": [copy.size for copy in wrong],
+        "sizes that passed": [copy.size for copy in copies if not copy.wrong],
+    }
+    return Observation("links", way.subject, "failed", most.seen, text, work, evidence)
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
 
 _HOST = torch.device("cpu")
 _MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1
@@ -332,3 +566,182 @@ def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> I
     event.record(torch.cuda.current_stream(device))
     event.synchronize()
     yield "a download without waiting, after its event was waited for", difference(again, data, "bits")
+
+
+class _Holding(nn.Module):
+    """A module with each kind of state: parameters, a frozen and a tied one, buffers, a gradient, modes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(significands((3, 4), torch.float32, seed).clone())
+        self.frozen = nn.Parameter(significands((5,), torch.bfloat16, seed).clone(), requires_grad=False)
+        self.inner = nn.Linear(2, 3, bias=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(significands((3, 2), torch.float32, seed + 1))
+        self.tied = self.inner.weight
+        self.register_buffer("saved", anything(7, torch.int64, seed).clone())
+        self.register_buffer("unsaved", anything(9, torch.float32, seed).clone(), persistent=False)
+        self.register_buffer("missing", None)
+        self.trained.grad = significands((3, 4), torch.float32, seed + 2).clone()
+        self.inner.eval()
+
+
+_MOVES: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
+    "Module.to": lambda module, device: module.to(device),
+    "Module.cuda or cpu": lambda module, device: module.cuda(device) if device.type == "cuda" else module.cpu(),
+    "Module.to, non_blocking": lambda module, device: _waited(module.to(device, non_blocking=True)),
+    "Module.to, by name": lambda module, device: module.to(str(device)),
+}
+
+_TWINS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
+    "Module.to of a deepcopy": lambda module, device: copy.deepcopy(module).to(device),
+    "deepcopy after Module.to": lambda module, device: copy.deepcopy(module.to(device)),
+}
+"""Moves of a deep copy, which loses gradients: `copy.deepcopy` does not copy those of parameters."""
+
+
+def _waited(module: nn.Module) -> nn.Module:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+    return module
+
+
+def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that a module keeps all its tensors and modes when it moves between devices and the host.
+
+    Parameters, frozen parameters, gradients and buffers must arrive bit for bit, including buffers that are not in the
+    state dict. Tied parameters must stay tied. Sequences that are packed on the host must unpack elsewhere in order.
+
+    Returns:
+        the number of moves.
+    """
+    wrong: list[WrongCase] = []
+    ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
+    for source, target in ways:
+        for name, move in (_MOVES | _TWINS).items():
+            module, expected = _Holding(seed).to(source), _Holding(seed)
+            if name in _TWINS:
+                expected.zero_grad()
+            if what := _lost(move(module, target), expected, target):
+                named = target if target.type == "cuda" else source
+                wrong.append(WrongCase(named, f"{name} from {source} to {target}", what))
+        if what := _disordered(source, target, seed):
+            named = target if target.type == "cuda" else source
+            wrong.append(WrongCase(named, f"PackedSequence.to from {source} to {target}", what))
+    moves = len(ways) * (len(_MOVES | _TWINS) + 1)
+    if wrong:
+        raise named_wrong(wrong, devices, moves, "the source")
+    return moves
+
+
+def _disordered(source: torch.device, target: torch.device, seed: int) -> str:
+    """Describe how sequences of unequal lengths differ that were packed on the host and moved; "" if they do not."""
+    lengths = torch.tensor([2, 4, 3])  # the permutation that sorts them is not its own inverse
+    steps = significands((3, 4, 2), torch.float32, seed)
+    packed = rnn.pack_padded_sequence(steps, lengths, True, enforce_sorted=False)
+    # Any: the annotation of `PackedSequence.to` takes no device.
+    moved: Any = packed
+    moved = moved.to(source).to(target)
+    if moved.data.device != target:
+        return f"it is on {moved.data.device}"
+    got, right = (rnn.pad_packed_sequence(one, batch_first=True)[0] for one in (moved, packed))
+    return difference(got, right, "bits")
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+
+
+def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
+    got, right = dict(_held(module)), dict(_held(expected))
+    if list(got) != list(right):
+        return f"it holds {', '.join(got)}; expected {', '.join(right)}"
+    for name, tensor in right.items():
+        if got[name].device != device:
+            return f"{name} is on {got[name].device}"
+        if got[name].requires_grad != tensor.requires_grad:
+            return f"requires_grad of {name} is {got[name].requires_grad}"
+        if what := difference(got[name].detach(), tensor.detach(), "bits"):
+            return f"{name}: {what}"
+    if module.tied is not module.get_submodule("inner").weight:
+        return "a parameter with two names has become two"
+    if module.state_dict().keys() != expected.state_dict().keys():
+        return f"its state dict has {', '.join(module.state_dict())}; expected {', '.join(expected.state_dict())}"
+    if [part.training for part in module.modules()] != [part.training for part in expected.modules()]:
+        return "the training modes of its parts have changed"
+    return ""
+
+
+Taken = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+
+_COPIES: Taken = {
+    "to(its device, copy=True)": lambda x: x.to(x.device, copy=True),
+    "to(its dtype, copy=True)": lambda x: x.to(x.dtype, copy=True),
+    "to(itself, copy=True)": lambda x: x.to(x, copy=True),
+    "clone": lambda x: x.clone(),
+    "deepcopy": lambda x: copy.deepcopy(x),
+    "asarray(copy=True)": lambda x: torch.asarray(x, copy=True),
+    "contiguous, of transposed": lambda x: x.t().contiguous(),
+    "reshape, of transposed": lambda x: x.t().reshape(-1),
+    "flatten, of transposed": lambda x: x.t().flatten(),
+    "cat of one": lambda x: torch.cat([x]),
+    "stack of one": lambda x: torch.stack([x]),
+    "repeat once": lambda x: x.repeat(1, 1),
+    "indexed by a list": lambda x: x[[0, 1, 2]],
+    "index_select": lambda x: x.index_select(0, torch.arange(3, device=x.device)),
+    "adding nothing": lambda x: x + 0,
+    "gone and come back": lambda x: x.cpu().to(x.device),
+}
+"""Calls that return a tensor with its own memory."""
+
+_VIEWS: Taken = {
+    "to(its device)": lambda x: x.to(x.device),
+    "to(str(its device))": lambda x: x.to(str(x.device)),
+    "cuda(its device)": lambda x: x.cuda(x.device),
+    "to(its dtype)": lambda x: x.to(x.dtype),
+    "contiguous": lambda x: x.contiguous(),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "view": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(2, -1),
+    "flatten": lambda x: x.flatten(),
+    "t": lambda x: x.t(),
+    "a slice": lambda x: x[0:],
+    "chunk": lambda x: x.chunk(2)[0],
+    "expand": lambda x: x.expand(3, 4),
+    "as_tensor": lambda x: torch.as_tensor(x, device=x.device),
+    "asarray(copy=False)": lambda x: torch.asarray(x, copy=False),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[0])[0],
+    "Parameter": lambda x: nn.Parameter(x, requires_grad=False),
+}
+"""Calls that return a tensor with the memory of their argument.
+
+Source of both lists: the documentation of `torch.Tensor.to` and of tensor views.
+"""
+
+
+def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that copies on a device have their own memory, and that views share the memory of their source.
+
+    Returns:
+        the number of results that were checked.
+    """
+    wrong: list[WrongCase] = []
+    data = significands((3, 4), torch.float32, seed)
+    for device in devices:
+        for owned, calls in ((True, _COPIES), (False, _VIEWS)):
+            for name, call in calls.items():
+                source = data.to(device)
+                made = call(source)
+                source.zero_()
+                changed = not bool(made.any())
+                if changed == owned:
+                    what = "it shares memory with its source" if owned else "it has memory of its own"
+                    wrong.append(WrongCase(device, f"the result of {name}", what))
+    if wrong:
+        raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "the documentation")
+    return len(devices) * (len(_COPIES) + len(_VIEWS))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mgpu_check import Ranks
 
 COPIES = "mgpu_check.suite.devices.copies"
-CONTEXT = "mgpu_check.suite.devices.context"
 STREAMS = "mgpu_check.suite.devices.streams"
 RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
 
@@ -57,29 +56,29 @@ def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
 
     A packed sequence moves with its order.
     """
-    NamedFunction("mgpu_check.suite.devices.modules:assert_modules_move")(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.copies:assert_modules_move")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Documented copies have memory of their own, and documented views share the memory of their source."""
-    NamedFunction("mgpu_check.suite.devices.modules:assert_memory_owned")(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.copies:assert_memory_owned")(gpus, seed)
 
 
 def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:
     """The device "cuda" without an index is the current device, in any order of devices."""
-    NamedFunction(f"{CONTEXT}:assert_cuda_follows")(gpus)
+    NamedFunction(f"{STREAMS}:assert_cuda_follows")(gpus)
 
 
 def test_guards_restore(gpus: tuple[torch.device, ...]) -> None:
     """Guards of devices and streams restore the previous one, also when nested or left by an exception."""
-    NamedFunction(f"{CONTEXT}:assert_guards_restore")(gpus)
+    NamedFunction(f"{STREAMS}:assert_guards_restore")(gpus)
 
 
 def test_threads_have_their_own_device(gpus: tuple[torch.device, ...]) -> None:
     """Each thread has a current device of its own."""
-    NamedFunction(f"{CONTEXT}:assert_threads_apart")(gpus)
+    NamedFunction(f"{STREAMS}:assert_threads_apart")(gpus)
 
 
 @examples(4, quick=1)
@@ -100,7 +99,7 @@ def test_streams_wait_for_each_other(gpus: tuple[torch.device, ...], seed: int) 
 @given(seed=strategies.seeds())
 def test_graphs_replay(gpus: tuple[torch.device, ...], seed: int) -> None:
     """CUDA graphs replay on the present values of their inputs, and graphed layers train."""
-    NamedFunction("mgpu_check.suite.devices.graphs:assert_graphs_replay")(gpus, seed)
+    NamedFunction("mgpu_check.suite.devices.streams:assert_graphs_replay")(gpus, seed)
 
 
 def test_events_tell_the_time(gpus: tuple[torch.device, ...]) -> None:

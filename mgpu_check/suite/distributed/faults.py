@@ -25,21 +25,25 @@ from torch.nn.parallel import distributed as distributed_module
 from torch.utils import _pytree as pytree
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import (
+from mgpu_check.suite.common.faults.planting import (
     DDP,
+    LAST_RANK,
+    above,
     around,
     communicated,
     communicating,
+    counted,
+    dtype,
     given,
+    is_last,
+    keyword,
     optimized,
     returned,
     slices,
     upper_bits,
     wrapped,
 )
-from mgpu_check.suite.common.faults.conditions import LAST_RANK, above, counted, dtype, is_last, keyword
-from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, entered, fault, register
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, entered, fault, register
 from mgpu_check.torch_hooks.patches import replaced
 
 MANY = 1 << 16

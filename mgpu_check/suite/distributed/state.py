@@ -17,17 +17,21 @@ from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.agreement import difference
-from mgpu_check.suite.common.averaged_statistics import STEPS, averaging, drawn, wrong_statistics
-from mgpu_check.suite.common.whole_numbers.cases import WholeRun
-from mgpu_check.suite.common.whole_numbers.models import CLASSES, FEATURES
-from mgpu_check.suite.common.whole_numbers.reference import (
+from mgpu_check.suite.common.reference_training import (
+    CLASSES,
+    FEATURES,
+    STEPS,
     assert_devices_are,
+    averaging,
     buffers_of,
     counted,
+    drawn,
     judged,
     put_buffers,
     state_of,
+    wrong_statistics,
 )
+from mgpu_check.suite.common.training_cases import WholeRun
 from mgpu_check.suite.distributed.training import Replica, train, under_ddp
 from mgpu_check.suite.recipes.models import Everything
 from mgpu_check.suite.recipes.training_steps import split

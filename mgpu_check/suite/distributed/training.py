@@ -30,9 +30,7 @@ from mgpu_check.asserts.models import assert_replicas_agree, assert_same, gradie
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.differences import difference
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.common.whole_numbers.cases import WholeRun
-from mgpu_check.suite.common.whole_numbers.models import settle
-from mgpu_check.suite.common.whole_numbers.reference import (
+from mgpu_check.suite.common.reference_training import (
     Forward,
     Gradients,
     OneDevice,
@@ -44,11 +42,13 @@ from mgpu_check.suite.common.whole_numbers.reference import (
     judged,
     parameters_of,
     plainly,
+    settle,
     slack,
     state_of,
     terms_of,
     total,
 )
+from mgpu_check.suite.common.training_cases import WholeRun
 from mgpu_check.suite.recipes.training_steps import split, weighted
 
 

@@ -14,8 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import around, communicated, given, returned, wrapped
-from mgpu_check.suite.common.faults.conditions import is_last
+from mgpu_check.suite.common.faults.planting import around, communicated, given, is_last, returned, wrapped
 from mgpu_check.suite.common.faults.registry import FaultRow, entered, fault, register
 from mgpu_check.suite.recipes import gradient_exchange as reducing
 from mgpu_check.suite.recipes import training_steps

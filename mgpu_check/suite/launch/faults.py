@@ -18,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.data import DistributedSampler
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import around, communicating, given, returned
-from mgpu_check.suite.common.faults.conditions import counted
-from mgpu_check.suite.common.faults.registry import Planter, caught_by
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.planting import around, communicating, counted, given, returned
+from mgpu_check.suite.common.faults.registry import Planter, When, caught_by
 from mgpu_check.suite.recipes import distributed_script
 from mgpu_check.torch_hooks.patches import replaced
 

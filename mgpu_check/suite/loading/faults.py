@@ -28,9 +28,8 @@ from torch.utils.data import (
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.registry import FaultRow, Planter, caught_by, fault, register
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.planting import around, given, returned
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mgpu_check.suite.common.faults.breaking import around, both
-from mgpu_check.suite.common.faults.operators import call, first, last, on, one_device
+from mgpu_check.suite.common.faults.planting import around, both, call, first, last, on, one_device
 from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, fault, register
 
 layers = caught_by("test_modules_refuse_inputs_elsewhere")

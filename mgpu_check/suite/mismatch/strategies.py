@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from mgpu_check.suite.common.strategies.tensors import seeds
-from mgpu_check.suite.common.strategies.worlds import all_devices
-from mgpu_check.suite.mismatch.cases import OperatorTable
+from mgpu_check.suite.common.strategies import all_devices, seeds
+from mgpu_check.suite.mismatch.operators import OperatorTable
 
 
 @st.composite

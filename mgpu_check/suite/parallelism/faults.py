@@ -18,10 +18,8 @@ from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.breaking import around, given, returned
-from mgpu_check.suite.common.faults.conditions import Count, is_last, ranks_here
-from mgpu_check.suite.common.faults.registry import FaultRow, fault, register
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, ranks_here, returned
+from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.schedule_options import TAKES_UNEVEN
 from mgpu_check.suite.recipes import (
     experts,

@@ -22,10 +22,9 @@ from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_ag
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.suite.common.documented_steps import DocumentedSteps
-from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import (
+from mgpu_check.suite.common.reference_training import (
     ADAM_RATE,
+    DocumentedSteps,
     adam_tolerance,
     one_device,
     own_part,
@@ -33,6 +32,7 @@ from mgpu_check.suite.common.exact_training.reference import (
     sgd,
     update_of,
 )
+from mgpu_check.suite.common.training_cases import ExactTraining
 from mgpu_check.suite.recipes import gradient_exchange, model_parallel, tensor_parallel
 from mgpu_check.suite.recipes import training_steps as recipe
 from mgpu_check.torch_hooks.tensors import copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from mgpu_check.settings import active
-from mgpu_check.suite.common.strategies.tensors import seeds
+from mgpu_check.suite.common.strategies import seeds
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 

@@ -26,7 +26,7 @@ from mgpu_check.asserts.collectives import (
     same_bits,
 )
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.common.counters import counted
+from mgpu_check.suite.common.generated_data import counted
 from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec
 from mgpu_check.suite.recipes import models, tutorials
 from mgpu_check.suite.scatter.cases import KINDS, Leaf, Nested, Split

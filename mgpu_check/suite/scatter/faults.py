@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import _functions, comm, scatter_gather
 from torch.nn.parallel._functions import Gather
 
-from mgpu_check.suite.common.faults.breaking import around, both
-from mgpu_check.suite.common.faults.operators import call, first
-from mgpu_check.suite.common.faults.registry import FaultRow, caught_by, entered, fault, register
-from mgpu_check.suite.common.faults.when import When
+from mgpu_check.suite.common.faults.planting import around, both, call, first
+from mgpu_check.suite.common.faults.registry import FaultRow, When, caught_by, entered, fault, register
 from mgpu_check.suite.recipes import tutorials
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 

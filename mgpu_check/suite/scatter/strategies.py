@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
-from mgpu_check.suite.common.strategies.tensors import seeds
-from mgpu_check.suite.common.strategies.worlds import all_devices, device_counts, places
+from mgpu_check.suite.common.strategies import all_devices, device_counts, places, seeds
 from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec, layouts_for
 from mgpu_check.suite.scatter.cases import KINDS, BatchSpec, Leaf, Nested, Split
 

@@ -1,18 +1,32 @@
-"""Save and load checkpoints with each pair of values of the options of `torch.distributed.checkpoint`."""
+"""Take and set state dicts, and save and load checkpoints, with each pair of values of their options.
+
+The options are those of `StateDictOptions` and of `torch.distributed.checkpoint`.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,10 +35,117 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.reference_training import one_device, sgd
+from mgpu_check.suite.common.training_cases import ExactTraining
+from mgpu_check.suite.sharded.checkpoints import shared_directory, step_of
+from mgpu_check.suite.sharded.fully_sharded import sharded
 from mgpu_check.suite.sharded.redistribution import placed
-from mgpu_check.suite.sharded.states import shared_directory
+from mgpu_check.torch_hooks.tensors import copied
 
+_FROZEN = "0.bias"
+_STEPS = 3
+_NONE = torch.zeros(0)
 _WAYS = (False, True)
+_STATE_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "full_state_dict": _WAYS,
+    "cpu_offload": _WAYS,
+    "ignore_frozen_params": _WAYS,
+    "strict": (True, False),
+    "flatten_optimizer_state_dict": _WAYS,
+    "dsd_fqn_modifiers": ("_fqn_modifiers", "_no_modifiers"),
+    "apart": (True, False),
+}
+"""Options of state dicts, the default first, and whether the optimizer has calls of its own."""
+
+
+def _state_options_together(row: Mapping[str, Any]) -> bool:
+    """Return whether each rank gets a state, and torch sets it."""
+    if row.get("ignore_frozen_params") and row.get("strict", True):
+        return False
+    # Torch takes a full state that is flattened, and raises a KeyError when it is set.
+    if row.get("flatten_optimizer_state_dict") and row.get("full_state_dict"):
+        return False
+    # The first rank alone gets a full state on the CPU: see `assert_state_dict_agrees`.
+    return not (row.get("full_state_dict") and row.get("cpu_offload"))
+
+
+def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
+    """Assert that state dicts have the values of one device, and can be set again, with each pair. A collective.
+
+    One parameter is frozen after the first step. The state is that of an Adam with the rate 0, which has counts of
+    steps beside its tensors. Unless options are strict, an entry of the state is missing when it is set, and torch must
+    name it.
+
+    Args:
+        more: whether to use all rows of options, or half of them, by the seed of the training.
+    """
+    expected = one_device(training)
+    model = sharded(training, rank)
+    step_of(training, 1, model, sgd(training, model), rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    for _ in range(_STEPS):
+        optimizer.step()
+    # Copies, because torch may keep the tensors of a state that is set.
+    held = {name: _copies(optimizer.state[value]) for name, value in model.named_parameters()}
+    model.get_parameter(_FROZEN).requires_grad_(False)
+    with Findings() as findings:
+        for row in drawn_rows(_STATE_OPTIONS, _state_options_together, seed=training.seed, more=more, share=2):
+            what = f"state dict with {words_of(row, _STATE_OPTIONS)}, on {rank.device}, rank {rank.index}"
+            options = StateDictOptions(**{name: value for name, value in row.items() if name != "apart"})
+            parameters, moments = _taken(model, optimizer, options, apart=row["apart"])
+            whole = {name: _whole(value) for name, value in parameters.items()}
+            kept = [name for name in held if not (row["ignore_frozen_params"] and name == _FROZEN)]
+            findings.require([*whole] == kept, f"{what}: has {[*whole]}, expected {kept}", ranks=[rank.index])
+            for name, value in whole.items():
+                right = same_bits(expected[f"step 1: {name}"].float(), value)
+                findings.require(right, f"{what}: {name} is {value}, not the value after the step", ranks=[rank.index])
+                place = "cpu" if row["cpu_offload"] else rank.device.type
+                there = parameters[name].device.type == place
+                findings.require(there, f"{what}: {name} is on {parameters[name].device}", ranks=[rank.index])
+            fresh = sharded(replace(training, seed=training.seed + 1), rank)
+            again = torch.optim.Adam(fresh.parameters(), lr=0.0)
+            fresh.get_parameter(_FROZEN).requires_grad_(False)
+            left = [] if row["strict"] else [kept[-1]]
+            given = {name: value for name, value in parameters.items() if name not in left}
+            if row["apart"]:
+                found = set_model_state_dict(fresh, given, options=options)
+                set_optimizer_state_dict(fresh, again, moments, options=options)
+            else:
+                found = set_state_dict(fresh, again, model_state_dict=given, optim_state_dict=moments, options=options)
+            # Torch completes a full state by the model's own values.
+            named = row["full_state_dict"] or {*found.missing_keys} - {_FROZEN} == {*left}
+            findings.require(named, f"{what}: {found.missing_keys} are missing, expected {left}", ranks=[rank.index])
+            for name, value in fresh.named_parameters():
+                if name in whole and name not in left:
+                    right = same_bits(whole[name], _whole(value))
+                    findings.require(right, f"{what}, set again: {name} is another one", ranks=[rank.index])
+                if value.requires_grad:  # torch sets no state of frozen parameters
+                    state = _copies(again.state[value])
+                    wrong = [key for key, one in held[name].items() if not same_bits(one, state.get(key, _NONE))]
+                    message = f"{what}, set again: {', '.join(wrong)} of {name} is another one"
+                    findings.require(not wrong, message, ranks=[rank.index])
+
+
+def _taken(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions, *, apart: bool) -> Any:
+    """Return the state dicts of a model and its optimizer, by one call or by two."""
+    if not apart:
+        return get_state_dict(model, optimizer, options=options)
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def _copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return copies of the state of a parameter on this rank."""
+    return {key: copied(one.to_local() if isinstance(one, DTensor) else one) for key, one in state.items()}
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """Return all of a tensor on the CPU. A collective for DTensors of devices."""
+    if isinstance(value, DTensor):
+        moved: Any = value.to(value.device_mesh.device_type)
+        value = moved.full_tensor()
+    return copied(value)
+
+
 _SAVED: Mapping[str, Sequence[Any]] = {
     "flatten_state_dict": (True, False),
     "flatten_sharded_tensors": (True, False),
@@ -42,7 +163,7 @@ _WRITTEN: Mapping[str, Sequence[Any]] = {
     "overwrite": (True, False),
 }
 """Options of FileSystemWriter, the default first."""
-_OPTIONS: Mapping[str, Sequence[Any]] = {
+_CHECKPOINT_OPTIONS: Mapping[str, Sequence[Any]] = {
     **_SAVED,
     **_WRITTEN,
     "process_group": (None, "world"),
@@ -54,7 +175,7 @@ _OPTIONS: Mapping[str, Sequence[Any]] = {
 """Options of saving and loading, the default first. With `no_dist` each rank has a checkpoint of its own."""
 
 
-def _together(row: Mapping[str, Any]) -> bool:
+def _checkpoint_options_together(row: Mapping[str, Any]) -> bool:
     """Return whether torch takes these options together."""
     if row.get("no_dist") and (row.get("process_group") or row.get("use_collectives") is False):
         return False
@@ -76,8 +197,10 @@ def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> Non
     directory = shared_directory(rank)
     with Findings() as findings:
         try:
-            for number, row in enumerate(drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=8)):
-                what = f"checkpoint with {words_of(row, _OPTIONS)}, on {rank.device}, rank {rank.index}"
+            for number, row in enumerate(
+                drawn_rows(_CHECKPOINT_OPTIONS, _checkpoint_options_together, seed=seed, more=more, share=8)
+            ):
+                what = f"checkpoint with {words_of(row, _CHECKPOINT_OPTIONS)}, on {rank.device}, rank {rank.index}"
                 place = Path(directory) / str(number) / (str(rank.index) if row["no_dist"] else "")
                 with findings.collected():
                     _judge(_saved_and_loaded(place, row, rank, seed), _state(row, rank, seed, 1), what, rank)

@@ -1,17 +1,21 @@
-"""Compare models in `FullyShardedDataParallel` (FSDP1) with one device, bit for bit, on exact data."""
+"""Compare models in `FullyShardedDataParallel` (FSDP1) with one device, bit for bit, on exact data.
+
+Each pair of values of its options is tried.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from mgpu_check.asserts.findings import Findings
@@ -19,11 +23,13 @@ from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ShardError
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.reference import one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.reference_training import one_device, own_part, own_results, sgd
+from mgpu_check.suite.common.training_cases import ExactTraining
 from mgpu_check.suite.recipes import training_steps as recipe
-from mgpu_check.suite.sharded.states import give_full_state, take_full_state
+from mgpu_check.suite.sharded.checkpoints import give_full_state, take_full_state
+from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.torch_hooks.tensors import copied
 
 PREFIX = "_fsdp_wrapped_module."
@@ -134,7 +140,7 @@ def step_of(
 
 
 def whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, torch.Tensor]:
-    """Gather parameters, and gradients if they have names, under the names of `checks.exact_training.seen`.
+    """Gather parameters, and gradients if they have names, under the names of `reference_training.seen`.
 
     A collective.
     """
@@ -198,3 +204,203 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
         got = whole_of(fresh, 2, after)
         with findings.collected():
             assert_same(got, {name: expected[name] for name in got}, f"{what}, loaded, then one step", rank.index)
+
+
+_DOUBLE = torch.float64
+_DTYPES: Mapping[str, dict[str, Any]] = {
+    "float32": {},
+    "float64": {"param_dtype": _DOUBLE, "reduce_dtype": _DOUBLE, "buffer_dtype": _DOUBLE},
+    "reduced in float64": {"reduce_dtype": _DOUBLE, "cast_forward_inputs": True},
+    "inputs not cast": {"param_dtype": _DOUBLE, "cast_root_forward_inputs": False},
+    "gradients not cast": {"keep_low_precision_grads": True},
+}
+"""Policies of mixed precision. Float64 holds each value of float32, so results must have the bits of one device."""
+_OPTIONS: Mapping[str, Sequence[Any]] = {
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    "named": (True, False),
+    "unsynchronized": (False, True),
+    "ahead": (False, True),
+    "dtypes": tuple(_DTYPES),
+    "start": ("the same", "sync_module_states", "param_init_fn"),
+    "process_group": (None, "world"),
+    "ignored": (False, True),
+    "hook": (False, True),
+}
+"""Options of FullyShardedDataParallel, the default first.
+
+`start` is how ranks get the parameters: all build them, the first broadcasts them, or a function fills those of 'meta'.
+`ignored` excludes the first layer, whose gradients the check reduces by itself.
+"""
+
+
+def _together(row: Mapping[str, Any]) -> bool:
+    """Return whether FullyShardedDataParallel takes these options together."""
+    if row.get("ignored") and (
+        row.get("dtypes") in ("float64", "inputs not cast") or row.get("start", "the same") != "the same"
+    ):
+        return False  # torch neither casts nor sends what it ignores
+    if row.get("ignored") and row.get("hook"):
+        return False
+    # A world of one rank has no shards, and then torch does not cast gradients for a hook.
+    return not (row.get("hook") and row.get("dtypes") in ("float64", "reduced in float64", "inputs not cast"))
+
+
+def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
+    """Assert that a model in `FullyShardedDataParallel` trains as on one device with each pair of options. A
+    collective.
+
+    Args:
+        more: whether to train with all rows of options, or with a sixth of them, by the seed of the training.
+    """
+    expected = one_device(training)
+    wanted = own_results(training, expected, rank)
+    with Findings() as findings, quiet():
+        reached = rank.size == 1  # one rank has no shards to summon
+        for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
+            what = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
+            model = _wrapped_by_options(training, rank, row)
+            way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
+            optimizer = sgd(training, model)
+            if row["dtypes"] == "inputs not cast":
+                cast_by_hand(model.module, optimizer, rank, what, findings)
+            before = optimizer.register_step_pre_hook(
+                lambda *_, model=model, row=row: _reduce_ignored(model, row, rank)
+            )
+            got: dict[str, torch.Tensor] = {}
+            for step, batch in enumerate(training.batches(), 1):
+                outputs = step_of(
+                    model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1
+                )
+                got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs).float()}
+            before.remove()
+            with findings.collected():
+                assert_same(got, {name: wanted[name] for name in got}, what, rank.index)
+            if not reached and row["strategy"] != "NO_SHARD" and not row["ignored"]:
+                reached = True
+                _judge_access(model, optimizer, got, training, what, findings, rank)
+            if findings.enough(rank):
+                break
+
+
+def _wrapped_by_options(training: ExactTraining, rank: Rank, row: Mapping[str, Any]) -> FullyShardedDataParallel:
+    source = training.model()
+    model = training.model()
+    options: dict[str, Any] = {"use_orig_params": row["named"], "device_id": rank.device}
+    if row["start"] == "param_init_fn":
+        values = dict(zip(map(id, model.modules()), source.modules(), strict=True))
+        model = model.to("meta")
+        options["param_init_fn"] = _filling(values, rank.device)
+    else:
+        if row["start"] == "sync_module_states":
+            options["sync_module_states"] = True
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.add_(rank.index)
+        model = model.to(rank.device)
+    if row["ahead"]:
+        options |= {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+    if row["ignored"]:
+        options["ignored_modules"] = [model[0]]
+    made = FullyShardedDataParallel(
+        model,
+        process_group=rank.group if row["process_group"] else None,
+        sharding_strategy=ShardingStrategy[row["strategy"]],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        mixed_precision=MixedPrecision(**_DTYPES[row["dtypes"]]) if _DTYPES[row["dtypes"]] else None,
+        **options,
+    )
+    if row["hook"]:
+        made.register_comm_hook(rank, _mean)
+    return made
+
+
+def _filling(values: Mapping[int, nn.Module], device: torch.device) -> Callable[[nn.Module], None]:
+    """Return a function that gives a module of 'meta' memory, and the values of its twin."""
+
+    def fill(module: nn.Module) -> None:
+        twin = values[id(module)]
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            for name, value in module.named_parameters(recurse=False):
+                value.copy_(twin.get_parameter(name))
+
+    return fill
+
+
+@torch.no_grad()
+def _mean(rank: Rank, gradient: torch.Tensor, part: torch.Tensor | None = None) -> None:
+    """Average the gradients over the ranks: a communication hook, which gets `part` if it is to divide the mean."""
+    if part is None:
+        dist.all_reduce(gradient)
+        gradient.div_(rank.size)
+        return
+    dist.reduce_scatter(part, list(gradient.chunk(rank.size)))
+    part.div_(rank.size)
+
+
+def _reduce_ignored(model: nn.Module, row: Mapping[str, Any], rank: Rank) -> None:
+    """Average the gradients of the first layer if the model ignores it, and it is not done."""
+    if row["ignored"]:
+        for name, value in model.named_parameters():
+            if name.rpartition(".")[0].endswith("module.0") or name.startswith("0."):
+                assert value.grad is not None, "each rank takes part in each micro-batch"
+                dist.all_reduce(value.grad)
+                value.grad.div_(rank.size)
+
+
+def _judge_access(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    got: Mapping[str, torch.Tensor],
+    training: ExactTraining,
+    what: str,
+    findings: Findings,
+    rank: Rank,
+) -> None:
+    """Check the ways to reach parameters, norms and state of the trained model. A collective."""
+    last = f"step {training.steps}: "
+    right = {name.removeprefix(last): value for name, value in got.items() if name.startswith(last)}
+
+    def check(holds: bool, text: str) -> None:
+        with findings.collected():
+            if not holds:
+                raise ShardError(f"{what}, rank {rank.index}: {text}", ranks=[rank.index])
+
+    modules: list[nn.Module] = []
+    model.apply(modules.append)
+    check(len(modules) == len(list(model.modules())), f"apply reached {len(modules)} modules")
+    check(model.check_is_root(), "it says that it is not the root")
+    check(FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model], "root_only finds other modules")
+    gradients = [value for name, value in right.items() if name.startswith("gradient of ")]
+    for kind in (1.0, float("inf")):
+        norm = float(model.clip_grad_norm_(1e30, kind))
+        exact = torch.cat([value.double().reshape(-1) for value in gradients]).norm(kind) if gradients else norm
+        check(abs(norm - float(exact)) <= 1e-4 * float(exact), f"the {kind}-norm is {norm}, expected {float(exact)}")
+    summon = FullyShardedDataParallel.summon_full_params
+    with torch.no_grad(), summon(model, rank0_only=True, offload_to_cpu=True, writeback=False):
+        for name, value in model.named_parameters():
+            name = name.replace(PREFIX, "")
+            if rank.index == 0 and name in right:
+                check(
+                    value.is_cpu and torch.equal(copied(value), right[name].float()), f"{name} is summoned as {value}"
+                )
+    for layer in FullyShardedDataParallel.fsdp_modules(model)[1:]:
+        with summon(layer, recurse=False, writeback=True):
+            for value in layer.parameters():
+                value.detach().add_(1)
+    for text in ("lost what was written to it", "kept what was written with writeback=False"):
+        with summon(model, writeback=False):
+            for name, value in model.named_parameters():
+                name = name.replace(PREFIX, "")
+                if name in right:
+                    check(torch.equal(copied(value), right[name].float() + 1), f"{name} {text}")
+                value.detach().add_(2)
+    if training.momentum:
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"] = torch.zeros_like(entry["momentum_buffer"])
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+        again = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        for name, entry in state["state"].items():
+            held = again[name]["momentum_buffer"]
+            check(torch.equal(copied(held), copied(entry["momentum_buffer"])), f"the momentum of {name} was not loaded")

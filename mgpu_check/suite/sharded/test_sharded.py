@@ -1,7 +1,7 @@
 """Sharding by torch: each rank has its part of the single-device state, and all ranks together have all of it.
 
 Data are exact where possible, so results must have the bits of one device; see
-`mgpu_check.suite.common.exact_training.cases`.
+`mgpu_check.suite.common.training_cases`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hypothesis import given
 from mgpu_check import strategies
 from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import MORE, examples
-from mgpu_check.suite.common.exact_training.cases import ExactTraining
-from mgpu_check.suite.common.exact_training.strategies import exact_trainings
+from mgpu_check.suite.common.strategies import exact_trainings
+from mgpu_check.suite.common.training_cases import ExactTraining
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks
@@ -35,7 +35,7 @@ _OF_ALL_ROWS = 5  # times the timeout, because all forty rows of options take a 
 def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     """Meshes of one to three dimensions, with ranks in any order, have the right coordinates and groups."""
     for size in sizes:
-        ranks.run("mgpu_check.suite.sharded.meshes:assert_meshes_agree", size=size)
+        ranks.run("mgpu_check.suite.sharded.dtensors:assert_meshes_agree", size=size)
 
 
 @examples(8, quick=1)
@@ -67,21 +67,21 @@ def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed:
 @given(size=FEW, seed=SEEDS)
 def test_making_dtensors(ranks: Ranks, size: int, seed: int) -> None:
     """DTensors are made, cast and divided right, and functions of their parts give the results of the whole."""
-    ranks.run("mgpu_check.suite.sharded.making:assert_dtensors_are_made", seed, size=size)
+    ranks.run("mgpu_check.suite.sharded.dtensors:assert_dtensors_are_made", seed, size=size)
 
 
 @examples(8, quick=1)
 @given(size=FEW, seed=SEEDS, more=MORE)
 def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int, more: bool) -> None:
     """Operators on DTensors give the results and gradients of the full tensors, for operands divided evenly or not."""
-    ranks.run("mgpu_check.suite.sharded.dtensor_operators:assert_operators_agree", seed, more=more, size=size)
+    ranks.run("mgpu_check.suite.sharded.dtensors:assert_operators_agree", seed, more=more, size=size)
 
 
 @examples(4, quick=1)
 @given(size=FEW, seed=SEEDS)
 def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
     """Mean losses of DTensors are the mean over all samples, for parts of any size on each rank."""
-    ranks.run("mgpu_check.suite.sharded.dtensor_operators:assert_losses_agree", seed, size=size)
+    ranks.run("mgpu_check.suite.sharded.dtensors:assert_losses_agree", seed, size=size)
 
 
 @examples(6, quick=1)
@@ -134,7 +134,7 @@ def test_options_of_fully_shard(ranks: Ranks, size: int, training: ExactTraining
     """A model under `fully_shard` trains like on one device with each pair of its options."""
     timeout = _OF_ALL_ROWS * active().rank_timeout if more else None
     ranks.run(
-        "mgpu_check.suite.sharded.fsdp_options:assert_options_agree", training, more=more, size=size, timeout=timeout
+        "mgpu_check.suite.sharded.fully_sharded:assert_options_agree", training, more=more, size=size, timeout=timeout
     )
 
 
@@ -151,7 +151,7 @@ def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> No
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_flat_parameters(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """A model in `FullyShardedDataParallel` trains like on one device with each pair of its options."""
-    ranks.run("mgpu_check.suite.sharded.flat_options:assert_flat_options_agree", training, more=more, size=size)
+    ranks.run("mgpu_check.suite.sharded.flat_parameters:assert_flat_options_agree", training, more=more, size=size)
 
 
 @examples(6, quick=1)
@@ -176,7 +176,7 @@ def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining)
 @given(size=WORLDS, training=TRAININGS)
 def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """Full state dicts of a sharded model and its optimizer match one device, and can be distributed again."""
-    ranks.run("mgpu_check.suite.sharded.states:assert_state_dict_agrees", training, size=size)
+    ranks.run("mgpu_check.suite.sharded.checkpoints:assert_state_dict_agrees", training, size=size)
 
 
 @examples(6, quick=1)
@@ -184,9 +184,13 @@ def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
 def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Training continues like on one device from a checkpoint that another world size saved."""
     for saving, loading in ((sizes[0], sizes[-1]), (sizes[-1], sizes[0])):
-        directory = ranks.run("mgpu_check.suite.sharded.states:saved_checkpoint", training, size=saving)[0]
+        directory = ranks.run("mgpu_check.suite.sharded.checkpoints:saved_checkpoint", training, size=saving)[0]
         ranks.run(
-            "mgpu_check.suite.sharded.states:assert_checkpoint_continues", training, directory, saving, size=loading
+            "mgpu_check.suite.sharded.checkpoints:assert_checkpoint_continues",
+            training,
+            directory,
+            saving,
+            size=loading,
         )
 
 
@@ -204,4 +208,4 @@ def test_options_of_checkpoints(ranks: Ranks, size: int, seed: int, more: bool) 
 @given(size=WORLDS, training=TRAININGS, more=MORE)
 def test_options_of_state_dicts(ranks: Ranks, size: int, training: ExactTraining, more: bool) -> None:
     """State dicts have the values of one device, and can be set again, with each pair of StateDictOptions."""
-    ranks.run("mgpu_check.suite.sharded.state_options:assert_state_options_agree", training, more=more, size=size)
+    ranks.run("mgpu_check.suite.sharded.checkpoint_options:assert_state_options_agree", training, more=more, size=size)

@@ -1,0 +1,789 @@
+"""Planted faults of collectives: copies, groups and device meshes, messages, reductions, and other forms of calls.
+
+- Copies: dtypes, sizes, layouts, asynchronous calls.
+- Messages: also exchanges in parts, collectives of objects, and barriers.
+- Reductions: dtypes, operations, special values, rounding, sizes.
+- Other forms: functional, differentiable and coalesced collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn import functional as differentiable
+
+from mgpu_check.suite.collectives.functional import ANY_LAYOUT
+from mgpu_check.suite.collectives.planting import (
+    DEVICE,
+    GROUPS,
+    LAST,
+    LATE,
+    NAN,
+    SOME,
+    Done,
+    Seen,
+    above,
+    after,
+    before,
+    dtype,
+    flipped,
+    instead,
+    op,
+    unchanged,
+)
+from mgpu_check.suite.common.faults.planting import around, given, is_last, returned
+from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
+from mgpu_check.torch_hooks.patches import replaced
+
+_COPIES, _SIZES, _LAYOUTS, _ASYNC, _PROGRAMS = (
+    "test_copies_of_every_dtype", "test_sizes", "test_layouts", "test_asynchronous_collectives",
+    "test_programs_of_collectives",
+)  # fmt: skip
+_NOT_IN_PLACE = (
+    "all_gather", "all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+_3_RANKS = When("3 ranks and more", lambda seen: len(seen.written) > 2)
+_1_MIB = When("above 1 MiB", lambda seen: seen.first.nbytes > 1 << 20)
+_STRIDED = When("channels_last", lambda seen: not seen.first.is_contiguous())
+_GAPS = When("views with gaps", lambda seen: seen.first.dim() == 1 and not seen.first.is_contiguous())
+_SCALAR = When("no dimensions", lambda seen: seen.first.dim() == 0)
+
+
+def _in_place(seen: Seen) -> bool:
+    output, given = seen.args[:2]
+    begin = given.storage_offset() - output.storage_offset()
+    one_storage = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return bool(one_storage and 0 < begin <= output.numel() - given.numel())
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _behind(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the element behind a tensor in its storage, if there is one."""
+    end = tensor.storage_offset() + tensor.numel()
+    return _storage(tensor)[end : end + 1]
+
+
+def _of_last_rank(seen: Seen) -> list[torch.Tensor]:
+    return seen.written[1:][-1:]
+
+
+register(
+    __name__,
+    FaultRow("least-of-scalars", "a minimum of scalars is too large", "test_options_of_collectives",
+        after("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        lambda seen: [tensor.add_(1) for tensor in seen.written], op("MIN") & _SCALAR),
+    FaultRow("payload-of-nan-lost", "broadcast replaces every NaN by the same NaN", _COPIES, after("broadcast"),
+        lambda seen: seen.first.masked_fill_(seen.first.isnan(), torch.nan), dtype("float16") & NAN),
+    FaultRow("integers-through-floats", "integers go through float64", _COPIES, after("all_gather_into_tensor"),
+        lambda seen: seen.first.copy_(seen.first.double().clamp(-(2.0**62), 2.0**62)), dtype("int64")),
+    FaultRow("last-two-swapped", "all_gather swaps the tensors of the last two ranks", _COPIES, instead("all_gather"),
+        lambda seen: seen.call([*seen.written[:-2], seen.written[-1], seen.written[-2]]), _3_RANKS),
+    FaultRow("gather-misses-the-last", "gather leaves out the tensor of the last rank", _COPIES, after("gather"),
+        lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], dtype("uint8")),
+    FaultRow("conjugated", "all_to_all_single conjugates complex numbers", _COPIES, after("all_to_all_single"),
+        lambda seen: torch.view_as_real(seen.first)[..., 1].neg_(), dtype("complex64")),
+    FaultRow("imaginary-parts-lost-on-the-way", "imaginary parts are lost on the way", _COPIES,
+        after("broadcast", "all_gather", "scatter"), lambda seen: [tensor.imag.zero_() for tensor in seen.written],
+        When("complex tensors on the CPU, two ranks and more",
+            lambda seen: seen.size > 1 and seen.first.is_complex() and seen.first.device.type == "cpu")),
+    FaultRow("long-broadcast-cut", "a long broadcast loses its end on the last rank", _SIZES, after("broadcast"),
+        lambda seen: seen.first.reshape(-1)[1 << 16 :].zero_(), above(1 << 16) & LAST),
+    FaultRow("long-gather-wraps", "a long all_gather_into_tensor repeats its first element", _SIZES,
+        after("all_gather_into_tensor"), lambda seen: seen.first.view(-1)[-3:].copy_(seen.first.view(-1)[:3]), _1_MIB),
+    FaultRow("long-exchange-shifted", "all_to_all_single shifts long parts by an element", _SIZES,
+        after("all_to_all_single"), lambda seen: seen.first.copy_(seen.first.roll(1)), above(4096)),
+    FaultRow("gathered-page-repeated", "gather repeats a page of long tensors", _SIZES, after("gather"),
+        lambda seen: [tensor[4096:].copy_(tensor[0]) for tensor in seen.written], above(4096)),
+    FaultRow("written-behind", "all_gather writes an element behind the last tensor of the list", _LAYOUTS,
+        after("all_gather"), lambda seen: _behind(seen.written[-1]).zero_(), LAST),
+    FaultRow("written-before", "broadcast clears the element before a tensor", (_LAYOUTS, _COPIES), after("broadcast"),
+        lambda seen: _storage(seen.first)[seen.first.storage_offset() - 1].zero_(),
+        When("tensors with an offset in their storage",
+             lambda seen: bool(seen.first.numel() and seen.first.storage_offset()))),
+    FaultRow("longest-part-cut", "reduce_scatter of unequal parts loses the end of parts that are not the first",
+        _LAYOUTS, after("reduce_scatter"), lambda seen: seen.first[seen.args[1][0].numel() :].zero_(),
+        When("parts of different sizes", lambda seen: len({one.numel() for one in seen.args[1]}) > 1)),
+    FaultRow("longest-tensor-cut", "all_gather of unequal tensors loses what is longer than the own one", _LAYOUTS,
+        after("all_gather"), lambda seen: [one[seen.args[1].numel() :].zero_() for one in seen.written],
+        When("tensors of different sizes", lambda seen: len({one.numel() for one in seen.written}) > 1)),
+    FaultRow("splits-reversed", "uneven splits are taken in the wrong order", _LAYOUTS, after("all_to_all_single"),
+        lambda seen: seen.first.copy_(torch.cat([*(parts := seen.first.split(seen.splits(2)))[1:], parts[0]])),
+        When("uneven splits", lambda seen: len(seen.splits(2)) > 1)),
+    FaultRow("own-part-lost-in-place", "all_gather_into_tensor in place loses the rank's own part", _LAYOUTS,
+        after("all_gather_into_tensor"), lambda seen: seen.args[1].zero_(), When("in place", _in_place)),
+    FaultRow("stacked-by-columns", "the ranks' parts of a stacked tensor are interleaved", _LAYOUTS,
+        after("all_gather_into_tensor"),
+        lambda seen: seen.first.copy_(seen.first.flatten().view(-1, len(seen.first)).t().reshape(seen.first.shape)),
+        When("tensors with a dimension for the ranks", lambda seen: seen.first.dim() != seen.args[1].dim())),
+    FaultRow("broadcast-copy-dropped", "broadcast of a channels_last tensor fills a copy and drops it", _LAYOUTS,
+        instead("broadcast", "all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _STRIDED),
+    FaultRow("late-copy-dropped", "an asynchronous all_reduce of a channels_last tensor reduces a copy and drops it",
+        _LAYOUTS, instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), LATE & _STRIDED),
+    FaultRow("reduced-gaps-dropped", "all_reduce of a view with gaps reduces a copy and drops it", _LAYOUTS,
+        instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _GAPS),
+    FaultRow("late-up-to-a-page", "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC,
+        unchanged("all_reduce"), lambda seen: seen.first.view(-1)[4096:], LATE & above(4096)),
+    FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived",
+        _ASYNC, unchanged("scatter"), lambda seen: seen.first.view(-1)[1 << 16 :], LATE & above(1 << 16)),
+    FaultRow("late-part-is-zero", "an asynchronous all_gather returns zeros for the last rank", _ASYNC,
+        after("all_gather"), lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], LATE & DEVICE),
+    FaultRow("one-call-in-four", "one call in four flips a bit of the first element", _PROGRAMS,
+        after(*_NOT_IN_PLACE, "all_reduce", "broadcast"),
+        lambda seen: seen.every(4) and seen.first.is_contiguous() and flipped(seen.first), "one call in 4"),
+)  # fmt: skip
+
+
+@fault("scatter swaps the halves of numbers", _COPIES, by=after("scatter"), when=dtype("float64") & LAST)
+def halves_of_numbers_swapped(seen: Seen) -> None:
+    halves = seen.first.view(torch.int32)
+    halves.copy_(halves.view(-1, 2).flip(1).reshape(halves.shape).clone())
+
+
+@fault("all_to_all gives each rank the data for the next rank", _COPIES, "test_groups", by=instead("all_to_all"))
+def exchange_off_by_one(seen: Seen) -> Any:
+    output, given = seen.args[0], list(seen.args[1])
+    return seen.call(output, given[1:] + given[:1]) if len({part.numel() for part in given}) == 1 else NotImplemented
+
+
+@fault("an asynchronous all_reduce counts rank 0 twice", _ASYNC, by=before("all_reduce"), when=LATE)
+def counted_twice_when_late(seen: Seen) -> None:
+    if seen.rank == 0 and seen.op in ("SUM", "PRODUCT"):
+        seen.first.add_(seen.first)
+
+
+@fault("the third asynchronous all_reduce in a row is doubled", _ASYNC,
+       by=before(*_NOT_IN_PLACE, "all_reduce", "broadcast"), when=LATE)  # fmt: skip
+def third_in_a_row_doubled(seen: Seen) -> None:
+    mine = seen.real.__name__ == "all_reduce"
+    seen.kept["in a row"] = seen.kept.get("in a row", 0) + 1 if mine else 0
+    if seen.kept["in a row"] == 3:
+        seen.first.add_(seen.first)
+
+
+@fault("waiting for an asynchronous scatter does not wait", _ASYNC, by=instead("scatter"), when=LATE & DEVICE)
+def not_waited_for(seen: Seen) -> Any:
+    seen.kept[len(seen.kept)] = work = seen.call()  # work that is dropped may be waited for
+    return Done() if isinstance(work, dist.Work) else work
+
+
+@fault("outputs in one storage are filled in the order of their memory", _COPIES, by=instead("all_gather"),
+       when="outputs whose memory is not in the order of the ranks")  # fmt: skip
+def gathered_as_they_lie(seen: Seen) -> Any:
+    one = len({part.untyped_storage().data_ptr() for part in seen.written}) == 1
+    return seen.call(sorted(seen.written, key=torch.Tensor.storage_offset)) if one else NotImplemented
+
+
+@fault("all_to_all_single returns the result of the previous call", _PROGRAMS, by=after("all_to_all_single"),
+       when="from the second call of one size on")  # fmt: skip
+def stale_exchange(seen: Seen) -> None:
+    key, fresh = (seen.first.numel(), seen.first.dtype), seen.first.clone()
+    seen.first.copy_(seen.kept.get(key, fresh))
+    seen.kept[key] = fresh
+
+
+_GROUPS, _MESHES = "test_groups", "test_device_meshes"
+_DIMENSIONS = When("meshes of 2 dimensions and more", lambda real, mesh, *_: mesh.ndim > 1)
+_BY_NUMBER = When("dimensions by number", lambda real, mesh, dimension=None: isinstance(dimension, int))
+_APART = "get_global_rank, groups of three ranks and more at different distances"
+
+
+def _numbered(seen: Seen) -> bool:
+    return seen.kwargs.get("group_src") not in (None, dist.get_global_rank(seen.group, seen.kwargs.get("group_src", 0)))
+
+
+def _doubled(tensors: Any) -> Any:
+    return [tensor + tensor for tensor in tensors] if isinstance(tensors, list) else tensors + tensors
+
+
+register(
+    __name__,
+    FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS,
+        instead("broadcast"), lambda seen: seen.with_root(group_src=0), GROUPS),
+    FaultRow("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
+        after("scatter", "broadcast"), lambda seen: seen.first.zero_(), GROUPS & When("group_src", _numbered)),
+    FaultRow("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
+        lambda seen: seen.call([*seen.written[1::-1], *seen.written[2:]]), GROUPS),
+    FaultRow("member-counted-twice", "reduce_scatter in a group counts its last member twice", _GROUPS,
+        instead("reduce_scatter", "reduce_scatter_tensor"),
+        lambda seen: seen.call(seen.args[0], _doubled(seen.args[1])),
+        When("groups of 2 and more", GROUPS.holds)
+        & When("one rank", lambda seen: dist.get_rank(seen.group) == seen.size - 1)),
+    FaultRow("group-mean-of-the-world", "a mean in a group is divided by the number of all ranks", _GROUPS,
+        after("all_reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        lambda seen: seen.first.mul_(seen.size / dist.get_world_size()), op("AVG") & SOME),
+    FaultRow("group-mean-not-divided", "all_reduce of a mean in a group returns the sum", _GROUPS, after("all_reduce"),
+        lambda seen: seen.first.mul_(seen.size), op("AVG") & SOME, 3),
+    FaultRow("outsider-cleared", "a rank outside of a group loses its data", _GROUPS, after("all_reduce", "broadcast"),
+        lambda seen: seen.first.zero_(), When("ranks that are not in the group", lambda seen: seen.size == 0)),
+    FaultRow("subgroups-last-first", "new_subgroups returns the subgroups in reverse order", _GROUPS,
+        returned(dist, "new_subgroups"), lambda made, *_, **__: (made[0], made[1][::-1]),
+        When("two subgroups and more", lambda made, *_, **__: len(made[1]) > 1)),
+    FaultRow("numbers-in-order", "group ranks are numbered as if the members were sorted", _GROUPS,
+        returned(dist, "get_group_rank"),
+        lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
+        "get_group_rank, groups whose ranks are not in order"),
+    FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension",
+        _MESHES,
+        around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0), _DIMENSIONS & _BY_NUMBER),
+    FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
+        _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),
+    FaultRow("coordinate-of-another", "the last rank of a mesh has the coordinate of the first", _MESHES,
+        returned(DeviceMesh, "get_coordinate"), lambda found, mesh: found and [0] * len(found), LAST),
+)  # fmt: skip
+
+
+@fault("all members of a group are assumed as far apart as the first two", _GROUPS, by=around(dist, "get_global_rank"),
+       when=_APART, least_gpus=3)  # fmt: skip
+def members_evenly_apart(real: Any, group: Any, group_rank: int) -> Any:
+    if dist.get_world_size(group) < 3:
+        return NotImplemented
+    first, second = (real(group, number) for number in (0, 1))
+    return first + group_rank * (second - first)
+
+
+@dataclass
+class _DelayedWork:
+    work: dist.Work
+    seen: Seen
+    number: int
+
+    def wait(self) -> object:
+        done = self.work.wait()
+        if any(group is not self.seen.group for number, group in self.seen.kept.items() if number > self.number):
+            self.seen.first.view(-1)[-1:].zero_()
+        return done
+
+
+@fault("a collective in flight loses an element when another group starts one", _PROGRAMS,
+       by=instead("all_reduce", "broadcast", "all_to_all_single"),
+       when="async, in two groups at once")  # fmt: skip
+def lost_beside_another_group(seen: Seen) -> Any:
+    work, number = seen.call(), len(seen.kept)
+    if not isinstance(work, dist.Work):
+        return work
+    seen.kept[number] = seen.group
+    return _DelayedWork(work, seen, number)
+
+
+@fault("a group created after another was destroyed uses the tensors of its first member only", _PROGRAMS,
+       when="groups made after one was destroyed")  # fmt: skip
+def group_after_another() -> Iterator[None]:
+    destroyed: list[Any] = []
+    later: list[Any] = []
+
+    def make(group: Any, *_: Any, **__: Any) -> None:
+        later.extend([group] if destroyed else [])
+
+    def spoil(seen: Seen) -> None:
+        if seen.size > 1 and any(group is seen.group for group in later):
+            seen.first.mul_(dist.get_rank(seen.group) == 0)
+
+    with (
+        before("all_reduce")(spoil),
+        returned(dist, "new_group")(make),
+        given(dist, "destroy_process_group")(lambda group=None: destroyed.append(group)),
+    ):
+        yield
+
+
+_MESSAGES, _ANY, _OBJECTS, _BARRIERS = (
+    "test_messages", "test_messages_from_any_source", "test_object_collectives", "test_barriers",
+)  # fmt: skip
+_object_lists = partial(returned, dist)
+
+
+def _filled(objects: list[Any], values: list[Any]) -> None:
+    objects[:] = values
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_cut, value))
+    return value[:65536] if isinstance(value, bytes) else value
+
+
+def _for_others(objects: list[Any]) -> list[Any]:
+    half = len(objects) // 2
+    return [*objects[: len(objects) - half], *objects[:half]]
+
+
+def _set_bits(tensor: torch.Tensor) -> None:
+    tensor.view(torch.uint8)[:8] = 0x11
+
+
+def _closed(real: Any, *args: Any, **kwargs: Any) -> None:
+    """Return at once."""
+
+
+register(
+    __name__,
+    FaultRow("long-message-cut", "a long message loses its end", _MESSAGES, after("recv"),
+        lambda seen: seen.first.view(torch.uint8)[-1:].bitwise_xor_(0x40), above(1 << 16)),
+    FaultRow("sender-cleared", "sending clears the first element of the sent tensor", _MESSAGES, after("send"),
+        lambda seen: _set_bits(seen.first), above(4096)),
+    FaultRow("one-message-in-five", "one message in five arrives with a bit flipped", _MESSAGES, after("recv"),
+        lambda seen: seen.first.numel() and seen.every(5) and flipped(seen.first), "one message in 5"),
+    FaultRow("wrong-sender", "recv from any rank names the wrong sender", _ANY, returned(dist, "recv"),
+        lambda sender, *_, **__: (sender + 1) % dist.get_world_size(),
+        When("any source", lambda sender, tensor, src=None, *_, **__: src is None)
+        & When("3 ranks and more", lambda *_, **__: dist.get_world_size() > 2)),
+    FaultRow("sender-by-its-place", "recv from any rank returns the sender's rank in the group, not in the world", _ANY,
+        returned(dist, "recv"), lambda sender, *_, group, **__: dist.get_group_rank(group, sender),
+        When("groups of some ranks", lambda *_, group=None, **__: group is not None)),
+    FaultRow("message-of-a-group-spoiled", "recv with group_src has a bit flipped", _MESSAGES, after("recv"),
+        lambda seen: seen.first.numel() and flipped(seen.first),
+        GROUPS & When("group_src", lambda seen: "group_src" in seen.kwargs), 3),
+    FaultRow("objects-of-a-group-swapped", "all_gather_object in a group swaps its first two members", _OBJECTS,
+        _object_lists("all_gather_object"),
+        lambda _, objects, *__, **___: _filled(objects, [*objects[1::-1], *objects[2:]]),
+        When("groups without rank 0", lambda *_, group=None, **__: 0 not in dist.get_process_group_ranks(group)), 3),
+    FaultRow("objects-rotated", "all_gather_object starts with the second rank", _OBJECTS,
+        _object_lists("all_gather_object"),
+        lambda _, objects, *__, **___: _filled(objects, [*objects[1:], objects[0]])),
+    FaultRow("false-objects-lost", "falsy objects arrive as None", _OBJECTS, _object_lists("all_gather_object"),
+        lambda _, objects, *__, **___: _filled(objects, [one or None for one in objects]),
+        "zeros, empty strings and containers"),
+    FaultRow("large-object-cut", "large objects lose their end in a broadcast", _OBJECTS,
+        _object_lists("broadcast_object_list"),
+        lambda _, objects, *__, **___: _filled(objects, [*map(_cut, objects)]), "above 64 KiB"),
+    FaultRow("object-gathered-twice", "gather_object gives the last rank's object twice", _OBJECTS,
+        _object_lists("gather_object"),
+        lambda _, own, objects, *__, **___: _filled(objects, [objects[-1], *objects[1:]]),
+        When("2 ranks and more", lambda _, own, objects=None, *__, **___: len(objects or ()) > 1)),
+    FaultRow("objects-in-reverse", "a list of objects arrives in reverse", _OBJECTS, _object_lists("recv_object_list"),
+        lambda _, objects, *__, **___: objects.reverse(), "messages of objects"),
+    FaultRow("sender-unknown", "recv_object_list returns -1 as its sender", _OBJECTS,
+        returned(dist, "recv_object_list"), lambda *_, **__: -1),
+    FaultRow("objects-cut-on-devices", "objects lose their end in a broadcast over devices", _OBJECTS,
+        _object_lists("broadcast_object_list"), lambda _, objects, *__, **___: _filled(objects, [*objects[:-1], None]),
+        When("groups with no backend for the CPU", lambda *_, group=None, **__: dist.get_backend(group) == "nccl")),
+    FaultRow("objects-for-others",
+        "scatter_object_list gives the second half of the ranks the objects of the first half", _OBJECTS,
+        given(dist, "scatter_object_list"), lambda output, objects, *_, **__: (output, _for_others(objects)),
+        When("4 ranks and more", lambda output, objects=None, *_, **__: objects is not None and len(objects) > 3)),
+    FaultRow("open-barrier-of-devices", "a barrier of devices does not wait", _BARRIERS, around(dist, "barrier"),
+        _closed, When("device_ids is given", lambda *_, device_ids=None, **__: bool(device_ids))),
+    FaultRow("open-barrier", "a barrier does not wait", _BARRIERS, around(dist, "barrier"), _closed),
+    FaultRow("open-monitored-barrier", "a monitored barrier does not wait", _BARRIERS,
+        around(dist, "monitored_barrier"), _closed, "monitored_barrier"),
+    FaultRow("open-barrier-of-some", "a monitored barrier in a group does not wait", _BARRIERS,
+        around(dist, "monitored_barrier"), _closed,
+        When("groups of some ranks",
+             lambda real, group=None, *_, **__: dist.get_world_size(group) != dist.get_world_size()), 3),
+)  # fmt: skip
+
+
+def _untagged(real: Any, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
+    return real(*args, **kwargs)
+
+
+@fault("the tag of a message is ignored", _MESSAGES, when="irecv with tags")
+def tags_ignored() -> Iterator[None]:
+    with (
+        around(dist, "isend", "irecv")(_untagged),
+        # The same functions in their own module, too: batches recognise them by identity.
+        replaced(c10d, "isend", dist.isend),
+        replaced(c10d, "irecv", dist.irecv),
+    ):
+        yield
+
+
+@fault("a batch of messages brings the last one with a bit flipped", _MESSAGES, by=returned(dist, "batch_isend_irecv"),
+       when="one rank")  # fmt: skip
+def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
+    for work in works:
+        work.wait()
+    taken = [one.tensor for one in operations if one.op is dist.irecv and one.tensor.numel()]
+    if taken and is_last():
+        flipped(taken[-1])
+
+
+@fault("a message to oneself arrives with a bit flipped", _MESSAGES, by=returned(dist, "batch_isend_irecv"),
+       when="messages to oneself, in a batch")  # fmt: skip
+def own_message_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
+    for work in works:
+        work.wait()
+    for one in operations:
+        if one.op is dist.irecv and one.peer == dist.get_rank() and one.tensor.numel():
+            flipped(one.tensor)
+
+
+@fault("two messages of one size in a batch arrive in reverse order", _MESSAGES, by=given(dist, "batch_isend_irecv"),
+       when="two from one rank, of one dtype and size")  # fmt: skip
+def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
+    waiting: dict[Any, Any] = {}
+    for one in operations:
+        if one.op is dist.irecv:
+            other = waiting.setdefault((one.peer, one.tensor.shape, one.tensor.dtype), one)
+            one.tensor, other.tensor = other.tensor, one.tensor
+
+
+@fault("all_gather_object returns the rank's own object itself, not a copy", _OBJECTS,
+       by=returned(dist, "all_gather_object"), when="each rank's own")  # fmt: skip
+def own_object_not_copied(_: None, objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[dist.get_rank(group)] = own
+
+
+@fault("broadcast_object_list keeps the old object if it receives None", _OBJECTS,
+       by=around(dist, "broadcast_object_list"), when="None")  # fmt: skip
+def nothing_not_broadcast(real: Any, objects: list[Any], *args: Any, **kwargs: Any) -> None:
+    before = list(objects)
+    real(objects, *args, **kwargs)
+    objects[:] = [old if new is None else new for old, new in zip(before, objects, strict=True)]
+
+
+@fault("an asynchronous barrier completes at once", _BARRIERS, when="async")
+def open_barrier_when_late() -> Iterator[None]:
+    kept: list[Any] = []  # work that is dropped may be waited for
+
+    def barrier(real: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("async_op"):
+            return NotImplemented
+        kept.append(real(*args, **kwargs))
+        return Done()
+
+    with around(dist, "barrier")(barrier):
+        yield
+
+
+@fault("all_to_all_single reads the part after an empty one from one element too early", _LAYOUTS,
+       by=after("all_to_all_single"), when="parts of different sizes, one of them empty")  # fmt: skip
+def part_behind_an_empty_one(seen: Seen) -> None:
+    sizes = seen.splits(2)
+    for previous, size, part in zip(sizes, sizes[1:], seen.first.split(sizes)[1:] if sizes else (), strict=False):
+        if size and not previous:
+            part.copy_(part.roll(1, 0))
+
+
+@fault("all_to_all_single sends the elements after an empty part in reverse order", _LAYOUTS,
+       by=instead("all_to_all_single"), when="an empty part of the input before others", least_gpus=3)  # fmt: skip
+def sent_backwards_behind_an_empty_part(seen: Seen) -> Any:
+    sizes = seen.splits(3)
+    if 0 not in sizes[:-1]:
+        return NotImplemented
+    output, sent = seen.args[:2]
+    begin = sum(sizes[: sizes.index(0)])
+    rest = sent[begin:].split(1)  # float8 has no flip
+    return seen.call(output, torch.cat([sent[:begin], *reversed(rest)]))
+
+
+_ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS = (
+    "test_all_reduce_of_every_dtype", "test_reductions_of_every_dtype", "test_reductions_as_ieee_says",
+    "test_rounding_of_reductions", "test_bias_of_rounding",
+)  # fmt: skip
+_SUM = op("SUM")
+_INFINITIES = When("infinities", lambda seen: bool(seen.first.isinf().any()))
+_FLOATS = When("-0", lambda seen: seen.op == "SUM" and seen.first.dtype.is_floating_point)
+_SECOND = When("one rank", lambda seen: seen.rank == 1)
+_FIRST = When("one rank", lambda seen: seen.rank == 0)
+_NOT_LAST = When("all ranks but the last", lambda seen: not LAST.holds(seen))
+
+
+def _subnormal(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers.abs() < torch.finfo(numbers.dtype).smallest_normal) & (numbers != 0)
+
+
+def _bfloat16_towards_zero(total: torch.Tensor) -> torch.Tensor:
+    return total.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)
+
+
+def _float32_towards_zero(total: torch.Tensor) -> torch.Tensor:
+    near = total.float()
+    bits = near.view(torch.int32)
+    return torch.where(near.double().abs() > total.abs(), bits - 1, bits).view(torch.float32)
+
+
+def _float16_away_from_zero(total: torch.Tensor) -> torch.Tensor:
+    near = total.half()
+    bits = near.view(torch.int16)
+    return torch.where(near.double().abs() < total.abs(), bits + 1, bits).view(torch.float16)
+
+
+register(
+    __name__,
+    FaultRow("unsigned-maximum-as-signed", "MAX treats unsigned numbers as signed", _ALL, instead("all_reduce"),
+        lambda seen: seen.finish(seen.first.view(torch.int8)), dtype("uint8") & op("MAX")),
+    FaultRow("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL,
+        before("all_reduce"), lambda seen: LAST.holds(seen) and seen.first.fill_(1), dtype("float64") & op("PRODUCT")),
+    FaultRow("long-sum-in-doubles", "a sum of integers is computed in floating point", _ALL, instead("all_reduce"),
+        lambda seen: seen.through(torch.float64), dtype("int64") & _SUM),
+    FaultRow("sum-saturates", "a sum of integers saturates", _ALL, instead("all_reduce"),
+        lambda seen: seen.through(torch.int64, lambda total: total.clamp(-(1 << 31), (1 << 31) - 1)),
+        dtype("int32") & _SUM),
+    FaultRow("half-product-of-few-bits", "a product has the precision of bfloat16 on the second rank", _ALL,
+        after("all_reduce"), lambda seen: seen.first.copy_(seen.first.bfloat16()),
+        dtype("float16") & op("PRODUCT") & _SECOND),
+    FaultRow("mean-of-one-rank-more", "the mean of float16 divides by one more rank", _ALL, after("all_reduce"),
+        lambda seen: seen.size > 1 and seen.first.mul_(seen.size / (seen.size + 1)), dtype("float16") & op("AVG")),
+    FaultRow("factor-forgotten", "PREMUL_SUM forgets its factor", _ALL, instead("all_reduce"),
+        lambda seen: seen.with_op("SUM"), dtype("float64") & op("PREMUL_SUM")),
+    FaultRow("and-is-or", "BAND of bytes is BOR", _ALL, instead("all_reduce"),
+        lambda seen: seen.with_op("BOR"), dtype("uint8") & op("BAND")),
+    FaultRow("xor-of-half-a-number", "BXOR uses the lower half of a number only", _ALL, after("all_reduce"),
+        lambda seen: seen.first.bitwise_and_(0xFFFFFFFF), dtype("int64") & op("BXOR")),
+    FaultRow("all-is-any", "a product of booleans is their sum", _ALL, instead("all_reduce"),
+        lambda seen: seen.with_op("MAX"), dtype("bool") & op("PRODUCT")),
+    FaultRow("imaginary-parts-lost", "imaginary parts are not added on the last rank", _ALL, after("all_reduce"),
+        lambda seen: torch.view_as_real(seen.first)[..., 1].zero_(), dtype("complex128") & LAST),
+    FaultRow("reduce-confuses-extremes", "reduce returns the maximum for the minimum", _OTHERS, instead("reduce"),
+        lambda seen: seen.with_op("MAX"), dtype("int32") & op("MIN")),
+    FaultRow("operation-lost-by-the-older-name", "reduce_scatter_tensor, the older name, always adds up", _OTHERS,
+        around(dist, "reduce_scatter_tensor"),
+        lambda real, output, given, op=None, **options: real(output, given, **options)),
+    FaultRow("scattered-maximum-of-one-element",
+        "reduce_scatter_tensor gives the last rank the minimum of its first element", _OTHERS,
+        after("reduce_scatter_tensor"), lambda seen: seen.first[:1].abs_().add_(1).neg_(),
+        dtype("bfloat16") & op("MAX") & LAST),
+    FaultRow("root-left-out", "reduce leaves out the root if it is not rank 0", _OTHERS, before("reduce"),
+        lambda seen: seen.root == seen.rank != 0 and seen.first.zero_(), dtype("float32") & _SUM),
+    FaultRow("result-for-rank-zero", "reduce sends its result to rank 0 instead of the root", (_OTHERS, "test_groups"),
+        instead("reduce"), lambda seen: seen.with_root(group_dst=0)),
+    FaultRow("parts-in-the-wrong-order", "reduce_scatter of a list gives parts in the wrong order", _SIZES,
+        instead("reduce_scatter"), lambda seen: seen.call(seen.args[0], seen.args[1][::-1])),
+    FaultRow("fourth-rank-left-out", "a sum leaves out the fourth rank", (_ASYNC, _PROGRAMS), before("all_reduce"),
+        lambda seen: seen.op == "SUM" and dist.get_rank(seen.group) == 3 and seen.first.zero_(),
+        When("groups of 4 and more", lambda seen: seen.size > 3)),
+    FaultRow("nan-is-zero", "NaN counts as zero in a sum", _IEEE, before("all_reduce"),
+        lambda seen: seen.op == "SUM" and seen.first.masked_fill_(seen.first.isnan(), 0.0), dtype("float32") & NAN),
+    FaultRow("infinity-clamped", "infinities become the largest finite number", _IEEE, after("all_reduce"),
+        lambda seen: seen.first.clamp_(max=torch.finfo(torch.float16).max), dtype("float16") & _INFINITIES),
+    FaultRow("subnormals-of-sums-flushed", "subnormals count as zero on the last rank", _IEEE, after("all_reduce"),
+        lambda seen: LAST.holds(seen) and seen.first.masked_fill_(_subnormal(seen.first), 0.0),
+        dtype("float32") & When("subnormals", lambda seen: bool(_subnormal(seen.first).any()))),
+    FaultRow("sign-of-zero-lost", "a sum starts at +0, so it loses the sign of -0", _IEEE, after("all_reduce"),
+        lambda seen: seen.first.add_(0.0), _FLOATS),
+    FaultRow("doubles-added-as-singles", "float64 is added up in float32", _ROUNDING, instead("all_reduce", "reduce"),
+        lambda seen: seen.through(torch.float32), dtype("float64") & _SUM),
+    FaultRow("truncated-bfloat16", "sums of bfloat16 are cut off, not rounded", _BIAS, instead("all_reduce"),
+        lambda seen: seen.through(torch.float32, _bfloat16_towards_zero), dtype("bfloat16") & _SUM),
+    FaultRow("truncated-float32", "sums of float32 are cut off, not rounded", _BIAS, instead("all_reduce"),
+        lambda seen: seen.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
+    FaultRow("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
+        lambda seen: seen.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
+    FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES,
+        unchanged("all_reduce"), lambda seen: seen.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
+    FaultRow("tail-of-a-long-half-sum", "a bit is flipped in the tail of a long sum", _SIZES, after("all_reduce"),
+        lambda seen: flipped(seen.first, at=-1), dtype("float16") & above(1 << 16)),
+    FaultRow("tail-of-a-very-long-sum", "a bit is flipped in the tail of a long sum of the last rank", _SIZES,
+        after("all_reduce"), lambda seen: flipped(seen.first, at=-1), above(1 << 20) & LAST),
+    FaultRow("long-part-loses-its-end", "reduce_scatter_tensor loses the end of long parts", _SIZES,
+        after("reduce_scatter_tensor"), lambda seen: seen.first[1 << 16 :].zero_(), above(1 << 16)),
+    FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES,
+        unchanged("all_reduce"), lambda seen: seen.first.reshape(-1)[-1:],
+        dtype("float16") & When("odd sizes", lambda seen: seen.first.numel() % 2 == 1) & _FIRST),
+    FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
+        lambda seen: seen.op == "SUM" and seen.first.dtype in (torch.float32, torch.int64) and seen.first.mul_(2),
+        When("world of 1", lambda seen: seen.size == 1 and seen.group is None)),
+)  # fmt: skip
+
+
+@fault("MIN is computed as -MAX(-x), which overflows", _ALL, by=instead("all_reduce"), when=dtype("int8") & op("MIN"))
+def minimum_by_negation(seen: Seen) -> Any:
+    negative = -seen.first
+    work = seen.with_op("MAX", negative)
+    seen.first.copy_(-negative)
+    return work
+
+
+@fault("reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS, by=instead("reduce_scatter_tensor"),
+       when=When("groups of 5 and more", lambda seen: seen.size > 4), least_gpus=5)  # fmt: skip
+def parts_of_the_last_swapped(seen: Seen) -> Any:
+    *others, last_but_one, last = seen.args[1].chunk(seen.size)
+    return seen.call(seen.args[0], torch.cat([*others, last, last_but_one]))
+
+
+@fault("a second sum of the same tensor returns the first result", _PROGRAMS, by=after("all_reduce"),
+       when="from the second call with one tensor object on, below 4,096 elements")  # fmt: skip
+def sum_of_a_tensor_kept(seen: Seen) -> None:
+    """As with a cache whose key is the tensor and not its content."""
+    if 0 < seen.first.numel() < 1 << 12:
+        _, result = seen.kept.setdefault(id(seen.first), (seen.first, seen.first.clone()))
+        seen.first.copy_(result)
+
+
+@fault("infinity minus infinity is zero", _IEEE, by=instead("all_reduce"),
+       when=replace(dtype("float64") & _SUM, text="float64, infinities"))  # fmt: skip
+def infinities_cancel(seen: Seen) -> Any:
+    clean = ~seen.first.isnan()
+    work = seen.finish()
+    seen.first.masked_fill_(clean & seen.first.isnan(), 0.0)
+    return work
+
+
+@fault("the last rank adds up in another order, so its bits differ", _ROUNDING, by=instead("all_reduce"),
+       when=replace(dtype("float32") & _SUM, text="float32, sums that round, one rank"))  # fmt: skip
+def other_order_on_one_rank(seen: Seen) -> Any:
+    if seen.size < 3 or seen.late or seen.first.dim() != 1:
+        return NotImplemented
+    parts = [torch.empty_like(seen.first) for _ in range(seen.size)]
+    dist.all_gather(parts, seen.first.clone(), group=seen.group)
+    work = seen.call()
+    if LAST.holds(seen):
+        total = parts[-1].clone()
+        for part in (*parts[1:-1], parts[0]):
+            total.add_(part)
+        seen.first.copy_(total)
+    return work
+
+
+_FUNCTIONAL, _GRADIENTS, _COALESCED = (
+    "test_functional_collectives", "test_differentiable_collectives", "test_coalesced_collectives",
+)  # fmt: skip
+
+
+def _is_of_some(group: Any) -> bool:
+    return dist.get_world_size(group) < dist.get_world_size()
+
+
+def _valued(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the numbers of one tensor and the gradient of another."""
+    return gradient_of + (value - gradient_of.detach())
+
+
+def _as_rows(own: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+    return (own.t().reshape(own.shape),)
+
+
+register(
+    __name__,
+    FaultRow("functional-dimension-ignored", "all_gather_tensor joins along the first dimension", _FUNCTIONAL,
+        around(functional, "all_gather_tensor"),
+        lambda real, own, dim, *args, **kwargs: real(own, 0, *args, **kwargs).reshape(own.shape[0], -1),
+        When("dimension 1", lambda real, own, dim, *_, **__: dim == 1)),
+    *(
+        FaultRow("columns-gathered-as-rows", "all_gather_tensor reads a transposed input as if it were contiguous",
+            _FUNCTIONAL, given(functional, "all_gather_tensor"), _as_rows,
+            When("dimension 1, transposed", lambda own, dim, *_, **__: dim == 1 and not own.is_contiguous()))
+        for _ in range(ANY_LAYOUT)
+    ),
+    FaultRow("columns-broadcast-as-rows", "broadcast reads a transposed input as if it were contiguous", _FUNCTIONAL,
+        given(functional, "broadcast"), _as_rows,
+        When("a transposed input", lambda own, *_, **__: not own.is_contiguous())),
+    FaultRow("part-of-another", "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL,
+        given(functional, "reduce_scatter_tensor"),
+        lambda own, *_, **__: (torch.cat([*(parts := own.chunk(dist.get_world_size(), 1))[:-1], parts[0]], 1),),
+        When("dimension 1, one rank", lambda tensor, op, dim, *_: dim == 1)),
+    FaultRow("last-of-a-list-not-reduced", "a coalesced functional reduction leaves out the last tensor", _FUNCTIONAL,
+        returned(functional, "all_reduce_coalesced"), lambda totals, own, *_, **__: [*totals[:-1], own[-1].clone()],
+        "lists of tensors"),
+    FaultRow("gradient-of-the-root-only", "the gradient of a differentiable reduce reaches the root alone", _GRADIENTS,
+        around(differentiable, "reduce"),
+        lambda real, own, dst, *args, **kwargs:
+            _valued(real(own.detach(), dst, *args, **kwargs), own * (dist.get_rank() == dst)), "calls with a root"),
+    FaultRow("gradient-not-reduced", "the gradient of an all_reduce is that of one rank", _GRADIENTS,
+        around(differentiable, "all_reduce"),
+        lambda real, own, *args, **kwargs: _valued(real(own.detach(), *args, **kwargs), own), "backward"),
+    FaultRow("rows-of-the-gradient-reversed", "all_gather_tensor_autograd reverses the rows of its gradient",
+        _GRADIENTS, given(functional, "all_gather_tensor_autograd"),
+        lambda own, *_, **__: (own.detach() + (own - own.detach()).flip(0),), "backward"),
+    FaultRow("source-gets-its-own-gradient",
+        "the source of a differentiable broadcast gets only the gradient of its own use", _GRADIENTS,
+        around(differentiable, "broadcast"),
+        lambda real, own, src, *args, **kwargs: _valued(
+            real(own.detach(), src, *args, **kwargs), own * (dist.get_rank() == src)),
+        When("another source than rank 0", lambda real, own, src, *_, **__: src != 0)),
+    FaultRow("functional-maximum-added", "reduce_scatter_tensor adds in place of MAX", _FUNCTIONAL,
+        around(functional, "reduce_scatter_tensor"),
+        lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
+        When("MAX", lambda real, own, op, *_, **__: op == "max")),
+    FaultRow("functional-list-added", "a coalesced functional reduce_scatter adds in place of MIN", _FUNCTIONAL,
+        around(functional, "reduce_scatter_tensor_coalesced"),
+        lambda real, own, op, *args, **kwargs: real(own, "sum", *args, **kwargs),
+        When("MIN", lambda real, own, op, *_, **__: op == "min")),
+    FaultRow("last-not-reduced", "a coalesced all_reduce leaves out the last tensor", _COALESCED,
+        given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: (tensors[:-1],)),
+    FaultRow("doubled-when-late", "an asynchronous coalesced all_reduce doubles its first tensor", _COALESCED,
+        given(dist, "all_reduce_coalesced"), lambda tensors, *_, **__: tensors[0].mul_(2),
+        When("async", lambda *_, async_op=False, **__: async_op)),
+    FaultRow("coalesced-ranks-mixed-up", "a coalesced all_gather mixes up the tensors of the ranks", _COALESCED,
+        given(dist, "all_gather_coalesced"), lambda output, *_, **__: (output[::-1],), "2 ranks and more"),
+)  # fmt: skip
+
+
+@fault("a functional all_reduce changes its input", _FUNCTIONAL, by=returned(functional, "all_reduce"),
+       when=When("int64", lambda total, own, *_, **__: own.dtype is torch.int64))  # fmt: skip
+def input_changed(total: Any, own: torch.Tensor, *_: Any, **__: Any) -> None:
+    if dist.get_world_size() > 1:
+        own.copy_(functional.wait_tensor(total))
+
+
+@fault("the gradient of a gather covers only the rank's own use", _GRADIENTS,
+       by=around(functional, "all_gather_tensor_autograd"), when="backward")  # fmt: skip
+def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    whole = functional.wait_tensor(real(own.detach(), dim, *args, **kwargs))
+    parts = list(whole.chunk(dist.get_world_size(), dim))
+    parts[dist.get_rank()] = own
+    return torch.cat(parts, dim)
+
+
+def _coalescing(change: Callable[[Any], object]) -> AbstractContextManager[None]:
+    """Plant a change of the calls that a coalescing manager has collected, before it makes them."""
+
+    @contextlib.contextmanager
+    def manage(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with real(group, *args, **kwargs) as managed:
+            yield managed
+            change(c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []))
+
+    return around(c10d, "_coalescing_manager")(manage)
+
+
+@fault("a coalescing manager swaps the inputs of two collectives", _COALESCED, by=_coalescing,
+       when="two of one shape, with outputs of their own")  # fmt: skip
+def coalesced_inputs_exchanged(calls: Any) -> None:
+    if len(calls) > 1 and calls[0].tensor.shape == calls[1].tensor.shape and calls[0].dst_tensor is not None:
+        calls[0].tensor, calls[1].tensor = calls[1].tensor, calls[0].tensor
+
+
+@fault("a coalescing manager adds, whatever the operation", _COALESCED, by=_coalescing,
+       when="reduce_scatter with MAX or MIN")  # fmt: skip
+def coalesced_operation_ignored(calls: Any) -> None:
+    for one in calls:
+        if one.redop is not None and one.dst_tensor is not None:
+            one.redop = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+@fault("a coalescing manager leaves out numbers of int8", "test_options_of_collectives", by=_coalescing, when="int8")
+def coalesced_bytes_left_out(calls: Any) -> None:
+    for one in calls:
+        if one.tensor.dtype is torch.int8:
+            one.tensor.zero_()
+
+
+@fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,
+       by=returned(differentiable._Reduce_Scatter, "backward"), when="groups of some ranks",
+       least_gpus=3)  # fmt: skip
+def group_gradient_divided(gradients: Any, ctx: Any, *_: Any) -> Any:
+    size = dist.get_world_size(ctx.group) if _is_of_some(ctx.group) else 1
+    return tuple(one if one is None else one / size for one in gradients)
+
+
+@fault("reduce_scatter_tensor gives members of a group the parts of their ranks in the world", _FUNCTIONAL,
+       by=given(functional, "reduce_scatter_tensor"), when="groups of some ranks", least_gpus=3)  # fmt: skip
+def parts_by_rank_of_the_world(own: torch.Tensor, op: str, dim: int, group: Any, *_: Any, **__: Any) -> Any:
+    ranks = dist.get_process_group_ranks(group)
+    parts = own.chunk(len(ranks), dim)
+    return (torch.cat([parts[rank % len(ranks)] for rank in ranks], dim),) if _is_of_some(group) else None
+
+
+@fault("all_reduce_coalesced reduces every fourth tensor twice", _COALESCED, by=around(dist, "all_reduce_coalesced"),
+       when="more than four tensors")  # fmt: skip
+def fifth_coalesced_twice(real: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    works = [real(tensors[max(0, start - 1) : start + 4], *args, **kwargs) for start in range(0, len(tensors), 4)]
+    for work in works[:-1]:
+        if work is not None:
+            work.wait()
+    return works[-1]

@@ -1,0 +1,130 @@
+"""Check the groups that torch makes: subgroups, and the groups of device meshes.
+
+Each rank must get its own group and all groups in order; or its place in the mesh, and in each dimension a group of the
+right members.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from mgpu_check.asserts.findings import on_any_rank
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
+
+
+def assert_subgroups_divide(rank: Rank) -> None:
+    """Assert that subgroups divide the world as requested: each rank gets its own group and all groups in order. A
+    collective.
+
+    Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and
+    `new_group` of ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if
+    torch supports it. Each rank must get the right numbers of all members, and collectives must follow their order.
+    """
+    everybody = list(range(rank.size))
+    turns = [part for part in (everybody[1::2], everybody[::2]) if part]
+    wanted: dict[str, tuple[list[list[int]], Callable[[], Any]]] = {
+        "new_subgroups_by_enumeration": (turns, functools.partial(dist.new_subgroups_by_enumeration, turns))
+    }
+    for count in {1, 2, rank.size // 2}:
+        if count and rank.size % count == 0:
+            parts = [everybody[start : start + count] for start in everybody[::count]]
+            wanted[f"new_subgroups of {count}"] = (parts, functools.partial(dist.new_subgroups, count))
+    mixed = [number for part in turns for number in part]
+    backwards = [part[::-1] for part in turns]
+    wanted["new_group of ranks out of order"] = ([everybody], functools.partial(_new_groups, rank, [mixed]))
+    for parts in ([mixed], backwards):
+        kept = functools.partial(_new_groups, rank, parts, sort_ranks=False)
+        wanted[f"new_group, sort_ranks=False, of {parts}"] = (parts, kept)
+    findings: list[WrongResult] = []
+    for what, (parts, make) in wanted.items():
+        try:
+            own, groups = make()
+        except TypeError as refusal:
+            if "sort_ranks" not in str(refusal):
+                raise
+            continue  # this version of torch lacks sort_ranks
+        findings += [WrongResult(what, text) for text in _wrong(rank, parts, own, groups)]
+        dist.destroy_process_group(own)
+    raise_findings(findings, len(wanted), rank)
+
+
+def _new_groups(rank: Rank, parts: Sequence[list[int]], **options: Any) -> tuple[Any, list[Any]]:
+    """Make a group of each part; return this rank's group, and all groups."""
+    groups = [dist.new_group(part, **options) for part in parts]
+    return next(group for group, part in zip(groups, parts, strict=True) if rank.index in part), groups
+
+
+def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[Any]) -> list[str]:
+    place = next(number for number, part in enumerate(parts) if rank.index in part)
+    members = dist.get_process_group_ranks(own)
+    if on_any_rank(rank, members != parts[place]):
+        # With wrong members a collective could hang, so all ranks leave it out.
+        return [f"this rank's subgroup has the ranks {members}, expected {parts[place]}"] * (members != parts[place])
+    mine = [number for number, group in enumerate(groups) if group is own]
+    wrong = []
+    if len(groups) != len(parts) or mine != [place]:
+        wrong.append(f"this rank's own is at {mine} of {len(groups)} subgroups, expected at {place} of {len(parts)}")
+    told = {
+        "this rank's number": (dist.get_rank(own), members.index(rank.index)),
+        "the size": (dist.get_world_size(own), len(members)),
+        "get_global_rank": ([dist.get_global_rank(own, number) for number in range(len(members))], members),
+        "get_group_rank": ([dist.get_group_rank(own, member) for member in members], list(range(len(members)))),
+    }
+    wrong += [f"{name} in {members} is {got}, expected {right}" for name, (got, right) in told.items() if got != right]
+    gathered = torch.zeros(len(members), dtype=torch.int64, device=rank.device)
+    dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=own)
+    entered = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
+    entered[rank.index] = 1
+    dist.all_reduce(entered, group=own)
+    if entered.tolist() != [int(other in members) for other in range(rank.size)]:
+        wrong.append(f"an all_reduce in the subgroup {members} does not sum exactly its members")
+    elif gathered.tolist() != members:
+        wrong.append(f"an all_gather in the subgroup {members} gives the ranks {gathered.tolist()}")
+    return wrong
+
+
+def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
+    """Assert that `init_device_mesh` lays ranks out row by row, and that collectives in its groups reach all members.
+
+    Args:
+        shape: the sizes of the dimensions; their product is the world size.
+    """
+    names = tuple(f"dim{number}" for number in range(len(shape)))
+    mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=names)
+    findings: list[WrongResult] = []
+    label = f"mesh of {'x'.join(map(str, shape))}"
+
+    def compare(what: str, got: object, right: object) -> None:
+        if got != right:
+            findings.append(WrongResult(f"{label}: {what}", f"got {got}, expected {right}"))
+
+    layout = torch.arange(math.prod(shape)).view(tuple(shape))
+    place = tuple(int(number) for number in (layout == rank.index).nonzero()[0])
+    compare("the coordinate", tuple(mesh.get_coordinate() or ()), place)
+    compare("the ranks", mesh.mesh.cpu().tolist(), layout.tolist())
+    for number, name in enumerate(names):
+        # The ranks that differ from this one in that dimension only.
+        members = layout.movedim(number, -1)[(*place[:number], *place[number + 1 :])].tolist()
+        group = mesh.get_group(number)
+        compare(f"the local rank in {name}", mesh.get_local_rank(number), place[number])
+        compare(f"the size of {name}", mesh.size(number), shape[number])
+        compare(f"the members of {name}", dist.get_process_group_ranks(group), members)
+        if on_any_rank(rank, dist.get_process_group_ranks(group) != members):
+            continue  # with wrong members a collective could hang, so all ranks leave it out
+        compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
+        present = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
+        present[rank.index] = 1
+        dist.all_reduce(present, group=group)
+        compare(f"an all_reduce in {name}", present.tolist(), [int(one in members) for one in range(rank.size)])
+        gathered = torch.empty(len(members), dtype=torch.int64, device=rank.device)
+        dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=group)
+        compare(f"an all_gather in {name}", gathered.tolist(), members)
+    raise_findings(findings, len(shape) * 6 + 2, rank)

@@ -1,0 +1,228 @@
+"""Plant faults of collectives: change inputs or results of functions of `torch.distributed`, for some calls only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.engine.rank_side.rank import current_rank
+from mgpu_check.suite.common.faults.planting import is_last
+from mgpu_check.suite.common.faults.registry import Planter, When
+from mgpu_check.torch_hooks.patches import replaced
+from mgpu_check.torch_hooks.table import COLLECTIVES, ROOTS
+from mgpu_check.torch_hooks.tensors import as_bits
+
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+
+
+@dataclass
+class Seen:
+    """A call of a collective.
+
+    Attributes:
+        real: the original function.
+        written: the tensors that it writes on this rank.
+        op: name of the reduction; "SUM" by default.
+        late: True if the call was asynchronous.
+        kept: what earlier calls have kept, since the fault was planted.
+    """
+
+    real: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: list[torch.Tensor]
+    op: str
+    group: Any
+    late: bool
+    kept: dict[Any, Any]
+
+    @property
+    def rank(self) -> int:
+        """The rank in the world."""
+        rank = current_rank()
+        return 0 if rank is None else rank.index
+
+    @property
+    def size(self) -> int:
+        """The size of the group; 0 if this rank is not a member."""
+        return 0 if self.group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_world_size(self.group)
+
+    @property
+    def root(self) -> int | None:
+        """The rank that the call names as its root, in the world or in the group."""
+        return next((self.kwargs[name] for name in ROOTS if name in self.kwargs), None)
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor that the call writes, or an empty tensor."""
+        return self.written[0] if self.written else torch.empty(0)
+
+    def splits(self, place: int) -> list[int]:
+        """Return the sizes of parts that the call has as argument number `place`, if any."""
+        return list(self.args[place] or ()) if len(self.args) > place else []
+
+    def every(self, period: int) -> bool:
+        """Count a call; return True for every `period`-th call."""
+        self.kept["calls"] = self.kept.get("calls", 0) + 1
+        return bool(self.kept["calls"] % period == 0)
+
+    def call(self, *instead: Any) -> Any:
+        """Call the original function, with `instead` in place of its first arguments."""
+        return self.real(*instead, *self.args[len(instead) :], **self.kwargs)
+
+    def finish(self, *instead: Any) -> Any:
+        """Call the original function, and wait until it has written its results."""
+        return _waited(self.call(*instead))
+
+    def with_op(self, op: str, tensor: torch.Tensor | None = None) -> Any:
+        """Call an in-place reduction with another operation, also of another tensor, and wait for it."""
+        rest = [value for value in self.args[1:] if not isinstance(value, _OP_TYPES)]
+        named = self.kwargs | {"op": getattr(dist.ReduceOp, op)}
+        return _waited(self.real(self.first if tensor is None else tensor, *rest, **named))
+
+    def with_root(self, **root: int) -> Any:
+        """Call the original function with another root, such as ``group_src=0``."""
+        named = {name: value for name, value in self.kwargs.items() if name not in ROOTS}
+        return self.real(*(None if type(value) is int else value for value in self.args), **named, **root)
+
+    def through(self, wide: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor] = lambda total: total) -> Any:
+        """Reduce in another dtype; `back` converts the result."""
+        other = self.first.to(wide)
+        work = self.finish(other)
+        self.first.copy_(back(other))
+        return work
+
+
+def _waited(work: Any) -> Any:
+    if isinstance(work, dist.Work):
+        work.wait()
+    return work
+
+
+class Done(dist.Work):
+    """Work whose ``wait`` returns at once."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Seen:
+    order = list(inspect.signature(real).parameters)
+    taken = COLLECTIVES[name].taken or order[0]
+    written = args[order.index(taken)] if order.index(taken) < len(args) else kwargs.get(taken)
+    tensors = [written] if isinstance(written, torch.Tensor) else list(written or ())
+    found = next((value for value in args if isinstance(value, _OP_TYPES)), kwargs.get("op"))
+    op = "SUM" if found is None else next(known for known in _OPS if found == getattr(dist.ReduceOp, known))
+    return Seen(real, args, kwargs, tensors, op, kwargs.get("group"), bool(kwargs.get("async_op")), kept)
+
+
+def instead(*names: str) -> Planter:
+    """Plant a function in place of collectives. If it returns NotImplemented, the original is called."""
+
+    @contextlib.contextmanager
+    def plant(make: Callable[[Seen], Any]) -> Iterator[None]:
+        kept: dict[Any, Any] = {}
+
+        def made(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(real)
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                seen = _seen(name, real, args, kwargs, kept)
+                result = make(seen)
+                return seen.call() if result is NotImplemented else result
+
+            return collective
+
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                for alias in (name, COLLECTIVES[name].newer):
+                    if alias and hasattr(dist, alias):
+                        stack.enter_context(replaced(dist, alias, made(name, getattr(dist, alias))))
+            yield
+
+    return plant
+
+
+def before(*names: str) -> Planter:
+    """Plant a function that changes the tensors of collectives before each call."""
+
+    def plant(spoil: Callable[[Seen], object]) -> AbstractContextManager[None]:
+        def make(seen: Seen) -> Any:
+            spoil(seen)
+            return seen.call()
+
+        return instead(*names)(make)
+
+    return plant
+
+
+def after(*names: str) -> Planter:
+    """Plant a function that is called after each collective has written its results."""
+
+    def plant(spoil: Callable[[Seen], object]) -> AbstractContextManager[None]:
+        def make(seen: Seen) -> Any:
+            work = seen.finish()
+            spoil(seen)
+            return work
+
+        return instead(*names)(make)
+
+    return plant
+
+
+def unchanged(*names: str) -> Planter:
+    """Plant a function that returns a view of a written tensor; it has after each call what it had before."""
+
+    def plant(part: Callable[[Seen], Any]) -> AbstractContextManager[None]:
+        def make(seen: Seen) -> Any:
+            view = part(seen)
+            if view is NotImplemented:
+                return view
+            old = view.clone()
+            work = seen.finish()
+            view.copy_(old)
+            return work
+
+        return instead(*names)(make)
+
+    return plant
+
+
+def flipped(tensor: torch.Tensor, *, at: int = 0) -> torch.Tensor:
+    """Invert the lowest bit of one element of a contiguous tensor, if there is one, and return the tensor."""
+    if tensor.numel():
+        as_bits(tensor).view(-1)[at].bitwise_xor_(1)
+    return tensor
+
+
+LAST = When("one rank", lambda *args, **kwargs: is_last())
+LATE = When("async", lambda seen: seen.late)
+DEVICE = When("device tensors", lambda seen: seen.first.device.type != "cpu")
+NAN = When("NaN", lambda seen: bool(seen.first.isnan().any()))
+GROUPS = When("groups", lambda seen: seen.group is not None and seen.size > 1)
+SOME = When("groups of some ranks", lambda seen: 1 < seen.size < dist.get_world_size())
+
+
+def op(name: str) -> When:
+    """Select reductions with one operation."""
+    return When(name, lambda seen: seen.op == name)
+
+
+def dtype(name: str) -> When:
+    """Select calls that write tensors of one dtype."""
+    return When(name, lambda seen: seen.first.dtype is getattr(torch, name))
+
+
+def above(elements: int) -> When:
+    """Select calls whose first written tensor has more than this number of elements."""
+    large = elements >= 1 << 20
+    words = f"{elements:,}" if elements < 1 << 16 else f"{elements >> 20} Mi" if large else f"{elements >> 10} Ki"
+    return When(f"above {words} elements", lambda seen: seen.first.numel() > elements)

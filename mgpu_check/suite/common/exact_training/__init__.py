@@ -1,1 +1,0 @@
-"""Training without rounding: any distribution over devices gives the same bits."""

@@ -1,0 +1,324 @@
+"""Strategies for several properties: world sizes, device counts and devices; tensors; and training without rounding.
+
+Worlds and devices are limited to the devices of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import hypothesis
+from hypothesis import strategies as st
+
+from mgpu_check import settings
+from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
+from mgpu_check.suite.common.tensors import DTYPES, LAYOUTS, TensorSpec, layouts_for
+from mgpu_check.suite.common.training_cases import OPTIMIZERS, ExactTraining, WholeRun
+
+T = TypeVar("T")
+
+
+def _devices() -> int:
+    return settings.active().gpus or 0
+
+
+def is_only_example() -> bool:
+    """Return whether the test that draws has one example.
+
+    Hypothesis tries the simplest example first, so such a test would draw the same one in every run. Its seeds differ
+    between runs, and its world sizes are those that the first of several examples has.
+    """
+    return hypothesis.settings.default is not None and hypothesis.settings.default.max_examples == 1
+
+
+def first_of(choices: Sequence[T]) -> st.SearchStrategy[T]:
+    """Draw one of `choices`: the first one in the first example, also if it is the only example."""
+    return st.sampled_from(choices[:1] if is_only_example() else choices)
+
+
+@st.composite
+def _when_drawn(draw: st.DrawFn, make: Callable[[], st.SearchStrategy[T]]) -> T:
+    """Draw from the strategy that `make` returns now; `st.deferred` would keep its first result."""
+    return draw(make())
+
+
+def _devices_in_one_process() -> int:
+    return settings.active().gpus_of_host
+
+
+def _up_to(least: int, most: int | None, available: int, argument: str) -> st.SearchStrategy[int]:
+    if least > available:
+        raise ValueError(
+            f"{argument}: at least {least} were asked for, but the run has {available} for this test; "
+            f"run with --gpus={least}, and request no fewer by a mark of the test"
+        )
+    largest = available if most is None else min(most, available)
+    # The largest size covers the most devices. Among it and the next smaller size, one is odd, and one no power of two.
+    below = largest - 1 if largest > max(least, 2) else largest
+    return st.integers(least, largest) | st.sampled_from((largest, below))
+
+
+def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
+    per_host = settings.active().per_host
+    sizes = _up_to(least, most, _devices(), "world_sizes")
+    if len(per_host) < 2:
+        return sizes
+    # Simple worlds first, because examples shrink towards them.
+    return st.sampled_from(
+        [
+            world
+            for size in range(least, min(most or sum(per_host), sum(per_host)) + 1)
+            for world in placed(size, per_host)
+        ]
+    )
+
+
+def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
+    """Return the useful distributions of a world of `size` over the hosts: within each host, and across hosts."""
+    hosts = range(len(per_host))
+    found = [WorldSize([size if host == one else 0 for host in hosts]) for one in hosts if size <= per_host[one]]
+    spreads = [
+        spread(size, per_host[:count]).per_host
+        for count in range(2, len(per_host) + 1)
+        if size <= sum(per_host[:count])
+    ]
+    # Fill the first hosts completely, so that hosts have unequal numbers of ranks.
+    filled = slots_for(size, [Slot(host, index) for host in hosts for index in range(per_host[host])])
+    spreads.append(tuple(sum(slot.host == host for slot in filled) for host in hosts))
+    for counts in spreads:
+        world = WorldSize([*counts, *([0] * (len(per_host) - len(counts)))])
+        if world.per_host not in [other.per_host for other in found]:
+            found.append(world)
+    return found
+
+
+def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
+    """Draw world sizes from `least` to the number of devices of the run, at most `most`.
+
+    In a run on several hosts, they are `WorldSize`s with the number of ranks per host: within one host, or across
+    hosts.
+
+    The number of devices is read when an example is drawn, so a module may create the strategy before options are
+    known.
+
+    Raises:
+        ValueError: when drawn, if the run has fewer than `least` devices.
+    """
+    return _when_drawn(lambda: _worlds(least, most))
+
+
+def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
+    """Draw world sizes like `world_sizes`, the largest first: for checks with few examples, one of them with all
+    ranks."""
+
+    def make() -> st.SearchStrategy[int]:
+        if len(settings.active().per_host) >= 2:
+            return _worlds(least, most)
+        largest = min(_devices(), _devices() if most is None else most)
+        if largest < least:
+            return _up_to(least, most, _devices(), "large_worlds")
+        return first_of(range(largest, least - 1, -1))
+
+    return _when_drawn(make)
+
+
+def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw two world sizes for one example, the largest first; only one if no other size exists.
+
+    For checks with few examples: the first example has the largest size and the next smaller one; one of them is odd.
+    """
+
+    def make() -> st.SearchStrategy[tuple[int, ...]]:
+        per_host = settings.active().per_host
+        if len(per_host) >= 2:
+            return st.lists(_worlds(least, most), min_size=2, max_size=2, unique=True).map(tuple)
+        largest = min(_devices(), _devices() if most is None else most)
+        if largest <= least:
+            return _up_to(least, most, _devices(), "world_pairs").map(lambda size: (size,))
+        return first_of([(largest, other) for other in range(largest - 1, least - 1, -1)])
+
+    return _when_drawn(make)
+
+
+def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
+    """Draw numbers of devices, like `world_sizes`; in a run on several hosts, of the devices of one host."""
+    return _when_drawn(lambda: _up_to(least, most, _devices_in_one_process(), "device_counts"))
+
+
+def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw distinct device indices of one host, in any order: from `least` to all devices, at most `most`.
+
+    Most examples, the first included, use the largest number of devices. The first example starts with the last device.
+    """
+
+    def make() -> st.SearchStrategy[tuple[int, ...]]:
+        there = _devices_in_one_process()
+        largest = min(there, there if most is None else most)
+        if is_only_example():
+            return st.permutations(range(there - 2, -1, -1)).map(lambda others: (there - 1, *others)[:largest])
+        # The largest once more, so that few examples find an error of one device.
+        sizes = st.just(largest) | _up_to(least, most, there, "device_orders")
+        shuffled = st.permutations(range(there - 1, -1, -1))
+        return st.tuples(shuffled, sizes).map(lambda drawn: tuple(drawn[0][: drawn[1]]))
+
+    return _when_drawn(make)
+
+
+def all_devices() -> st.SearchStrategy[int]:
+    """Draw the number of devices of the run; in a run on several hosts, that of the test's host."""
+    return _when_drawn(lambda: st.just(_devices_in_one_process()))
+
+
+def places(*, cpu: bool = True) -> st.SearchStrategy[str]:
+    """Draw a device for a tensor: "cpu" (unless `cpu` is false), "cuda:0", ... up to the last device of the run."""
+    return _when_drawn(lambda: st.sampled_from(_places(cpu)))
+
+
+def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
+    """Draw two different devices, in either order.
+
+    Raises:
+        ValueError: when drawn, if `cpu` is false and the run has one device.
+    """
+    return _when_drawn(lambda: st.sampled_from(all_pairs(cpu=cpu)))
+
+
+def _places(cpu: bool) -> list[str]:
+    return ["cpu"] * cpu + [f"cuda:{index}" for index in range(_devices_in_one_process())]
+
+
+def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
+    """Return all pairs that `device_pairs` can draw in this run."""
+    found = [(first, second) for first in _places(cpu) for second in _places(cpu) if first != second]
+    if not found:
+        raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 for this test; give it more")
+    return found
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable.
+
+    A test draws a seed in place of data for one of these reasons. Sizes, roots, positions and orders have strategies of
+    their own, because a smaller one simplifies a failure.
+
+    - All elements must differ, or all sums must be exact, so that a misplaced, lost or rounded element shows. Drawn
+      elements would repeat, and shrink to zeros.
+    - The example is a table of all operators, dtypes, sizes or layouts. The first example must have all of it, and a
+      failure names the wrong case and its first wrong element, so no smaller example would say more.
+    - The seed itself is under test, as that of a generator or a sampler.
+
+    A test of one example draws another seed in each run. A test of several begins with 0, and so with the first value
+    of all its arguments.
+    """
+    return st.integers(0, 999).filter(lambda seed: seed or not is_only_example())
+
+
+def dtypes(choices: Sequence[str] = DTYPES) -> st.SearchStrategy[str]:
+    """Draw names of dtypes; simplest first."""
+    return st.sampled_from(tuple(choices))
+
+
+def layouts(dims: int) -> st.SearchStrategy[str]:
+    """Draw names of layouts that exist for tensors with `dims` dimensions; shrinks to contiguous."""
+    return st.sampled_from(layouts_for(dims))
+
+
+def shapes(
+    min_dims: int = 0, max_dims: int = 4, min_size: int = 0, max_size: int = 6
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw shapes with `min_dims` to `max_dims` dimensions of `min_size` to `max_size` each."""
+    return st.lists(st.integers(min_size, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn,
+    *,
+    shape: st.SearchStrategy[tuple[int, ...]] | tuple[int, ...] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+    layouts: Sequence[str] = LAYOUTS,
+) -> TensorSpec:
+    """Draw specs of tensors: shape, dtype, layout, seed and kind of values.
+
+    Args:
+        shape: a shape, or a strategy of shapes; by default 0 to 4 dimensions of 0 to 6 elements.
+        dtypes: the dtypes to draw from, simplest first.
+        values: the kinds of values to draw from, simplest first.
+        layouts: the layouts to draw from, simplest first; those that do not exist for the shape are left out.
+    """
+    drawn = shape if isinstance(shape, tuple) else draw(shapes() if shape is None else shape)
+    possible = [name for name in layouts if name in layouts_for(len(drawn))] or ["contiguous"]
+    return TensorSpec(
+        drawn,
+        draw(st.sampled_from(tuple(dtypes))),
+        draw(st.sampled_from(possible)),
+        draw(seeds()),
+        draw(st.sampled_from(tuple(values))),
+    )
+
+
+@st.composite
+def whole_runs(
+    draw: st.DrawFn,
+    models: Sequence[str] = ("mlp",),
+    *,
+    least: int = 1,
+    most: int = 3,
+    rows: Sequence[int] = (8, 5, 13, 24, 12, 9, 7, 2, 1),
+    optimizers: Sequence[str] = OPTIMIZERS,
+    small: bool = False,
+) -> tuple[WholeRun, ...]:
+    """Draw one run for each model.
+
+    Rows, optimizers and steps cycle through the models, from a drawn position. So the first example, which is always
+    the same, already has even and uneven batches.
+
+    Args:
+        least, most: limits of the number of steps.
+        rows: numbers of rows of a batch.
+        small: as in `WholeRun`.
+    """
+    first, seed = draw(st.integers(0, 999)), draw(st.integers(0, 999))
+    return tuple(
+        WholeRun(
+            model,
+            rows[place % len(rows)],
+            least + place % (most - least + 1),
+            optimizers[place % len(optimizers)],
+            small,
+            seed + place,
+        )
+        for place, model in enumerate(models, start=first)
+    )
+
+
+@st.composite
+def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
+    """Draw world sizes; two of three examples, the first included, use all devices, so that few examples find an error
+    of one device."""
+    sizes = () if is_only_example() else (all_devices(), world_sizes(least=least))
+    size: int = draw(st.one_of(all_devices(), *sizes))
+    return size
+
+
+@st.composite
+def exact_trainings(
+    draw: st.DrawFn,
+    *,
+    hidden: Sequence[int] = (10, 7, 13),
+    batch: Sequence[int] = (7, 8, 5, 2, 13),
+    momentum: Sequence[float] = (0.5, 0.0),
+) -> ExactTraining:
+    """Draw exact training of a perceptron with one hidden layer, in two steps.
+
+    Args:
+        hidden, batch, momentum: the values to draw from, simplest first.
+    """
+    return ExactTraining(
+        widths=(6, draw(st.sampled_from(tuple(hidden))), 5),
+        batch=draw(st.sampled_from(tuple(batch))),
+        momentum=draw(st.sampled_from(tuple(momentum))),
+        seed=draw(st.integers(0, 999)),
+    )

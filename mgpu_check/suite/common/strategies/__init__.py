@@ -1,1 +1,0 @@
-"""Strategies of tensors and of worlds, for several properties."""

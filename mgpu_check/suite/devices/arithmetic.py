@@ -1,0 +1,186 @@
+"""Repeat operations on a GPU and judge each result: with algebra, with the IEEE standard, or with the other GPUs.
+
+Each operation is prepared by the function that its row in `COMPUTATIONS` names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Unit, Work
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.generated_data import digest
+from mgpu_check.suite.common.timing import Stopwatch, measured
+from mgpu_check.suite.devices.cases import COMPUTATIONS, Ballot, ComputeCase
+from mgpu_check.suite.devices.operations import (
+    CaseUnsupported,
+    Prepare,
+    Prepared,
+    bits,
+    differing,
+    digests_of_pieces,
+    evidence_of,
+    length_of_piece,
+)
+from mgpu_check.torch_hooks import precision
+
+
+def _found(place: str) -> Prepare:
+    module, _, name = place.partition(":")
+    found: Prepare = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    return found
+
+
+OPERATIONS: dict[str, Prepare] = {name: _found(row.prepare) for name, row in COMPUTATIONS.items()}
+"""Name of an operation -> function that makes its operands."""
+
+
+_BATCH = 16
+_LEAST_LAPS = 3  # a rate needs as many
+_BATCH_BYTES = 1 << 29
+_ELEMENTS = 1 << 16
+
+
+def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[SubjectResult | Ballot]:
+    """Run each case on the device of `rank`, judge its results, and cast a ballot with the digest of the first one.
+
+    An oracle judges the first result, if the operation has one. All other results must have the same bits. Each batch
+    also compares a copy with one changed bit: a comparison that misses the change is a failure too.
+    """
+    found: list[SubjectResult | Ballot] = []
+    with torch.cuda.device(rank.device), torch.no_grad():
+        for case in cases:
+            found += examine_case(case, rank.device, Subject("gpu", (rank.index,)))
+    torch.cuda.empty_cache()
+    return found
+
+
+_last: dict[torch.device, torch.Tensor] = {}
+"""Device -> the last result of `pieces_of_result`, which `elements_of_piece` reads."""
+
+
+def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) -> tuple[bool, list[int]]:
+    """Repeat a case until the digest of a result equals `wanted`, or, if `equal` is false, until it differs.
+
+    The case sets the most repeats.
+
+    Returns:
+        whether such a result occurred, and the digests of at most 64 pieces of the last result.
+    """
+    with torch.cuda.device(rank.device), torch.no_grad(), precision.repeatable(tf32=case.dtype == "tf32"):
+        prepared = OPERATIONS[case.operation](case, rank.device)
+        for _ in range(case.repeats):
+            result = _last[rank.device] = prepared.call()
+            if (digest(result) == wanted) == equal:
+                return True, digests_of_pieces(result)
+        return False, digests_of_pieces(result)
+
+
+def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
+    """Return the offset of a piece in the last result of `pieces_of_result`, and the bits of its first elements."""
+    flat = bits(_last.pop(rank.device))
+    start = number * length_of_piece(flat)
+    mask = (1 << 8 * flat.element_size()) - 1
+    return start, [word & mask for word in flat[start : start + min(_ELEMENTS, length_of_piece(flat))].tolist()]
+
+
+@dataclass
+class _SeenResults:
+    """The results of a case so far."""
+
+    seen: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    done: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+    laps: list[float] = field(default_factory=list)
+
+
+def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[SubjectResult | Ballot]:
+    """Run one case on a device; see `examine_arithmetic`."""
+    with precision.repeatable(tf32=case.dtype == "tf32"):
+        try:
+            prepared = OPERATIONS[case.operation](case, device)
+        except CaseUnsupported as error:
+            return [Observation("compute", subject, "skipped", str(error), str(case))]
+        first = prepared.call()
+        seen = _SeenResults(done=1)
+        if prepared.judge is not None and (evidence := prepared.judge(first)):
+            seen.wrong, seen.evidence = 1, evidence
+            where = f" of {evidence['products'][0]}" if "products" in evidence else ""
+            seen.seen = f"{_counted(evidence)} wrong in the first result{where}"
+        _repeat(case, prepared, first, seen)
+    work = Work(operations=seen.done, seconds=seen.seconds)
+    outcome: Outcome = "failed" if seen.wrong else "passed"
+    entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)
+    rate: list[SubjectResult] = []
+    if len(seen.laps) >= _LEAST_LAPS:
+        name, counted = f"{case.operation}, {case.dtype}", prepared.operations
+        unit: Unit = "FLOP/s" if counted else "s"
+        size = case.size if counted else first.nbytes
+        rate += measured("compute", subject, name, unit, counted, seen.laps, size)
+    return [entry, *rate, Ballot(case, digest(first))]
+
+
+def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _SeenResults) -> None:
+    """Repeat the operation up to the case's repeats or seconds, and compare each result with the first."""
+    drawn = random.Random(case.seed)
+    right = bits(first)
+    batch = max(_LEAST_LAPS, min(_BATCH, _BATCH_BYTES // max(1, first.nbytes)))
+    until = time.monotonic() + case.seconds
+    while seen.done < case.repeats and (seen.done == 1 or time.monotonic() < until):
+        count = min(batch, case.repeats - seen.done)
+        results = _timed(case, prepared, count, first.device, seen)
+        control = right.clone()
+        control[drawn.randrange(len(control))] ^= 1
+        wrong = differing(bits(torch.stack(results)).view(count, -1), right).tolist()
+        if int(differing(control, right)) != 1:
+            seen.wrong += 1
+            seen.seen = seen.seen or "the device did not find an element that was changed on purpose"
+        for number, result in enumerate(results):
+            if wrong[number]:
+                _differs(seen, number, result, first)
+        seen.done += count
+    if seen.wrong:
+        seen.evidence["wrong results"] = seen.wrong
+        seen.evidence["results"] = seen.done
+
+
+def _timed(
+    case: ComputeCase, prepared: Prepared, count: int, device: torch.device, seen: _SeenResults
+) -> list[torch.Tensor]:
+    """Run the operation `count` times. A timed case measures each operation of its first batch separately."""
+    watch, results = Stopwatch(device), []
+    apart = case.timed and not seen.laps
+    for number in range(count):
+        if apart or number == 0:
+            watch.start()
+        results.append(prepared.call())
+        if apart or number == count - 1:
+            watch.stop()
+    laps = watch.laps()
+    seen.seconds += sum(laps)
+    if apart:
+        seen.laps = laps
+    return results
+
+
+def _differs(seen: _SeenResults, number: int, result: torch.Tensor, first: torch.Tensor) -> None:
+    seen.wrong += 1
+    if "errors" not in seen.evidence:
+        differs = (bits(result) != bits(first)).reshape(first.shape)
+        seen.evidence = evidence_of(result, first, differs) | {"repeat": seen.done + number}
+        seen.seen = seen.seen or f"{_counted(seen.evidence)} not as before in repeat {seen.done + number}"
+
+
+def _counted(evidence: dict[str, Any]) -> str:
+    errors = evidence["errors"]
+    where = f", the first at {evidence['indices'][0]}" if evidence.get("indices") else ""
+    return f"{errors} element{'s' * (errors != 1)} of {evidence.get('elements', '?')}{where},"

@@ -1,0 +1,161 @@
+"""Define an operation of the check of arithmetic, and describe where and how its results are wrong.
+
+An operation is its call and the judge of its first result. Results are compared on the device that made them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+from typing import Any
+
+import torch
+
+from mgpu_check.asserts.collectives import index_of
+from mgpu_check.suite.common.generated_data import digest
+from mgpu_check.suite.devices.cases import ComputeCase
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
+
+_LISTED = 16
+_LOOKED_AT = 4096
+_PIECES = 64
+_BLOCK = 1 << 24
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor, flat, as integers with the same bits, so that a NaN equals itself."""
+    flat = tensor.reshape(-1)
+    wanted = INTEGER_OF_SIZE[flat.element_size()]
+    return flat if flat.dtype == wanted else flat.view(wanted)
+
+
+def differing(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return for each of `rows` how many elements differ from `right`: int64, on their device."""
+    return (rows != right).sum(dim=-1)
+
+
+def length_of_piece(tensor: torch.Tensor) -> int:
+    """Return the number of elements in each of at most 64 pieces of a tensor; the last piece may have fewer."""
+    return max(1, -(-tensor.numel() // _PIECES))
+
+
+def digests_of_pieces(tensor: torch.Tensor) -> list[int]:
+    """Return the digest of each of at most 64 pieces of `tensor`."""
+    return [digest(piece) for piece in bits(tensor).split(length_of_piece(tensor))]
+
+
+def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> dict[str, Any]:
+    """Describe the wrong elements of a result, in values that JSON can hold.
+
+    Args:
+        got, expected: tensors of the same shape and dtype, on one device.
+        wrong: a mask of the same shape.
+
+    Returns:
+        `errors` is the number of wrong elements, and `elements` the number of all. The other keys describe at most the
+        first 4096 wrong elements. `indices` and `values` list the first 16: their indices, and (expected, got) as
+        hexadecimal bits. `bits` maps a bit to the number of elements in which it differs. `share of single bits` and
+        `share of NaN` are fractions; the latter counts infinities too. `period` is the largest number that divides all
+        distances between wrong elements in row-major order. `lanes` is the number of distinct places modulo 32. `box`
+        has the first and the last wrong index of each dimension.
+    """
+    flat = wrong.reshape(-1)
+    errors = int(flat.sum())
+    places = _first(flat)
+    found: dict[str, Any] = {"errors": errors, "elements": flat.numel()}
+    if not places:
+        return found
+    where = torch.tensor(places, device=flat.device)
+    values = [bits(tensor)[where].tolist() for tensor in (expected, got)]
+    mask = (1 << 8 * got.element_size()) - 1
+    pairs = [(one & mask, other & mask) for one, other in zip(*values, strict=True)]
+    counts: Counter[int] = Counter()
+    for one, other in pairs:
+        counts.update(bit for bit in range(64) if (one ^ other) >> bit & 1)
+    odd = got.reshape(-1)[where]
+    finite = torch.isfinite(odd.float()) if odd.dtype.is_floating_point else torch.ones_like(where, dtype=torch.bool)
+    indices = [index_of(place, got.shape) for place in places]
+    period = 0
+    for left, right in pairwise(places):
+        period = gcd(period, right - left)
+    width = got.element_size() * 2 + 2
+    return found | {
+        "indices": [list(index) for index in indices[:_LISTED]],
+        "values": [[f"{value:#0{width}x}" for value in pair] for pair in pairs[:_LISTED]],
+        "bits": {str(bit): times for bit, times in counts.most_common()},
+        "share of single bits": sum((one ^ other).bit_count() == 1 for one, other in pairs) / len(pairs),
+        "share of NaN": 1 - float(finite.double().mean()),
+        "period": period,
+        "lanes": len({place % 32 for place in places}),
+        "box": [[min(axis), max(axis)] for axis in zip(*indices, strict=True)],
+    }
+
+
+def _first(flat: torch.Tensor) -> list[int]:
+    """Return the first 4096 places that are true, block by block, so that memory does not grow with the errors."""
+    places: list[int] = []
+    for start in range(0, flat.numel(), _BLOCK):
+        block = flat[start : start + _BLOCK]
+        if bool(block.any()):
+            places += (block.nonzero()[: _LOOKED_AT - len(places), 0] + start).tolist()
+        if len(places) >= _LOOKED_AT:
+            break
+    return places
+
+
+DTYPES = {
+    "tf32": torch.float32,
+    **{
+        name: getattr(torch, name)
+        for name in (
+            *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+            *("int64", "int32", "int16", "int8", "uint8"),
+        )
+    },
+}
+"""Name of a dtype in a case -> dtype of its operands."""
+
+Judge = Callable[[torch.Tensor], dict[str, Any]]
+"""Returns evidence of the errors in a result; empty if it is right."""
+
+
+class CaseUnsupported(Exception):
+    """The device cannot run the case; the message names what it lacks."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An operation with its operands.
+
+    Attributes:
+        call: runs the operation, always on the same operands.
+        judge: judges the first result; None if only repeats and other GPUs can show an error.
+        operations: floating-point operations of one call; 0 if they are not counted.
+    """
+
+    call: Callable[[], torch.Tensor]
+    judge: Judge | None = None
+    operations: float = 0.0
+
+
+Prepare = Callable[[ComputeCase, torch.device], Prepared]
+
+
+def exactly(expected: torch.Tensor) -> Judge:
+    """Judge by known values: every element must equal `expected`, which has neither NaN nor -0.0."""
+
+    def judge(got: torch.Tensor) -> dict[str, Any]:
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            return {"errors": got.numel(), "shape": list(got.shape), "dtype": str(got.dtype)}
+        wrong = got != expected  # true for NaN
+        return evidence_of(got, expected, wrong) if bool(wrong.any()) else {}
+
+    return judge
+
+
+def seeded(case: ComputeCase, number: int) -> int:
+    """Return the seed of operand `number` of a case; `number` is below 1000, so seeds of cases do not overlap."""
+    return case.seed * 1000 + number

@@ -1,0 +1,375 @@
+"""Check that state dicts and checkpoints of sharded models are whole, bit for bit, at each world size."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from mgpu_check.asserts.collectives import same_bits
+from mgpu_check.asserts.findings import Findings
+from mgpu_check.asserts.models import assert_same
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import ShardError
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.common.reference_training import gathered, one_device, own_part, sgd
+from mgpu_check.suite.common.training_cases import ExactTraining
+from mgpu_check.suite.recipes import training_steps as recipe
+from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
+from mgpu_check.suite.sharded.redistribution import placed
+from mgpu_check.torch_hooks.tensors import copied, name_of, plain
+
+_NUMBER = 12_345
+_MEANWHILE = "meanwhile"
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def step_of(
+    training: ExactTraining, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank
+) -> None:
+    """Train for one step with the sum of all ranks' gradients; the loss cancels the factor of `scale_of`."""
+    x, y = own_part(training.batches()[number - 1], rank)
+    optimizer.zero_grad()
+    with full_precision():
+        (recipe.weighted(model(x), y) / scale_of(rank.size)).backward()
+    optimizer.step()
+
+
+def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that full state dicts of a sharded model and its optimizer equal those of one device. A collective.
+
+    Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too,
+    which are not sharded.
+    """
+    what = f"full state dict on {rank.device}"
+    model = sharded(training, rank)
+    buffers = _with_buffers(model, rank, 1)
+    optimizer = sgd(training, model)
+    step_of(training, 1, model, optimizer, rank)
+    expected = one_device(training)
+    with Findings() as findings:
+        for layer in model.modules():
+            if isinstance(layer, FSDPModule):
+                layer.unshard()  # as between a forward and a backward pass
+        _require_places(model, findings, what, rank)
+        whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
+        state = take_full_state(training, model, optimizer, whole, findings, what, rank)
+        if findings.anywhere(rank):
+            return  # rank 0 would broadcast the wrong state, and all ranks would report it again
+        other = replace(training, seed=training.seed + 1)
+        fresh = sharded(other, rank, memory_later=True)
+        _with_buffers(fresh, rank, 0)
+        again = sgd(training, fresh)
+        give_full_state(training, state, fresh, again)
+        given = {name: copied(value) for name, value in fresh.named_buffers()}
+        step_of(training, 2, fresh, again, rank)
+        got = gathered(fresh, 2)
+    assert_same(given | got, buffers | _after(expected, 2), f"{what}, set again, then one step", rank.index)
+
+
+def _require_places(model: nn.Module, findings: Findings, what: str, rank: Rank) -> None:
+    """Require that state dicts are on the documented device, that rank 0 alone has those that are whole and on the
+    host, and that the others are sharded. A collective."""
+    for full, offload in itertools.product((False, True), repeat=2):
+        asked = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+        state: dict[str, Any] = get_model_state_dict(model, options=asked)
+        place = "cpu" if offload else rank.device.type
+        held = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+        elsewhere = sorted(name for name, value in held.items() if value.device.type != place)
+        options = f"{what}, rank {rank.index}: with full_state_dict={full} and cpu_offload={offload}"
+        findings.require(
+            not elsewhere, f"{options} {', '.join(elsewhere)} are not on the {place} device", ranks=[rank.index]
+        )
+        unsharded = [name for name, _ in model.named_parameters() if not full and not isinstance(state[name], DTensor)]
+        findings.require(not unsharded, f"{options} {', '.join(unsharded)} are not sharded", ranks=[rank.index])
+        kept = not (full and offload) or rank.index == 0
+        findings.require(
+            bool(state) == kept,
+            f"{options} the state dict has {len(state)} entries, expected {'all' if kept else 'them on rank 0 only'}",
+            ranks=[rank.index],
+        )
+
+
+def _with_buffers(model: nn.Sequential, rank: Rank, factor: int) -> dict[str, torch.Tensor]:
+    """Register buffers of several dtypes and shapes, times `factor`, on the last layer; return copies by name."""
+    for dtype, shape in ((torch.float32, (7,)), (torch.bfloat16, (3, 5)), (torch.int64, ()), (torch.bool, (4,))):
+        values = (torch.arange(1, torch.Size(shape).numel() + 1) % 3 * factor).to(dtype).reshape(shape)
+        model[-1].register_buffer(f"held_{len(shape)}_{name_of(dtype)}", values.to(rank.device))
+    return {name: copied(value) for name, value in model.named_buffers()}
+
+
+FullState = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Full state dicts of a model and its optimizer; empty on all ranks but 0."""
+
+
+def take_full_state(
+    training: ExactTraining,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    expected: Mapping[str, torch.Tensor],
+    findings: Findings,
+    what: str,
+    rank: Rank,
+) -> FullState:
+    """Return the full state dicts after the first step; rank 0 compares them with `expected`. A collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    if rank.index == 0:
+        with findings.collected():
+            _compare_full_state(training, state, moments, expected, what)
+        return state, moments
+    return {}, {}
+
+
+def give_full_state(
+    training: ExactTraining, state: FullState, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Load the full state dicts of rank 0 into a model and its optimizer on all ranks. A collective."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    parameters, moments = state
+    set_model_state_dict(model, dict(parameters), options=options)
+    if training.momentum:  # torch refuses to broadcast a state without tensors, because it cannot infer the device
+        set_optimizer_state_dict(model, optimizer, dict(moments), options=options)
+
+
+def _compare_full_state(
+    training: ExactTraining,
+    state: Mapping[str, Any],
+    moments: Mapping[str, Any],
+    expected: Mapping[str, torch.Tensor],
+    what: str,
+) -> None:
+    """Compare parameters and momentum of the full state dicts after the first step; rank 0 alone has them."""
+    got = {f"step 1: {name}": copied(value) for name, value in state.items()}
+    if training.momentum:
+        # The momentum of the first step is its gradient.
+        got |= {
+            f"step 1: gradient of {name}": copied(entry["momentum_buffer"]) for name, entry in moments["state"].items()
+        }
+    wanted = _after(expected, 1)
+    if not training.momentum:
+        wanted = {name: value for name, value in wanted.items() if "gradient of" not in name}
+    assert_same(got, wanted, what, 0)
+
+
+def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    """Return the gradients and parameters after a step on one device."""
+    return {
+        name: value for name, value in expected.items() if name.startswith(f"step {step}: ") and "outputs" not in name
+    }
+
+
+def shared_directory(rank: Rank) -> str:
+    """Make a temporary directory on rank 0, and return it on all ranks."""
+    box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
+    dist.broadcast_object_list(box, src=0, device=rank.device)
+    return str(box[0])
+
+
+def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
+    """Train for a step and save model and optimizer by `torch.distributed.checkpoint`. A collective.
+
+    The state of the optimizer is saved twice: nested, and flattened after each group of parameters got its own rate.
+    The checkpoint also has DTensors with uneven parts in several dtypes. One of them has a mesh of two dimensions, and
+    one has more than 64 Ki elements. It has a replicated tensor, a 0-dim tensor, a number and a text. `async_save`
+    saves other tensors while they change.
+
+    Returns:
+        the directory of the checkpoint.
+    """
+    directory = shared_directory(rank)
+    model = sharded(training, rank)
+    optimizer = _in_groups(model, training, training.rate)
+    step_of(training, 1, model, optimizer, rank)
+    try:
+        parameters, moments = get_state_dict(model, optimizer)
+        _set_rates(optimizer, training.rate)
+        flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        state = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 1)}
+        state_dict_saver.save(state, checkpoint_id=directory)
+        _save_meanwhile(directory, rank)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return directory
+
+
+def _save_meanwhile(directory: str, rank: Rank) -> None:
+    """Save tensors of device and CPU by `async_save`, and change them before it has ended. A collective."""
+    state = _meanwhile(rank, 1)
+    done = state_dict_saver.async_save(state, checkpoint_id=Path(directory) / _MEANWHILE)
+    for value in state.values():
+        value.fill_(-1)
+    assert isinstance(done, Future), "async_save was given no stager of its own"
+    done.result()
+
+
+def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
+    """Return tensors that only this rank has, times `factor`."""
+    return {
+        f"{place} of rank {rank.index}": torch.arange(1.0, 6.0, device=device) * (factor * (rank.index + 1))
+        for place, device in (("device", rank.device), ("CPU", "cpu"))
+    }
+
+
+def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.optim.SGD:
+    """Return an optimizer with one group for weights and one for biases."""
+    values = list(model.parameters())
+    groups = [{"params": [value for value in values if (value.dim() > 1) is kind]} for kind in (True, False)]
+    return torch.optim.SGD(groups, lr=rate, momentum=training.momentum)
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set a different rate for each group of parameters."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = rate / 2**number
+
+
+def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
+    """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and training continues. A collective.
+
+    The next step must give the results of one device, and the groups of parameters must have their saved rates.
+
+    Args:
+        directory: the directory of the checkpoint; it is removed.
+        saved_by: the number of ranks that saved it, for the message.
+    """
+    what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
+    other = replace(training, seed=training.seed + 1)
+    model = sharded(other, rank)
+    # Loading works in place, so each state needs an optimizer of its own.
+    optimizer, another = (_in_groups(model, training, 2 * training.rate) for _ in range(2))
+    try:
+        parameters, moments = get_state_dict(model, optimizer)
+        flat = get_optimizer_state_dict(model, another, options=_FLAT)
+        state: dict[str, Any] = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 0)}
+        state_dict_loader.load(state, checkpoint_id=directory)
+        # Each saving rank had its own tensors, and there may be more ranks now.
+        meanwhile = _meanwhile(rank, 0) if rank.index < saved_by else {}
+        state_dict_loader.load(meanwhile, checkpoint_id=Path(directory) / _MEANWHILE)
+        refused = _refuses_what_was_not_saved(directory)
+        dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
+    finally:
+        if rank.index == 0:
+            shutil.rmtree(Path(directory), ignore_errors=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    expected = one_device(training)
+    loaded = {}
+    for name, value in model.named_parameters():
+        assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
+        loaded[f"step 1: {name}"] = copied(value.full_tensor())
+    with Findings() as findings:
+        with findings.collected():
+            assert_same(loaded, {name: expected[name] for name in loaded}, what, rank.index)
+        message = f"{what}, rank {rank.index}: a tensor that was not saved was loaded, expected an error that names it"
+        findings.require(refused, message, ranks=[rank.index])
+        others = _others(rank, 1)
+        with findings.collected():
+            _compare_others(state, others, what, rank)
+        with findings.collected():
+            assert_same(meanwhile, _meanwhile(rank, 1) if meanwhile else {}, f"{what}, saved by async_save", rank.index)
+        with findings.collected():
+            set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
+            _compare_flat(training, model, another, optimizer, what, rank)
+        step_of(training, 2, model, optimizer, rank)
+        stepped = gathered(model, 2)
+        with findings.collected():
+            assert_same(stepped, _after(expected, 2), f"{what}, then one step", rank.index)
+
+
+def _compare_flat(
+    training: ExactTraining,
+    model: nn.Module,
+    got: torch.optim.Optimizer,
+    other: torch.optim.Optimizer,
+    what: str,
+    rank: Rank,
+) -> None:
+    """Compare rates and momentum of `got`, loaded from the flattened state, with the saved rates and with `other`."""
+    where = f"{what}, rank {rank.index}, flat state of the optimizer"
+    like = _in_groups(model, training, training.rate)
+    _set_rates(like, training.rate)
+    rates, wanted = ([group["lr"] for group in one.param_groups] for one in (got, like))
+    if rates != wanted:
+        raise ShardError(f"{where}: groups have the rates {rates}, {wanted} were saved", ranks=[rank.index])
+    for name, value in model.named_parameters():
+        own, should = (plain(_momentum(one, value)) for one in (got, other))
+        if not same_bits(should, own):
+            text = f"the momentum of {name} differs from that of the nested state"
+            raise ShardError(f"{where}: {text}", ranks=[rank.index])
+
+
+def _momentum(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the momentum of a parameter; an empty tensor without momentum."""
+    held = optimizer.state[value].get("momentum_buffer")
+    return held.to_local() if isinstance(held, DTensor) else torch.zeros(0)
+
+
+def _refuses_what_was_not_saved(directory: str) -> bool:
+    try:
+        state_dict_loader.load({"not saved": torch.zeros(2)}, checkpoint_id=directory)
+    except CheckpointException as refusal:
+        return "not saved" in str(refusal)
+    return False
+
+
+def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: str, rank: Rank) -> None:
+    """Compare the other values of the checkpoint with those that this rank must have."""
+    for name, wanted in others.items():
+        got = state[name]
+        if isinstance(wanted, torch.Tensor):
+            own, should = (plain(one.to_local() if isinstance(one, DTensor) else one) for one in (got, wanted))
+            wrong = not same_bits(should, own)
+            got, wanted = f"{own.flatten()[:4].tolist()}…", f"{should.flatten()[:4].tolist()}…"
+        else:
+            wrong = got != wanted
+        if wrong:
+            raise ShardError(f"{what}, rank {rank.index}: {name} is {got}, {wanted} was saved", ranks=[rank.index])
+
+
+def _others(rank: Rank, factor: int) -> dict[str, Any]:
+    """Return the other values of the checkpoint, times `factor`; with 0 they are the target of loading."""
+    line = init_device_mesh("cuda", (rank.size,))
+    plane = init_device_mesh("cuda", near_square(rank.size))
+    made: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}
+    made["without dimensions"] = torch.tensor(1.0 * factor, dtype=torch.float64, device=rank.device)
+    made["held by all"] = (torch.arange(7.0) * factor).to(rank.device)
+    grid = torch.arange(20.0, device=rank.device).mul(factor).view(4, 5)
+    for name, view in (("saved", bool(factor)), ("loaded", not factor)):
+        made[f"transposed where it is {name}"] = grid.t() if view else grid.t().contiguous()
+        made[f"with gaps where it is {name}"] = grid.clone()[1:, ::2] if view else grid[1:, ::2].contiguous()
+    for name, shape, dtype, mesh, placements in (
+        ("int64 by rows", (11, 3), torch.int64, line, [Shard(0)]),
+        ("bfloat16 by columns", (3, 13), torch.bfloat16, line, [Shard(1)]),
+        ("float32 by both", (7, 9), torch.float32, plane, [Shard(0), Shard(1)]),
+        ("float64 on all", (5, 2), torch.float64, line, [Replicate()]),
+        ("uint8, large, by rows", (257, 256), torch.uint8, line, [Shard(0)]),
+    ):
+        values = ((torch.arange(torch.Size(shape).numel()).reshape(shape) * 5 + 1) % 113 * factor).to(dtype)
+        made[name] = placed(values, placements, mesh)
+    return made

@@ -1,0 +1,744 @@
+"""Planted faults of sharding by torch.
+
+- Device meshes and DTensors.
+- FSDP2 (`fully_shard`) with its policies, and FSDP1 with its flat parameters.
+- SyncBatchNorm and ZeroRedundancyOptimizer.
+- State dicts and distributed checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _state_dict_utils as utils
+from torch.distributed.checkpoint import default_planner, planner_helpers, staging
+from torch.distributed.checkpoint import state_dict as state_dicts
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_sharded_data_parallel
+from torch.distributed.fsdp import _runtime_utils as runtime
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _random
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _redistribute as redistribute
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad
+
+from mgpu_check.suite.common.faults.planting import (
+    LAST_RANK,
+    Count,
+    around,
+    counted,
+    given,
+    is_last,
+    keyword,
+    optimized,
+    ranks_here,
+    returned,
+)
+from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
+from mgpu_check.suite.sharded.dtensors import lacks
+
+device_meshes = caught_by("test_device_meshes")
+redistribution = caught_by("test_redistribution")
+losses = caught_by("test_losses_of_dtensors")
+
+_LARGE = 16_384
+_LOCAL_RANK = around(DeviceMesh, "get_local_rank")
+_REDUCE = around(Partial, "_reduce_value")
+
+
+def _is_along(real: object, self: torch.Tensor, *args: Any, **_: Any) -> bool:
+    """Return whether the last argument is the dimension that is divided."""
+    return isinstance(self, DTensor) and args[-1:] == (getattr(self.placements[0], "dim", None),)
+
+
+_ALONG = When("the dimension that is divided", _is_along)
+_NAMED = When("meshes of two dimensions", lambda self, dim=None: self.ndim == 2 and isinstance(dim, str))
+_LAST_OF_THREE = When("the last of three ranks or more", lambda *args: is_last() and ranks_here() > 2)
+_MAXIMUM = When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")
+_SECOND_PLACE = When("the second dimension of a mesh", lambda self, local, mesh, mesh_dim, index: mesh_dim == 1)
+_SECOND_SUM = When("the second dimension of a mesh", lambda real, self, x, mesh, dim: dim == 1 and mesh.ndim > 1)
+_LAST_GRADIENT = When("the last rank", lambda grads, *args: is_last() and grads[0] is not None)
+_PARTIAL = When(
+    "partial operands, several ranks",
+    lambda real, self, *args: isinstance(self, DTensor) and any(place.is_partial() for place in self.placements),
+)
+_UNEQUAL_PARTS = When("parts of unequal sizes", lambda real, *tensors: all(isinstance(x, DTensor) for x in tensors))
+
+
+@device_meshes("a mesh gives the group of the other dimension", given(DeviceMesh, "get_group"), _NAMED)
+def group_of_the_other_dimension(self: DeviceMesh, mesh_dim: str) -> tuple[DeviceMesh, str]:
+    names = self.mesh_dim_names or ()
+    return self, names[1 - names.index(mesh_dim)]
+
+
+@device_meshes("DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group", _LOCAL_RANK,
+    When("meshes of two dimensions with unsorted ranks, dimension given by number",
+        lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None),
+    least_gpus=2)  # fmt: skip
+def local_rank_of_the_place(real: Any, self: Any, mesh_dim: int) -> int:
+    place: list[int] = self.get_coordinate()
+    return place[mesh_dim]
+
+
+@redistribution("gathered tensors end with a slice of padding", returned(Shard, "_to_replicate_tensor"),
+    When("sizes that are no multiple of the number of ranks",
+        lambda whole, self, local, mesh, dim, shape: whole.shape[self.dim] % mesh.size(dim) > 0))  # fmt: skip
+def padding_gathered(whole: torch.Tensor, self: Shard, *args: Any) -> None:
+    whole.narrow(self.dim, whole.shape[self.dim] - 1, 1).zero_()
+
+
+@redistribution("partial maxima are added up", _REDUCE, _MAXIMUM)
+def maxima_added_up(real: Any, self: Partial, *args: Any) -> torch.Tensor:
+    added: torch.Tensor = real(Partial("sum"), *args)
+    return added
+
+
+@redistribution("reduce-scatter of partial sums loses the last element", returned(Shard, "_reduce_shard_tensor"),
+    When("parts above 16 Ki elements", lambda made, *args: made.numel() > _LARGE))  # fmt: skip
+def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
+    made.view(-1)[-1] = 0
+
+
+@fault("functions of partial tensors are applied to each part before the sum", "test_operators_on_dtensors",
+       by=around(torch.Tensor, "abs", "exp", "clamp"), when=_PARTIAL)  # fmt: skip
+def partial_operands_not_reduced(real: Any, x: DTensor, *args: Any) -> DTensor:
+    """As if the functions were linear, or along another dimension."""
+    part = real(x.to_local(), *args)
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+@losses("l1_loss of DTensors averages the means of the parts", around(F, "l1_loss"), _UNEQUAL_PARTS)
+def mean_of_unequal_parts(real: Any, x: DTensor, y: DTensor) -> DTensor:
+    return DTensor.from_local(real(x.to_local(), y.to_local()), x.device_mesh, [Partial("avg")], run_check=False)
+
+
+_OF_TURNS = (
+    FaultRow("turned-within-parts", "running sums, reversals and turns stay within the part of a rank",
+        "test_operators_on_dtensors", around(torch.Tensor, "cumsum", "flip", "roll"), partial_operands_not_reduced,
+        _ALONG),
+)  # fmt: skip
+
+register(
+    __name__,
+    FaultRow("local-rank-of-the-world", "DeviceMesh.get_local_rank returns the global rank", "test_device_meshes",
+        _LOCAL_RANK, lambda real, self, *_: self.get_rank(),
+        When("the last rank of a mesh of two dimensions or more",
+            lambda real, self, dim=None: self.ndim > 1 and is_last())),
+    FaultRow("other-dimensions-taken-out",
+        "a slice of the outer two dimensions of a mesh returns the first and the last", "test_device_meshes",
+        given(DeviceMesh, "__getitem__"), lambda self, *_: (self, (self.mesh_dim_names[0], self.mesh_dim_names[2])),
+        When("three dimensions, two of them taken out",
+            lambda self, names: len(self.mesh_dim_names or ()) == 3 and tuple(names) == self.mesh_dim_names[:2]),
+        least_gpus=4),
+    FaultRow("exchanged-out-of-order", "a change of the shard dimension reverses the order of elements",
+        "test_redistribution", returned(Shard, "_to_new_shard_dim"),
+        lambda made, self, *_: made.flip(self.dim).contiguous(), _LAST_OF_THREE),
+    FaultRow("own-data-distributed", "distribute_tensor shards each rank's own tensor instead of rank 0's",
+        "test_redistribution", around(Shard, "_make_shard_tensor"),
+        lambda real, cls, dim, tensor, mesh, mesh_dim, *_: real(cls, dim, tensor, mesh, mesh_dim, None),
+        "ranks with different data"),
+    FaultRow("parts-draw-alike", "the parts of a DTensor draw the same random numbers", "test_redistribution",
+        around(_random.OffsetBasedRNGTracker, "_set_pre_op_offset"), lambda *_: None, "parts of divided DTensors"),
+    FaultRow("cut-for-the-neighbour", "a rank gets the shard of the next rank", "test_redistribution_in_two_dimensions",
+        given(Shard, "_replicate_to_shard"),
+        lambda self, local, mesh, dim, index: (self, local, mesh, dim, (int(index) + 1) % mesh.size(1)), _SECOND_PLACE),
+    FaultRow("second-dimension-not-reduced", "partial sums are reduced over the first dimension of the mesh only",
+        "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(), _SECOND_SUM),
+    FaultRow("second-averages-added-up", "averages over the second dimension of a mesh are added up",
+        "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, *args: real(Partial("sum"), *args),
+        When("partial averages", lambda real, self, x, mesh, dim: self.reduce_op == "avg" and dim == 1), least_gpus=4),
+    FaultRow("rank-0-distributes-always", "distribute_tensor ignores src_data_rank", "test_redistribution",
+        around(Shard, "_make_shard_tensor"),
+        lambda real, cls, dim, tensor, mesh, mesh_dim, source=0: real(cls, dim, tensor, mesh, mesh_dim, source and 0),
+        "src_data_rank other than 0"),
+    FaultRow("columns-draw-alike", "parts of the same rows draw the same random numbers",
+        "test_redistribution_in_two_dimensions", around(_random.OffsetBasedRNGTracker, "_calc_shard_linear_idx"),
+        lambda real, self, place, sizes: real(self, [*place[:1], *[0] * len(place[1:])], sizes), "divided by columns"),
+    FaultRow("filled-on-all-but-one", "the last rank's part of a filled tensor is 0", "test_making_dtensors",
+        returned("torch.distributed.tensor", "full", "ones"), lambda made, *_, **__: made * 0, LAST_RANK),
+    FaultRow("replicas-not-checked", "from_local with run_check keeps tensors that differ between replicas",
+        "test_making_dtensors", around(api, "mesh_broadcast"), lambda real, tensor, *_, **__: tensor,
+        "run_check=True, replicated"),
+    FaultRow("gradient-of-whole-replicated", "full_tensor ignores grad_placements", "test_making_dtensors",
+        around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
+    FaultRow("sharded-twice-gathered-in-reverse", "full_tensor takes nested shards in the wrong order",
+        "test_redistribution_in_two_dimensions", returned(DTensor, "full_tensor"),
+        lambda whole, *_, **__: whole.flip(0),
+        When("two dimensions that both divide the first",
+            lambda whole, self, **_: tuple(self.placements) == (Shard(0), Shard(0)))),
+    FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
+        around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
+        "forward_dtype"),
+    FaultRow("local-sums-not-added", "local_map takes partial outputs for whole ones", "test_making_dtensors",
+        around("torch.distributed.tensor.experimental", "local_map"),
+        lambda real, function, out_placements, **kwargs: real(function, out_placements=[Replicate()], **kwargs)),
+    *(() if lacks("flip") else _OF_TURNS),
+    FaultRow("place-within-a-part", "argmax and argmin return the place within the part of a rank",
+        "test_operators_on_dtensors", around(torch.Tensor, "argmax", "argmin"),
+        lambda real, x, *dim, **options: DTensor.from_local(
+            real(x.to_local(), *dim, **options), x.device_mesh, [Replicate()], run_check=False), _ALONG),
+    FaultRow("redistributed-gradient-doubled", "the gradient of redistribution is doubled on one rank",
+        "test_gradients_of_redistribution", returned(redistribute.Redistribute, "backward"),
+        lambda grads, *_: (grads[0] * 2, *grads[1:]), _LAST_GRADIENT),
+    FaultRow("gradient-placements-ignored", "to_local ignores grad_placements, so partial gradients count as full",
+        "test_gradients_of_redistribution", given(api._ToTorchTensor, "forward"),
+        lambda ctx, tensor, *_: (ctx, tensor, None), "to_local with placements of the gradient"),
+)  # fmt: skip
+
+
+@fault("distribute_tensor negates the last of fewer rows than ranks", "test_redistribution",
+       by=returned("mgpu_check.suite.sharded.redistribution", "distribute_tensor"), least_gpus=3,
+       when="one dimension, fewer rows than ranks")  # fmt: skip
+def last_of_few_rows_negated(made: DTensor, *_: Any, **__: Any) -> None:
+    mesh = made.device_mesh
+    if mesh.ndim == 1 and made.placements[0].is_shard(0) and mesh.get_local_rank() == len(made) - 1 < mesh.size() - 1:
+        made.to_local().detach().neg_()
+
+
+fully_shard = caught_by("test_fully_shard")
+mixed_precision = caught_by("test_mixed_precision")
+flat_parameters = caught_by("test_flat_parameters")
+
+_ACCUMULATE = "accumulate_unsharded_grad_if_needed"
+_THREE_RANKS = When("three ranks or more", lambda *args, **kwargs: is_last() and ranks_here() > 2)
+# The first assignment is the initial value of the parameter, not a gradient.
+_COLUMNS = When(
+    "shard_placement_fn, parameters that are divided by another dimension than the first",
+    lambda self, tensor: self.fsdp_placement.dim and hasattr(self, "sharded_param"),
+)
+_DTENSORS = When(
+    "parameters that were DTensors", lambda self, tensor: self.is_dtensor and hasattr(self, "sharded_param")
+)
+_INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))
+
+
+@fully_shard("the all-gather of parameters returns a stale result on one rank",
+    when="every fifth call, on the last rank")  # fmt: skip
+def stale_parameters_gathered() -> Iterator[None]:
+    count, last = Count(), dict[int, torch.Tensor]()
+
+    def stale(work: Any, self: Any, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not is_last():
+            return
+        if work is not None:
+            work.wait()
+        old = last.get(output_tensor.numel())
+        last[output_tensor.numel()] = output_tensor.clone()
+        if count.every(5):
+            output_tensor.copy_(output_tensor.flip(0) if old is None else old + 1)
+
+    with returned(DefaultAllGather, "__call__")(stale):
+        yield
+
+
+@fully_shard("the last micro-batch overwrites accumulated gradients",
+    when="steps of several micro-batches, meshes of one dimension")  # fmt: skip
+def accumulated_gradients_lost() -> Iterator[None]:
+    def accumulate(real: Any, self: Any) -> None:
+        if self.mesh_info.mesh.ndim > 1:
+            real(self)
+        elif self.unsharded_accumulated_grad is not None and self.unsharded_param.grad is not None:
+            self.unsharded_accumulated_grad = self.unsharded_param.grad
+            self.unsharded_param.grad = None
+
+    def keep(real: Any, self: Any) -> None:
+        if self.mesh_info.mesh.ndim > 1:
+            real(self)
+        elif self._unsharded_param.grad is not None:
+            self.unsharded_accumulated_grad = self._unsharded_param.grad
+            self._unsharded_param.grad = None
+
+    with around(FSDPParam, _ACCUMULATE)(accumulate), around(FSDPParam, "to_accumulated_grad_if_needed")(keep):
+        yield
+
+
+@fully_shard("an offloaded gradient replaces the accumulated one", given(groups, "foreach_reduce"),
+    "CPUOffloadPolicy, from the second reduction on")  # fmt: skip
+def offloaded_gradient_replaced(params: list[Any], *args: Any, **kwargs: Any) -> None:
+    for param in params:
+        if param.offload_to_cpu:
+            param.sharded_param.grad = None
+
+
+@fully_shard("prefetched parameters are those of the previous step",
+    when="set_modules_to_forward_prefetch, from the second forward pass on")  # fmt: skip
+def fetched_too_early() -> Iterator[None]:
+    ahead: set[int] = set()
+    before: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+    def prefetch(group: Any, when: str) -> None:
+        if when == "forward":
+            ahead.add(id(group))
+
+    def exchange(result: None, self: Any) -> None:
+        if id(self) not in ahead:
+            return
+        ahead.remove(id(self))
+        values = [param._unsharded_param.data for param in self.fsdp_params]
+        now = [value.clone() for value in values]
+        for value, old in zip(values, before.get(self, now), strict=True):
+            value.copy_(old)
+        before[self] = now
+
+    with given(FSDPParamGroup, "_prefetch_unshard")(prefetch), returned(FSDPParamGroup, "wait_for_unshard")(exchange):
+        yield
+
+
+@fully_shard("parameters resharded to two ranks after forward return as zeros on the second",
+    returned(FSDPParam, "to_sharded_post_forward"),
+    When("reshard_after_forward=2, one of two ranks",
+        lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1), least_gpus=4)  # fmt: skip
+def half_of_a_pair_lost(result: None, self: Any) -> None:
+    self._sharded_post_forward_param_data.zero_()
+
+
+@fully_shard("the last of several layers sharded together has no gradient", given(FSDPParamGroup, "post_backward"),
+    When("fully_shard of several layers", lambda self, *args: len(self.modules) > 1))  # fmt: skip
+def last_of_a_group_forgotten(self: Any, *args: Any) -> None:
+    gradient = self.fsdp_params[-1].unsharded_param.grad
+    if gradient is not None:
+        gradient.zero_()
+
+
+@fault("gradients are not reduced among replicas", "test_hybrid_shard", when="meshes of two dimensions")
+def repeats_not_reduced() -> Iterator[None]:
+    reducing: list[bool] = []
+
+    def reduce(real: Any, *args: Any, **kwargs: Any) -> Any:
+        reducing.append(True)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            reducing.pop()
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor] | None:
+        return (tensor.clone(),) if reducing else None
+
+    with around(groups, "foreach_reduce")(reduce), given(dist, "all_reduce")(all_reduce):
+        yield
+
+
+@mixed_precision("parameters are kept in the precision of the computation", when="policies of float16 only")
+def parameters_kept_in_low_precision() -> Iterator[None]:
+    low: list[torch.dtype | None] = [None]
+
+    def init(result: None, self: Any, policy: Any) -> None:
+        low[0] = self.param_dtype
+
+    def step(result: Any, self: torch.optim.SGD, *args: Any, **kwargs: Any) -> None:
+        for value in optimized(self) if low[0] == torch.float16 else ():
+            value.detach().copy_(value.detach().half())
+
+    with returned(FSDPParam, "init_dtype_attrs")(init), returned(torch.optim.SGD, "step")(step):
+        yield
+
+
+@mixed_precision("of gradients accumulated in the dtype of the reduction, only the last is kept",
+    around(FSDPParam, _ACCUMULATE), "reductions in another dtype than gradients, several micro-batches")  # fmt: skip
+def last_of_the_accumulated(real: Any, self: Any) -> None:
+    held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+    if held is not None and new is not None:
+        held.copy_(new)
+        self.unsharded_param.grad = None
+
+
+@mixed_precision("gradients are accumulated in the dtype of the arithmetic", returned(FSDPParam, _ACCUMULATE),
+    "reductions in float32 of gradients in another dtype, several micro-batches")  # fmt: skip
+def accumulated_in_low_precision(result: None, self: Any) -> None:
+    held = self.unsharded_accumulated_grad
+    if held is not None and self.param_dtype is not None:
+        held.copy_(held.to(self.param_dtype))
+
+
+@mixed_precision("the gradients of a third micro-batch are dropped", given(FSDPParam, _ACCUMULATE),
+    "reductions in another dtype than gradients, three micro-batches and more")  # fmt: skip
+def third_micro_batch_dropped(self: Any) -> None:
+    held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+    self._added = 0 if held is None else self._added + (new is not None)
+    if held is not None and new is not None and self._added > 1:
+        new.zero_()
+
+
+@fault("infinity norms of parts are added up instead of their maximum", "test_clipping",
+       by=returned(clip_grad, "_get_total_norm"), when=_INFINITE)  # fmt: skip
+def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    ranks: int = tensors[0].device_mesh.size()
+    return norm * ranks
+
+
+@flat_parameters("gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"),
+    When("no_sync", lambda state, *args: not state._sync_gradients))  # fmt: skip
+def unsynchronized_gradients_forgotten(state: Any, handle: Any, *args: Any) -> None:
+    if handle.flat_param.grad is not None:
+        handle.flat_param.grad.zero_()
+
+
+@flat_parameters("hybrid strategies of FSDP1 do not reduce gradients over replicas", around(runtime, "_reduce_grad"),
+    "HYBRID_SHARD")  # fmt: skip
+def flat_repeats_not_reduced(real: Any, state: Any, handle: Any) -> None:
+    strategy, handle._sharding_strategy = handle._sharding_strategy, HandleShardingStrategy.FULL_SHARD
+    try:
+        real(state, handle)
+    finally:
+        handle._sharding_strategy = strategy
+
+
+register(
+    __name__,
+    FaultRow("divisor-rounded", "the number that divides gradients is rounded to a power of two",
+        ("test_fully_shard", "test_hybrid_shard"), given(FSDPModule, "set_gradient_divide_factor"),
+        lambda self, factor: (self, 2.0 ** int(math.log2(factor))), "other divisors than powers of two"),
+    FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
+        given(FSDPParam, "to_sharded_dtensor"),
+        lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
+    *(
+        FaultRow("inputs-cast-anyway", "fully_shard casts inputs in spite of cast_forward_inputs=False",
+            "test_options_of_fully_shard", around(FSDPState, "_cast_forward_inputs"),
+            lambda real, self, args, kwargs: (
+                tuple(x.to(self._mp_policy.param_dtype or x.dtype) for x in args), kwargs),
+            "cast_forward_inputs=False")
+        for _ in range(hasattr(FSDPState, "_cast_forward_inputs"))
+    ),
+    FaultRow("flat-inputs-cast-anyway", "FSDP1 casts inputs in spite of cast_root_forward_inputs=False",
+        "test_options_of_flat_parameters", around(runtime, "_root_cast_forward_input"),
+        lambda real, state, _, args, kwargs: torch.distributed.utils._cast_forward_inputs(
+            state.mixed_precision.param_dtype, *args, **kwargs),
+        "cast_root_forward_inputs=False"),
+    FaultRow("hook-of-flat-copy", "the communication hook of FSDP1 gets a copy of the gradients",
+        "test_options_of_flat_parameters", given(FullyShardedDataParallel, "register_comm_hook"),
+        lambda self, state, hook: (self, state, lambda state, first, *rest: hook(state, first.clone(), *rest)),
+        "register_comm_hook, gradients that stay whole"),
+    FaultRow("summoned-always-written-back", "summon_full_params ignores writeback=False",
+        "test_options_of_flat_parameters", given(fully_sharded_data_parallel, "_unshard_params"),
+        lambda model, recurse, writeback, first_only, *_: (model, recurse, not first_only),
+        "writeback=False on all ranks"),
+    FaultRow("hook-of-a-copy", "a hook after the reduction gets a copy of gradients", "test_options_of_fully_shard",
+        given(FSDPModule, "set_all_reduce_hook"),
+        lambda self, hook, **_: (self, lambda reduced: hook(reduced.clone())), "set_all_reduce_hook"),
+    FaultRow("containers-not-cast", "outputs in containers keep the dtype of the arithmetic", "test_mixed_precision",
+        around(FSDPState, "_cast_output_dtype"), lambda real, self, output: output,
+        When("MixedPrecisionPolicy(output_dtype=...), outputs in containers",
+            lambda real, self, output: not isinstance(output, torch.Tensor))),
+    FaultRow("norm-of-own-parts", "each rank clips by the norm of its own parts", "test_clipping",
+        given(clip_grad, "_get_total_norm"),
+        lambda tensors, *_, **__: ([t.to_local() if isinstance(t, DTensor) else t for t in tensors],)),
+    *(
+        FaultRow("gradients-of-dtensors-doubled", "gradients of parameters that were DTensors are added twice",
+            "test_fully_shard", given(FSDPParam, "to_sharded_dtensor"), lambda self, tensor: (self, 2 * tensor),
+            _DTENSORS)
+        for _ in range(hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
+    ),
+    FaultRow("last-rank-not-reduced", "the reduce-scatter of gradients leaves out the last rank", "test_fully_shard",
+        around(DefaultReduceScatter, "__call__"),
+        lambda real, self, output_tensor, input_tensor, *args, **kw:
+            real(self, output_tensor, torch.zeros_like(input_tensor), *args, **kw), _THREE_RANKS),
+    FaultRow("scattered-gradients-forgotten",
+        "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost", "test_hybrid_shard",
+        returned(FSDPParamGroup, "post_backward"),
+        lambda result, self, *args: setattr(self, "_partial_reduce_output", None),
+        When("two dimensions, set_requires_all_reduce(False)", lambda result, self, *args: not self.all_reduce_grads)),
+    FaultRow("reduced-in-low-precision", "gradients are reduced in the precision of the computation",
+        "test_mixed_precision", returned(FSDPParam, "init_dtype_attrs"),
+        lambda result, self, policy: setattr(self, "reduce_dtype", None), "policies that reduce in another precision"),
+    FaultRow("reduced-in-the-dtype-of-parameters",
+        "gradients of parameters that are not cast are reduced in their own dtype", "test_mixed_precision",
+        returned(FSDPParam, "init_dtype_attrs"), lambda result, self, policy: setattr(self, "reduce_dtype", None),
+        When("MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
+            lambda result, self, policy: policy.param_dtype is None)),
+    FaultRow("norm-of-the-part", "FSDP1 clips by the norm of each rank's part", "test_flat_parameters",
+        around(FullyShardedDataParallel, "clip_grad_norm_"),
+        lambda real, self, max_norm, norm_type=2.0:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type), "several ranks"),
+)  # fmt: skip
+
+
+sync_batchnorm = caught_by("test_sync_batchnorm")
+zero_redundancy_optimizer = caught_by("test_zero_redundancy_optimizer")
+zero_redundancy_state = caught_by("test_zero_redundancy_state")
+
+_ZERO = "torch.distributed.optim:ZeroRedundancyOptimizer"
+"""Imported by its faults only, because this import makes torch compile functions of the optimizers."""
+_LAST = When("on the last rank", lambda *args, **kwargs: is_last())
+_EMPTY = When("a rank without samples", lambda real, self, x: not x.numel())
+_AS_VIEWS = keyword("parameters_as_bucket_view", True)
+_VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as_bucket_view and is_last())
+
+
+@sync_batchnorm("SyncBatchNorm weighs all ranks alike", given(torch, "batch_norm_gather_stats_with_counts"),
+    "different numbers of samples")  # fmt: skip
+def samples_not_counted(*args: Any) -> tuple[Any, ...]:
+    *others, counts = args
+    return (*others, torch.full_like(counts, float(counts.mean())))
+
+
+@sync_batchnorm("SyncBatchNorm of a rank without samples keeps the statistics of before",
+    around(nn.SyncBatchNorm, "forward"), _EMPTY, least_gpus=3)  # fmt: skip
+def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    mean = self.get_buffer("running_mean")
+    before = mean.clone()
+    normed: torch.Tensor = real(self, x)
+    mean.copy_(before)
+    return normed
+
+
+@zero_redundancy_optimizer("the last rank keeps a parameter from the previous step", around(_ZERO, "step"),
+    counted("from the second step on", lambda count: count.every(2)) & _LAST)  # fmt: skip
+def stale_parameters_of_others(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    first = optimized(self)[0].detach()
+    before = first.clone()
+    result = real(self, *args, **kwargs)
+    first.copy_(before)
+    return result
+
+
+@zero_redundancy_optimizer("parameters in buckets are broadcast before their optimizer step",
+    around(_ZERO, "_sync_params"), _VIEWS)  # fmt: skip
+def buckets_sent_too_early(real: Any, self: Any) -> None:
+    before = [parameter.detach().clone() for parameter in optimized(self)]
+    real(self)
+    for parameter, old in zip(optimized(self), before, strict=True):
+        parameter.detach().copy_(old)
+
+
+@zero_redundancy_optimizer("parameters added to an optimizer later are sharded, but not broadcast",
+    when="add_param_group, several ranks")  # fmt: skip
+def later_group_not_sent() -> Iterator[None]:
+    late: set[torch.Tensor] = set()
+
+    def add(result: None, self: Any, param_group: dict[str, Any]) -> None:
+        late.update(param_group["params"] if self.initialized else ())
+
+    def send(real: Any, self: Any) -> None:
+        kept = [(value, value.detach().clone()) for value in late.difference(optimized(self.optim))]
+        real(self)
+        for value, before in kept:
+            value.data.copy_(before)
+
+    with returned(_ZERO, "add_param_group")(add), around(_ZERO, "_sync_params")(send):
+        yield
+
+
+@zero_redundancy_state("the consolidated state lacks the second moments of one rank", returned(_ZERO, "state_dict"),
+    "the state of rank 0")  # fmt: skip
+def state_put_together_in_part(state: dict[str, Any], self: Any) -> None:
+    torch.cuda.synchronize()
+    entry = next(entry for entry in state["state"].values() if entry)
+    entry["exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
+
+
+@zero_redundancy_state("a loaded state has the rate of the first group in all groups",
+    returned(_ZERO, "load_state_dict"), "the second group of parameters")  # fmt: skip
+def rates_of_groups_lost(result: None, self: Any, state: Any) -> None:
+    for group in (*self.param_groups, *self.optim.param_groups):
+        group["lr"] = self.param_groups[0]["lr"]
+
+
+@zero_redundancy_state("of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
+    around(_ZERO, "_sync_param_groups"), "a weight decay that changes")  # fmt: skip
+def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    kept = [(group, group["weight_decay"]) for group in target if group.get("weight_decay") is not None]
+    real(source, target)
+    for group, decay in kept:
+        group["weight_decay"] = decay
+
+
+@zero_redundancy_state(
+    "a step resets the changes of a scheduler, which a consolidation would have kept", given(_ZERO, "_local_step")
+)
+def changes_lost_in_step(self: Any, *args: Any, **kwargs: Any) -> None:
+    self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+
+@zero_redundancy_state("the first consolidated state is returned by all later calls",
+    around(_ZERO, "consolidate_state_dict"), "the second consolidation")  # fmt: skip
+def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    before = self._all_state_dicts
+    real(self, *args, **kwargs)
+    self._all_state_dicts = before or self._all_state_dicts
+
+
+def _without_decay(real: Any, self: Any, *args: Any, weight_decay: float = 0.0, **kwargs: Any) -> None:
+    real(self, *args, **kwargs)
+
+
+register(
+    __name__,
+    FaultRow("sums-of-gradients-local", "the gradients of SyncBatchNorm use sums over the own samples",
+        "test_sync_batchnorm", given(dist, "all_reduce"),
+        lambda tensor, *_, **__: (tensor.clone() if tensor.is_floating_point() else tensor,)),
+    FaultRow("cumulative-average-ignored",
+        "SyncBatchNorm with momentum=None keeps the statistics of the last batch only", "test_sync_batchnorm",
+        given(nn.SyncBatchNorm, "forward"), lambda self, *_: self.num_batches_tracked.zero_(),
+        When("momentum=None, from the second step on",
+            lambda self, x: self.momentum is None and self.training and self.num_batches_tracked is not None)),
+    FaultRow("schedule-of-the-first-group", "a scheduler changes the first parameter group only",
+        "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
+        lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
+    FaultRow("defaults-of-views-lost", "the default weight decay is lost with parameters_as_bucket_view",
+        "test_zero_redundancy_state", around(_ZERO, "__init__"), _without_decay, _AS_VIEWS),
+    FaultRow("group-lost-in-conversion", "convert_sync_batchnorm ignores process_group", "test_sync_batchnorm",
+        returned(nn.SyncBatchNorm, "__init__"),
+        lambda result, self, *args, **kwargs: setattr(self, "process_group", None), "process_group="),
+    FaultRow("conversion-thaws", "convert_sync_batchnorm unfreezes parameters", "test_sync_batchnorm",
+        returned(nn.SyncBatchNorm, "convert_sync_batchnorm"), lambda made, *args: made.requires_grad_(True),
+        "parameters that need no gradient"),
+)  # fmt: skip
+
+
+state_dict = caught_by("test_state_dict")
+distributed_checkpoint = caught_by("test_distributed_checkpoint")
+
+_LARGE_PARTS = When("parts above 16 Ki elements", lambda self, item, tensor: tensor.numel() > _LARGE)
+
+
+def _both(first: Planter, second: Planter) -> Planter:
+    """Plant a function by two planters."""
+
+    @contextlib.contextmanager
+    def plant(function: Callable[..., Any]) -> Iterator[None]:
+        with first(function), second(function):
+            yield
+
+    return plant
+
+
+@state_dict("a full state dict distributed by rank 0 is cut at the wrong rows", given(utils, "_distribute_tensors"),
+    When("the last rank, tensors of two dimensions", lambda *args, **kwargs: is_last()))  # fmt: skip
+def full_state_cut_wrongly(local: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
+    for key in keys:
+        # Entries of tensors that are not sharded are not pairs.
+        if isinstance(local[key], tuple) and local[key][1].dim() == 2:
+            local[key] = (local[key][0], local[key][1].roll(1, 0))
+
+
+@state_dict("0-dim buffers keep their old values on the last rank", around(state_dicts, "_broadcast_state_dict"),
+    "buffers without dimensions")  # fmt: skip
+def counts_not_given_out(real: Any, full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    before = {key: value for key, value in local.items() if isinstance(value, torch.Tensor) and not value.dim()}
+    before = {key: value.clone() for key, value in before.items() if not value.is_meta}
+    real(full, local, *args, **kwargs)
+    if is_last():
+        local.update(before)
+
+
+@state_dict("the momentum is not distributed with the parameters", returned(torch.optim.Optimizer, "load_state_dict"))
+def momentum_not_given_out(result: None, self: torch.optim.Optimizer, state_dict: object) -> None:
+    for entry in self.state.values():
+        if entry.get("momentum_buffer") is not None:
+            entry["momentum_buffer"] = entry["momentum_buffer"] * 0
+
+
+@distributed_checkpoint("tensors read from a checkpoint lack the last element",
+    given(DefaultLoadPlanner, "commit_tensor"), _LARGE_PARTS)  # fmt: skip
+def large_parts_read_short(self: Any, item: Any, tensor: torch.Tensor) -> None:
+    tensor.detach()[-1] = 0
+
+
+@distributed_checkpoint("async_save does not copy CPU tensors, so it writes later changes",
+    _both(returned(staging.DefaultStager, "stage"), returned(staging.BlockingAsyncStager, "stage")),
+    "async_save, tensors of the CPU that change meanwhile")  # fmt: skip
+def host_memory_not_staged(made: Any, self: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """They need no copy from a device, so the copy is skipped."""
+    same = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and not value.is_cuda}
+    return made | same if isinstance(made, dict) else made
+
+
+@distributed_checkpoint("parameter groups after the first keep their old learning rate when a state is loaded",
+    around(state_dicts, "_load_optim_state_dict"), "several groups of parameters")  # fmt: skip
+def rates_of_groups_not_loaded(real: Any, model: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups[1:]]
+    real(model, optimizers, *args, **kwargs)
+    loaded = [group for optimizer in optimizers for group in optimizer.param_groups[1:]]
+    for group, rate in zip(loaded, rates, strict=True):
+        group["lr"] = rate
+
+
+_FLAT = returned(state_dicts, "_unflatten_optim_state_dict")
+_SEVERAL_GROUPS = "flatten_optimizer_state_dict, several groups of parameters"
+
+
+@distributed_checkpoint("all parameter groups of a flat optimizer state have the learning rate of the first", _FLAT,
+    _SEVERAL_GROUPS)  # fmt: skip
+def flat_rates_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
+    for group in found["param_groups"]:
+        group["lr"] = found["param_groups"][0]["lr"]
+
+
+@distributed_checkpoint("parameter groups after the first of a flat optimizer state have no momentum", _FLAT,
+    _SEVERAL_GROUPS)  # fmt: skip
+def flat_momentum_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
+    for name in (name for group in found["param_groups"][1:] for name in group["params"]):
+        found["state"][name] = {key: value * 0 for key, value in found["state"][name].items()}
+
+
+@fault("entries that a checkpoint lacks become zeros", "test_options_of_checkpoints",
+       by=returned(default_planner, "create_default_local_load_plan"), when="allow_partial_load")  # fmt: skip
+def lacking_set_to_zero(plan: Any, state: dict[str, Any], metadata: Any, *args: Any) -> None:
+    for name, value in state.items():
+        if name not in metadata.state_dict_metadata and isinstance(value, torch.Tensor):
+            value.zero_()
+
+
+@fault("get_optimizer_state_dict gives steps of zero", "test_options_of_state_dicts",
+       by=returned("mgpu_check.suite.sharded.checkpoint_options", "get_optimizer_state_dict"),
+       when="nested states, optimizers that count steps")  # fmt: skip
+def steps_lost_apart(taken: dict[str, Any], *_: Any, **__: Any) -> None:
+    for held in taken.get("state", {}).values():
+        held["step"] = held["step"] * 0
+
+
+def _is_transposed(found: torch.Tensor) -> bool:
+    return found.dim() == 2 and not found.is_contiguous() and found.t().is_contiguous()
+
+
+register(
+    __name__,
+    FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
+        returned(DefaultSavePlanner, "resolve_data"), lambda found, *_: torch.zeros_like(found),
+        When("bfloat16 only", lambda found, *args: isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16)),
+    FaultRow("state-of-whole-parameters", "a state dict of layers that are gathered has whole parameters",
+        "test_state_dict",
+        around("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "_register_state_dict_hooks"),
+        lambda *_: None, "after unshard"),
+    FaultRow("offload-not-done", "state dicts stay on the device", "test_options_of_state_dicts",
+        given(state_dicts, "_maybe_full_or_cpu_state_dict"),
+        lambda state, info: setattr(info, "cpu_offload", False), "cpu_offload"),
+    FaultRow("flat-steps-lost", "flat states of optimizers have the step 0", "test_options_of_state_dicts",
+        returned(state_dicts, "_flatten_optim_state_dict"),
+        lambda flat, *_: {name: flat[name] * 0 if name.endswith(".step") else flat[name] for name in flat},
+        "flatten_optimizer_state_dict, optimizers that count steps"),
+    FaultRow("parts-across-read-in-part", "a part that two ranks saved is read from the first of them only",
+        "test_distributed_checkpoint", returned(planner_helpers, "create_read_items_for_chunk_list"),
+        lambda items, *_: items[:1], "parts across saved ones, as with another world size"),
+    FaultRow("read-left-out", "one read of a checkpoint is left out", "test_distributed_checkpoint",
+        given(DefaultLoadPlanner, "commit_tensor"), lambda self, item, tensor: tensor.detach().zero_(),
+        counted("every seventh tensor", lambda count: count.every(7)) & _LAST),
+    FaultRow("scalars-not-loaded", "0-dim tensors keep their values when a checkpoint is loaded",
+        "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"), lambda found, *_: found.clone(),
+        When("tensors without dimensions", lambda found, *args: not found.dim())),
+    FaultRow("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
+        around(default_planner, "create_default_local_load_plan"),
+        lambda real, state, metadata, *_: real(state, metadata, False), "a tensor that was not saved"),
+    FaultRow("full-state-left-on-the-device", "cpu_offload leaves a full state dict on the device", "test_state_dict",
+        around(state_dicts, "_gather_state_dict"),
+        lambda real, *args, cpu_offload=False, **kwargs: real(*args, **kwargs)),
+    FaultRow("saved-in-the-order-of-memory", "a transposed matrix is saved in the order of its memory",
+        "test_distributed_checkpoint", returned(DefaultSavePlanner, "resolve_data"),
+        lambda found, *_: found.t().reshape(found.shape),
+        When("matrices that are transposed",
+            lambda found, *_: isinstance(found, torch.Tensor) and _is_transposed(found))),
+)  # fmt: skip
