@@ -33,7 +33,7 @@ from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import judged
 from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.inventory.checks import examine_identity, examine_inventory, examine_pcie
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 from mgpu_check.devices.telemetry.simulated import PROFILE, Override
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from mgpu_check.cli import launched
+from mgpu_check.cli import launcher
 from mgpu_check.cli.codes import INTERNAL_ERROR, WRONG_USAGE
 from mgpu_check.version import __version__, without_torch
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first in _COMMANDS:
         if first in _OF_ONE_PROCESS:
             return _command(first, arguments[1:])
-        return launched.run(arguments, lambda: _command(first, arguments[1:]))
+        return launcher.run(arguments, lambda: _command(first, arguments[1:]))
     from mgpu_check.cli import suite
 
     if first and not first.startswith("-") and not suite.names_a_check(first):
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return WRONG_USAGE
-    return launched.run(arguments, lambda: suite.main(arguments))
+    return launcher.run(arguments, lambda: suite.main(arguments))
 
 
 def _command(name: str, arguments: Sequence[str]) -> int:

@@ -12,14 +12,12 @@ import pytest
 import mgpu_check.acceptance
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import Plan, soak_of
-from mgpu_check.acceptance.report.live import Live
-from mgpu_check.acceptance.report.text import lines
-from mgpu_check.acceptance.report.view import headline
+from mgpu_check.acceptance.plan import Plan, Selection, soak_of
+from mgpu_check.acceptance.report.progress import Live
+from mgpu_check.acceptance.report.summary import headline, lines
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
-from mgpu_check.acceptance.selection import Selection
-from mgpu_check.acceptance.verdict.localisation import SECONDS
+from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS
 from mgpu_check.devices.observations import Observation
 from mgpu_check.option_values import depth_of
 from mgpu_check.plugin.ranks import Ranks
@@ -109,7 +107,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         except session.Failed as failed:  # -x or --maxfail: still repeat what failed
             stopped = failed
         if any(run.log.failed_calls()):
-            live.phase("second looks at failures", SECONDS[depth_of(run.plan.level)])
+            live.phase("second looks at failures", LOCALISATION_SECONDS[depth_of(run.plan.level)])
         run.look_again()
     except BaseException:
         run.interrupted = True

@@ -1,21 +1,72 @@
-"""The plan of an acceptance run, read from the settings and validated before anything starts."""
+"""The plan of an acceptance run, read from the settings and validated before anything starts.
+
+The options that select checks belong to it, for a command that repeats the run.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import shlex
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance.baseline import Baseline, read_baseline
 from mgpu_check.acceptance.dcgm.diagnostic import Diagnostic, read_diagnostic
 from mgpu_check.acceptance.faults import Planted, planted_from
 from mgpu_check.acceptance.findings import KINDS
+from mgpu_check.acceptance.references import Baseline, read_baseline
 from mgpu_check.acceptance.report.files import check_paths, check_place
 from mgpu_check.devices.observations import Ruling
 from mgpu_check.option_values import Level
 from mgpu_check.settings import OPTIONS, Settings
+
+if TYPE_CHECKING:
+    import pytest
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The selection of checks by the command line.
+
+    Attributes:
+        keyword: expression of ``-k``; "" selects all.
+        mark: expression of ``-m``.
+        left_out: prefixes of ``--deselect``.
+        files: files of the acceptance, or checks in them: "test_memory.py", "test_links.py::test_speed".
+    """
+
+    keyword: str = ""
+    mark: str = ""
+    left_out: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: pytest.Config, package: Path) -> Selection:
+        """Return the selection of this run; `package` is the directory of the acceptance."""
+        files = []
+        for word in config.getoption("file_or_dir", None) or ():
+            path, separator, names = os.fspath(word).partition("::")
+            if path.endswith(".py") and package in Path(path).absolute().parents:
+                files.append(Path(path).name + separator + names)
+        return cls(
+            config.getoption("keyword", None) or "",
+            config.getoption("markexpr", None) or "",
+            tuple(config.getoption("deselect", None) or ()),
+            tuple(files),
+        )
+
+    def narrowed(self, checks: Iterable[str]) -> Selection:
+        wanted = " or ".join(checks)
+        return replace(self, keyword=f"({self.keyword}) and ({wanted})" if self.keyword not in ("", wanted) else wanted)
+
+    def added_to(self, command: str) -> str:
+        words = [*(("-k", self.keyword) if self.keyword else ()), *(("-m", self.mark) if self.mark else ())]
+        words += [f"--deselect={one}" for one in self.left_out]
+        return shlex.join([*shlex.split(command), *words, *self.files])
+
 
 DEFAULT_SOAK = 600.0
 """Seconds of load at the level "long" without ``--for``."""

@@ -11,7 +11,7 @@ from mgpu_check.simulated.hardware import Hardware, planted
 
 def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
     """Return a context that gives the simulated node of this process the hardware of a text of
-    `registry.hardware_text`.
+    `faults.hardware_text`.
 
     Counters and time of the hardware continue from one context to the next.
     """

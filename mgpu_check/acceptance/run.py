@@ -10,24 +10,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance import floors
+from mgpu_check.acceptance import checklist
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.acceptance.faults import PLANTER, hardware_text
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.machine.kernel import Component, KernelFacts, read_kernel
+from mgpu_check.acceptance.machine.checks import Component, KernelFacts, read_kernel
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.recording import entries_of, record
+from mgpu_check.acceptance.plan import Plan, Selection
+from mgpu_check.acceptance.references import entries_of, record
 from mgpu_check.acceptance.report import files
-from mgpu_check.acceptance.report.text import verdict_lines
-from mgpu_check.acceptance.run_log import RepeatableCall, RunLog
-from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, Kind, RunReport, Verdict
-from mgpu_check.acceptance.selection import Selection
-from mgpu_check.acceptance.verdict.advice import evidence_lines, of_symptoms, remedy_for
-from mgpu_check.acceptance.verdict.localisation import CASES, Look, control, found_about, look_again
-from mgpu_check.acceptance.verdict.verdict import Explanation, explain
-from mgpu_check.acceptance.watch import Watch
+from mgpu_check.acceptance.report.summary import verdict_lines
+from mgpu_check.acceptance.run_report import (
+    Accusation,
+    CheckRun,
+    Gpu,
+    Host,
+    Kind,
+    RepeatableCall,
+    RunLog,
+    RunReport,
+    Verdict,
+)
+from mgpu_check.acceptance.telemetry import Watch
+from mgpu_check.acceptance.verdict import (
+    LOCALISATION_CASES,
+    Explanation,
+    Look,
+    control,
+    evidence_lines,
+    explain,
+    found_about,
+    look_again,
+    of_symptoms,
+    remedy_for,
+)
 from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.kernel_log import past_xids
@@ -230,7 +247,7 @@ class Run:
         if subjects <= self._controlled:
             return
         of_check = sum(look.needs_history and look.check == call.check for look in self.looks)
-        look = control(self.node, call) if of_check < CASES[self.node.depth] else None
+        look = control(self.node, call) if of_check < LOCALISATION_CASES[self.node.depth] else None
         if look is None or look.needs_history:
             self.looks += [look] if look else []
             self._of_history |= subjects
@@ -241,9 +258,9 @@ class Run:
         plan = self.plan
         observations = tuple(self.log.observations())
         gpus = self.node.gpus if self.node else ()
-        needed = floors.floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
+        needed = checklist.floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
-        done = floors.check_runs(observations, wanted, self.log.times)
+        done = checklist.check_runs(observations, wanted, self.log.times)
         verdict = self._verdict(
             observations, done, partial=tuple(sorted(self.selected)) if set(needed) - self.selected else ()
         )

@@ -1,10 +1,15 @@
-"""`mgpu-check accept`: decide whether a node may join the fleet, and name its defective parts."""
+"""`mgpu-check accept`: decide whether a node may join the fleet, and name its defective parts.
+
+`mgpu-check accept merge a.json b.json ...` joins the reports of many nodes into one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +18,74 @@ import pytest
 
 import mgpu_check.acceptance
 from mgpu_check.acceptance.checklist import CHECKS
-from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
+from mgpu_check.acceptance.report import summary
+from mgpu_check.acceptance.report.files import check_paths, write
+from mgpu_check.acceptance.report.merge import merge
+from mgpu_check.acceptance.report.summary import headline
+from mgpu_check.acceptance.report.values import read
+from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
+from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE, Parser
 from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
 from mgpu_check.engine.remote import current
+from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 from mgpu_check.settings import OPTIONS
+
+_EPILOG = """\
+exit codes: the worst verdict counts: 1 a node is REJECTED; 5 a node is SUSPECT: slower than at least two others with
+the same GPU model and software, which agree; 2 a node is INCONCLUSIVE; 0 all nodes are ACCEPTED; 3 internal error;
+4 wrong usage.
+A GPU that a later report has in another host makes its old node INCONCLUSIVE.
+"""
+
+
+def _merge_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mgpu-check accept merge",
+        usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.prom]",
+        description="Join the JSON reports of many nodes into one, and name the nodes that differ from the others.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE.json", help="a report of `mgpu-check accept --report=FILE.json`"
+    )
+    parser.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given "
+        "several times",
+    )
+    return parser
+
+
+def merge_reports(argv: Sequence[str]) -> int:
+    """Join the reports of `argv`, write the result, and return the exit code of the worst verdict."""
+    parser = _merge_parser()
+    given = parser.parse_args(list(argv))
+    try:
+        check_paths(given.report)
+        reports: dict[str, RunReport] = {}
+        for path in given.files:
+            if str(path) in reports:
+                raise ValueError(f"{path} is given twice; give the report of each node once")
+            reports[str(path)] = read(path)
+        report = merge(reports, shlex.join(["mgpu-check", "accept", "merge", *argv]))
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join(summary.lines(report)))
+    for path in given.report:
+        try:
+            write(path, report)
+        except OSError as error:
+            print(f"mgpu-check accept merge: {path} cannot be written: {error.strerror}")
+            return INTERNAL_ERROR
+    print(headline(report))
+    return EXIT_CODES[report.verdict.kind]
+
 
 _OWN = {
     "--for": "2h",
@@ -74,9 +143,7 @@ The last line of the output is the verdict.
 def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     if arguments and arguments[0] == "merge":
-        from mgpu_check.cli import accept_merge
-
-        return accept_merge.main(arguments[1:])
+        return merge_reports(arguments[1:])
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0

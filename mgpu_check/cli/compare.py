@@ -1,30 +1,197 @@
-"""``mgpu-check compare --gpus=4 -- train.py --args``: compare a training script on four ranks with one device."""
+"""``mgpu-check compare --gpus=4 -- train.py --args``: compare a training script on four ranks with one device.
+
+It also compares a run with a run: two traces, two commits, two sets of arguments, or a run with a golden trace.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from mgpu_check import pages
-from mgpu_check.cli import compare_runs, simulate
-from mgpu_check.cli.codes import INTERRUPTED, Parser
-from mgpu_check.cli.comparing import (
+from mgpu_check.cli import simulate
+from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.cli.run_options import (
+    OF_RUNS,
     add_run_options,
     conclude,
     counted,
     interruptible,
     plan_of,
+    refuse,
     script_command,
     tell,
     writable,
 )
 from mgpu_check.compare import comparison
-from mgpu_check.compare.arguments import accepted
-from mgpu_check.compare.comparison import ComparisonPlan
+from mgpu_check.compare.arguments import accepted, fitted
+from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.page import write_page
+from mgpu_check.compare.trace import TraceError
+from mgpu_check.compare.traces.file import is_run, read_run, write_run
+from mgpu_check.compare.traces.judging import compare_runs
+from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, record
+from mgpu_check.compare.traces.revision import checked_out
+from mgpu_check.compare.traces.run import RecordedRun
+from mgpu_check.compare.traces.values import VALUES_OF_COMPARISON, installed
+
+
+def are_files(words: Sequence[str]) -> bool:
+    """Return whether the words are names of traces, not a script with its arguments."""
+    return any(is_run(Path(word)) for word in words[:2])
+
+
+def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    if len(files) != 2:
+        parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
+    why = "two traces are compared without running a script; only --unjudged, --html and --json go with them"
+    refuse(given, OF_RUNS, why, parser)
+    one, other = (_read(Path(file), parser) for file in files)
+    print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
+    plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
+    return _judge(given, ScriptComparison(plan), one, other)
+
+
+def _read(path: Path, parser: argparse.ArgumentParser) -> RecordedRun:
+    try:
+        return read_run(path)
+    except TraceError as error:
+        parser.error(str(error))
+
+
+def _told(run: RecordedRun) -> str:
+    return f"{run.script}: {run.world} rank{'s' * (run.world > 1)}, {len(run.ranks[0].steps)} steps"
+
+
+def _judge(
+    given: argparse.Namespace,
+    done: ScriptComparison,
+    one: RecordedRun,
+    other: RecordedRun,
+    remarks: Sequence[str] = (),
+) -> int:
+    found = compare_runs(one, other, done.plan.unjudged)
+    report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
+    done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
+    return _written(given, done, one.name)
+
+
+def _written(given: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
+    if given.html:
+        write_page(given.html, done, reference)
+    return conclude(done, json=given.json)
+
+
+def compare_two_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
+    """Run the script twice, or once beside a golden trace, and compare the runs."""
+    if given.golden:
+        return _golden(given, plan, parser)
+    values = VALUES_OF_COMPARISON if installed() else 0
+    with interruptible(), ExitStack() as undo:
+        one, other, notes = _recordings(given, plan, values, undo, parser)
+        print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
+        for line in notes:
+            tell(line)
+        return _both(given, plan, one, other)
+
+
+def _recordings(
+    given: argparse.Namespace, plan: ComparisonPlan, values: int, undo: ExitStack, parser: argparse.ArgumentParser
+) -> tuple[RunRecording, RunRecording, Sequence[str]]:
+    """Return the two runs of --against, or of --a and --b, and what the user should know of them.
+
+    Args:
+        values: most bytes of values to keep of each.
+        undo: removes the files of the commit.
+    """
+    try:
+        if given.against:
+            revision = undo.enter_context(checked_out(given.against))
+            root, own = str(revision.root), revision.own
+            one = RunRecording(revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own)
+            return one, RunRecording("the working tree", ScriptComparison(plan), values, rounding=False), revision.notes
+        one = RunRecording("--a", ScriptComparison(_with(plan, "--a", given.a)), values)
+        other = RunRecording("--b", ScriptComparison(_with(plan, "--b", given.b)), values, rounding=False)
+        return one, other, [f"{side.name}: {side.made.plan.shown}" for side in (one, other)]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
+    """Return the plan with additional arguments of the script."""
+    try:
+        command = [*plan.command, *shlex.split(words)]
+        fitted(command, plan.world)
+    except ValueError as error:
+        raise ValueError(f"{flag}={words}: {error}; give the arguments as in a shell") from None
+    return replace(plan, command=command, shown=f"{plan.shown} {words}")
+
+
+def _both(given: argparse.Namespace, plan: ComparisonPlan, one: RunRecording, other: RunRecording) -> int:
+    done = ScriptComparison(plan)
+    share = not given.against  # slices of one run may be found in the other run
+    found: list[RecordedRun] = []
+    for side, another in ((one, other), (other, one)):
+        own = UndividedRun("one device", side.made, 1)
+        shared = [UndividedRun(f"the ranks of {another.name}", another.made, plan.world)] if share else []
+        stopped = None
+        try:
+            found.append(record(side, tell, [own, *shared]))
+        except NotRecorded as error:
+            stopped = error
+        for made in (side.made, another.made):  # the runs of both, if slices were found in the other run
+            done.runs += made.runs
+            made.runs = []
+        if stopped is not None:
+            done.verdict = stopped.verdict(f"{side.name}: ", beside=bool(found))
+            return _written(given, done, one.name)
+    return _judge(given, done, found[0], found[1], [*one.remarks, *other.remarks])
+
+
+def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
+    path: Path = given.golden
+    if given.update_golden:
+        print(f"mgpu-check compare: {plan.shown}: the golden trace {path}{plan.note}", flush=True)
+        return write_recorded(RunRecording(path.name, ScriptComparison(plan)), path)
+    if not path.exists():
+        parser.error(f"--golden={path}: there is no such file; write it with --update-golden")
+    golden = _read(path, parser)
+    if given.steps == 0 and golden.limit:
+        do = "leave --steps out, or write the file again with --update-golden"
+        parser.error(f"--steps=all: the golden trace {path} ends after {golden.limit} steps, as recorded; {do}")
+    plan = plan if plan.steps else replace(plan, steps=golden.limit)
+    values = VALUES_OF_COMPARISON if golden.values is not None and installed() else 0
+    run = RunRecording("this run", ScriptComparison(plan), values, rounding=not golden.moved)
+    print(f"mgpu-check compare: {plan.shown}: this run with {path} ({_told(golden)}){plan.note}", flush=True)
+    with interruptible():
+        try:
+            found = record(run, tell)
+        except NotRecorded as stopped:
+            run.made.verdict = stopped.verdict(beside=True)
+            return _written(given, run.made, golden.name)
+        return _judge(given, run.made, golden, found, run.remarks)
+
+
+def write_recorded(recording: RunRecording, path: Path) -> int:
+    """Record a run, and write its trace. Return the exit code."""
+    with interruptible():
+        try:
+            run = record(recording, tell)
+        except NotRecorded as stopped:
+            print(f"\n{stopped.told('not recorded')}")
+            return WRONG if stopped.failed else UNDECIDED
+        write_run(path, run)
+    kept = f"values up to {len(run.values):,} bytes" if run.values is not None else "no values"
+    print(f"\nrecorded: {_told(run)}: {path}, {path.stat().st_size:,} bytes, {kept}")
+    for line in (*recording.remarks, *(f"not whole: {name}: {why}" for name, why in run.reasons.items())):
+        print(f"  {line}")
+    return RIGHT
+
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
@@ -145,16 +312,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         given = parser.parse_args(own)
-        if "--" not in argv and compare_runs.are_files(program):
+        if "--" not in argv and are_files(program):
             given, files = parser.parse_known_args(program, given)  # options may follow the files
             if unknown := [word for word in files if word.startswith("-")]:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            return compare_runs.of_files(given, files, parser)
+            return of_files(given, files, parser)
         of_runs = _check(given, parser)
         command = script_command(program, parser)
         count = counted(given, command, [given.gpus] if of_runs else [1, given.gpus], parser)
         plan = replace(plan_of(given, program, command, count), unjudged=dict(given.unjudged))
-        return compare_runs.of_runs(given, plan, parser) if of_runs else _compare(given, plan)
+        return compare_two_runs(given, plan, parser) if of_runs else _compare(given, plan)
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED

@@ -1,4 +1,10 @@
-"""`mgpu-check init`: write a first test for the training script of a repository, and run it."""
+"""`mgpu-check init`: write a first test for the training script of a repository, and run it.
+
+The survey finds the scripts that train, the commands that start them (in READMEs, Makefiles, shell scripts and
+packaging), and the arguments that a comparison needs. It parses files and does not run them; `init_arguments` runs the
+chosen script up to its parser. Configuration of Hydra is read line by line, because the package for YAML may not be
+installed here.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +16,426 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from pathlib import Path
 
 import pytest
 
 from mgpu_check.cli.codes import RIGHT, UNDECIDED, WRONG, Parser
-from mgpu_check.cli.comparing import after_options, is_python, launched_by
-from mgpu_check.cli.init_arguments import learned
-from mgpu_check.cli.init_documented import Command
-from mgpu_check.cli.init_source import ScriptArgument
-from mgpu_check.cli.init_survey import Survey, TrainingScript, survey
+from mgpu_check.cli.init_arguments import ScriptArgument, SourceFile, facts, learned, trains
+from mgpu_check.cli.run_options import after_options, is_python, launched_by
 from mgpu_check.errors import ScalingMismatch
+
+_DOCUMENT = re.compile(r"README.*|Makefile|.*\.sh")
+_STARTER = re.compile(
+    r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|mpiexec|mpirun|srun)\s(?:\\\n|<[^<>\n]*>|[^\n`|>&;#])*"
+)
+_CONSOLE = re.compile(r"""(?:[\s"',=:()\[\]]|#.*)*+([\w.-]+)\s*=\s*([\w.]+:[\w.]+)""")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that starts a script.
+
+    Attributes:
+        place: file and line, as "README.md:85".
+        script: path of the script, relative to the repository.
+        arguments: of the script, with spaces between them.
+        first: where users look first: the README of the repository, a Makefile or a shell script.
+    """
+
+    place: str
+    script: Path
+    arguments: str
+    first: bool
+
+
+def is_document(name: str) -> bool:
+    """Return whether a file of this name may have commands."""
+    return _DOCUMENT.fullmatch(name) is not None
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def commands(root: Path, documents: Iterable[Path], modules: Mapping[str, Path]) -> Iterator[Command]:
+    """Yield the commands that start a script of the repository.
+
+    Args:
+        modules: dotted name -> path of a Python file of the repository.
+    """
+    for document in sorted(documents, key=lambda path: (len(path.parts), path)):
+        text = text_of(root / document)
+        for found in _STARTER.finditer(text):
+            words = found[0].replace("\\\n", " ").split()
+            for index, word in enumerate(words[1:], 1):
+                if script := _script(word, words[index - 1], document, modules):
+                    line = text.count("\n", 0, found.start()) + 1
+                    first = len(document.parts) == 1 or not document.name.startswith("README")
+                    yield Command(f"{document}:{line}", script, " ".join(words[index + 1 :]), first)
+                    break
+
+
+def _script(word: str, before: str, document: Path, modules: Mapping[str, Path]) -> Path | None:
+    if before in ("-m", "--module"):
+        return modules.get(word) or modules.get(f"{word}.__main__")
+    if not word.endswith(".py"):
+        return None
+    parts = Path(word).parts
+    ending = [path for path in modules.values() if path.parts[-len(parts) :] == parts]
+    exact = [path for path in ending if path in (Path(word), document.parent / word)]
+    return exact[0] if exact else ending[0] if len(ending) == 1 else None
+
+
+def console_scripts(root: Path, modules: Mapping[str, Path]) -> dict[Path, str]:
+    """Return path -> name of the programs that the package installs, as "train" of `train = "package.cli:main"`."""
+    found: dict[Path, str] = {}
+    for program, target in _programs(root):
+        module = target.partition(":")[0]
+        path = modules.get(module) or modules.get(f"src.{module}") or modules.get(f"{module}.__init__")
+        if path is not None:
+            found.setdefault(path, program)
+    return found
+
+
+def _programs(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each program that the package installs, and the function that it calls."""
+    try:
+        project = tomllib.loads(text_of(root / "pyproject.toml"))
+    except ValueError:
+        project = {}
+    for keys in (("project", "scripts"), ("tool", "poetry", "scripts")):
+        table: object = project
+        for key in keys:
+            table = table.get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            yield from ((program, target) for program, target in table.items() if isinstance(target, str))
+    for name in ("setup.cfg", "setup.py"):
+        text = text_of(root / name)
+        for start in re.finditer("console_scripts", text):
+            at = start.end()
+            while entry := _CONSOLE.match(text, at):  # up to the next group of entry points
+                yield entry[1], entry[2]
+                at = entry.end()
+
+
+_DEFAULT = re.compile(r"\s*-\s*(?:(?:override|optional)\s+)*(?:([\w/]+)\s*:\s*)?([\w/]+)(?:\.yaml)?\s*(?:#.*)?")
+_ENTRY = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:#.*)?")
+
+
+def configured(
+    root: Path, name: str, groups: Sequence[str] = (), seen: set[Path] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield key and value of the entries of a configuration, as "data.batch_size" and "64".
+
+    Args:
+        root: the directory of the whole configuration.
+        groups: the directories from there to this file, which are the package of its entries.
+        seen: files that were read.
+    """
+    path = root.joinpath(*groups, name if name.endswith(".yaml") else f"{name}.yaml")
+    seen = set() if seen is None else seen
+    if path in seen:
+        return
+    seen.add(path)
+    above: list[tuple[int, str]] = []
+    for line in text_of(path).splitlines():
+        if above and above[0][1] == "defaults" and (default := _DEFAULT.fullmatch(line)):
+            wanted = "/".join(filter(None, default.groups()))  # "data/images"; "/data/images" starts at the root
+            *directories, file = wanted.strip("/").split("/")
+            yield from configured(root, file, [*(() if wanted[0] == "/" else groups), *directories], seen)
+        elif entry := _ENTRY.fullmatch(line):
+            while above and above[-1][0] >= len(entry[1]):
+                above.pop()
+            above.append((len(entry[1]), entry[2]))
+            yield ".".join([*groups, *(key for _, key in above)]), entry[3]
+
+
+_MOST_FILES = 5000
+_MOST_BYTES = 1 << 20
+_NEAR = 2  # imports from a script: farther files are of libraries
+_NO_CODE_OF_THE_USER = {"build", "dist", "docs", "node_modules", "site-packages", "third_party", "vendor"}
+_NO_SCRIPTS = re.compile(r"(test_.*|.*_test|conftest|setup|noxfile|__init__)\.py")
+_ASIDE = {"benchmark", "benchmarks", "experimental", "experiments"}
+_CHANGES_PATH = {"sys.path.append", "sys.path.insert", "setup_root"}
+_PARALLEL = {
+    "init_process_group": "init_process_group",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DDP": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "FSDP": "FSDP",
+    "fully_shard": "fully_shard",
+    "parallelize_module": "parallelize_module",
+    "init_device_mesh": "init_device_mesh",
+    "Accelerator": "accelerate",
+    "Fabric": "Lightning Fabric",
+    "Trainer": "a Trainer",
+    "trainer.fit": "a Trainer",
+    "DataParallel": "DataParallel",
+    "deepspeed.initialize": "DeepSpeed",
+}
+_PARSERS = {"ArgumentParser", "HfArgumentParser", "LightningCLI", "Typer", "cli", "command", "parse", "parse_args"}
+_LIKELY_NAME = re.compile(r"(^|[_-])(pre|fine)?[_-]?(train|main|run|tune)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TrainingScript:
+    """A script that trains.
+
+    Attributes:
+        path: relative to the repository.
+        started: what a test starts: the path, "-m package.module", or the name of an installed program.
+        needs: the package that must be installed, because the script cannot import it from its place; else empty.
+        parallel: what it uses on several devices, such as "DistributedDataParallel"; empty for one device.
+        options: its arguments: of its parser once it has run, else of Hydra's configuration, and variables that the
+            command line sets.
+        divided: names that the code divides by the number of ranks, in lower case.
+        parses: its code has a parser of the command line.
+        hydra: Hydra reads its arguments.
+        autocast: it computes in narrower dtypes than float32, at least if arguments say so.
+        documented: the commands of the repository that start it.
+        rank: how likely it is the script that the user means; the highest comes first.
+    """
+
+    path: Path
+    started: str
+    needs: str
+    parallel: tuple[str, ...]
+    options: tuple[ScriptArgument, ...]
+    divided: frozenset[str]
+    parses: bool
+    hydra: bool
+    autocast: bool
+    documented: tuple[Command, ...]
+    rank: int
+
+    @property
+    def required(self) -> tuple[ScriptArgument, ...]:
+        """The arguments without which the script does not start, apart from those of launchers."""
+        if self.subcommands:
+            return ()
+        return tuple(option for option in self.options if option.required and "local" not in option.name)
+
+    @property
+    def subcommands(self) -> bool:
+        """True if its first argument is the name of a subcommand."""
+        return any(option.subcommand for option in self.options)
+
+    @property
+    def training_arguments(self) -> bool:
+        """True if `TrainingArguments` of transformers read its arguments."""
+        return any(option.name == "--per_device_train_batch_size" for option in self.options)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The scripts of a repository that train.
+
+    Attributes:
+        files: number of files that were read.
+        entries: the scripts, the likeliest first.
+        named: the script that the user named, if the repository has it.
+        unread: number of files that Python cannot parse.
+    """
+
+    files: int
+    entries: tuple[TrainingScript, ...]
+    named: TrainingScript | None = None
+    unread: int = 0
+
+
+def survey(root: Path, named: str = "") -> Survey:
+    """Return the survey of a repository.
+
+    Args:
+        named: a script as the user names it: a path, "-m package.module", or a program that the package installs.
+    """
+    files: dict[Path, SourceFile] = {}
+    unread = 0
+    documents = []
+    for path in _files(root):
+        if path.suffix != ".py":
+            documents.append(path)
+            continue
+        if read := _read(root / path):
+            files[path] = read
+        else:
+            unread += 1
+    modules = {".".join(path.with_suffix("").parts): path for path in files}
+    found = _Repository(root, files, modules, console_scripts(root, modules), list(commands(root, documents, modules)))
+    entries = [found.entry(path) for path in files if found.is_entry(path)]
+    order = {command.script: place for place, command in reversed([*enumerate(found.documented)])}
+    entries.sort(key=lambda it: (-it.rank, -len(it.documented), order.get(it.path, 0), str(it.path)))
+    return Survey(len(files), tuple(entries), found.named(named), unread)
+
+
+def _read(path: Path) -> SourceFile | None:
+    """Return the facts of a file, or None if it cannot be parsed."""
+    try:
+        return facts(path.read_bytes())
+    except (SyntaxError, ValueError, OSError, RecursionError):
+        return None
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield the Python files of a repository, and the documents that may show how to start them."""
+    count = 0
+    for directory, names, found in os.walk(root):
+        names[:] = sorted(
+            name
+            for name in names
+            if not name.startswith(".")
+            and name not in _NO_CODE_OF_THE_USER
+            and not Path(directory, name, "pyvenv.cfg").exists()
+        )
+        for name in sorted(found):
+            path = Path(directory, name)
+            wanted = (name.endswith(".py") or is_document(name)) and path.is_file()
+            if wanted and path.stat().st_size <= _MOST_BYTES and count < _MOST_FILES:
+                count += 1
+                yield path.relative_to(root)
+
+
+@dataclass(frozen=True)
+class _Repository:
+    root: Path
+    files: Mapping[Path, SourceFile]
+    modules: Mapping[str, Path]
+    programs: Mapping[Path, str]
+    documented: Sequence[Command]
+
+    def is_entry(self, path: Path) -> bool:
+        if _NO_SCRIPTS.fullmatch(path.name) or "tests" in path.parts:
+            return False
+        starts = self.files[path].starts or path in self.programs
+        return starts and trains(set().union(*(self.files[other].calls for other in self._used(path))))
+
+    def named(self, name: str) -> TrainingScript | None:
+        """Return the script of a name that the user gave, whether or not it seems to train."""
+        if name.startswith("-m "):
+            module = name[3:]
+            here = [path for end in ("", ".__main__") if (path := self.modules.get(f"{module}{end}"))]
+            installed = [path for end in ("", ".__main__") if (path := self.modules.get(f"src.{module}{end}"))]
+        else:
+            here = []
+            installed = [path for path, program in self.programs.items() if program == name]
+        for path in [*here, *installed]:
+            return replace(self.entry(path), started=name, needs="" if here else _top(path))
+        path = Path(os.path.relpath(self.root / name, self.root))
+        if path in self.files:
+            return self.entry(path)
+        if not (self.root / path).is_file():
+            return None
+        # The survey left it out: it is elsewhere, no Python file by its name, or of another Python.
+        read = _read(self.root / path)
+        entry = replace(self, files={**self.files, path: read or SourceFile()}).entry(path)
+        parallel = entry.parallel if read else ("code that init cannot parse",)
+        return replace(entry, started=name, needs="", parallel=parallel)
+
+    def entry(self, path: Path) -> TrainingScript:
+        script = self.files[path]
+        used = self._used(path)
+        near = [self.files[other] for other, away in used.items() if away <= _NEAR]
+        calls = set().union(*(file.calls for file in near))
+        own = set().union(*(file.classes for file in near))  # a Trainer of the repository may train on one device
+        foreign = calls - own - ({"trainer.fit"} if "Trainer" in own else set())
+        parallel = dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in foreign)
+        documented = tuple(command for command in self.documented if command.script == path)
+        started, needs = self._started(path)
+        return TrainingScript(
+            path,
+            started,
+            needs,
+            tuple(parallel),
+            tuple(script.variables or self._configured(path)),
+            frozenset().union(*(self.files[other].divided for other in used)),
+            parses=any(not self.files[other].calls.isdisjoint(_PARSERS) for other in used),
+            hydra=script.configuration is not None,
+            autocast=not calls.isdisjoint({"autocast", "GradScaler"}),
+            documented=documented,
+            rank=4 * bool(parallel)
+            + 2 * (path in self.programs or trains(script.calls))
+            + 2 * bool(_LIKELY_NAME.search(path.stem))
+            + 3 * (path in self.programs or any(command.first for command in documented))
+            - 2 * (not _ASIDE.isdisjoint(path.parts))
+            - ("spawn" in script.calls)
+            - len(path.parts),
+        )
+
+    def _configured(self, path: Path) -> list[ScriptArgument]:
+        return [ScriptArgument(key, integer=value.isdecimal()) for key, value in self._configuration(path)]
+
+    def _configuration(self, path: Path) -> list[tuple[str, str]]:
+        place = self.files[path].configuration
+        if place is None:
+            return []
+        directory, name = place
+        if directory.endswith(".yaml"):  # as Hydra before 1.2 took it
+            directory, name = os.path.split(directory)
+        return list(configured(self.root / path.parent / directory, name))
+
+    def _used(self, path: Path) -> dict[Path, int]:
+        """Return the files that a script uses, itself first, each with its distance in imports."""
+        targets = {value.rpartition(".")[0] for key, value in self._configuration(path) if key.endswith("_target_")}
+        found: dict[Path, int] = {}
+        waiting = [(0, path)]
+        while waiting:
+            away, at = heappop(waiting)
+            if at in found:
+                continue
+            found[at] = away
+            for name in sorted(self.files[at].imports | (targets if at == path else set())):
+                other, place = self._resolved(at, name)
+                if other is not None and other not in found:
+                    # A package that is installed is a library of the script: only its first files are near.
+                    heappush(waiting, (away + (1 if place == Path() or place in at.parents else 2), other))
+        return found
+
+    def _resolved(self, path: Path, name: str) -> tuple[Path | None, Path]:
+        """Return the file that an import means, and the directory that must be on the path for it."""
+        package = path.parent.parts
+        # Beside the file, and in each directory above it: a script's own directory is on its path.
+        for directory in [*(package[:depth] for depth in range(len(package), -1, -1)), ("src",)]:
+            module = ".".join([*directory, name])
+            if (other := self.modules.get(module) or self.modules.get(f"{module}.__init__")) is not None:
+                return other, Path(*directory)
+        return None, Path()
+
+    def _started(self, path: Path) -> tuple[str, str]:
+        """Return what a test starts, and the package that must be installed for it, if there is one."""
+        own = self.files[path]
+        if path in self.programs and not own.starts:
+            return self.programs[path], _top(path)
+        found = [self._resolved(path, name) for name in own.imports]
+        places = {place for other, place in found if other not in (None, path)}
+        away = sorted(places - {path.parent}, key=lambda place: len(place.parts))
+        if own.relative and not away:
+            away = [Path("src") if path.parts[0] == "src" else Path()]
+        if not away or not _CHANGES_PATH.isdisjoint(own.calls):
+            return str(path), ""
+        outside = away[0] not in path.parents
+        if outside or (path.parent in places and not own.relative):
+            needed = next(other for other, place in found if other and place == away[0])
+            return str(path), needed.relative_to(away[0]).parts[0].removesuffix(".py")
+        parts = path.relative_to(away[0]).with_suffix("").parts
+        if not all(map(str.isidentifier, parts)):
+            return str(path), ""
+        module = ".".join(parts).removesuffix(".__main__")
+        return f"-m {module}", "" if away[0] == Path() else parts[0]
+
+
+def _top(path: Path) -> str:
+    """Return the package that a file belongs to: "project" of src/project/train.py."""
+    return path.parts[path.parts[0] == "src"].removesuffix(".py")
+
 
 _USAGE = "mgpu-check init [--gpus=N] [--output=FILE] [--no-run] [-- script.py [args...]]"
 _SAMPLES = 8  # of all ranks together: 1, 2, 4 and 8 ranks divide it

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import INTERRUPTED, Parser
-from mgpu_check.cli.compare_runs import write_recorded
-from mgpu_check.cli.comparing import add_run_options, counted, plan_of, script_command, writable
+from mgpu_check.cli.compare import write_recorded
+from mgpu_check.cli.run_options import add_run_options, counted, plan_of, script_command, writable
 from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.compare.traces.recording import RunRecording
 from mgpu_check.compare.traces.values import INSTALL, installed

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.health.checks import TRANSFERS
-from mgpu_check.acceptance.skus import Floor, Floors, Sku
+from mgpu_check.acceptance.references import Floor, Floors, Sku
 from mgpu_check.devices.telemetry.fields import names
 
 _SCALES: Mapping[str, tuple[float, float]] = {

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from mgpu_check.acceptance.references import Floors
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport, Verdict
-from mgpu_check.acceptance.skus import Floors
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 NONE = Floors("none.json", ())

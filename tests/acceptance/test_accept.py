@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.plan import Plan, Selection
 from mgpu_check.acceptance.run import Run
-from mgpu_check.acceptance.selection import Selection
 from mgpu_check.cli import accept
 from mgpu_check.devices.placement import Slot
 from mgpu_check.plugin.report.replay import CommandLine

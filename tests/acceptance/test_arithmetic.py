@@ -9,7 +9,7 @@ import pytest
 
 import mgpu_check
 from mgpu_check.acceptance.compute import arithmetic
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.suite.devices.arithmetic import OPERATIONS
 from mgpu_check.suite.devices.cases import ComputeCase

@@ -15,11 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.baseline import FORM, Baseline, read_baseline
 from mgpu_check.acceptance.performance.checks import judge
-from mgpu_check.acceptance.recording import entries_of, record, write
+from mgpu_check.acceptance.references import FORM, Baseline, Floors, entries_of, read_baseline, record, write
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.skus import Floors
 from mgpu_check.devices.observations import Measurement, Subject
 
 NONE = Floors("none.json", ())

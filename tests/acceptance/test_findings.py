@@ -15,10 +15,10 @@ from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.findings import KINDS, SEVERITIES, identify, judged, listed, table
 from mgpu_check.acceptance.health.checks import examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import examine_identity, examine_inventory, examine_pcie
+from mgpu_check.acceptance.node import observations_of
 from mgpu_check.acceptance.plan import read_policy
-from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.report.summary import lines
 from mgpu_check.acceptance.run_report import RunReport
-from mgpu_check.acceptance.verdict.troubles import observations_of
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.values import Trouble, TroubleKind

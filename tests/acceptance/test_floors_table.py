@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance import skus
+from mgpu_check.acceptance import references
 from mgpu_check.acceptance.documents import read_document
-from mgpu_check.acceptance.skus import TABLE, packaged_floors
+from mgpu_check.acceptance.references import TABLE, packaged_floors
 from tests.acceptance.floors_lint import bytes_per_second, lint_floors
 
 OWN: dict[str, Any] = json.loads(files("mgpu_check.acceptance").joinpath(TABLE).read_text())
@@ -28,7 +28,7 @@ def table(
     for entry in sku["floors"]:
         if entry["quantity"] == quantity:
             entry.update(floor)
-    return lint_floors(skus.FORM.decoded({**OWN, "skus": [sku]}, "t.json"))
+    return lint_floors(references.FLOORS_FORM.decoded({**OWN, "skus": [sku]}, "t.json"))
 
 
 def test_our_own_table_is_clean_and_each_source_and_reason_is_used():
@@ -79,12 +79,12 @@ def test_mistakes_in_a_table_are_found(change, text):
 def test_what_is_listed_twice_or_without_floors_is_found():
     sku = copy.deepcopy(PACKAGED["NVIDIA H200"])
     twice = {**sku, "floors": [*sku["floors"], sku["floors"][0]]}
-    found = lint_floors(skus.FORM.decoded({**OWN, "skus": [twice, sku]}, "t.json"))
+    found = lint_floors(references.FLOORS_FORM.decoded({**OWN, "skus": [twice, sku]}, "t.json"))
     assert found == [
         "NVIDIA H200: the model is listed 2 times",
         "NVIDIA H200: memory bandwidth of a gpu is listed 2 times",
     ]
-    none = lint_floors(skus.FORM.decoded({**OWN, "skus": [{**sku, "floors": []}]}, "t.json"))
+    none = lint_floors(references.FLOORS_FORM.decoded({**OWN, "skus": [{**sku, "floors": []}]}, "t.json"))
     assert none == ["NVIDIA H200: the model has no floors"]
 
 
@@ -104,13 +104,13 @@ def test_what_is_listed_twice_or_without_floors_is_found():
 )  # fmt: skip
 def test_errors_of_a_table_name_the_key(change, error):
     with pytest.raises(ValueError, match=error):
-        skus.FORM.decoded({**OWN, **change}, "t.json")
+        references.FLOORS_FORM.decoded({**OWN, **change}, "t.json")
 
 
 def test_a_whole_number_may_be_written_in_any_way(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 1.6e1'))
-    assert skus.FORM.decoded(read_document(path), "t.json").skus == packaged_floors().skus
+    assert references.FLOORS_FORM.decoded(read_document(path), "t.json").skus == packaged_floors().skus
     path.write_text(json.dumps(OWN).replace('"width": 16', '"width": 16.5'))
     with pytest.raises(ValueError, match=r"pcie\.width is 16\.5; give an integer of at least 1"):
-        skus.FORM.decoded(read_document(path), "t.json")
+        references.FLOORS_FORM.decoded(read_document(path), "t.json")

@@ -10,8 +10,8 @@ import pytest
 from mgpu_check.acceptance.faults import all_hardware_faults, planted_from
 from mgpu_check.acceptance.health.checks import allowed_growth, examine_growth, examine_health, examine_troubles
 from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
-from mgpu_check.acceptance.skus import packaged_floors
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.references import packaged_floors
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.acceptance.findings import judged
-from mgpu_check.acceptance.health.xids import examine_past_xids
+from mgpu_check.acceptance.health.checks import examine_past_xids
 from mgpu_check.acceptance.inventory.checks import examine_identity
 from mgpu_check.devices.observations import Subject
 from mgpu_check.devices.telemetry import kernel_log

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mgpu_check.acceptance.report.live import Live
+from mgpu_check.acceptance.report.progress import Live
 from mgpu_check.devices.observations import Observation, Subject
 
 TESTS = {

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run import Run
-from mgpu_check.acceptance.run_log import RepeatableCall, RunLog, Section
-from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.verdict.localisation import SECONDS, Look, control, found_about, look_again
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.run_report import Gpu, RepeatableCall, RunLog, Section
+from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS, Look, control, explain, found_about, look_again
 from mgpu_check.devices.observations import Observation, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
 
@@ -258,7 +256,9 @@ def test_second_looks_end_when_their_time_is_over_and_conclude_nothing() -> None
     gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(4)]
     node = Node(pool, log, gpus, Plan("quick", 0.9, None, "cpu"))  # type: ignore[arg-type]
     node.on_ranks("collectives", collective)
-    passed = iter(itertools.count(0.0, SECONDS["quick"] / 2))  # each look at the clock takes half of the time
+    passed = iter(
+        itertools.count(0.0, LOCALISATION_SECONDS["quick"] / 2)
+    )  # each look at the clock takes half of the time
     (look,) = look_again(node, log, clock=lambda: next(passed))
     assert look.seen == ("a second look did not end: the time for all of them, 60 s, was over",)
     assert not look.follows_rank and look.group == (0, 1, 2, 3)

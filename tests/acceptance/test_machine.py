@@ -19,16 +19,26 @@ from mgpu_check.acceptance.dcgm import test_dcgm
 from mgpu_check.acceptance.faults import all_hardware_faults, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
-from mgpu_check.acceptance.machine.checks import _LIMITS, examine_kernel, of_host
-from mgpu_check.acceptance.machine.cores import _judged, vote_of_cores
-from mgpu_check.acceptance.machine.kernel import Component, read_kernel
-from mgpu_check.acceptance.machine.memory import CHUNK, WordPattern, examine_memory
+from mgpu_check.acceptance.machine.checks import (
+    _GROWTH_LIMITS,
+    CHUNK,
+    Component,
+    WordPattern,
+    _vote,
+    environment,
+    examine_kernel,
+    examine_memory,
+    examine_paths,
+    of_host,
+    paths_in,
+    paths_of_rank,
+    read_kernel,
+    vote_of_cores,
+)
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
-from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.planting import hardware_planted
-from mgpu_check.acceptance.run_log import RunLog
-from mgpu_check.acceptance.run_report import Host
+from mgpu_check.acceptance.run_report import Host, RunLog
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.processes.machine import boot_id
 from mgpu_check.simulated import simulated_node
@@ -68,11 +78,11 @@ def test_two_cores_that_differ_name_none():
 def test_a_core_with_two_results_is_outvoted_and_halves_are_not():
     right, other = {(0, "functions"): {b"a"}}, {(0, "functions"): {b"b"}}
     both = {(0, "functions"): {b"a", b"b"}}
-    assert wrong(list(_judged({0: right, 1: right, 2: both}))) == [
+    assert wrong(list(_vote({0: right, 1: right, 2: both}))) == [
         "core 2 computes other results than 2 others: functions now and then"
     ]
-    assert "without a majority" in wrong(list(_judged({0: right, 1: right, 2: other, 3: other})))[0]
-    assert "without a majority" in wrong(list(_judged({0: both})))[0]
+    assert "without a majority" in wrong(list(_vote({0: right, 1: right, 2: other, 3: other})))[0]
+    assert "without a majority" in wrong(list(_vote({0: both})))[0]
 
 
 def test_the_cores_of_this_process_are_pinned_and_counted():
@@ -147,7 +157,7 @@ def test_a_healthy_host(healthy):
     assert healthy["0000:02:00.0"].values["gsp"] == "580.95.05" and healthy["0000:02:00.0"].values["near"] == 8
 
 
-@pytest.mark.parametrize("limit", _LIMITS, ids=lambda limit: limit.field)
+@pytest.mark.parametrize("limit", _GROWTH_LIMITS, ids=lambda limit: limit.field)
 def test_a_counter_may_grow_to_its_limit(healthy, limit):
     one = next(one for one in healthy.values() if one.kind == limit.kind and one.model not in limit.but)
     assert isinstance(one.values[limit.field], int)

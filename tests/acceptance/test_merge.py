@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.acceptance.report import prometheus, view
+from mgpu_check.acceptance.report import prometheus, summary
 from mgpu_check.acceptance.report.files import write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
@@ -91,14 +91,14 @@ def four(*factors: float) -> list[RunReport]:
 
 def test_a_node_is_suspect_only_beside_others_that_agree():
     suspect = joined(*four(1.0, 1.0, 0.7))
-    assert view.headline(suspect) == "SUSPECT: host n2" and EXIT_CODES[suspect.verdict.kind] == 5
+    assert summary.headline(suspect) == "SUSPECT: host n2" and EXIT_CODES[suspect.verdict.kind] == 5
     assert [one.kind for one in suspect.verdicts.values()] == ["ACCEPTED", "ACCEPTED", "SUSPECT"]
     assert {run.outcome for run in suspect.checks if run.name == "performance" and run.host == 2} == {"failed"}
     (found,) = suspect.findings
     assert (found.id, found.subject, found.times) == ("MGPU-NODE-SLOW", Subject("host", (2,)), 7)
     assert 'subject="host n2"' in prometheus.render(suspect) and 'verdict="SUSPECT"} 1' in prometheus.render(suspect)
     again = joined(suspect, node("n3", run_reports.good(2, 5.0)))
-    assert view.headline(again) == "SUSPECT: host n2" and len(again.verdict.accusations) == 1
+    assert summary.headline(again) == "SUSPECT: host n2" and len(again.verdict.accusations) == 1
     for factors, why in (
         ((1.0, 0.7), "from 3 hosts on"),
         ((1.0, 1.0, 0.7, 0.7), "half of the nodes are slow, none is named: n2, n3"),
@@ -106,12 +106,12 @@ def test_a_node_is_suspect_only_beside_others_that_agree():
     ):
         undecided = joined(*four(*factors))
         assert undecided.verdict.kind == "ACCEPTED" and not undecided.findings
-        assert why in "\n".join(view.among_hosts(undecided))
+        assert why in "\n".join(summary.among_hosts(undecided))
 
 
 def test_a_policy_rules_on_slow_nodes():
     ruled = [replace(one, policy={"MGPU-NODE-SLOW": "warn"}) for one in four(1.0, 1.0, 0.7)]
-    assert view.headline(joined(*ruled)) == "ACCEPTED: 6 GPUs passed 8 checks; 1 warning"
+    assert summary.headline(joined(*ruled)) == "ACCEPTED: 6 GPUs passed 8 checks; 1 warning"
 
 
 def test_a_gpu_that_moved_to_another_host_is_named():
@@ -136,12 +136,14 @@ def test_a_gpu_that_moved_to_another_host_is_named():
 
 def test_names_have_hosts():
     both = run_reports.two_hosts()
-    assert [view.name_of(both, part) for part in (Part("link", (1, 5)), Part("link", (4, 6)), Part("host", (1,)))] == [
+    assert [
+        summary.name_of(both, part) for part in (Part("link", (1, 5)), Part("link", (4, 6)), Part("host", (1,)))
+    ] == [
         "link GPU 1 -> GPU 5 (cuda:1 of node-a -> cuda:1 of node-b)",
         "link GPU 4 -> GPU 6 (cuda:0 -> cuda:2 of node-b)",
         "host node-b",
     ]
-    assert view.name_of(both, Subject("group", (0, 4))) == "group of GPUs 0, 4 (of node-a, node-b)"
+    assert summary.name_of(both, Subject("group", (0, 4))) == "group of GPUs 0, 4 (of node-a, node-b)"
 
 
 def test_rivals_and_shared_evidence_keep_their_gpu():

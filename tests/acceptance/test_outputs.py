@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.report import page, prometheus, view
-from mgpu_check.acceptance.report.brief import brief
-from mgpu_check.acceptance.report.files import shortened, write
-from mgpu_check.acceptance.report.health import health_of
+from mgpu_check.acceptance.report import page, prometheus, summary
+from mgpu_check.acceptance.report.files import brief, shortened, write
+from mgpu_check.acceptance.report.page import health_of
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Observation, Subject
@@ -36,11 +35,11 @@ def judged_report(report: RunReport) -> RunReport:
 def test_a_short_report_counts_what_went_right_and_keeps_what_went_wrong(name: str) -> None:
     whole = judged_report(run_reports.ALL[name]())
     short = brief(whole)
-    assert view.tallies(short) == view.tallies(whole)
+    assert summary.tallies(short) == summary.tallies(whole)
     assert listed(short.observations) == listed(whole.observations)
     for one, other in zip(short.verdict.accusations, whole.verdict.accusations, strict=True):
-        assert view.evidence_of(short, one) == view.evidence_of(whole, other)
-    assert view.failed_of(short, short.verdict) == view.failed_of(whole, whole.verdict)
+        assert summary.evidence_of(short, one) == summary.evidence_of(whole, other)
+    assert summary.failed_of(short, short.verdict) == summary.failed_of(whole, whole.verdict)
     for subject in {entry.subject for entry in whole.observations}:
         work = [sum((e.work.operations for e in r.observations if e.subject == subject), 0) for r in (short, whole)]
         assert work[0] == work[1]
@@ -81,7 +80,7 @@ def test_a_report_of_four_gpus_is_short_and_evidence_has_the_rest(command: Comma
     command(*node, "--report=whole.json", "--evidence")
     short, whole = (tmp_path / f"{name}.json" for name in ("short", "whole"))
     assert short.stat().st_size < 160_000 < whole.stat().st_size
-    assert view.tallies(read(short))["compute"] == view.tallies(read(whole))["compute"]
+    assert summary.tallies(read(short))["compute"] == summary.tallies(read(whole))["compute"]
     assert all(entry.times == 1 for entry in read(whole).observations)
 
 

@@ -9,18 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.among_nodes import among_nodes
-from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
+from mgpu_check.acceptance.comparison import (
+    DEVIATIONS,
+    LEAST_REPEATS,
+    LEAST_SHORTFALL,
+    amount,
+    beside_peers,
+    deviation,
+    modes,
+    noise_of_median,
+    shortfall,
+)
 from mgpu_check.acceptance.findings import identify, judged
-from mgpu_check.acceptance.performance.checks import judge, unmeasured
-from mgpu_check.acceptance.performance.peers import link_classes
+from mgpu_check.acceptance.performance.checks import judge, link_classes, unmeasured
+from mgpu_check.acceptance.plan import Selection
+from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.acceptance.report.merge import merge
-from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.run_report import Gpu, RunReport
-from mgpu_check.acceptance.selection import Selection
-from mgpu_check.acceptance.skus import packaged_floors
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.slow_nodes import among_nodes
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Measurement, Subject
 from mgpu_check.simulated.rates import Rates
 from tests.acceptance.speeds import (

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from mgpu_check.acceptance.report import page
-from mgpu_check.acceptance.report.picture import Picture, pictures
+from mgpu_check.acceptance.report.page import Picture, pictures
 from mgpu_check.acceptance.run_report import Accusation, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Part, Subject
 from tests.acceptance import run_reports

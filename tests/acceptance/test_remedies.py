@@ -13,7 +13,7 @@ import pytest
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.findings import KINDS, listed
 from mgpu_check.acceptance.run_report import Accusation
-from mgpu_check.acceptance.verdict.advice import of_symptoms, remedy_for
+from mgpu_check.acceptance.verdict import of_symptoms, remedy_for
 from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
 
 ALL = Part("gpu", (1,)), Part("link", (1, 2)), Part("host-link", (1,)), Part("host", (0,))

@@ -11,7 +11,7 @@ import pytest
 
 from mgpu_check.acceptance.report import page
 from mgpu_check.acceptance.report.figures import Grid
-from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.report.summary import lines
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 from tests.acceptance import run_reports

@@ -14,10 +14,9 @@ import pytest
 
 from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.acceptance.report import prometheus, values
-from mgpu_check.acceptance.report.detected import rates
 from mgpu_check.acceptance.report.files import check_paths, clear, write
-from mgpu_check.acceptance.report.health import health_of
-from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.report.page import health_of
+from mgpu_check.acceptance.report.summary import lines, rates
 from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, Work

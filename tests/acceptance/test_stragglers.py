@@ -15,11 +15,10 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.performance.checks import judge
 from mgpu_check.acceptance.performance.test_performance import test_gpus_and_links_are_fast_enough as check
 from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.report.detected import slowness
-from mgpu_check.acceptance.report.matrices import heat_maps, others
-from mgpu_check.acceptance.report.text import lines
-from mgpu_check.acceptance.run_log import RunLog
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.report.page import heat_maps, others
+from mgpu_check.acceptance.report.summary import lines, slowness
+from mgpu_check.acceptance.run_report import RunLog
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Measurement, Part, Subject, median_and_spread
 from mgpu_check.settings import activate, resolve
 from tests.acceptance.speeds import (

@@ -9,10 +9,16 @@ import torch
 
 from mgpu_check.acceptance.faults import hardware_text, planted_from
 from mgpu_check.acceptance.planting import hardware_planted
-from mgpu_check.acceptance.training import parallel as parallel_training
+from mgpu_check.acceptance.training import transformer as parallel_training
 from mgpu_check.acceptance.training.cases import PRECISIONS, Trained, TransformerCase
-from mgpu_check.acceptance.training.checks import train_alike
-from mgpu_check.acceptance.training.departures import Departure, Divided, departures, elements_that_differ, judge
+from mgpu_check.acceptance.training.checks import (
+    Departure,
+    Divided,
+    departures,
+    elements_that_differ,
+    judge,
+    train_alike,
+)
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.simulated import simulated_node

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from mgpu_check.acceptance import levels, node
+from mgpu_check.acceptance.node import ErrorObservations, observations_of
 from mgpu_check.acceptance.plan import Plan
-from mgpu_check.acceptance.run_log import RunLog
-from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.verdict.troubles import ErrorObservations, observations_of
+from mgpu_check.acceptance.run_report import Gpu, RunLog
 from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.engine.failures import NODE, Account, Died, Finished, Interrupted, Raised, Who
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.verdict.advice import evidence_lines
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict import evidence_lines, explain
 from mgpu_check.devices.observations import EXCHANGED, Observation, Part, Subject, SubjectKind
 
 UP: SubjectKind = "upload"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.verdict.voting import Vote, vote
+from mgpu_check.acceptance.comparison import Vote, vote
 
 
 def test_the_odd_one_is_named_by_model():

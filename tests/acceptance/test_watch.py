@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance import watch
+from mgpu_check.acceptance import telemetry
 from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.watch import Watch
+from mgpu_check.acceptance.telemetry import Watch
 from mgpu_check.devices.telemetry.simulated import LAG, Override, SimulatedTelemetry
 from mgpu_check.devices.telemetry.visit import Visit
 from mgpu_check.errors import RankFailure
@@ -52,7 +52,7 @@ def later(of: Watch) -> None:
 
 def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters continue to grow from one call to the next; an Xid is reported once."""
-    monkeypatch.setattr(watch, "_EVERY", 0.0)
+    monkeypatch.setattr(telemetry, "_EVERY", 0.0)
     told = Override(2, "xid", 48), Override(3, "pcie_replays", 0, grows=50), Override(1, "nvlink_replay", 0, grows=1)
     of = watching(pool, *told)
     try:
@@ -60,7 +60,7 @@ def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest
         later(of)
         taken.append(of.snapshot(full=False))
         later(of)
-        monkeypatch.setattr(watch, "keep_busy", lambda rank, seconds: None)
+        monkeypatch.setattr(telemetry, "keep_busy", lambda rank, seconds: None)
         of.under_load(SimpleNamespace(numbers=[0, 1, 2, 3], on_ranks=on_ranks), "health", 0.1)  # type: ignore[arg-type]
         while len({sample.gpu for sample in of.samples()}) < len(GPUS) or not of.troubles():
             of.snapshot(full=False)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from mgpu_check.acceptance.inventory.checks import Reference
-from mgpu_check.acceptance.skus import packaged_floors
+from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.devices.telemetry import simulated
 from mgpu_check.devices.telemetry.fields import Kind, asked, field_of
 from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.cli import accept, accept_merge, compare, record, selftest, simulate, suite
+from mgpu_check.cli import accept, compare, record, selftest, simulate, suite
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.settings import OPTIONS, resolve
 
@@ -92,7 +92,7 @@ PARSERS: dict[tuple[str, ...], Callable[[], argparse.ArgumentParser]] = {
     ("compare",): compare._parser,
     ("record",): record._parser,
     ("simulate",): simulate._parser,
-    ("accept", "merge"): accept_merge._parser,
+    ("accept", "merge"): accept._merge_parser,
 }
 
 

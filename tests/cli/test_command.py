@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.cli import accept, selftest, suite
-from mgpu_check.cli.selftest import Selftest
-from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, PropertyMatrix
+from mgpu_check.cli.selftest import ALONE, CAUGHT, PASSED, PropertyMatrix, Selftest
 from mgpu_check.plugin.report.terminal import Progress
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.plugin.stash import SESSION

@@ -8,8 +8,7 @@ import socket
 
 import pytest
 
-from mgpu_check.cli.doctor_facts import PACKAGES, GpuFacts, HostFacts, of_host, version_of_driver
-from mgpu_check.cli.doctor_probes import PROBES, examine
+from mgpu_check.cli.doctor import PACKAGES, PROBES, GpuFacts, HostFacts, examine, of_host, version_of_driver
 from mgpu_check.devices.inventory import Device, Inventory
 
 GIB = 2**30

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.cli.init import fitted_arguments, main
+from mgpu_check.cli.init import console_scripts, fitted_arguments, main, survey
 from mgpu_check.cli.init_arguments import learned
-from mgpu_check.cli.init_documented import console_scripts
-from mgpu_check.cli.init_survey import survey
 
 LOOP = "loss.backward()\noptimizer.step()\n"
 DDP = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(model)\n"

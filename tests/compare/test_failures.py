@@ -11,7 +11,7 @@ import pytest
 
 from mgpu_check.__main__ import main as command
 from mgpu_check.cli.compare import _parser
-from mgpu_check.cli.comparing import script_command
+from mgpu_check.cli.run_options import script_command
 
 STEP = "    optimizer.step()\n"
 START = ("-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py")

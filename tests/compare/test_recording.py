@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.cli.comparing import launched_by
+from mgpu_check.cli.run_options import launched_by
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.parameters import Parameters

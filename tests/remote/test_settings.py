@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.cli.launched import settings_of
+from mgpu_check.cli.launcher import settings_of
 from mgpu_check.settings import resolve
 
 VARIABLE = "MGPU_CHECK_AGENT_KEY_FILE"

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mgpu_check.acceptance.collectives.speed import time_collectives
-from mgpu_check.acceptance.collectives.views import examine_collectives, observations_of_views
+from mgpu_check.acceptance.collectives.checks import examine_collectives, observations_of_views, time_collectives
 from mgpu_check.acceptance.faults import planted_from
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.suite.collectives.repeated_calls import Cases, RepeatedCollective, Terms, View, WrongIteration
 from mgpu_check.torch_hooks.table import TRANSFERS

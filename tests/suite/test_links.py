@@ -12,7 +12,7 @@ import torch
 
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.links.speed import measure_copies
-from mgpu_check.acceptance.verdict.verdict import explain
+from mgpu_check.acceptance.verdict import explain
 from mgpu_check.asserts.known_defects import Met, reported_to
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.errors import DeviceMismatch

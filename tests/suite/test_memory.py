@@ -7,8 +7,7 @@ import torch
 
 from mgpu_check.acceptance.memory import checks as memory
 from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
-from mgpu_check.acceptance.memory.patterns import rounds_of
-from mgpu_check.acceptance.memory.region import Region
+from mgpu_check.acceptance.memory.checks import Region, rounds_of
 from mgpu_check.devices.observations import Subject
 from mgpu_check.suite.common import generated_data
 

@@ -50,7 +50,7 @@ def fits(node: Node, size: int) -> bool:
 
 
 def look(node: Node, cases: Sequence[RepeatedCollective]) -> None:
-    from mgpu_check.acceptance.collectives.views import examine_collectives
+    from mgpu_check.acceptance.collectives.checks import examine_collectives
     from mgpu_check.suite.collectives.repeated_calls import Cases
 
     node.on_ranks("collectives", examine_collectives, Cases(tuple(cases)))
@@ -148,7 +148,7 @@ def test_many_iterations(node: Node, seed: int, burst: int) -> None:
 def test_speed_of_collectives(node: Node) -> None:
     """Measure bandwidth and latency of each collective over all GPUs and over pairs; the check of performance judges
     them."""
-    from mgpu_check.acceptance.collectives.speed import LATENCY_BYTES, measure_collectives
+    from mgpu_check.acceptance.collectives.checks import LATENCY_BYTES, measure_collectives
     from mgpu_check.suite.collectives.repeated_calls import Cases, RepeatedCollective
 
     numbers = node.numbers

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.acceptance.verdict.voting import Vote, vote
+from mgpu_check.acceptance.comparison import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.suite.devices.cases import Ballot, ComputeCase

@@ -1,18 +1,20 @@
-"""Read what ``dcgmi diag -j`` prints, in the layouts of DCGM 2, 3 and 4.
+"""Read what ``dcgmi diag -j`` prints, and turn its results into observations of the GPUs of a run.
 
-The source of DCGM defines both layouts (``dcgmi/Diag.cpp``): up to DCGM 3, ``gpu_ids`` or ``gpu_id`` name the GPU of a
-result, and ``GPU Device Serials`` its serial number, since 3.3; in DCGM 4 a result names an entity, and
-``entity_groups`` has the serial numbers. No layout has UUIDs.
+The source of DCGM defines the layouts of DCGM 2, 3 and 4 (``dcgmi/Diag.cpp``): up to DCGM 3, ``gpu_ids`` or ``gpu_id``
+name the GPU of a result, and ``GPU Device Serials`` its serial number, since 3.3; in DCGM 4 a result names an entity,
+and ``entity_groups`` has the serial numbers. No layout has UUIDs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.documents import read_document
+from mgpu_check.acceptance.run_report import Gpu
+from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 
 _NAMES = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _STATES = ("Pass", "Fail", "Warn", "Skip")
@@ -141,3 +143,65 @@ def _of(value: Any, what: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{what} is {str(value)[:60]!r}, not {'an object' if kind is dict else 'a list'}")
     return value
+
+
+_CHECK = "dcgm"
+_OUTCOMES: Mapping[str, Outcome] = {"Pass": "passed", "Fail": "failed", "Warn": "failed", "Skip": "skipped"}
+
+
+def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Mapping[int, int]) -> list[Observation]:
+    """Return an observation for each result: of its GPU, or of the host.
+
+    A GPU is found by its serial number. Without serial numbers, its index in DCGM is its place by PCI bus id, if the
+    run is on one host with all of its GPUs.
+
+    Args:
+        visible: number of GPUs of each host, including those outside the run.
+    """
+    case = f"DCGM {diagnostic.version}".rstrip()
+    if diagnostic.error:
+        return [_of_host(0, "unknown", f"the diagnostic did not run: {diagnostic.error}", case)]
+    serials = {gpu.serial: gpu for gpu in gpus if gpu.serial}
+    known = {result.serial for result in diagnostic.results if result.serial}
+    if known and not known & serials.keys():
+        text = f"{diagnostic.file} is about other GPUs, with serial numbers {', '.join(sorted(known))}"
+        return [_of_host(0, "unknown", f"{text}; give the file of this node", case)]
+    whole = len({gpu.host for gpu in gpus}) == 1 and len(gpus) == visible.get(gpus[0].host) and all(g.pci for g in gpus)
+    places = dict(enumerate(sorted(gpus, key=lambda gpu: gpu.pci))) if whole else {}
+    host = next((gpu.host for serial, gpu in serials.items() if serial in known), gpus[0].host)
+    found = []
+    for result in diagnostic.results:
+        if result.gpu is None:
+            found.append(_observation(Subject("host", (host,)), result, case))
+            continue
+        gpu = serials.get(result.serial) if result.serial else places.get(result.gpu)
+        if gpu is not None:
+            found.append(_observation(Subject("gpu", (gpu.number,)), result, case))
+        elif result.serial:
+            text = (
+                f"GPU {result.gpu} of DCGM (serial {result.serial}) is not in this run: {result.test}: {result.state}"
+            )
+            found.append(_of_host(host, "skipped", text, case))
+        else:
+            text = (
+                f"{result.test} of GPU {result.gpu} of DCGM: {result.state}; the file has no serial numbers, so it can "
+            )
+            text += "name a GPU only in a run of all GPUs of one host"
+            found.append(_of_host(host, "unknown", text, case))
+    return found
+
+
+def _observation(subject: Subject, result: DiagnosticResult, case: str) -> Observation:
+    outcome = _OUTCOMES[result.state]
+    seen = (
+        "" if outcome == "passed" else f"{result.test}: {result.state}{f': {result.message}' if result.message else ''}"
+    )
+    evidence = {"kind": f"dcgm {result.state}", "test": result.test, "category": result.category}
+    if result.errors:
+        evidence["errors"] = ", ".join(map(str, result.errors))
+    work = Work(operations=outcome != "skipped")
+    return Observation(_CHECK, subject, outcome, seen, f"{case}: {result.test}", work, evidence)
+
+
+def _of_host(host: int, outcome: Outcome, seen: str, case: str) -> Observation:
+    return Observation(_CHECK, Subject("host", (host,)), outcome, seen, case)

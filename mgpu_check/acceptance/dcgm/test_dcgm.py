@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.acceptance.dcgm.checks import examine_diagnostic
+from mgpu_check.acceptance.dcgm.diagnostic import examine_diagnostic
 from mgpu_check.acceptance.node import Node
 
 

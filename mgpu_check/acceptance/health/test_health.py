@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.acceptance.health.checks import examine_health
-from mgpu_check.acceptance.health.xids import examine_past_xids
+from mgpu_check.acceptance.health.checks import examine_health, examine_past_xids
 from mgpu_check.acceptance.node import Node
 
 _SAMPLES = {"quick": 3, "standard": 20, "long": 60}

@@ -6,7 +6,7 @@ import pytest
 
 from mgpu_check.acceptance.inventory.checks import Reference, examine_identity, examine_inventory, examine_pcie
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.skus import packaged_floors
+from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.devices.observations import Observation, Subject
 
 _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is still asleep

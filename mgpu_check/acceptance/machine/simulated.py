@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mgpu_check.acceptance.machine.kernel import PORT_COUNTERS
+from mgpu_check.acceptance.machine.checks import PORT_COUNTERS
 
 _CARDS = 4
 _GPUS = 4

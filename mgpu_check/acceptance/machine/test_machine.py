@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.acceptance.levels import seconds_for_a_call
-from mgpu_check.acceptance.machine.checks import examine_kernel, of_host
-from mgpu_check.acceptance.machine.cores import vote_of_cores
-from mgpu_check.acceptance.machine.kernel import KernelFacts, read_kernel
-from mgpu_check.acceptance.machine.memory import examine_memory
+from mgpu_check.acceptance.machine.checks import (
+    KernelFacts,
+    environment,
+    examine_kernel,
+    examine_memory,
+    examine_paths,
+    of_host,
+    paths_in,
+    paths_of_rank,
+    read_kernel,
+    vote_of_cores,
+)
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
-from mgpu_check.acceptance.machine.transport import environment, examine_paths, paths_in, paths_of_rank
 from mgpu_check.acceptance.node import Node
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.processes.machine import boot_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PATTERNS = ("address", "inversions", "walking ones", "walking zeros", "checkerboard", "random")
-"""The patterns to write; see `mgpu_check.acceptance.memory.patterns`."""
+"""The patterns to write; see `mgpu_check.acceptance.memory.checks`."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,503 @@
-"""Check most of the memory of a GPU: every bit must hold its value, at its own address."""
+"""Check most of the memory of a GPU: every bit must hold its value, at its own address.
+
+A `Region` holds most of the free memory. The device writes patterns into it and compares its contents; the host can
+compute each word of a pattern. A word that did not hold its value is diagnosed. A word has 64 bits, and words are
+numbered from the start of the tested memory.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import gcd
+from typing import Any, Protocol
 
 import torch
 
-from mgpu_check.acceptance.load import keep_busy
 from mgpu_check.acceptance.memory.cases import MemoryCase
-from mgpu_check.acceptance.memory.diagnosis import evidence_of
-from mgpu_check.acceptance.memory.patterns import rounds_of
-from mgpu_check.acceptance.memory.region import Region, WrongRegion, take_region
+from mgpu_check.acceptance.telemetry import keep_busy
 from mgpu_check.devices.observations import Measurement, Observation, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.common.generated_data import MASK, mix_, mixed, position_of, signed
 from mgpu_check.suite.common.timing import Stopwatch, measured
+
+PERIOD = 64
+"""Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""
+
+
+Put = Callable[[torch.Tensor, int, torch.Tensor], object]
+"""Writes the words from a number on into a tensor of int64; the last argument is a scratch tensor of the same shape."""
+
+
+class Pattern(Protocol):
+    """A pattern that assigns a value to each word."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+
+    def maker(self, device: torch.device) -> Put:
+        """Return a function that writes the pattern on `device`."""
+
+    def at(self, word: int) -> int:
+        """Return the right value of a word, in [0, 2^64)."""
+
+    def where(self, value: int) -> int | None:
+        """Return the only word where `value` is right, even outside the memory; None if there are several."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """A pattern where each word holds its own offset in bytes, or the complement.
+
+    It shows stuck or joined address lines, and where a wrong value belongs.
+    """
+
+    complement: bool = False
+
+    @property
+    def name(self) -> str:
+        return "complement of the address" if self.complement else "address"
+
+    def maker(self, device: torch.device) -> Put:
+        def put(out: torch.Tensor, first: int, scratch: torch.Tensor) -> None:
+            start, end = 8 * first, 8 * (first + out.numel())
+            if self.complement:
+                torch.arange(-1 - start, -1 - end, -8, out=out)
+            else:
+                torch.arange(start, end, 8, out=out)
+
+        return put
+
+    def at(self, word: int) -> int:
+        return 8 * word ^ (MASK if self.complement else 0)
+
+    def where(self, value: int) -> int | None:
+        offset = value ^ (MASK if self.complement else 0)
+        return None if offset % 8 else offset // 8
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A pattern that repeats `PERIOD` words."""
+
+    name: str
+    words: tuple[int, ...]
+
+    def maker(self, device: torch.device) -> Put:
+        row = torch.tensor([signed(word) for word in self.words], dtype=torch.int64, device="cpu").to(device)
+        return lambda out, first, scratch: out.view(-1, PERIOD).copy_(row)
+
+    def at(self, word: int) -> int:
+        return self.words[word % PERIOD]
+
+    def where(self, value: int) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Random:
+    """A pattern where each word holds a pseudorandom number made from its position and a seed, or the complement."""
+
+    seed: int
+    complement: bool = False
+
+    @property
+    def name(self) -> str:
+        return "complement of random" if self.complement else "random"
+
+    def maker(self, device: torch.device) -> Put:
+        def put(out: torch.Tensor, first: int, scratch: torch.Tensor) -> None:
+            torch.arange(first, first + out.numel(), out=out)
+            mix_(out, self.seed, scratch)
+            if self.complement:
+                out.bitwise_not_()
+
+        return put
+
+    def at(self, word: int) -> int:
+        return mixed(word, self.seed) ^ (MASK if self.complement else 0)
+
+    def where(self, value: int) -> int | None:
+        return position_of(value ^ (MASK if self.complement else 0), self.seed)
+
+
+def rounds_of(case: MemoryCase, number: int) -> Sequence[tuple[Pattern, bool]]:
+    """Return the (pattern, backwards) rounds of pass `number`; backwards means from the last chunk to the first.
+
+    In each pass every bit is both 0 and 1, except with walking bits, where one bit of each word differs from the
+    others.
+    """
+    drawn = random.Random(case.seed + number)
+    if case.pattern == "address":
+        return (Address(), False), (Address(complement=True), True)
+    if case.pattern == "random":
+        seed = drawn.getrandbits(32)
+        return (Random(seed), False), (Random(seed, complement=True), True)
+    if case.pattern == "inversions":
+        zeros, ones = Repeated("zeros", (0,) * PERIOD), Repeated("ones", (MASK,) * PERIOD)
+        return (zeros, False), (ones, False), (zeros, True), (ones, True)
+    if case.pattern == "checkerboard":
+        even, odd = 0x5555555555555555, 0xAAAAAAAAAAAAAAAA
+        pair = Repeated("checkerboard", (even, odd) * (PERIOD // 2)), Repeated("inverse", (odd, even) * (PERIOD // 2))
+        return tuple((pattern, drawn.random() < 0.5) for pattern in pair)
+    shift, flip = (case.seed + number) % 64, MASK if case.pattern == "walking zeros" else 0
+    walking = Repeated(case.pattern, tuple(1 << (word + shift) % 64 ^ flip for word in range(PERIOD)))
+    return ((walking, drawn.random() < 0.5),)
+
+
+_LARGEST_CHUNK = 512 << 20
+_SMALLEST_CHUNK = 8 * PERIOD
+_LISTED = 64
+"""Wrong words to list per chunk; all wrong words are counted."""
+_LOOKED_AT_FROM_THE_HOST = 256
+"""Words of each pass that the host compares too."""
+
+
+@dataclass(frozen=True)
+class WrongWord:
+    """A word that did not hold its value.
+
+    Attributes:
+        word: its number in the region, an eighth of its offset in bytes.
+        pattern: the pattern that was written.
+        expected, read: 64 bits, as nonnegative integers; `read` follows from the difference that the device found.
+    """
+
+    word: int
+    pattern: Pattern
+    expected: int
+    read: int
+
+    @property
+    def differs(self) -> int:
+        return self.expected ^ self.read
+
+
+@dataclass
+class WrongRegion:
+    """The errors of a region.
+
+    Attributes:
+        blind: lines that explain why the comparison on the device is unreliable.
+        astray: lines about words that the host reads wrong, although a working device finds them right.
+    """
+
+    count: int = 0
+    words: list[WrongWord] = field(default_factory=list)
+    blind: list[str] = field(default_factory=list)
+    astray: list[str] = field(default_factory=list)
+
+
+class Region:
+    """Memory of one device, as a sequence of words of 64 bits.
+
+    It is written and compared in chunks, to bound the extra memory of the comparison.
+    """
+
+    def __init__(self, device: torch.device, words: int, chunk_words: int) -> None:
+        self.device = device
+        self.chunks: list[torch.Tensor] = []
+        self.firsts: list[int] = []
+        self.watch = Stopwatch(device)
+        self._scratch = torch.empty(2, chunk_words, dtype=torch.int64, device=device)
+        self.words = 0
+        block = words // PERIOD * PERIOD
+        while block and self.words < words:
+            try:
+                memory = torch.empty(block, dtype=torch.int64, device=device)
+            except torch.OutOfMemoryError:
+                # Free memory is fragmented, so try smaller blocks. The report states how much was tested.
+                block = block // 2 // PERIOD * PERIOD
+                continue
+            for chunk in memory.split(chunk_words):
+                self.chunks.append(chunk)
+                self.firsts.append(self.words)
+                self.words += chunk.numel()
+            block = min(block, (words - self.words) // PERIOD * PERIOD)
+
+    @property
+    def bytes(self) -> int:
+        return 8 * self.words
+
+    def write(self, pattern: Pattern, backwards: bool = False) -> None:
+        put = pattern.maker(self.device)
+        self.watch.start()
+        for index in self._order(backwards):
+            self._lay(index, put)
+        self.watch.stop()
+
+    def compare(
+        self, pattern: Pattern, wrong: WrongRegion, seed: int, *, then: Pattern | None = None, backwards: bool = False
+    ) -> None:
+        """Record in `wrong` each word that does not hold the pattern.
+
+        The comparison on the device is tested too: the device must find one word that was changed on purpose, and the
+        host compares some words, drawn by `seed`.
+
+        Args:
+            seed: selects the words for the tests of the comparison.
+            then: the pattern to write over each chunk right after its comparison.
+            backwards: from the last chunk to the first.
+        """
+        drawn = random.Random(seed)
+        control, seen = drawn.randrange(len(self.chunks)), drawn.randrange(len(self.chunks))
+        put, overwrite = pattern.maker(self.device), None if then is None else then.maker(self.device)
+        self.watch.start()
+        for index in self._order(backwards):
+            chunk, first = self.chunks[index], self.firsts[index]
+            there = self._wrong_on_the_host(index, pattern, drawn) if index == seen else []
+            difference = self._difference(index, put)
+            count = int(torch.count_nonzero(difference))
+            if count:
+                wrong.words += self._listed(difference, first, pattern)
+                wrong.count += count
+            elif there or index == control:
+                changed = drawn.randrange(chunk.numel())
+                if not self._sees(index, put, changed, signed(1 << drawn.randrange(64))):
+                    wrong.blind.append(
+                        f"{pattern.name}: the device did not find word {changed}, changed on purpose, in chunk {index}"
+                    )
+                elif there:
+                    wrong.astray.append(
+                        f"{pattern.name}: words {there[:4]} of chunk {index} are right on the device, but the host "
+                        "reads them wrong"
+                    )
+            if overwrite is not None:
+                self._lay(index, overwrite)
+        self.watch.stop()
+
+    def read(self, word: int) -> int:
+        """Return one word, in [0, 2^64)."""
+        chunk, place = self._place(word)
+        return int(chunk[place].item()) & MASK
+
+    def set(self, word: int, value: int) -> None:
+        chunk, place = self._place(word)
+        chunk[place] = signed(value)
+
+    def fill(self, first: int, end: int, value: int) -> None:
+        """Write `value` to the words from `first` up to, not including, `end`."""
+        for chunk, start in zip(self.chunks, self.firsts, strict=True):
+            chunk[max(0, first - start) : max(0, end - start)].fill_(signed(value))
+
+    def _place(self, word: int) -> tuple[torch.Tensor, int]:
+        index = next(i for i, first in enumerate(self.firsts) if word < first + self.chunks[i].numel())
+        return self.chunks[index], word - self.firsts[index]
+
+    def _order(self, backwards: bool) -> Iterator[int]:
+        return iter(reversed(range(len(self.chunks)))) if backwards else iter(range(len(self.chunks)))
+
+    def _lay(self, index: int, put: Put) -> None:
+        chunk = self.chunks[index]
+        put(chunk, self.firsts[index], self._scratch[1, : chunk.numel()])
+
+    def _difference(self, index: int, put: Put) -> torch.Tensor:
+        """Return the bits of each word of a chunk that differ from the pattern."""
+        chunk = self.chunks[index]
+        out, scratch = self._scratch[0, : chunk.numel()], self._scratch[1, : chunk.numel()]
+        put(out, self.firsts[index], scratch)
+        return torch.bitwise_xor(chunk, out, out=out)
+
+    def _listed(self, difference: torch.Tensor, first: int, pattern: Pattern) -> list[WrongWord]:
+        rows = difference.view(-1, PERIOD)
+        wrong_rows = (rows != 0).any(dim=1).nonzero()[:_LISTED, 0].tolist()
+        listed = []
+        for row in wrong_rows:
+            for column, bits in enumerate(rows[row].tolist()):
+                if bits:
+                    word = first + row * PERIOD + column
+                    listed.append(WrongWord(word, pattern, pattern.at(word), pattern.at(word) ^ bits & MASK))
+        return listed[: _LISTED + 1]
+
+    def _sees(self, index: int, put: Put, changed: int, bit: int) -> bool:
+        """Change one word of a right chunk, and return whether the device finds exactly one word that differs."""
+        chunk = self.chunks[index]
+        chunk[changed] ^= bit
+        found = int(torch.count_nonzero(self._difference(index, put)))
+        chunk[changed] ^= bit
+        return found == 1
+
+    def _wrong_on_the_host(self, index: int, pattern: Pattern, drawn: random.Random) -> list[int]:
+        """Return the wrong words, read on the host, in a drawn part of a chunk."""
+        chunk, first = self.chunks[index], self.firsts[index]
+        start = drawn.randrange(max(1, chunk.numel() - _LOOKED_AT_FROM_THE_HOST))
+        words = chunk[start : start + _LOOKED_AT_FROM_THE_HOST].tolist()
+        return [start + i for i, word in enumerate(words) if word & MASK != pattern.at(first + start + i)]
+
+
+def take_region(device: torch.device, share: float) -> Region:
+    """Allocate a share of the free memory of `device`.
+
+    The comparison takes two more chunks. A chunk has at most 512 MiB, and less if two would not fit into the remaining
+    memory.
+    """
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    left = int(free * (1 - share)) // 4
+    chunk = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, left) // (8 * PERIOD) * (8 * PERIOD))
+    return Region(device, int(free * share) // 8, chunk // 8)
+
+
+_DIAGNOSED = 4
+_TRIES = 4
+
+
+def bits_of(word: int) -> list[int]:
+    """Return the numbers of the bits that are 1 in an integer in [0, 2^64), in ascending order."""
+    return [bit for bit in range(64) if word >> bit & 1]
+
+
+def named(bits: Sequence[int]) -> str:
+    """Return "bit 3" or "bits 0 to 7, 9" for numbers in ascending order."""
+    runs: list[list[int]] = []
+    for bit in bits:
+        if runs and runs[-1][-1] == bit - 1:
+            runs[-1].append(bit)
+        else:
+            runs.append([bit])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"bit{'s' * (len(bits) > 1)} {', '.join(texts)}"
+
+
+def kind_of(region: Region, wrong: WrongWord) -> str:
+    """Diagnose a wrong word by writing to it, and to others, again. The region is overwritten.
+
+    "bit 5 stuck at 1"; "holds what is written at offset …" (an address fault); "bit 5 changes when offset … is written"
+    (coupled bits); "changes by itself, now and then"; "not seen again".
+    """
+    return (
+        _by_itself(region, wrong.word)
+        or _stuck(region, wrong.word)
+        or _aliased(region, wrong)
+        or _coupled(region, wrong)
+        or "not seen again"
+    )
+
+
+def _by_itself(region: Region, word: int) -> str:
+    """Describe a word that, written and read again with the same value, is sometimes right and sometimes wrong."""
+    seen = set()
+    for value in (0, MASK) * _TRIES:
+        region.set(word, value)
+        seen.add((value, region.read(word)))
+        seen.add((value, region.read(word)))
+    return "changes by itself, now and then" if len(seen) > 2 else ""
+
+
+def _stuck(region: Region, word: int) -> str:
+    ones, zeros = _written(region, word, 0), ~_written(region, word, MASK) & MASK
+    found = []
+    for value, bits in ((1, ones), (0, zeros)):
+        # A bit that is right when it differs from all others is not stuck: another bit of the word changes it.
+        alone = [bit for bit in bits_of(bits) if _written(region, word, _single(bit, value)) >> bit & 1 != value]
+        stuck = [bit for bit in bits_of(bits) if bit not in alone]
+        if stuck:
+            found.append(f"{named(stuck)} stuck at {value}")
+        for bit in alone[:1]:
+            others = [
+                other
+                for other in range(64)
+                if other != bit and _written(region, word, _single(bit, value) ^ 1 << other) >> bit & 1 == value
+            ]
+            by = f" of {named(others)}" if others else "s of several others together"
+            found.append(f"{named([bit])} follows the value{by} of the word (coupled)")
+    return ", ".join(found)
+
+
+def _single(bit: int, stuck: int) -> int:
+    """Return the word where all bits have the value `stuck` except for `bit`, which has the opposite."""
+    return (MASK if stuck else 0) ^ 1 << bit
+
+
+def _written(region: Region, word: int, value: int) -> int:
+    region.set(word, value)
+    return region.read(word)
+
+
+def _aliased(region: Region, wrong: WrongWord) -> str:
+    other = wrong.pattern.where(wrong.read)
+    if other is None or not 0 <= other < region.words or other == wrong.word:
+        return ""
+    for value in (0x0123456789ABCDEF, 0xFEDCBA9876543210):
+        region.set(wrong.word, value)
+        region.set(other, value ^ MASK)
+        if region.read(wrong.word) != value ^ MASK:
+            return ""
+    lines = named(bits_of(8 * wrong.word ^ 8 * other))
+    return f"holds what is written at offset {8 * other:#x}; the addresses differ in {lines}"
+
+
+def _coupled(region: Region, wrong: WrongWord) -> str:
+    for victim in (0, MASK):
+        if not _disturbed(region, wrong.word, victim, 0, region.words):
+            continue
+        first, end = 0, region.words
+        while end - first > 1:
+            middle = (first + end) // 2
+            if _disturbed(region, wrong.word, victim, first, middle):
+                end = middle
+            elif _disturbed(region, wrong.word, victim, middle, end):
+                first = middle
+            else:
+                return f"changes when offsets {8 * first:#x} to {8 * end:#x} are written, not by a part of them alone"
+        again = [_disturbed(region, wrong.word, victim, first, end) for _ in range(_TRIES)]
+        if not all(again):
+            return "changes by itself, now and then"
+        return f"{named(bits_of(again[0]))} changes when offset {8 * first:#x} is written (coupled)"
+    return ""
+
+
+def _disturbed(region: Region, word: int, victim: int, first: int, end: int) -> int:
+    """Return the bits of a word that change when only the words from `first` up to `end` are inverted."""
+    region.fill(0, region.words, victim)
+    for start, stop in ((first, min(end, word)), (max(first, word + 1), end)):
+        if start < stop:
+            region.fill(start, stop, victim ^ MASK)
+    return region.read(word) ^ victim
+
+
+def evidence_of(region: Region, count: int, words: Sequence[WrongWord]) -> dict[str, Any]:
+    """Describe wrong words for a report, in values that JSON can hold. `words` may have fewer words than `count`.
+
+    The first few words are diagnosed, which overwrites the region.
+    """
+    bits: Counter[int] = Counter()
+    single = 0
+    for word in words:
+        bits.update(bits_of(word.differs))
+        single += word.differs.bit_count() == 1
+    distinct = sorted({word.word for word in words})
+    period = 0
+    for left, right in pairwise(distinct):
+        period = gcd(period, right - left)
+    kinds: dict[int, str] = {}
+    for word in words:
+        if word.word not in kinds and len(kinds) < _DIAGNOSED:
+            kinds[word.word] = kind_of(region, word)
+    return {
+        "errors": count,
+        "words": [
+            {
+                "offset": 8 * word.word,
+                "pattern": word.pattern.name,
+                "expected": f"{word.expected:#018x}",
+                "read": f"{word.read:#018x}",
+                "differs": f"{word.differs:#018x}",
+                "kind": kinds.get(word.word, ""),
+            }
+            for word in words[:32]
+        ],
+        "bits": {str(bit): times for bit, times in bits.most_common()},
+        "share of single bits": single / len(words) if words else 0.0,
+        "period": 8 * period,
+        "kinds": list(dict.fromkeys(kinds.values())),
+    }
+
 
 _COPIES = 5
 

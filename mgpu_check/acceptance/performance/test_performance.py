@@ -7,7 +7,7 @@ from typing import Any
 
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.performance.checks import CHECK, judge, unmeasured
-from mgpu_check.acceptance.verdict.localisation import SECONDS
+from mgpu_check.acceptance.verdict import LOCALISATION_SECONDS
 from mgpu_check.devices.observations import Observation, Subject
 
 
@@ -26,7 +26,7 @@ def test_gpus_and_links_are_fast_enough(node: Node) -> None:
     keys = ("quantity", "unit", "size")
     slow = {tuple(entry.evidence[key] for key in keys) for entry in found if entry.outcome == "failed"}
     if slow:
-        until = time.monotonic() + SECONDS[node.depth]
+        until = time.monotonic() + LOCALISATION_SECONDS[node.depth]
         again = node.measure_again([m for m in measurements if m.kind[:3] in slow], lambda: time.monotonic() > until)
         found = judge(measurements, gpus, again=again, **given)
     node.record(found)

@@ -1,19 +1,78 @@
-"""Join the reports of many nodes into one."""
+"""Join the reports of many nodes into one, and follow GPUs over several reports by serial number."""
 
 from __future__ import annotations
 
+import datetime
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.findings import judged, listed
-from mgpu_check.acceptance.report import view
-from mgpu_check.acceptance.report.sightings import same_host, sightings
-from mgpu_check.acceptance.run_report import Accusation, Gpu, Kind, RunReport, Verdict
+from mgpu_check.acceptance.report import summary
+from mgpu_check.acceptance.run_report import Accusation, Gpu, Host, Kind, RunReport, Verdict
+from mgpu_check.acceptance.slow_nodes import among_nodes
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.option_values import LEVELS
 from mgpu_check.processes.machine import distinct_names
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A GPU in one report.
+
+    Attributes:
+        file: name of the report, for messages.
+    """
+
+    file: str
+    report: RunReport
+    host: Host
+    gpu: Gpu
+
+    @property
+    def began(self) -> datetime.datetime:
+        return _time(self.report)
+
+    @property
+    def ended(self) -> datetime.datetime:
+        return self.began + datetime.timedelta(seconds=self.report.seconds)
+
+    @property
+    def place(self) -> str:
+        return (
+            f"{self.host.name or f'host {self.host.number}'} (cuda:{self.gpu.index}, PCI {self.gpu.pci or 'unknown'})"
+        )
+
+
+def same_host(one: Host, other: Host) -> bool:
+    """Return whether two hosts are one machine: of one name, or of one boot of the kernel, as containers are."""
+    return one.name == other.name or bool(one.boot and one.boot == other.boot)
+
+
+def sightings(named: Mapping[str, RunReport]) -> dict[str, list[Sighting]]:
+    """Return where and when each GPU was seen, in order of time, by serial number.
+
+    The key of a GPU is its UUID if it has no serial number of its own: boards with several GPUs have one. A GPU with
+    neither is left out.
+    """
+    serials = {gpu.uuid: gpu.serial for report in named.values() for gpu in report.gpus if gpu.uuid and gpu.serial}
+    found: dict[str, list[Sighting]] = {}
+    for file, report in sorted(named.items(), key=lambda item: _time(item[1])):
+        hosts = {host.number: host for host in report.hosts}
+        names = [serials.get(gpu.uuid, gpu.serial) for gpu in report.gpus]
+        counts = Counter(names)
+        for gpu, serial in zip(report.gpus, names, strict=True):
+            key = serial if serial and counts[serial] == 1 else gpu.uuid
+            if key and gpu.host in hosts:
+                found.setdefault(key, []).append(Sighting(file, report, hosts[gpu.host], gpu))
+    return found
+
+
+def _time(report: RunReport) -> datetime.datetime:
+    started = datetime.datetime.fromisoformat(report.started)
+    return started if started.tzinfo else started.replace(tzinfo=datetime.UTC)
+
 
 _WORST: tuple[Kind, ...] = ("REJECTED", "SUSPECT", "INCONCLUSIVE", "ACCEPTED")
 
@@ -135,7 +194,7 @@ def _with_moves(whole: RunReport, moves: Mapping[int, Sequence[str]]) -> RunRepo
 
 def _with_suspects(whole: RunReport) -> RunReport:
     """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
-    known = {one.part for one in whole.verdict.accusations if view.is_suspect(one)}
+    known = {one.part for one in whole.verdict.accusations if summary.is_suspect(one)}
     found = [one for one in among_nodes(whole).outliers if Part("host", (one.host,)) not in known]
     slow = [judged(one.observation, whole.policy) for one in found]
     observations = (*whole.observations, *slow)

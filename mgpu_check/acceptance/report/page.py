@@ -1,25 +1,561 @@
-"""The report as a page: verdict, accused parts with their evidence, a card for each GPU, heat maps, telemetry."""
+"""The report as a page: verdict, accused parts with their evidence, a card for each GPU, heat maps, telemetry.
+
+Matrices show measurements and failures, GPU by GPU, and check by GPU. Pictures show nodes: GPUs, the links between
+them, and the host, with the accused parts marked.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mgpu_check import pages
-from mgpu_check.acceptance.report import view
-from mgpu_check.acceptance.report.detected import detected
-from mgpu_check.acceptance.report.figures import PANELS, over_time
-from mgpu_check.acceptance.report.health import facts_of, health_of
-from mgpu_check.acceptance.report.matrices import heat_maps, others
-from mgpu_check.acceptance.report.picture import pictures
+from mgpu_check.acceptance.comparison import amount
+from mgpu_check.acceptance.report import summary
+from mgpu_check.acceptance.report.figures import PANELS, Grid, Scale, over_time, reasons
+from mgpu_check.acceptance.report.summary import bytes_text, detected
 from mgpu_check.acceptance.report.values import encoded
-from mgpu_check.acceptance.run_report import Gpu, RunReport
-from mgpu_check.devices.observations import Observation, Outcome, Part
+from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
+from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, PartKind, Subject, SubjectKind
+from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
+from mgpu_check.devices.telemetry.values import TelemetrySample
 from mgpu_check.version import __version__
+
+_RANGES = ("temperature", "memory_temperature", "power", "sm_clock", "memory_clock")
+_UNITS: Mapping[str, str] = {"degrees Celsius": "°C"}
+
+
+def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
+    """Return the facts of a GPU other than its identity, as name and value in words."""
+    rows = []
+    for name, value in gpu.facts.items():
+        try:
+            field = field_of(name)
+        except KeyError:
+            text, unit = name, ""
+        else:
+            if field.kind == "identity":
+                continue
+            peer = peer_of(name)
+            text, unit = field.text + ("" if peer is None else f", GPU {peer}"), field.unit
+        if value is None or value == "":
+            rows.append((text, "unknown" if value is None else "none"))
+        elif isinstance(value, bool):
+            rows.append((text, "yes" if value else "no"))
+        else:
+            rows.append(
+                (text, bytes_text(value) if unit == "bytes" and isinstance(value, int) else f"{value} {unit}".rstrip())
+            )
+    return rows
+
+
+def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
+    """Return the telemetry findings of a GPU: name, value, and whether it is a bad sign."""
+    if not samples:
+        return [("telemetry", "none", False)]
+    rows: list[tuple[str, str, bool]] = []
+    for name in _RANGES:
+        values = _numbers(samples, name)
+        if values:
+            low, high = min(values), max(values)
+            unit = _UNITS.get(FIELDS[name].unit, FIELDS[name].unit)
+            rows.append(
+                (FIELDS[name].text, f"{low:.4g} to {high:.4g} {unit}" if low != high else f"{low:.4g} {unit}", False)
+            )
+    generation, width = _numbers(samples, "pcie_generation"), _numbers(samples, "pcie_width")
+    if generation and width:
+        rows.append(("PCIe", f"generation {max(generation):g}, {max(width):g} lanes at most", False))
+    held = list(dict.fromkeys(reason for sample in samples for reason in reasons(sample)))
+    if held:
+        share = sum(bool(reasons(sample)) for sample in samples) / len(samples)
+        rows.append(("clocks held down", f"{', '.join(held)} ({share:.0%} of the time)", True))
+    rows += _counters(samples)
+    unknown = sorted(name for name, value in samples[-1].values.items() if value is None)
+    if unknown:
+        texts = ", ".join(FIELDS[name].text if name in FIELDS else name for name in unknown)
+        rows.append(("not known to the device", texts, False))
+    return rows
+
+
+def _counters(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
+    grown = []
+    known = False
+    for name, field in FIELDS.items():
+        values = _numbers(samples, name) if field.kind == "counter" else []
+        known = known or bool(values)
+        growth = sum(max(0.0, later - sooner) for sooner, later in itertools.pairwise(values))
+        if growth:
+            grown.append((field.text, f"{growth:g} more in this run, now {values[-1]:g} {field.unit}", True))
+    return grown or ([("counters of errors", "none grew", False)] if known else [])
+
+
+def _numbers(samples: Sequence[TelemetrySample], name: str) -> list[float]:
+    values = (sample.values.get(name) for sample in samples)
+    return [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+
+
+State = Literal["none", "good", "open", "bad"]
+"""Not checked; checked and not accused; suspected; accused. From the weakest; also a class of the style sheet."""
+_STATES: tuple[State, ...] = ("none", "good", "open", "bad")
+_SAID: Mapping[State, str] = {"none": "not checked", "good": "", "open": "suspected", "bad": "ACCUSED"}
+_LEGEND: Mapping[State, str] = {
+    "bad": "Cross and thick line: accused.",
+    "open": "Question mark: suspected; several explanations are equally good.",
+    "good": "Thin line: checked, not accused.",
+    "none": "Dotted: not checked.",
+}
+_PARTS: Mapping[SubjectKind, PartKind] = {
+    "gpu": "gpu",
+    "copy": "link",
+    "upload": "host-link",
+    "download": "host-link",
+    "host": "host",
+}
+
+_WIDTH, _TALL, _HEAD, _STUB = 360, 52, 34, 20  # a box and its text are readable at the width of a telephone
+_COLUMNS = 4
+_MESH = 8
+"""Most GPUs of a host whose links are all drawn; with more only the marked ones."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link, or the link of a GPU to its host.
+
+    Attributes:
+        at: the point to mark.
+        label: GPUs of an accused direction; "" for a link to the host.
+    """
+
+    path: str
+    at: tuple[float, float]
+    state: State
+    words: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A GPU: the middle of its upper edge, its lines of text, and what its tooltip says."""
+
+    x: float
+    y: float
+    lines: tuple[str, ...]
+    state: State
+    words: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A host with its GPUs.
+
+    Attributes:
+        buses: heights of the lines that stand for the host.
+        wires: the marked ones last, so that no other wire hides them.
+        legend: what the marks mean.
+    """
+
+    host: str
+    state: State
+    height: float
+    buses: Sequence[float]
+    boxes: Sequence[Box]
+    wires: Sequence[Wire]
+    legend: str
+
+
+def pictures(report: RunReport) -> list[Picture]:
+    known = states(report)
+    return [
+        _picture(report, host, [gpu for gpu in report.gpus if gpu.host == host.number], known)
+        for host in summary.in_detail(report)
+    ]
+
+
+def states(report: RunReport) -> dict[Part, State]:
+    """Return the state of each part that was checked, accused or suspected. Other parts were not checked."""
+    found: dict[Part, State] = {}
+
+    def raise_to(part: Part, state: State) -> None:
+        if _STATES.index(state) > _STATES.index(found.get(part, "none")):
+            found[part] = state
+
+    for entry in report.observations:
+        if entry.subject.kind in _PARTS and entry.outcome in ("passed", "failed"):
+            raise_to(_part_of(entry.subject), "good")
+    for entry in summary.failed_of(report, report.verdict):
+        if entry.subject.kind in _PARTS:
+            raise_to(_part_of(entry.subject), "open")
+    for part in (part for sets in report.verdict.rivals for some in sets for part in some):
+        raise_to(part, "open")
+    for accusation in report.verdict.accusations:
+        raise_to(accusation.part, "bad")
+    return found
+
+
+def _part_of(subject: Subject) -> Part:
+    return Part(_PARTS[subject.kind], subject.members)
+
+
+def _picture(report: RunReport, host: Host, gpus: Sequence[Gpu], known: Mapping[Part, State]) -> Picture:
+    columns = max(1, min(_COLUMNS, math.ceil(len(gpus) / 2)))
+    gap = 30 + 14 * columns if len(gpus) > 1 else 0
+    block = 2 * (_STUB + _TALL) + gap if len(gpus) > 1 else _STUB + _TALL + 8
+    blocks = max(1, math.ceil(len(gpus) / (2 * columns)))
+    places = {}
+    for place, gpu in enumerate(gpus):
+        row, column = divmod(place, columns)
+        top = _HEAD + block * (row // 2) + _STUB + row % 2 * (_TALL + gap)
+        places[gpu.number] = (_WIDTH * (column + 0.5) / columns, float(top), row)
+    boxes = [_box(report, gpu, places[gpu.number], known) for gpu in gpus]
+    wires = [_host_wire(gpu, places[gpu.number], known) for gpu in gpus]
+    wires += _peer_wires(places, known, gap, len(gpus) <= _MESH)
+    wires.sort(key=lambda wire: _STATES.index(wire.state))
+    state = known.get(Part("host", (host.number,)), "good")
+    shown: set[State] = {state, *(one.state for one in boxes), *(one.state for one in wires)}
+    legend = " ".join(text for one, text in _LEGEND.items() if one in shown)
+    if len(gpus) > _MESH:
+        legend += " Links between GPUs are drawn only if they are marked."
+    name = summary.host_name(report, host.number)
+    buses = [_HEAD + block * number for number in range(blocks)]
+    return Picture(name, state, _HEAD + block * blocks, buses, boxes, wires, legend)
+
+
+def _box(report: RunReport, gpu: Gpu, place: tuple[float, float, int], known: Mapping[Part, State]) -> Box:
+    state = known.get(Part("gpu", (gpu.number,)), "none")
+    host = {one.number: one.host for one in report.gpus}
+    away = [
+        f"link {part.members[0]} → {part.members[-1]}"
+        for part, other in known.items()
+        if other == "bad"
+        and part.kind == "link"
+        and gpu.number in part.members
+        and len({host.get(m) for m in part.members}) > 1
+    ]
+    said = _SAID[state] or ", ".join(away[:1])  # a link to another host has no place in the picture
+    domain, _, slot = gpu.pci.partition(":")
+    lines = (f"GPU {gpu.number}", gpu.pci if domain.strip("0") else slot, said)
+    return Box(
+        place[0], place[1], lines, "open" if away and state != "bad" else state, summary.describe_gpu(report, gpu)
+    )
+
+
+def _host_wire(gpu: Gpu, place: tuple[float, float, int], known: Mapping[Part, State]) -> Wire:
+    x, y, row = place
+    start, way = (y + _TALL, 1) if row % 2 else (y, -1)
+    part = Part("host-link", (gpu.number,))
+    state = known.get(part, "none")
+    return Wire(f"M{x:g} {start:g}v{way * _STUB}", (x, start + way * _STUB / 2), state, _words(str(part), state))
+
+
+def _peer_wires(
+    places: Mapping[int, tuple[float, float, int]], known: Mapping[Part, State], gap: float, whole: bool
+) -> Iterator[Wire]:
+    numbers = sorted(places)
+    for index, one in enumerate(numbers):
+        for other in numbers[index + 1 :]:
+            ways = {pair: known.get(Part("link", pair), "none") for pair in ((one, other), (other, one))}
+            state = max(ways.values(), key=_STATES.index)
+            if not whole and state in ("none", "good"):
+                continue
+            marked = [pair for pair, way in ways.items() if way == state] if state in ("bad", "open") else []
+            arrow = "↔" if len(marked) == 2 else "→"
+            label = f"{marked[0][0]} {arrow} {marked[0][1]}" if marked else ""
+            path, at = _course(places[one], places[other], gap)
+            yield Wire(path, at, state, _words(f"link GPU {label or f'{one} ↔ {other}'}", state), label)
+
+
+def _course(
+    one: tuple[float, float, int], other: tuple[float, float, int], gap: float
+) -> tuple[str, tuple[float, float]]:
+    """Return the path of a link between two boxes and its middle: a curve in the gap between their rows."""
+    (x, y, row), (u, v, line) = one, other
+    if row // 2 != line // 2:  # in another block of rows
+        y += _TALL
+        return f"M{x:g} {y:g}L{u:g} {v:g}", ((x + u) / 2, (y + v) / 2)
+    if row == line:
+        start, way = (y, -1) if row % 2 else (y + _TALL, 1)
+        deep = start + way * min(gap, 0.3 * abs(u - x))
+        return f"M{x:g} {start:g}C{x:g} {deep:g} {u:g} {deep:g} {u:g} {start:g}", ((x + u) / 2, (start + 3 * deep) / 4)
+    start, end, pull = y + _TALL, v, gap / 3
+    return f"M{x:g} {start:g}C{x:g} {start + pull:g} {u:g} {end - pull:g} {u:g} {end:g}", (
+        (x + u) / 2,
+        (start + end) / 2,
+    )
+
+
+def _words(name: str, state: State) -> str:
+    return f"{name}: {_SAID[state].lower() or 'checked, not accused'}"
+
+
+Key = tuple[str, str, int]
+"""Quantity, unit and size of comparable measurements."""
+
+_Kind = Literal["gpu", "upload", "download"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the page, with its heading and what is to be said of it."""
+
+    heading: str
+    grid: Grid
+    note: str = ""
+
+
+def heat_maps(report: RunReport) -> list[Matrix]:
+    links = {_pair(accusation.part) for accusation in report.verdict.accusations if accusation.part.kind == "link"}
+    pictures = []
+    for key, found in sorted(_most_telling(_by_pair(report)).items()):
+        pictures += _speeds(report, key, found, links)
+    pictures += _failures_of_pairs(report, links)
+    pictures += _of_gpus(report)
+    pictures += _failures_of_gpus(report)
+    return pictures
+
+
+def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]:
+    pairs: dict[Key, dict[tuple[int, int], Measurement]] = {}
+    for one in report.measurements:
+        if one.subject.is_pair:
+            mine, pair = pairs.setdefault((one.quantity, one.unit, one.size), {}), _pair(one.subject)
+            for way in (pair,) if one.subject.kind == "copy" else (pair, pair[::-1]):
+                _worst(mine, way, one)
+    return pairs
+
+
+def _pair(one: Subject | Part) -> tuple[int, int]:
+    return one.members[0], one.members[-1]
+
+
+def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Keep one size for each quantity: of times the smallest, which shows latency, else the largest."""
+    chosen: dict[tuple[str, str], int] = {}
+    for quantity, unit, size in pairs:
+        best = chosen.get((quantity, unit))
+        wins = best is None or (size < best if unit == "s" else size > best)
+        if wins:
+            chosen[quantity, unit] = size
+    return {key: found for key, found in pairs.items() if chosen[key[:2]] == key[2]}
+
+
+def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
+    """Return the GPUs of each matrix with a suffix for its heading: all GPUs, or those of each shown host."""
+    numbers = [gpu.number for gpu in report.gpus]
+    if len(numbers) <= summary.MATRIX:
+        return [("", numbers)]
+    return [
+        (
+            f" on {summary.host_name(report, host.number)}",
+            [gpu.number for gpu in report.gpus if gpu.host == host.number],
+        )
+        for host in summary.in_detail(report)
+    ]
+
+
+def _speeds(
+    report: RunReport, key: Key, found: Mapping[tuple[int, int], Measurement], links: set[tuple[int, int]]
+) -> list[Matrix]:
+    quantity, unit, size = key
+    scale, prefix = summary.prefix([one.value for one in found.values()])
+    pictures = []
+    for where, numbers in _blocks(report):
+        values = [[found[a, b].value if (a, b) in found else None for b in numbers] for a in numbers]
+        if not any(value is not None for row in values for value in row):
+            continue
+        texts = [[_digits(value, scale) for value in row] for row in values]
+        heading = f"{quantity.capitalize()}{where}, {summary.bytes_text(size)}, in {prefix}{unit}"
+        grid = _square(numbers, values, texts, links, "little" if unit == "s" else "much", prefix + unit)
+        pictures.append(Matrix(heading, grid, "A frame: accused." if grid.marked else ""))
+    return pictures + _between_hosts(report, key, found)
+
+
+def _square(
+    numbers: Sequence[int], values: Any, texts: Any, links: set[tuple[int, int]], scale: Scale, unit: str
+) -> Grid:
+    place = {number: index for index, number in enumerate(numbers)}
+    marked = {(place[a], place[b]) for a, b in links if a in place and b in place}
+    labels = [str(number) for number in numbers]
+    return Grid(labels, labels, values, texts, marked, scale, "to GPU", "from GPU", unit)
+
+
+def _between_hosts(report: RunReport, key: Key, found: Mapping[tuple[int, int], Measurement]) -> list[Matrix]:
+    """Return a matrix of the slowest pair between any two hosts, if one matrix cannot show all GPUs; else nothing."""
+    if len(report.gpus) <= summary.MATRIX or len(report.hosts) > summary.MATRIX:
+        return []
+    host = {gpu.number: gpu.host for gpu in report.gpus}
+    worst: dict[tuple[int, int], float] = {}
+    for (a, b), one in found.items():
+        if host[a] != host[b]:
+            pair = (host[a], host[b])
+            worse = max if key[1] == "s" else min
+            worst[pair] = worse(worst.get(pair, one.value), one.value)
+    if not worst:
+        return []
+    scale, prefix = summary.prefix(list(worst.values()))
+    numbers = [one.number for one in report.hosts]
+    values = [[worst.get((a, b)) for b in numbers] for a in numbers]
+    texts = [[_digits(value, scale) for value in row] for row in values]
+    labels = [summary.host_name(report, number) for number in numbers]
+    columns = [str(number) for number in numbers]
+    best: Scale = "little" if key[1] == "s" else "much"
+    grid = Grid(labels, columns, values, texts, (), best, "to host", "from host", prefix + key[1])
+    size = summary.bytes_text(key[2])
+    heading = f"{key[0].capitalize()} between hosts, the worst of all pairs, {size}, in {prefix}{key[1]}"
+    return [Matrix(heading, grid)]
+
+
+def _failures_of_pairs(report: RunReport, links: set[tuple[int, int]]) -> list[Matrix]:
+    counts: dict[tuple[int, int], list[Observation]] = defaultdict(list)
+    for entry in report.observations:
+        if entry.subject.kind == "copy":
+            counts[_pair(entry.subject)].append(entry)
+    pictures = []
+    for where, numbers in _blocks(report):
+        if not any((a, b) in counts for a in numbers for b in numbers):
+            continue
+        values = [[_failed(counts.get((a, b), ())) for b in numbers] for a in numbers]
+        texts = [[_count(value) for value in row] for row in values]
+        grid = _square(numbers, values, texts, links, "failures", "failed")
+        pictures.append(Matrix(f"Failures by pair{where}", grid, _NOTE))
+    return pictures
+
+
+_SLOW = "A frame: too slow."
+_NOTE = "Number of cases that failed. A dash: not checked. A frame: accused."
+
+
+def _failed(entries: Sequence[Observation]) -> float | None:
+    looked = [entry for entry in entries if entry.outcome in ("passed", "failed")]
+    return float(sum(entry.outcome == "failed" for entry in looked)) if looked else None
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _failures_of_gpus(report: RunReport) -> list[Matrix]:
+    entries: dict[tuple[str, int], list[Observation]] = defaultdict(list)
+    for entry in report.observations:
+        for number in entry.suspects or summary.gpus_of(report, entry.subject):
+            entries[entry.check, number].append(entry)
+    names = [name for name in summary.check_names(report) if any(check == name for check, _ in entries)]
+    explained = {
+        (entry.check, accusation.part.members[0])
+        for accusation in report.verdict.accusations
+        if accusation.part.kind in ("gpu", "host-link")
+        for entry in summary.evidence_of(report, accusation)
+    }
+    pictures = []
+    for where, numbers in _blocks(report) if names else ():
+        values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in names]
+        marked = {
+            (row, column)
+            for row, name in enumerate(names)
+            for column, number in enumerate(numbers)
+            if (name, number) in explained
+        }
+        texts = [[_count(value) for value in row] for row in values]
+        grid = Grid(names, [str(number) for number in numbers], values, texts, marked, "failures", "GPU", "", "failed")
+        note = f"{_NOTE} A failure between GPUs counts for each of them."
+        pictures.append(Matrix(f"Failures by check and GPU{where}", grid, note))
+    return pictures
+
+
+def _worst(found: dict[Any, Measurement], key: Any, one: Measurement) -> None:
+    """Keep the slowest of several measurements with the same key."""
+    before = found.get(key)
+    slower = before is None or (one.value > before.value if one.unit == "s" else one.value < before.value)
+    if slower:
+        found[key] = one
+
+
+def _by_gpu(report: RunReport) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
+    """Return the measurements of each GPU by itself, and of copies between it and its host."""
+    found: dict[_Kind, dict[Key, dict[int, Measurement]]] = {}
+    for one in report.measurements:
+        kind = one.subject.kind
+        if kind == "gpu" or kind == "upload" or kind == "download":
+            mine = found.setdefault(kind, {}).setdefault((one.quantity, one.unit, one.size), {})
+            _worst(mine, one.subject.members[0], one)
+    return found
+
+
+def _of_gpus(report: RunReport) -> list[Matrix]:
+    chosen = [
+        (kind, key, mine) for kind, found in _by_gpu(report).items() for key, mine in _most_telling(found).items()
+    ]
+    slow = {
+        (entry.subject, entry.evidence.get("quantity"), entry.evidence.get("size"))
+        for entry in report.observations
+        if entry.outcome == "failed" and "quantity" in entry.evidence
+    }
+    pictures = []
+    for where, numbers in _blocks(report) if chosen else ():
+        rows: list[str] = []
+        values: list[list[float | None]] = []
+        texts: list[list[str]] = []
+        scales: list[Scale] = []
+        marked = set()
+        for kind, (quantity, unit, size), mine in chosen:
+            if not set(mine) & set(numbers):
+                continue
+            scale, prefix = summary.prefix([one.value for one in mine.values()])
+            way = "" if kind == "gpu" or kind in quantity else f"{kind}, "
+            marked |= {
+                (len(rows), column)
+                for column, number in enumerate(numbers)
+                if (Subject(kind, (number,)), quantity, size) in slow
+            }
+            rows.append(f"{quantity}, {way}{_extent(unit, size)}, {prefix}{unit}")
+            here = [mine[number].value if number in mine else None for number in numbers]
+            values.append(here)
+            texts.append([_digits(value, scale) for value in here])
+            scales.append("little" if unit == "s" else "much")
+        columns = [str(number) for number in numbers]
+        grid = Grid(rows, columns, values, texts, marked, scales, "GPU", frame="too slow")
+        pictures.append(Matrix(f"Speed of each GPU{where}", grid, _SLOW if marked else ""))
+    return pictures
+
+
+def _extent(unit: str, size: int) -> str:
+    return f"size {size}" if unit == "FLOP/s" else summary.bytes_text(size)
+
+
+def others(report: RunReport) -> list[dict[str, str]]:
+    """Return table rows for the measurements that no matrix shows: of groups, of hosts, and of other sizes.
+
+    For other sizes a row has the median, the lowest and the highest value.
+    """
+    rows = []
+    found: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(report))]
+    found += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(report).items()]
+    for name, told in found:
+        for key in sorted(set(told) - set(_most_telling(told))):
+            values = sorted(one.value for one in told[key].values())
+            low, middle, high = (amount(value, key[1]) for value in (values[0], values[len(values) // 2], values[-1]))
+            said = f"{middle} ({low} to {high})" if low != high else middle
+            extent = _extent(key[1], key[2])
+            rows.append({"what": key[0], "subject": summary.what(len(values), name), "size": extent, "value": said})
+    for one in report.measurements:
+        if one.subject.kind in ("group", "host") and not one.subject.is_pair:
+            value, extent = amount(one.value, one.unit), _extent(one.unit, one.size)
+            rows.append({"what": one.quantity, "subject": str(one.subject), "size": extent, "value": value})
+    return rows
+
+
+def _digits(value: float | None, scale: float) -> str:
+    if value is None:
+        return "-"
+    scaled = value / scale
+    return f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.1f}" if abs(scaled) >= 10 else f"{scaled:.2f}"
+
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _EVIDENCE = 20
@@ -59,34 +595,34 @@ def render(report: RunReport) -> str:
         _TEMPLATE,
         version=__version__,
         report=report,
-        view=view,
+        view=summary,
         detected=detected,
-        headline=view.headline(report),
+        headline=summary.headline(report),
         shade=_CLASSES[report.verdict.kind],
         shades=_CLASSES,
         accusations=[
             {
-                "name": view.name_of(report, accusation.part),
-                "who": view.describe_part(report, accusation.part),
+                "name": summary.name_of(report, accusation.part),
+                "who": summary.describe_part(report, accusation.part),
                 "gpus": list(_identities(report, accusation.part)),
                 "accusation": accusation,
-                "evidence": [_shown(entry) for entry in view.evidence_of(report, accusation)[:_EVIDENCE]],
+                "evidence": [_shown(entry) for entry in summary.evidence_of(report, accusation)[:_EVIDENCE]],
                 "of": len(accusation.observations),
             }
             for accusation in report.verdict.accusations
         ],
         facts=_facts([card.gpu for card in cards]),
-        unexplained=[_shown(entry) for entry in view.failed_of(report, report.verdict)[:_EVIDENCE]],
+        unexplained=[_shown(entry) for entry in summary.failed_of(report, report.verdict)[:_EVIDENCE]],
         loose=len(report.verdict.unexplained),
-        checks=view.checks_by_name(report),
-        tallies=view.tallies(report),
+        checks=summary.checks_by_name(report),
+        tallies=summary.tallies(report),
         cards=cards,
         pictures=pictures(report),
         matrices=heat_maps(report),
         others=others(report),
         charts=_charts(report, _wrong(report)),
-        outliers=view.among_hosts(report),
-        folded=len(report.hosts) - len(view.in_detail(report)),
+        outliers=summary.among_hosts(report),
+        folded=len(report.hosts) - len(summary.in_detail(report)),
     )
 
 
@@ -113,8 +649,8 @@ def _identities(report: RunReport, part: Part) -> Iterator[list[tuple[str, str]]
     known = {gpu.number: gpu for gpu in report.gpus}
     for member in dict.fromkeys(part.members) if part.kind != "host" else ():
         if gpu := known.get(member):
-            slot = ("slot", f"PCI {gpu.pci or 'unknown'} of {view.host_name(report, gpu.host)}, cuda:{gpu.index}")
-            uuid, serial, _ = view.identity(gpu)
+            slot = ("slot", f"PCI {gpu.pci or 'unknown'} of {summary.host_name(report, gpu.host)}, cuda:{gpu.index}")
+            uuid, serial, _ = summary.identity(gpu)
             yield [(f"GPU {member}", gpu.name), slot, serial, uuid]
         else:
             yield [(f"GPU {member}", "unknown to this run")]
@@ -126,7 +662,7 @@ def _accused(report: RunReport) -> dict[int, list[str]]:
     for accusation in report.verdict.accusations:
         part = accusation.part
         for number in part.members if part.kind != "host" else ():
-            found.setdefault(number, []).append(view.name_of(report, part))
+            found.setdefault(number, []).append(summary.name_of(report, part))
     return found
 
 
@@ -139,23 +675,23 @@ def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
     shared: dict[int, dict[str, list[Outcome]]] = {gpu.number: {} for gpu in report.gpus}
     for entry in report.observations:
         among = own if entry.subject.kind in ("gpu", "upload", "download") else shared
-        for number in view.gpus_of(report, entry.subject):
+        for number in summary.gpus_of(report, entry.subject):
             if number in among:
                 among[number].setdefault(entry.check, []).append(entry.outcome)
     by_gpu: dict[int, list[Any]] = {gpu.number: [] for gpu in report.gpus}
     for sample in report.samples:
         by_gpu.setdefault(sample.gpu, []).append(sample)
     wrong = _wrong(report)
-    names = view.check_names(report)
+    names = summary.check_names(report)
     cards = []
-    shown = {host.number for host in view.in_detail(report)}
-    for gpu in (gpu for gpu in report.gpus if gpu.host in shown or len(report.gpus) <= view.MATRIX):
+    shown = {host.number for host in summary.in_detail(report)}
+    for gpu in (gpu for gpu in report.gpus if gpu.host in shown or len(report.gpus) <= summary.MATRIX):
         results = _results(names, own[gpu.number], shared[gpu.number])
         ways = ((own[gpu.number], "alone"), (shared[gpu.number], "with others"))
-        outcomes = [(view.Tally.of(itertools.chain(*some.values())).outcome, how) for some, how in ways if some]
+        outcomes = [(summary.Tally.of(itertools.chain(*some.values())).outcome, how) for some, how in ways if some]
         health = health_of(by_gpu[gpu.number])
-        host = view.host_name(report, gpu.host)
-        mine, known = accused[gpu.number], view.identity(gpu)
+        host = summary.host_name(report, gpu.host)
+        mine, known = accused[gpu.number], summary.identity(gpu)
         cards.append(Card(gpu, host, mine, gpu.number in wrong, known, outcomes, results, health))
     return cards
 
@@ -167,7 +703,7 @@ def _results(
     for name in names:
         for seen, together in ((own.get(name), False), (shared.get(name), True)):
             if seen:
-                tally = view.Tally.of(seen)
+                tally = summary.Tally.of(seen)
                 others = [other for other in ("unknown", "skipped") if other != tally.outcome and getattr(tally, other)]
                 parts = [f"{getattr(tally, tally.outcome)} of {tally.total}"]
                 parts += [f"{getattr(tally, other)} {other}" for other in others]
@@ -177,13 +713,13 @@ def _results(
 
 def _charts(report: RunReport, accused: Collection[int]) -> list[dict[str, str]]:
     charts = []
-    for host in view.in_detail(report):
+    for host in summary.in_detail(report):
         gpus = {gpu.number for gpu in report.gpus if gpu.host == host.number}
         samples = [sample for sample in report.samples if sample.gpu in gpus]
         if not any(isinstance(sample.values.get(key), (int, float)) for sample in samples for key in PANELS):
             continue
-        name = view.host_name(report, host.number)
-        checks = view.in_order(run for run in report.checks if run.host in (None, host.number))
+        name = summary.host_name(report, host.number)
+        checks = summary.in_order(run for run in report.checks if run.host in (None, host.number))
         title = f"Temperature, power and clocks of the GPUs of {name} over time"
         drawn = over_time(samples, checks, accused, title)
         charts.append({"host": name, "svg": drawn, "text": _in_words(samples)})
@@ -192,4 +728,4 @@ def _charts(report: RunReport, accused: Collection[int]) -> list[dict[str, str]]
 
 def _in_words(samples: Sequence[Any]) -> str:
     times = [sample.at for sample in samples]
-    return f"{len(samples)} samples, from {view.seconds_text(min(times))} to {view.seconds_text(max(times))}"
+    return f"{len(samples)} samples, from {summary.seconds_text(min(times))} to {summary.seconds_text(max(times))}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from statistics import median
 
-from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.run_report import EXIT_CODES, Gpu, RunReport
 from mgpu_check.processes.rank_lists import grouped
 
@@ -32,7 +32,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         "verdict",
         "1 for the verdict of the last acceptance of a host, 0 for the others.",
         (
-            ({"host": view.host_name(report, host), "verdict": kind}, float(one.kind == kind))
+            ({"host": summary.host_name(report, host), "verdict": kind}, float(one.kind == kind))
             for host, one in sorted(report.verdicts.items())
             for kind in EXIT_CODES
         ),
@@ -50,7 +50,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         "1 if the GPUs were simulated, so that nothing here is about hardware.",
         [({}, bool(report.simulated))],
     )
-    accused = view.accused_gpus(report)
+    accused = summary.accused_gpus(report)
     yield (
         "gpu_accused",
         "1 if the GPU, or a link of it, is accused.",
@@ -72,7 +72,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
                     "severity": one.severity,
                     "action": one.action,
                     "ruling": one.ruling,
-                    "subject": view.name_of(report, one.subject),
+                    "subject": summary.name_of(report, one.subject),
                 },
                 one.times,
             )
@@ -84,7 +84,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         "Number of observations of a check, by outcome.",
         (
             ({"check": check, "outcome": outcome}, getattr(tally, outcome))
-            for check, tally in view.tallies(report).items()
+            for check, tally in summary.tallies(report).items()
             for outcome in ("passed", "failed", "skipped", "unknown")
         ),
     )
@@ -93,7 +93,7 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
 
 
 def _who(report: RunReport, gpu: Gpu) -> Labels:
-    return {"gpu": gpu.index, "host": view.host_name(report, gpu.host), "uuid": gpu.uuid}
+    return {"gpu": gpu.index, "host": summary.host_name(report, gpu.host), "uuid": gpu.uuid}
 
 
 def _speeds(report: RunReport) -> Iterable[Row]:

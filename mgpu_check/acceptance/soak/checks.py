@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.acceptance.memory.cases import MemoryCase
-from mgpu_check.acceptance.memory.checks import examine_region
-from mgpu_check.acceptance.memory.region import take_region
+from mgpu_check.acceptance.memory.checks import examine_region, take_region
 from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
-from mgpu_check.acceptance.training.identical import Training, arithmetic, model_of, placed, tokens_of
-from mgpu_check.acceptance.training.transformer import Transformer
+from mgpu_check.acceptance.training.transformer import Training, Transformer, arithmetic, model_of, placed, tokens_of
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.common.generated_data import counted, digests, integers

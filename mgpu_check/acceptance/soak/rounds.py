@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from mgpu_check.acceptance.comparison import UNUSABLE, models
+from mgpu_check.acceptance.comparison import DEVIATIONS, UNUSABLE, models, noise_of_median
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.robust import DEVIATIONS, noise_of_median
 from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
 from mgpu_check.acceptance.training.cases import Trained, TransformerCase
-from mgpu_check.acceptance.training.checks import DETERMINISTIC, largest
-from mgpu_check.acceptance.training.departures import departures
+from mgpu_check.acceptance.training.checks import DETERMINISTIC, departures, largest
 from mgpu_check.devices.observations import (
     EXCHANGED,
     Measurement,

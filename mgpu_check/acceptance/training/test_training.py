@@ -37,7 +37,7 @@ def transformers(draw: st.DrawFn, precision: str) -> TransformerCase:
 
 _DATA = st.data()
 _DATA_PARALLEL, _DISTRIBUTED, _REPLICAS = (
-    NamedFunction(f"mgpu_check.acceptance.training.parallel:examine_{name}")
+    NamedFunction(f"mgpu_check.acceptance.training.transformer:examine_{name}")
     for name in ("data_parallel", "distributed", "replicas")
 )
 

@@ -1,17 +1,30 @@
-"""Texts and figures shared by all reports: headline, names of parts, counts, amounts."""
+"""The verdict as lines for a terminal, and the words and counts that all reports share.
+
+These are headline, names of parts, counts, amounts, and how rare and how slow a fault may be that an acceptance finds.
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mgpu_check.acceptance.among_nodes import SLOW_NODE, among_nodes
+from mgpu_check.acceptance.checklist import CHECKLIST
+from mgpu_check.acceptance.comparison import LEAST_PEERS
 from mgpu_check.acceptance.findings import ReportedFinding
-from mgpu_check.acceptance.robust import LEAST_PEERS
-from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
+from mgpu_check.acceptance.run_report import (
+    EXIT_CODES,
+    INTERRUPTED,
+    Accusation,
+    CheckRun,
+    Gpu,
+    Host,
+    RunReport,
+    Verdict,
+)
+from mgpu_check.acceptance.slow_nodes import SLOW_NODE, among_nodes
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 from mgpu_check.processes.machine import distinct_names
 from mgpu_check.processes.rank_lists import grouped
@@ -310,3 +323,137 @@ def rivals_of(report: RunReport, verdict: Verdict) -> list[str]:
         + (f"; or {len(sets) - _RIVALS} more" if sets[_RIVALS:] else "")
         for sets in verdict.rivals
     ]
+
+
+_MISSED = 0.05
+"""Probability that a rare fault is missed."""
+
+
+def detected(report: RunReport) -> list[str]:
+    return [line for line in (rates(report), slowness(report)) if line]
+
+
+def rates(report: RunReport) -> str:
+    """Return the rarest faults that the checks without failures find with a probability of 95 %; "" if none counts.
+
+    A fault that strikes each of n operations with probability 1/N is missed with probability (1 - 1/N)^n.
+    """
+    found = []
+    for run in checks_by_name(report):
+        unit, done = CHECKLIST[run.name].counts if run.name in CHECKLIST else "", run.least.operations
+        if unit and done > 1 and run.outcome == "passed":
+            found.append(f"1 in {math.floor(1 / (1 - _MISSED ** (1 / done)))} {unit}")
+    return f"faults as rare as {', '.join(found)} are found with a probability of 95 %" if found else ""
+
+
+def slowness(report: RunReport) -> str:
+    """Return how much slower than its peers a part must be to be found, by the kind of speed; "" if none has peers."""
+    limits: dict[str, float] = {}
+    speeds = [entry for entry in report.observations if {"comparisons", "measured_by"} <= entry.evidence.keys()]
+    compared = 0
+    for entry in speeds:
+        for one in entry.evidence["comparisons"]:
+            if one["against"] == "peers" and one["outcome"] in ("passed", "failed"):
+                compared += 1
+                pageable = ", pageable" * entry.evidence["quantity"].startswith("pageable")
+                host = pageable or ", host" * (entry.subject.kind in ("upload", "download"))
+                name = f"{entry.evidence['measured_by']}{', times' if entry.evidence['unit'] == 's' else host}"
+                limits[name] = max(limits.get(name, 0.0), one["limit"])
+    found = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
+    return (
+        f"a part slower than its peers by {found} is found; {compared} of {len(speeds)} speeds have peers"
+        if found
+        else ""
+    )
+
+
+_MOST = 8
+"""Most lines of one kind; the rest is only counted."""
+_TEXTS = 2
+"""Leading columns of the table of checks that hold words and are aligned left."""
+
+
+def lines(report: RunReport) -> list[str]:
+    """Return the summary of a run: verdict, accused parts, unknown results, table of checks, command to repeat it."""
+    found = [headline(report)]
+    if report.simulated:
+        found.append(f"  {SIMULATED}")
+    found += [f"  planted: {text}" for text in report.planted]
+    found += [f"  {line}" for line in ruled(report)]
+    if len(report.hosts) > 1:
+        found += [
+            f"  {host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items())
+        ]
+    found += [f"  {line}" for line in _most(among_hosts(report))]
+    for accusation in report.verdict.accusations:
+        found += ["", *_accusation(report, accusation)]
+    warned = [warning_text(report, finding) for finding in warnings(report)]
+    if warned:
+        found += ["", "warnings:", *(f"  {line}" for line in _most(warned))]
+    loose = failed_of(report, report.verdict)
+    if loose:
+        found += ["", f"failures {unexplained_by(report.verdict)}:"]
+        found += [f"  {line}" for line in rivals_of(report, report.verdict)]
+        found += [f"  {line}" for line in _most([_observation(report, entry) for entry in loose])]
+    if report.verdict.unknown:
+        found += ["", "could not be checked:"]
+        found += [f"  {line}" for line in _most(list(report.verdict.unknown))]
+    found += ["", *_checks(report), "", f"repeat: {repeat(report)}"]
+    return found
+
+
+def verdict_lines(report: RunReport, interrupted: bool) -> list[str]:
+    """Return the verdict for scripts: its word alone, then the exit code, the headline and the verdict of each host."""
+    code = INTERRUPTED if interrupted else EXIT_CODES[report.verdict.kind]
+    hosts = (f"{host_name(report, number)}: {one.kind}" for number, one in sorted(report.verdicts.items()))
+    return [report.verdict.kind, f"exit code: {code}", headline(report), *hosts]
+
+
+def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
+    yield name_of(report, accusation.part)
+    for line in describe_part(report, accusation.part):
+        yield f"  {line}"
+    for line in _most(list(accusation.because)):
+        yield f"  seen: {line}"
+    if told := finding_text(accusation):
+        yield f"  finding: {told}"
+    if accusation.arm:
+        yield f"  second look: {accusation.arm}"
+    if accusation.advice:
+        yield f"  do: {accusation.advice}"
+    if accusation.repeat:
+        yield f"  look again: {accusation.repeat}"
+
+
+def _observation(report: RunReport, entry: Observation) -> str:
+    case = f" ({entry.case})" if entry.case else ""
+    return f"{entry.check}: {name_of(report, entry.subject)}: {entry.seen}{case}"
+
+
+def _most(some: list[str]) -> list[str]:
+    return some if len(some) <= _MOST else [*some[: _MOST - 1], f"… and {len(some) - _MOST + 1} more"]
+
+
+def _checks(report: RunReport) -> Iterator[str]:
+    counts = tallies(report)
+    runs = checks_by_name(report)
+    if not runs:
+        yield "no check ran"
+    rows: list[tuple[str, ...]] = [
+        ("check", "outcome", "time", "passed", "failed", "skipped", "unknown", "least work of a subject")
+    ]
+    for run in runs:
+        tally = counts[run.name]
+        numbers = (str(n) for n in (tally.passed, tally.failed, tally.skipped, tally.unknown))
+        done = "; ".join(filter(None, (work_text(run.least), run.why)))
+        rows.append((run.name, run.outcome, seconds_text(run.seconds), *numbers, done))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if runs else []:
+        cells = [
+            f"{cell:<{width}}" if place < _TEXTS else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
+        ]
+        yield "  ".join([*cells, row[-1]]).rstrip()
+    yield f"checks: {counts_of_checks(runs)}"
+    yield from detected(report)
+    yield f"took {seconds_text(report.seconds)} at the level {report.level}"

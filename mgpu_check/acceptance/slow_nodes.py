@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from mgpu_check.acceptance.baseline import SOFTWARE
-from mgpu_check.acceptance.comparison import Comparison, amount, beside_peers, least_shortfall, models, useless
-from mgpu_check.acceptance.robust import LEAST_PEERS
+from mgpu_check.acceptance.comparison import (
+    LEAST_PEERS,
+    Comparison,
+    amount,
+    beside_peers,
+    least_shortfall,
+    models,
+    useless,
+)
+from mgpu_check.acceptance.references import SOFTWARE
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 

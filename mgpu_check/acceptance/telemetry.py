@@ -3,28 +3,56 @@
 On another host, telemetry is read within calls of its processes: after tests, at most every few seconds, and under the
 load of the checks of inventory and health. These calls read its counters and state, and its clocks and links under
 load. An Xid there is seen only if it occurs during such a call.
+
+`keep_busy` is this load, under which a GPU and its links reach their full speed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.inventory.checks import is_under_load
-from mgpu_check.acceptance.load import keep_busy
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.telemetry.sampler import TelemetrySampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 from mgpu_check.devices.telemetry.visit import Visit, visit
+from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.processes.rank_lists import grouped
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.engine.pool import RankPool
-    from mgpu_check.engine.rank_side.rank import Rank
+
+
+_SIDES = (256, 8192)  # the first, and the largest
+_SHORT = 0.002  # seconds; a faster round doubles the side of the matrix
+_SHARE = 64  # of the free memory
+
+
+def keep_busy(rank: Rank, seconds: float) -> int:
+    """Multiply matrices, and copy the products to the host and back, for `seconds`."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(rank.device)
+    largest = min(_SIDES[1], int((free // _SHARE // 4) ** 0.5))
+    matrix = torch.randn(min(_SIDES[0], largest), min(_SIDES[0], largest), device=rank.device)
+    times = 0
+    end = time.monotonic() + seconds
+    while (begun := time.monotonic()) < end:
+        product = (matrix @ matrix).clamp_(-1, 1)
+        product.copy_(product.cpu())
+        torch.cuda.synchronize(rank.device)
+        times += 1
+        side = 2 * len(matrix)
+        if time.monotonic() - begun < _SHORT and side <= largest:
+            matrix = torch.randn(side, side, device=rank.device)
+    return times
+
 
 _EVERY = 5.0  # seconds between two visits of a host after tests
 _PATIENCE = 60.0

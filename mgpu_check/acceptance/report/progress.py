@@ -12,7 +12,7 @@ from statistics import fmean
 
 import pytest
 
-from mgpu_check.acceptance.report.view import seconds_text, what
+from mgpu_check.acceptance.report.summary import seconds_text, what
 from mgpu_check.devices.observations import Observation, SubjectResult
 from mgpu_check.plugin.report.terminal import LiveLine
 

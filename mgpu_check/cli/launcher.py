@@ -27,6 +27,7 @@ from mgpu_check.settings import OPTIONS, Settings, resolve
 if TYPE_CHECKING:
     from mgpu_check.engine.remote.credentials import Key
 
+
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 
 

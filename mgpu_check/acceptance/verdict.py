@@ -1,0 +1,621 @@
+"""Verdict of an acceptance: the smallest set of parts that explains the failed observations, and advice on them.
+
+A part *explains* a failed observation if it belongs to the subject, and the data do not point elsewhere. Of the sets of
+parts that explain all observations the cheapest are the smallest. A GPU costs 1, a link slightly less. The host costs
+more, because it explains everything. Observations that passed although a part would spoil them add a little to its
+price. So the explanation of one failed pair of eight GPUs is a link; the explanation of all pairs of one GPU is that
+GPU.
+
+A link that only collectives accuse needs a control: each of its GPUs is right with a third one. Without it, as on a
+node of two GPUs, the link is as dear as one of its GPUs, so that none of the three is named.
+
+If all GPUs of a host fail one check, none is right beside them, and one cause is likelier than several. So the host is
+cheaper than three of them, and as dear as two.
+
+A part is named only if every smallest set contains it. If several sets explain the rest, they are *rivals*: none is
+named, and what they explain remains unexplained.
+
+An observation of the driver about one GPU (`Check.of_driver`) accuses that GPU, and explains no other failure: a
+pending repair of a GPU is not the cause of a failed copy. Facts of the host (`Check.of_facts`) accuse the host in the
+same way: slots that are set to Gen3 are not the cause of a wrong word in the memory of one GPU.
+
+Cases that failed in a group of GPUs are repeated before (`look_again`): on smaller groups, in another order of ranks,
+and over other paths. The log records these second looks like all other observations, so the verdict explains both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Generic, TypeVar
+
+from mgpu_check.acceptance.checklist import CHECKLIST
+from mgpu_check.acceptance.findings import Action, ReportedFinding, Severity, listed, suited
+from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.run_report import Accusation, RepeatableCall, RunLog
+from mgpu_check.devices.observations import EXCHANGED, Observation, Part, PartKind, Subject
+
+_MOST_STEPS = 100_000
+
+S = TypeVar("S")
+
+
+def smallest_sets(
+    explaining: Sequence[frozenset[S]], price: Mapping[S, float], alike: float
+) -> list[frozenset[S]] | None:
+    """Return every set of suspects that explains each failure, at the lowest price or up to `alike` above it.
+
+    Args:
+        explaining: for each failure the suspects that explain it, at least one.
+        price: the price of each suspect, above `alike`, so that no returned set contains a superfluous suspect.
+
+    Returns:
+        The sets, the cheapest first; None if the search would take too long.
+    """
+    if not explaining:
+        return [frozenset()]
+    # A failure with more suspects than another one, and among them all of the other, adds nothing.
+    distinct = sorted(set(explaining), key=len)
+    needed = [one for number, one in enumerate(distinct) if not any(other < one for other in distinct[:number])]
+    search = _Search(price, alike)
+    try:
+        search.extend(frozenset(), 0.0, needed, frozenset())
+    except _TooLong:
+        return None
+    found = sorted(search.found.items(), key=lambda item: item[1])
+    return [some for some, cost in found if cost <= search.least + alike]
+
+
+class _TooLong(Exception):
+    pass
+
+
+class _Search(Generic[S]):
+    def __init__(self, price: Mapping[S, float], alike: float) -> None:
+        self.price = price
+        self.alike = alike
+        self.least = float("inf")
+        self.found: dict[frozenset[S], float] = {}
+        self.steps = 0
+
+    def extend(self, chosen: frozenset[S], cost: float, left: list[frozenset[S]], barred: frozenset[S]) -> None:
+        """Add suspects to `chosen` until nothing is left. `barred` are suspects that other branches have tried."""
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise _TooLong
+        if not left:
+            self.found[chosen] = cost
+            self.least = min(self.least, cost)
+            return
+        open_: list[frozenset[S]] = [one - barred for one in left]
+        if not all(open_) or cost + self.at_least(open_) > self.least + self.alike + 1e-9:
+            return
+        tried = barred
+        fewest: frozenset[S] = min(open_, key=len)
+        for suspect in sorted(fewest, key=self.price.__getitem__):
+            rest = [one for one in left if suspect not in one]
+            self.extend(chosen | {suspect}, cost + self.price[suspect], rest, tried)
+            tried |= {suspect}
+
+    def at_least(self, left: Sequence[frozenset[S]]) -> float:
+        """Return a price that every explanation of `left` exceeds or has: of failures without a common suspect."""
+        seen: frozenset[S] = frozenset()
+        total = 0.0
+        for one in left:
+            if seen.isdisjoint(one):
+                seen |= one
+                total += min(self.price[suspect] for suspect in one)
+        return total
+
+
+_COST = {"gpu": 1.0, "link": 0.9, "host-link": 0.9, "host": 4.0}
+_BOTH_WAYS = 1.0
+# Cost of a link if the data point at one of its GPUs and no copy over it failed: more than that of the GPU.
+_AGAINST_DATA = 1.1
+_SPOILED = 0.3  # largest surcharge, for a part whose other observations all passed
+_ONE_CAUSE = 0.9  # of the price of three GPUs or more
+_ALIKE = 0.05
+"""Prices up to this difference count as equal: GPUs take part in slightly different numbers of observations."""
+
+Key = tuple[str, Subject, tuple[int, ...], bool]
+"""Check, subject, suspects, and whether its GPUs exchanged data. Observations with the same key have the same
+explanation."""
+
+
+@dataclass(frozen=True, order=True)
+class Suspect:
+    """Parts that are accused together: a single part, or both directions of a link."""
+
+    parts: tuple[Part, ...]
+    cost: float
+
+    def explains(self, key: Key, hosts: Sequence[int]) -> bool:
+        return any(_explains(part, *key, hosts) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of the search.
+
+    Attributes:
+        parts: the parts at fault, each with the indices of the failed observations that it explains.
+        unexplained: indices of the other failed observations.
+        shared: indices of observations that several of `parts` explain: one of them is enough.
+        rivals: sets of parts that explain what is unexplained equally well, if there are several; else empty.
+    """
+
+    parts: Mapping[Part, tuple[int, ...]]
+    unexplained: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    rivals: tuple[tuple[Part, ...], ...] = ()
+
+    def others(self, part: Part) -> dict[int, list[Part]]:
+        """Return, for each shared observation of a part, the other parts that explain it."""
+        mine = [number for number in self.parts[part] if number in self.shared]
+        same = {part, Part(part.kind, part.members[::-1])}
+        return {number: [one for one in self.parts if one not in same and number in self.parts[one]] for number in mine}
+
+
+def explain(
+    observations: Sequence[Observation],
+    hosts: Sequence[int],
+    follows_rank: Collection[int] = (),
+    needs_history: Collection[int] = (),
+) -> Explanation:
+    """Return the parts that every smallest explanation of the failed `observations` contains.
+
+    Args:
+        follows_rank: indices of observations whose fault stays with the rank on every device, as a second look has
+            shown. Only the host, with its software, explains them.
+        needs_history: indices of observations that a control in fresh processes does not repeat. No part explains them.
+    """
+    parts: dict[Part, list[int]] = {}
+    keys: dict[Key, list[int]] = {}
+    for number, entry in enumerate(observations):
+        if entry.outcome != "failed" or number in needs_history:
+            continue
+        if number in follows_rank:
+            for part in _hosts_of(entry.subject, hosts):
+                parts.setdefault(part, []).append(number)
+        elif _of_driver(entry):
+            kind: PartKind = "host" if entry.subject.kind == "host" else "gpu"
+            parts.setdefault(Part(kind, entry.subject.members), []).append(number)
+        else:
+            keys.setdefault(_key(entry), []).append(number)
+    passed = [_key(entry) for entry in observations if entry.outcome == "passed" and not _of_driver(entry)]
+    sets = _Candidates(list(keys), passed, hosts).sets()
+    named = frozenset.intersection(*sets) if sets else frozenset()
+    unexplained = [number for number in needs_history if observations[number].outcome == "failed"]
+    shared: list[int] = []
+    for key, numbers in keys.items():
+        explaining = [suspect for suspect in sorted(named) if suspect.explains(key, hosts)]
+        for part in (part for suspect in explaining for part in suspect.parts if _explains(part, *key, hosts)):
+            parts.setdefault(part, []).extend(numbers)
+        unexplained += numbers if not explaining else ()
+        shared += numbers if len(explaining) > 1 else ()
+    return Explanation(
+        {part: tuple(sorted(numbers)) for part, numbers in parts.items()},
+        tuple(sorted(unexplained)),
+        tuple(sorted(shared)),
+        tuple(tuple(sorted({part for one in some - named for part in one.parts})) for some in sets) if sets[1:] else (),
+    )
+
+
+def _of_driver(entry: Observation) -> bool:
+    """Return whether the driver says it about a part, which explains no other failure."""
+    check = CHECKLIST[entry.check]
+    return (entry.subject.kind == "gpu" and check.of_driver) or (entry.subject.kind == "host" and check.of_facts)
+
+
+def _key(entry: Observation) -> Key:
+    exchanged = bool(entry.evidence.get(EXCHANGED, True))
+    return entry.check, entry.subject.in_any_order, tuple(sorted(entry.suspects)), exchanged
+
+
+def _hosts_of(subject: Subject, hosts: Sequence[int]) -> set[Part]:
+    numbers = subject.members if subject.kind == "host" else {hosts[member] for member in subject.members}
+    return {Part("host", (number,)) for number in numbers}
+
+
+def _explains(
+    part: Part, check: str, subject: Subject, suspects: tuple[int, ...], exchanged: bool, hosts: Sequence[int]
+) -> bool:
+    members = subject.members
+    if part.kind == "host":
+        return part in _hosts_of(subject, hosts)
+    if subject.kind == "host":
+        return False
+    if part.kind == "gpu":
+        return part.members[0] in (suspects or members)
+    if part.kind == "host-link":
+        if subject.kind in ("upload", "download"):
+            return members == part.members
+        return CHECKLIST[check].over_the_host and subject.kind in ("gpu", "group") and part.members[0] in members
+    if subject.kind == "copy":
+        return members == part.members
+    both = set(part.members) <= set(members)
+    return subject.kind == "group" and exchanged and both and (not suspects or bool(set(suspects) & set(part.members)))
+
+
+class _Candidates:
+    def __init__(self, failed: Sequence[Key], passed: Iterable[Key], hosts: Sequence[int]) -> None:
+        self.failed = failed
+        self.hosts = hosts
+        # A key that passed counts for a part only if it never failed: a fault may be intermittent.
+        self.passed = set(passed) - set(failed)
+
+    def sets(self) -> list[frozenset[Suspect]]:
+        """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
+        candidates = self.candidates
+        explained = [frozenset(one for one in candidates if one.explains(key, self.hosts)) for key in self.failed]
+        price = {one: self._price(one) for one in candidates}
+        for link in (one for one in candidates if len(one.parts) == 2):
+            pair = link.parts[0].members
+            ends = {(Part("gpu", (member,)),) for member in pair}
+            if not self._controlled(pair):
+                price[link] = max(price[link], min(price[one] for one in candidates if one.parts in ends))
+        for suspect in (one for one in candidates if one.parts[0].kind == "host"):
+            if failing := self._all_that_fail(suspect.parts[0].members[0]):
+                together = sum(price[one] for one in candidates if one.parts in failing)
+                price[suspect] = min(price[suspect], together * (_ONE_CAUSE if len(failing) > 2 else 1.0))
+        return smallest_sets(explained, price, _ALIKE) or []
+
+    def _all_that_fail(self, host: int) -> set[tuple[Part, ...]]:
+        """Return the GPUs of a host, two or more, if each of them fails the same check alone; else nothing."""
+        gpus = {gpu for gpu, its in enumerate(self.hosts) if its == host}
+        failing: dict[str, set[int]] = {}
+        for check, subject, _, _ in self.failed:
+            if subject.kind == "gpu":
+                failing.setdefault(check, set()).update(subject.members)
+        if len(gpus) < 2 or not any(gpus <= some for some in failing.values()):
+            return set()
+        return {(Part("gpu", (gpu,)),) for gpu in gpus}
+
+    def _controlled(self, pair: tuple[int, ...]) -> bool:
+        """Return whether a copy over a link failed, or each of its GPUs is right in a group without the other."""
+        if any(subject.kind == "copy" and set(subject.members) == set(pair) for _, subject, _, _ in self.failed):
+            return True
+        return all(any({gpu} == group & set(pair) for group in self._right_groups) for gpu in pair)
+
+    @cached_property
+    def _right_groups(self) -> list[set[int]]:
+        return [set(subject.members) for _, subject, _, _ in self.passed if subject.kind == "group"]
+
+    @cached_property
+    def candidates(self) -> list[Suspect]:
+        parts: set[Part] = set()
+        copies: set[tuple[int, ...]] = set()
+        groups: dict[tuple[int, ...], float] = {}
+        for _, subject, suspects, exchanged in self.failed:
+            parts |= _hosts_of(subject, self.hosts)
+            if subject.kind == "host":
+                continue
+            parts |= {Part("gpu", (member,)) for member in suspects or subject.members}
+            if subject.kind in ("upload", "download"):
+                parts.add(Part("host-link", subject.members))
+            elif subject.kind == "copy":
+                parts.add(Part("link", subject.members))
+                copies.add(subject.members)
+            elif subject.kind == "group" and exchanged and len(subject.members) == 2:
+                pair = tuple(sorted(subject.members))
+                groups[pair] = min(groups.get(pair, _AGAINST_DATA), _AGAINST_DATA if suspects else _COST["link"])
+        alone = [Suspect((part,), _COST[part.kind]) for part in parts]
+        # A failed group does not show which direction of the link is wrong.
+        both = {pair: cost for pair, cost in groups.items() if not copies & {pair, pair[::-1]}}
+        both |= {pair: _BOTH_WAYS for pair in copies if pair < pair[::-1] and pair[::-1] in copies}
+        return sorted(
+            [*alone, *(Suspect((Part("link", pair), Part("link", pair[::-1])), cost) for pair, cost in both.items())]
+        )
+
+    def _price(self, suspect: Suspect) -> float:
+        """Return the cost of a suspect, with a surcharge for the share of its observations that passed."""
+        wrong = sum(suspect.explains(key, self.hosts) for key in self.failed)
+        right = sum(suspect.explains(key, self.hosts) for key in self.passed)
+        return suspect.cost + _SPOILED * right / max(1, right + wrong)
+
+
+LOCALISATION_SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}
+"""Time for all second looks of a run, by level. A call that is running when it is over ends first."""
+
+LOCALISATION_CASES = {"quick": 2, "standard": 4, "long": 8}
+_REPEATS = {"quick": 3, "standard": 10, "long": 30}
+"""Most repeats until a case fails again: an intermittent fault passes some of them."""
+
+_NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
+_ARMS: Mapping[str, Mapping[str, str]] = {
+    "without shared memory (NCCL_SHM_DISABLE=1)": {"NCCL_SHM_DISABLE": "1"},
+    "with launches that block (CUDA_LAUNCH_BLOCKING=1)": {"CUDA_LAUNCH_BLOCKING": "1"},
+}
+_ARMS_FROM = ("standard", "long")
+
+
+@dataclass(frozen=True)
+class Look:
+    """The result of a second look at one case.
+
+    Attributes:
+        group: the smallest group that failed.
+        seen: the findings, a line each.
+        follows_rank: the fault stays with a rank when the rank gets another device.
+        needs_history: the case fails in the processes of the run, and passes in fresh ones on the same GPUs.
+    """
+
+    case: str
+    check: str
+    group: tuple[int, ...]
+    seen: tuple[str, ...]
+    follows_rank: bool = False
+    needs_history: bool = False
+
+
+def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monotonic) -> Iterator[Look]:
+    """Repeat the cases that failed in groups, up to the number and the time for the level, and record the results in
+    the log.
+
+    Yields:
+        Each look when it is done; for a case that the time did not suffice for, a look that says so.
+    """
+    calls: dict[str, RepeatableCall] = {}
+    for entry, call in log.failed_calls():
+        if entry.subject.kind == "group" and len(call.gpus) > 1 and call.host is None:
+            calls.setdefault(call.case, call)
+    until = clock() + LOCALISATION_SECONDS[node.depth]
+    for call in itertools.islice(calls.values(), LOCALISATION_CASES[node.depth]):
+        section = log.begin(call.check, f"second look at {call.case}")
+        try:
+            look = _SecondRun(node, call, lambda: clock() > until).look()
+        except _TimeIsOver:
+            seen = (
+                f"a second look did not end: the time for all of them, {LOCALISATION_SECONDS[node.depth]:g} s, was over"
+            )
+            look = Look(call.case, call.check, call.gpus, (seen,))
+        finally:
+            section.ended = log.now()
+        yield look
+
+
+def control(node: Node, call: RepeatableCall) -> Look:
+    """Repeat a call that has failed in fresh processes on the same GPUs, and in those of the run.
+
+    A call whose failure needs what ran before in its processes accuses no part. It passes in fresh processes, and fails
+    in those of the run, each time.
+    """
+    repeats = _REPEATS[node.depth]
+
+    def fails(repeat: Callable[[], list[Observation]]) -> bool:
+        return any(entry.outcome == "failed" for entry in repeat())
+
+    fresh, used = partial(node.repeat_in_fresh_processes, call), partial(node.repeat, call, call.gpus)
+    if any(fails(fresh) for _ in range(repeats)) or not all(fails(used) for _ in range(repeats)):
+        return Look(call.case, call.check, call.gpus, ())
+    seen = (
+        f"a failure on GPUs {_list(sorted(call.gpus))} does not come again in {repeats} fresh processes, and comes "
+        f"{repeats} times in those of the run: it needs what ran before, so it accuses no part"
+    )
+    return Look(call.case, call.check, call.gpus, (seen,), needs_history=True)
+
+
+class _TimeIsOver(Exception):
+    """The time for second looks is over, so nothing more can be concluded from the one that runs."""
+
+
+def found_about(part: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
+    """Return in one line the findings of the repeats that concern `part` or calls that it explains."""
+    cases = {(call.check, call.case) for call in calls}
+    found = [
+        look
+        for look in looks
+        if (look.check, look.case) in cases and (part.kind == "host" or set(part.members) <= set(look.group))
+    ]
+    return "; ".join(dict.fromkeys(line for look in found for line in look.seen))
+
+
+class _SecondRun:
+    def __init__(self, node: Node, call: RepeatableCall, is_late: Callable[[], bool]) -> None:
+        self.is_late = is_late
+        self.node = node
+        self.call = call
+        self.repeats = _REPEATS[node.depth]
+
+    def look(self) -> Look:
+        group = tuple(gpu for gpu in self.call.gpus if gpu not in self.node.lost)
+        if len(group) < 2 or not self._fails(group):
+            return self._end(group, f"did not fail again in {self._repeats_of(group)} repeats on the same GPUs")
+        smallest = self._narrowed(group)
+        seen = [] if set(smallest) == set(group) else [f"fails on GPUs {_list(sorted(smallest))} alone"]
+        if len(smallest) == 2:
+            seen += self._around(smallest, group)
+        follows = self._permuted(group)
+        if follows:
+            seen.append(follows)
+        seen += self._arms(smallest)
+        return self._end(smallest, *seen, follows_rank=follows == _FOLLOWS_RANK)
+
+    def _end(self, group: tuple[int, ...], *seen: str, follows_rank: bool = False) -> Look:
+        return Look(self.call.case, self.call.check, group, seen, follows_rank)
+
+    def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
+        """Repeat the case on a group until it fails, and return the GPUs in the order that failed; empty if none did.
+
+        Each repeat gives each rank the next GPU: a GPU that receives wrong data is right where it is the root.
+        """
+        for repeat in range(self._repeats_of(group)):
+            if self.is_late():
+                raise _TimeIsOver
+            order = _turned(group, repeat)
+            if self._failed(order, environment):
+                return order
+            if not set(group) <= set(self.node.numbers):
+                break
+        return ()
+
+    def _repeats_of(self, group: Sequence[int]) -> int:
+        return max(self.repeats, len(group))
+
+    def _failed(self, order: Sequence[int], environment: Mapping[str, str] | None = None) -> list[Observation]:
+        return [entry for entry in self.node.repeat(self.call, order, environment) if entry.outcome == "failed"]
+
+    def _narrowed(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the smallest failing group, found by halving. If neither half fails, try pairs across the halves."""
+        if len(group) <= 2:
+            return group
+        middle = len(group) // 2
+        for half in (group[:middle], group[middle:]):
+            if len(half) > 1 and self._fails(half):
+                return self._narrowed(half)
+        pairs = (self._fails(pair) for pair in itertools.product(group[:middle], group[middle:]))
+        return next(filter(None, pairs), group)
+
+    def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
+        """Pair each GPU of a failing pair with other GPUs: a GPU that fails with them too is at fault."""
+        others = [gpu for gpu in group if gpu not in pair][:2]
+        seen = []
+        for gpu in pair:
+            failing = [other for other in others if self._fails((gpu, other))]
+            if failing:
+                seen.append(f"GPU {gpu} fails with GPU {_list(failing)}, too")
+            elif others:
+                seen.append(f"GPU {gpu} is right with GPU {_list(others)}")
+        return seen
+
+    def _permuted(self, group: tuple[int, ...]) -> str:
+        """Run with each device at each rank, and return whether the fault follows the device or the rank, or "".
+
+        A fault follows the rank only if it shows on every device of the group there.
+        """
+        devices: list[set[int]] = []
+        ranks: list[set[int]] = []
+        for by in range(len(group)):
+            order = _turned(group, by)
+            for _ in range(self.repeats):
+                if failed := self._failed(order):
+                    break
+            found = {gpu for entry in failed for gpu in entry.suspects}
+            devices.append(found)
+            ranks.append({order.index(gpu) for gpu in found})
+        pointing = [found for found in devices if found]
+        if len(pointing) < 2:
+            return ""
+        if set.intersection(*pointing):
+            return _FOLLOWS_DEVICE
+        return _FOLLOWS_RANK if set.intersection(*ranks) else "follows neither the device nor the rank"
+
+    def _arms(self, group: tuple[int, ...]) -> list[str]:
+        seen = []
+        if self._fails(group, _NO_PEERS):
+            seen.append("fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too")
+        else:
+            seen.append("only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1")
+        if self.node.depth in _ARMS_FROM:
+            for name, environment in _ARMS.items():
+                seen.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
+        return seen
+
+
+_FOLLOWS_DEVICE = "follows the device to another rank"
+_FOLLOWS_RANK = "follows the rank to another device"
+
+
+def _turned(group: Sequence[int], by: int) -> tuple[int, ...]:
+    """Return the group with each rank on the device of `by` ranks later."""
+    by %= len(group)
+    return (*group[by:], *group[:by])
+
+
+def _list(gpus: Sequence[int]) -> str:
+    return " and ".join(filter(None, (", ".join(map(str, gpus[:-1])), str(gpus[-1]))))
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """The remedy for an accused part: its urgency, the first action of a program, and the advice to a person."""
+
+    severity: Severity
+    action: Action
+    advice: str
+
+
+_ADVICE: Mapping[PartKind, str] = {
+    "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
+    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
+    "baseboard, or the bridge",
+    "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try "
+    "the GPU in another slot",
+    "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU "
+    "at a time",
+}
+_ACTIONS: Mapping[PartKind, Action]
+_ACTIONS = {"gpu": "reset-gpu", "link": "reseat", "host-link": "reseat", "host": "inspect-node"}
+_SUBJECTS = {"gpu": ("gpu",), "link": ("copy",), "host-link": ("upload", "download"), "host": ("host",)}
+"""The subjects whose findings are about a part of each kind itself."""
+
+
+def remedy_for(part: Part, failed: Sequence[Observation]) -> Remedy:
+    """Return what to do about `part`, given the failed observations that it explains.
+
+    A finding about another subject is a symptom: its severity and its action are not those of the part.
+    """
+    remedy = Remedy("isolate", _ACTIONS[part.kind], _ADVICE[part.kind])
+    known = listed(entry for entry in failed if _names_the_defect(entry))
+    own = listed(entry for entry in failed if _is_about(entry.subject, part))
+    if finding := next(iter(known or own), None):
+        remedy = replace(remedy, severity=finding.severity, action=suited(finding.action, part.kind))
+    if known:  # its finding gives better advice than the kind of the part
+        return replace(remedy, advice=f"drain the node; {known[0].advice}")
+    if {entry.check for entry in failed} == {"performance"}:
+        where = "look at clocks, throttle reasons, power and cooling, and at the width of its links"
+        return replace(remedy, advice=f"{where}; {remedy.advice}")
+    return remedy
+
+
+def of_symptoms(
+    findings: Iterable[ReportedFinding], observations: Sequence[Observation], accusations: Sequence[Accusation]
+) -> Iterator[ReportedFinding]:
+    """Yield the findings of a run. One whose subject is not accused asks to inspect the node, not for another part."""
+    for finding in findings:
+        own = any(_is_about(finding.subject, accusation.part) for accusation in accusations)
+        if finding.ruling != "reject" or own or finding.severity == "config":
+            yield finding
+            continue
+        mine = {
+            n for n, entry in enumerate(observations) if (entry.finding, entry.subject) == (finding.id, finding.subject)
+        }
+        causes = [str(accusation.part) for accusation in accusations if mine & set(accusation.observations)]
+        advice = f"see the verdict on {' and '.join(causes)}, which explains it" if causes else finding.advice
+        yield replace(finding, severity="isolate", action="inspect-node", advice=advice)
+
+
+def _is_about(subject: Subject, part: Part) -> bool:
+    return subject.kind in _SUBJECTS[part.kind] and subject.members == part.members
+
+
+def _names_the_defect(entry: Observation) -> bool:
+    """Return whether a check of facts reports a defect, not a call that ended with an error."""
+    check = CHECKLIST[entry.check]
+    return (check.of_driver or check.of_facts) and "ended" not in entry.evidence
+
+
+def evidence_lines(
+    observations: Sequence[Observation], numbers: Sequence[int], others: Mapping[int, Sequence[Part]]
+) -> Iterator[str]:
+    """Yield a line for each check, subject and kind of finding that failed, with the number of failures.
+
+    Args:
+        others: the other accused parts that explain an observation, by its index.
+    """
+    looks = Counter((entry.check, entry.subject.in_any_order) for entry in observations)
+    failed: dict[tuple[str, Subject, str], list[int]] = {}
+    for number in numbers:
+        entry = observations[number]
+        failed.setdefault((entry.check, entry.subject.in_any_order, entry.finding), []).append(number)
+    for (check, subject, _), mine in failed.items():
+        entry = observations[mine[0]]
+        case = f" ({entry.case})" if entry.case else ""
+        also = dict.fromkeys(str(part) for number in mine for part in others.get(number, ()))
+        shared = f"; shared: {' and '.join(also)} may explain it alone" if also else ""
+        count = f"{len(mine)} of {looks[check, subject]} looks failed"
+        yield f"{check}: {entry.subject}: {entry.seen}{case}; {count}{shared}"

@@ -1,1 +1,0 @@
-"""Verdict of an acceptance: which part is at fault, and what to do with it."""
