@@ -34,7 +34,7 @@ import pytest
 import mgpu_check.acceptance
 from mgpu_check.acceptance.faults import HardwareFault, Planted, all_hardware_faults, planted_from
 from mgpu_check.cli.suite import run as run_suite
-from mgpu_check.devices.telemetry.simulated import PROFILE, Override
+from mgpu_check.devices.telemetry.sources import PROFILE, Override
 
 LEVELS = ("quick", "standard", "long")
 

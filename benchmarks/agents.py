@@ -16,12 +16,10 @@ import time
 from concurrent.futures import wait
 from typing import Any
 
-from mgpu_check.engine.remote.addresses import listen_at
-from mgpu_check.engine.remote.connections import Connections
+from mgpu_check.engine.remote.agent import connect
+from mgpu_check.engine.remote.connections import Connections, Lines, line
 from mgpu_check.engine.remote.credentials import Key, Stranger
-from mgpu_check.engine.remote.joining import connect
-from mgpu_check.engine.remote.lines import Lines, line
-from mgpu_check.engine.remote.meeting import Announced
+from mgpu_check.engine.remote.meeting import Announced, listen_at
 
 KEY = Key(b"k" * 32, "this program")
 PROCESSES = 4

@@ -35,8 +35,8 @@ from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.inventory.checks import examine_identity, examine_inventory, examine_pcie
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, PartKind, Subject
-from mgpu_check.devices.telemetry.simulated import PROFILE, Override
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample, Trouble
+from mgpu_check.devices.telemetry.sources import PROFILE, Override
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]

@@ -51,7 +51,7 @@ _OURS = (  # what a run imports before its ranks replace functions of torch: the
     "mgpu_check.plugin.session",
     "mgpu_check.plugin.report.terminal",
     "mgpu_check.devices.leases",
-    "mgpu_check.engine.inventory",
+    "mgpu_check.engine.pool",
     "mgpu_check.torch_hooks.collectives",
 )
 _THREADS = "OMP_NUM_THREADS"  # torch can be told later, too

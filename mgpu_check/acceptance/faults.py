@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.fields import FIELDS
-from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.devices.telemetry.sources import Override
 from mgpu_check.simulated.defects.parameters import PATTERNS, UNITS, Parameters, Value
-from mgpu_check.torch_hooks.table import TRANSFERS
+from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
@@ -92,14 +92,14 @@ class Planted:
         return self.fault.parts(self.parameters)
 
 
-def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defect]:
-    """Return a function that makes the class `name` of `defects.<module>` from parameters and `given`.
+def made_by(name: str, **given: Any) -> Callable[[Parameters], Defect]:
+    """Return a function that makes the class `name` of `defects.implementations` from parameters and `given`.
 
     Its call imports torch.
     """
 
     def make(parameters: Parameters) -> Defect:
-        found = importlib.import_module(f"mgpu_check.simulated.defects.{module}")
+        found = importlib.import_module("mgpu_check.simulated.defects.implementations")
         made: Defect = getattr(found, name)(parameters, **given)
         return made
 

@@ -21,12 +21,12 @@ from mgpu_check.devices.observations import (
     SubjectResult,
     Work,
 )
-from mgpu_check.devices.telemetry.values import Snapshot
+from mgpu_check.devices.telemetry.sampler import Snapshot
 from mgpu_check.engine.failures import NODE, Account, Who
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.option_values import Depth, depth_of
+from mgpu_check.processes.child_processes import FROM_OUTSIDE
 from mgpu_check.processes.rank_lists import grouped
-from mgpu_check.processes.signals import FROM_OUTSIDE
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.checks import KernelFacts

@@ -47,9 +47,9 @@ from mgpu_check.acceptance.verdict import (
 )
 from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part, Subject
-from mgpu_check.devices.telemetry.kernel_log import past_xids
-from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
-from mgpu_check.devices.telemetry.values import Snapshot
+from mgpu_check.devices.telemetry.nvml import past_xids
+from mgpu_check.devices.telemetry.sampler import Snapshot
+from mgpu_check.devices.telemetry.sources import SimulatedTelemetry
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.processes.machine import boot_id
 from mgpu_check.version import version

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from mgpu_check.acceptance.findings import ReportedFinding, judged
 from mgpu_check.devices.observations import Measurement, Number, Observation, Outcome, Part, Ruling, SubjectResult, Work
-from mgpu_check.devices.telemetry.values import TelemetrySample, Values
+from mgpu_check.devices.telemetry.sampler import TelemetrySample, Values
 from mgpu_check.option_values import Level
 
 _NONE = Work()

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.devices.telemetry.sampler import TelemetrySampler
-from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
-from mgpu_check.devices.telemetry.visit import Visit, visit
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample, TelemetrySampler, Trouble, Visit, visit
+from mgpu_check.devices.telemetry.sources import SimulatedTelemetry
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.processes.rank_lists import grouped

@@ -11,7 +11,7 @@ from torch import nn
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.differences import Difference, diagnose, difference, show
 from mgpu_check.numerics.steps import MeasuredStep
-from mgpu_check.torch_hooks.members import named_buffers, named_parameters
+from mgpu_check.torch_hooks.nested import named_buffers, named_parameters
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
 
 State = Mapping[str, torch.Tensor]

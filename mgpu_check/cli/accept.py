@@ -26,7 +26,7 @@ from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE, Parser
 from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
-from mgpu_check.engine.remote import current
+from mgpu_check.engine.remote import launched_process
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 from mgpu_check.settings import OPTIONS
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
         # One seed repeats the whole run. It goes first: options of the user may end with "--".
         arguments = [f"--hypothesis-seed={secrets.randbelow(2**32)}", *arguments]
-    if (driver := current.driver()) is not None:
+    if (driver := launched_process.driver()) is not None:
         driver.connections.interrupted_by_leaving = True
     ending = _Ending()
     line = command_line(("accept",), arguments, typed, "--accept-")

@@ -29,7 +29,7 @@ from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.plugin.device_leases import TooFewDevices
 from mgpu_check.plugin.session import GpuSession
-from mgpu_check.processes.limits import available_memory, limit_of_group
+from mgpu_check.processes.machine import available_memory, limit_of_group
 from mgpu_check.settings import resolve
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import pytest
 
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
-from mgpu_check.engine.remote.variables import launched_process_of
+from mgpu_check.engine.remote.launched_process import launched_process_of
 from mgpu_check.plugin.session import PRELOAD
 from mgpu_check.settings import OPTIONS, Settings, resolve
 
@@ -61,8 +61,7 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
 
 def _key(settings: Settings) -> Key | None:
     """Return the key of this user; None if the network is trusted."""
-    from mgpu_check.engine.remote.credentials import Key
-    from mgpu_check.engine.remote.keyfile import default_path, secret_in
+    from mgpu_check.engine.remote.credentials import Key, default_path, secret_in
 
     if settings.trust_network:
         return None

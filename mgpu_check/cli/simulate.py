@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu_check.cli.codes import WRONG_USAGE, Parser, number
-from mgpu_check.processes.launched import simulating
+from mgpu_check.processes.python_environment import simulating
 
 _USAGE = (
     "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|PROGRAM [args...]\n"

@@ -17,14 +17,14 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.rank_side.coverage import coverage_here
-from mgpu_check.engine.remote import current
+from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin.launch import is_launched
 from mgpu_check.plugin.packaged_suites import modules_of_ranks
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.plugin.report.terminal import Progress
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes.heap import freeze
-from mgpu_check.processes.limits import available_memory, available_processors
+from mgpu_check.processes.machine import available_memory, available_processors
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import OPTIONS
 
@@ -58,7 +58,9 @@ def on_all_gpus(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` with ``--gpus`` set to all GPUs, unless the user has set the number."""
     if asks_for_gpus(arguments):
         return list(arguments)
-    driver = current.driver()  # it knows the number of launched ranks, so this also works with simulated devices
+    driver = (
+        launched_process.driver()
+    )  # it knows the number of launched ranks, so this also works with simulated devices
     return ["--gpus=all" if driver is None else f"--gpus={driver.size}", *arguments]
 
 
@@ -147,7 +149,7 @@ def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_s
         if (flag in _SWITCHES or flag in own_switches) and equals:
             return f"{flag} takes no value, and has {value!r}; give {flag} alone"
     simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
-    if simulated and not asks_for_gpus(arguments) and current.driver() is None:
+    if simulated and not asks_for_gpus(arguments) and launched_process.driver() is None:
         return "--simulate needs the number of GPUs, such as --gpus=4 --simulate"
     return ""
 

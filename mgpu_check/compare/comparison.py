@@ -36,8 +36,8 @@ from mgpu_check.compare.verdict import (
 )
 from mgpu_check.compare.within_step import with_rows_together
 from mgpu_check.engine.process import describe_exit
+from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import named
-from mgpu_check.processes.record import relative
 
 
 class RecorderError(RuntimeError):
@@ -63,7 +63,7 @@ class ComparisonPlan:
         without_gpus: torch sees no GPU, and no GPU is simulated.
         unjudged: pattern of parameters that need not be compared -> the reason.
         directory: where the script runs; None: in the current directory.
-        launcher: whose variables the ranks get; see `mgpu_check.processes.launched.VARIABLES`.
+        launcher: whose variables the ranks get; see `mgpu_check.processes.python_environment.VARIABLES`.
         replaced: the words of a launcher that is not run.
     """
 

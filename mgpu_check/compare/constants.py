@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 
 from mgpu_check.numerics.placement import make_distinct
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.tensors import is_distributed
 
 
 def install() -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.naming import unwrapped
-from mgpu_check.processes.record import relative
-from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
-from mgpu_check.torch_hooks.tensors import name_of
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.torch_hooks.nested import named_buffers, named_modules, named_parameters
+from mgpu_check.torch_hooks.tensors import is_distributed, name_of
 
 
 def in_training(module: nn.Module) -> bool:

@@ -20,14 +20,14 @@ def install(fd: int) -> Callable[[], None]:
         A function that also records the operations that the C++ reducer of DistributedDataParallel has entered so far.
     """
     from mgpu_check.engine.rank_side.state import operations
-    from mgpu_check.processes import record
+    from mgpu_check.processes import collective_records
     from mgpu_check.torch_hooks import collectives
 
     collectives.recorder.attach(fd)
     collectives.install()
 
     def count() -> None:
-        os.pwrite(fd, _NUMBER.pack(operations()), record.SIZE)
+        os.pwrite(fd, _NUMBER.pack(operations()), collective_records.SIZE)
 
     return count
 
@@ -40,8 +40,8 @@ def entered(fd: int) -> tuple[int, int]:
         of DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is
         0 until the process has written it.
     """
-    from mgpu_check.processes import record
+    from mgpu_check.processes import collective_records
 
-    data = os.pread(fd, record.SIZE + _NUMBER.size, 0)
-    number = data[record.SIZE :]
-    return (_NUMBER.unpack(number)[0] if number else 0), record.parse(data[: record.SIZE]).total
+    data = os.pread(fd, collective_records.SIZE + _NUMBER.size, 0)
+    number = data[collective_records.SIZE :]
+    return (_NUMBER.unpack(number)[0] if number else 0), collective_records.parse(data[: collective_records.SIZE]).total

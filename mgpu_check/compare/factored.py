@@ -16,7 +16,7 @@ import torch
 
 from mgpu_check.compare.summaries import Cut
 from mgpu_check.numerics.placement import Slice, indexed
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.tensors import is_distributed
 
 
 def entries(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

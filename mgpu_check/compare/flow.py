@@ -13,13 +13,12 @@ import torch
 
 from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.naming import Names
-from mgpu_check.processes.frames import calling_line
-from mgpu_check.processes.record import relative
-from mgpu_check.torch_hooks.arguments import group_of, option
-from mgpu_check.torch_hooks.forms import FunctionForm
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.processes.tracebacks import calling_line
+from mgpu_check.torch_hooks.collective_arguments import group_of, option
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, FunctionForm
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.table import COLLECTIVES
-from mgpu_check.torch_hooks.values import is_distributed, is_pending, readable
+from mgpu_check.torch_hooks.tensors import is_distributed, is_pending, readable
 
 _REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
 _JOINING = tuple(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.joins)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.errors import NotCompared, ScalingMismatch
-from mgpu_check.processes.launched import FLOAT32
+from mgpu_check.processes.python_environment import FLOAT32
 
 _HOW_TO = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md"
 

@@ -11,7 +11,7 @@ from mgpu_check.compare.described import in_training
 from mgpu_check.compare.inputs import Inputs
 from mgpu_check.compare.naming import unwrapped
 from mgpu_check.compare.summaries import digests, host_copy, inputs_of
-from mgpu_check.torch_hooks.members import named_parameters
+from mgpu_check.torch_hooks.nested import named_parameters
 
 _COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
 _CALLS = 8  # nested calls; wrappers are rarely deeper

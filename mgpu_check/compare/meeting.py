@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mgpu_check.compare.watched import Note
-from mgpu_check.processes.frames import calling_line
-from mgpu_check.processes.launched import rank_and_world
+from mgpu_check.processes.python_environment import rank_and_world
+from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks.patches import Patches
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")

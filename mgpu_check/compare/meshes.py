@@ -10,7 +10,7 @@ import torch
 
 from mgpu_check.compare.watched import Note
 from mgpu_check.numerics.placement import Coordinates
-from mgpu_check.processes.launched import rank_and_world
+from mgpu_check.processes.python_environment import rank_and_world
 from mgpu_check.torch_hooks.patches import Patches
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.surroundings import Surroundings
-from mgpu_check.torch_hooks.members import named_modules
+from mgpu_check.torch_hooks.nested import named_modules
 
 _INNER = {
     "DistributedDataParallel": ("module",),

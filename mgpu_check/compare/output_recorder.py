@@ -14,10 +14,8 @@ from mgpu_check.compare.naming import Names
 from mgpu_check.compare.outputs import OutputSummary, joined_outputs, total
 from mgpu_check.compare.summaries import Numbers, on_host_together, short, statistics
 from mgpu_check.compare.trace import Writer
-from mgpu_check.torch_hooks.members import named_modules
-from mgpu_check.torch_hooks.nested import leaves
-from mgpu_check.torch_hooks.tensors import as_real, name_of
-from mgpu_check.torch_hooks.values import is_distributed, readable
+from mgpu_check.torch_hooks.nested import leaves, named_modules
+from mgpu_check.torch_hooks.tensors import as_real, is_distributed, name_of, readable
 
 _MODULES = 256
 """Most recorded modules of a model, to bound time and the size of the trace; the deepest are left out first."""

@@ -12,8 +12,7 @@ from mgpu_check.compare.naming import Names
 from mgpu_check.compare.placing import Placing, TracePart
 from mgpu_check.compare.summaries import Numbers, over, summaries
 from mgpu_check.compare.trace import Writer
-from mgpu_check.torch_hooks.tensors import name_of
-from mgpu_check.torch_hooks.values import is_distributed, readable
+from mgpu_check.torch_hooks.tensors import is_distributed, name_of, readable
 
 
 class NumberedPart(NamedTuple):

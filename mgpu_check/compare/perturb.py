@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.torch_hooks.values import PACKAGES, is_distributed
+from mgpu_check.torch_hooks.tensors import PACKAGES, is_distributed
 
 _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
 

@@ -27,8 +27,7 @@ from mgpu_check.numerics.placement import (
     flat_ranges,
     local_ranges,
 )
-from mgpu_check.torch_hooks.tensors import copied
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.tensors import copied, is_distributed
 
 
 @dataclass(frozen=True)

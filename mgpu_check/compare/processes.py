@@ -32,11 +32,10 @@ from mgpu_check.compare.entered import entered
 from mgpu_check.compare.remaining import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
 from mgpu_check.engine.process import describe_exit
-from mgpu_check.processes.launched import PLACE, VARIABLES, without_launcher
-from mgpu_check.processes.python_path import with_startup
-from mgpu_check.processes.record import fewest
-from mgpu_check.processes.signals import STACKS_SIGNAL, held_back
-from mgpu_check.processes.stacks import Location, location_of
+from mgpu_check.processes.child_processes import STACKS_SIGNAL, held_back
+from mgpu_check.processes.collective_records import fewest
+from mgpu_check.processes.python_environment import PLACE, VARIABLES, with_startup, without_launcher
+from mgpu_check.processes.tracebacks import Location, location_of
 
 _INTERVAL = 0.02  # seconds between two checks of the processes
 _GRACE = 5.0  # seconds for the other ranks after a failure: their own errors may explain it
@@ -256,7 +255,7 @@ def run(
         steps, taped, moved, apart: see `mgpu_check.compare.recorder.install`.
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
-        launcher: whose variables the processes get; see `mgpu_check.processes.launched.VARIABLES`.
+        launcher: whose variables the processes get; see `mgpu_check.processes.python_environment.VARIABLES`.
     """
     began = time.monotonic()
     told: dict[str, object] = {

@@ -37,13 +37,11 @@ from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Numbers, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
-from mgpu_check.processes.launched import rank_and_world
-from mgpu_check.torch_hooks import precision
-from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
-from mgpu_check.torch_hooks.members import named_parameters
-from mgpu_check.torch_hooks.nested import tensors_of
+from mgpu_check.processes.python_environment import rank_and_world
+from mgpu_check.torch_hooks import switches
+from mgpu_check.torch_hooks.nested import named_parameters, tensors_of
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.values import readable
+from mgpu_check.torch_hooks.tensors import is_capturing, is_transforming, readable
 
 _CALLS = 100  # calls of models that are checked for random draws, to bound the time
 
@@ -74,7 +72,7 @@ def install(
     """
     rank, world = rank_and_world()
     # Defaults that the script may change: TF32 and similar modes round too coarsely, and would mask differences.
-    precision.exact()
+    switches.exact_precision()
     torch.backends.cudnn.deterministic = True
     recorder = ScriptRecorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
     recorder.keep = files.keep

@@ -6,15 +6,15 @@ import contextlib
 import os
 import time
 
-from mgpu_check.processes import prctl
-from mgpu_check.processes.leftovers import children, kill
+from mgpu_check.processes import child_processes
+from mgpu_check.processes.child_processes import children, kill
 
 _TIMEOUT = 5.0  # seconds; a killed process normally ends at once
 
 
 def adopt() -> set[int]:
     """Let orphans become children of this process from now on, and return the pids of its present children."""
-    prctl.adopt_orphans()
+    child_processes.adopt_orphans()
     return set(children())
 
 

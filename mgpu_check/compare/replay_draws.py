@@ -17,7 +17,7 @@ from mgpu_check.compare.joining import NotJoinedError
 from mgpu_check.compare.replay_outside import Now, OutsideData, ReplayedData
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, place
 from mgpu_check.simulated.tensor import tensors_in
-from mgpu_check.torch_hooks.drawing import draws
+from mgpu_check.torch_hooks.tensors import draws
 
 _LARGEST = 2**24  # elements of a draw that is recorded
 _FUSED = ("attention", "rnn", "lstm", "gru", "rrelu", "_fused_dropout", "alpha_dropout", "flash")

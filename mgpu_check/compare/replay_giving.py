@@ -16,8 +16,8 @@ from mgpu_check.compare.replay_outside import ReplayedData
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.replay_recording import LoaderEnd
 from mgpu_check.compare.tape import Tapes, Unstored, place
-from mgpu_check.processes.frames import calling_line
-from mgpu_check.processes.record import relative
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import plain
 

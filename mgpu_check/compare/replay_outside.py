@@ -18,8 +18,7 @@ from mgpu_check.compare.replay_calls import MOST, Calls, follows, unexplained
 from mgpu_check.compare.replay_origins import OperatorSchema, Origin, Origins, schema_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, is_within_gradients, nearest_line, place
 from mgpu_check.simulated.tensor import tensors_in
-from mgpu_check.torch_hooks.graphs import is_capturing
-from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.tensors import is_capturing, plain
 
 _EQUAL = 1e-5  # the relative difference that rounding explains
 _OUTSIDE = (None, Origin.OUTSIDE)

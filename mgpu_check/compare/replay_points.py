@@ -23,9 +23,8 @@ from mgpu_check.compare.replay_origins import Origin
 from mgpu_check.compare.replay_outside import OutsideData
 from mgpu_check.compare.watched import Note
 from mgpu_check.simulated.tensor import tensors_in
-from mgpu_check.torch_hooks.graphs import is_capturing, is_transforming
-from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.nested import named_buffers, named_modules, named_parameters
+from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, is_transforming
 
 
 class RecordedScript(Protocol):

@@ -15,10 +15,8 @@ from mgpu_check.compare.replay_draws import RecordedDraws
 from mgpu_check.compare.replay_outside import RecordedData
 from mgpu_check.compare.replay_points import Points, RecordedScript, tensors_of
 from mgpu_check.compare.tape import Tape, place
-from mgpu_check.torch_hooks.members import named_buffers
-from mgpu_check.torch_hooks.nested import leaves
-from mgpu_check.torch_hooks.tensors import plain
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.nested import leaves, named_buffers
+from mgpu_check.torch_hooks.tensors import is_distributed, plain
 
 _LISTED = 2**14
 """Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""

@@ -25,9 +25,8 @@ from mgpu_check.compare.placing import TracePart
 from mgpu_check.compare.summaries import Cut, Numbers, over, shape_of, summaries, whole
 from mgpu_check.compare.trace import Writer, named_state
 from mgpu_check.compare.wholes import write_buffer, write_shape
-from mgpu_check.torch_hooks.members import named_modules
-from mgpu_check.torch_hooks.tensors import copied, name_of
-from mgpu_check.torch_hooks.values import is_distributed, readable
+from mgpu_check.torch_hooks.nested import named_modules
+from mgpu_check.torch_hooks.tensors import copied, is_distributed, name_of, readable
 
 
 class States:

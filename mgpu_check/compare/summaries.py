@@ -13,8 +13,7 @@ import torch
 from mgpu_check.compare.trace import CHUNKS, HeldSlice, chunk_sizes, positions
 from mgpu_check.numerics.placement import Slice
 from mgpu_check.processes.rank_lists import grouped
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
-from mgpu_check.torch_hooks.values import is_distributed, readable
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, is_distributed, readable
 
 Numbers = list[float | None]
 """The numbers of a summary in the trace; None for elements that a slice does not have."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_check.compare.trace import write_all
-from mgpu_check.processes.frames import is_installed
+from mgpu_check.processes.tracebacks import is_installed
 from mgpu_check.torch_hooks.nested import leaves, tensors_of, with_tensors
 from mgpu_check.torch_hooks.tensors import plain
 

@@ -19,10 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.errors import Guard
 from mgpu_check.compare.summaries import whole
-from mgpu_check.processes.launched import FLOAT32, rank_and_world
-from mgpu_check.torch_hooks.graphs import is_capturing
+from mgpu_check.processes.python_environment import FLOAT32, rank_and_world
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.values import is_distributed, readable
+from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, readable
 
 
 class Note(Protocol):

@@ -1,9 +1,9 @@
-"""Place ranks: choose the devices on which the ranks of a world run."""
+"""Place ranks: choose the devices on which the ranks of a world run, and restrict a process to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, order=True)
@@ -94,3 +94,20 @@ def _slots_of(devices: Sequence[int], size: int | None, available: Sequence[Slot
     if size not in (None, len(devices)):
         raise ValueError(f"size={size!r}, but devices={list(devices)!r}; leave the size out where devices are given")
     return tuple(ordered[device] for device in devices)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The devices that are visible to a process.
+
+    Attributes:
+        environment: the variables that hide all other devices.
+        uuids: UUIDs of the visible devices, in order, for the process to verify; empty if they are unknown.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    uuids: tuple[str, ...] = ()
+
+
+Masks = Callable[[Sequence[Slot]], Mask]
+"""Return the mask that makes exactly these devices of a host visible to a process."""

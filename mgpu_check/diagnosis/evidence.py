@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.processes.record import Entered
+from mgpu_check.processes.collective_records import Entered
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.diagnosis.left import Left, is_clipped, is_left
 from mgpu_check.diagnosis.observed import CallEvent, RankTrace
 from mgpu_check.diagnosis.results import Result
-from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 if TYPE_CHECKING:
     import torch

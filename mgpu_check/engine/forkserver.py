@@ -28,12 +28,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.processes import prctl
+from mgpu_check.processes import child_processes
+from mgpu_check.processes.child_processes import ENDING, children_but_managers, kill, remove_all_names, remove_names
 from mgpu_check.processes.heap import importing
-from mgpu_check.processes.leftovers import children_but_managers, kill, remove_all_names, remove_names
-from mgpu_check.processes.output import LOOK, thin_out
-from mgpu_check.processes.scratch import sweep
-from mgpu_check.processes.signals import ENDING
+from mgpu_check.processes.scratch import LOOK, sweep, thin_out
 
 FORK = b"F"
 END = b"E"
@@ -170,8 +168,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
     code = 70
     server.children.clear()  # siblings: this process must never signal them
     try:
-        prctl.end_with_parent()
-        prctl.adopt_orphans()  # so that the end of a test finds the processes that the test left
+        child_processes.end_with_parent()
+        child_processes.adopt_orphans()  # so that the end of a test finds the processes that the test left
         if os.getppid() != parent:
             os._exit(code)
         os.setsid()
@@ -262,7 +260,7 @@ def import_all(names: Iterable[str]) -> dict[str, str] | None:
 
 def run(control: int, parent: int, directory: str, preload: Iterable[str]) -> None:
     """Import the modules that ranks need, then serve until the parent closes its end of the socket, and end."""
-    prctl.adopt_orphans()
+    child_processes.adopt_orphans()
     server = ForkServer(socket.socket(fileno=control), directory)
     with _ending_with_parent(server.control, parent, directory):
         failure = import_all(preload)

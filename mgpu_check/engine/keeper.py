@@ -1,4 +1,6 @@
-"""The keeper: a process that has done the imports of a fork server, and forks one for each run that asks; see `kept`.
+"""The keeper: a process that has done the imports of a fork server, and forks one for each run that asks.
+
+`keeper_socket` has what the processes of a run and the keeper say to each other.
 
 It shares imports of torch and of this package only, never a module of the user, and touches no device. Before each fork
 it compares the files of its modules with the disk. If a file has changed, it starts over: in the same process, or in a
@@ -24,9 +26,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from mgpu_check.engine import forkserver
-from mgpu_check.engine.kept import NUMBER, locked, peer
-from mgpu_check.processes import prctl
-from mgpu_check.processes.leftovers import MARK, children_but_managers, kill
+from mgpu_check.engine.keeper_socket import NUMBER, locked, peer
+from mgpu_check.processes import child_processes
+from mgpu_check.processes.child_processes import MARK, children_but_managers, kill
 
 _PATIENCE = 5.0  # seconds for a run to send its request after it has connected
 
@@ -225,7 +227,7 @@ def main(argv: Sequence[str]) -> None:
     listener.listen()  # here, so that runs see the id of this process
     os.close(ready)
     os.close(done)
-    prctl.adopt_orphans()
+    child_processes.adopt_orphans()
     failure = forkserver.import_all(modules)
     ImportKeeper(listener, Path(path), failure, began).serve()
     os._exit(0)  # the cleanup of torch at exit is slow

@@ -1,35 +1,59 @@
-"""Start the processes of the pool: the protocol `Launcher`, and its implementation for this machine."""
+"""Start the processes of the pool: the protocol `Launcher`, its implementation for this machine, and the files that
+it opens for ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, Protocol
 
 from mgpu_check.devices.placement import Slot
-from mgpu_check.engine import hash_seeds
-from mgpu_check.engine.files import opening_files
+from mgpu_check.engine import environments
 from mgpu_check.engine.forkserver import END, FILES, FORK
-from mgpu_check.engine.kept import KeptServer, attach
+from mgpu_check.engine.keeper_socket import KeptServer, attach
 from mgpu_check.engine.process import Process, halted
 from mgpu_check.errors import NO_IMPORT, StartupFailure
-from mgpu_check.processes.channel import Channel
-from mgpu_check.processes.clock import Clock
-from mgpu_check.processes.leftovers import MARK, clear
+from mgpu_check.processes.channel import Channel, Clock
+from mgpu_check.processes.child_processes import MARK, clear
+from mgpu_check.processes.collective_records import SIZE
 from mgpu_check.processes.protocol import CallContext
-from mgpu_check.processes.record import SIZE
 from mgpu_check.processes.scratch import Scratch
-from mgpu_check.processes.stacks import HALTED
+from mgpu_check.processes.tracebacks import HALTED
+
+_OF_TEMPORARY_FILES = "Make room in {directory}, or name another directory by the environment variable TMPDIR."
+_REMEDIES = {
+    errno.EMFILE: "Raise this limit of the shell, which is {soft} now: ulimit -n {more}.",
+    errno.ENFILE: "Close files of other processes, or raise the limit of the machine: sysctl fs.file-max.",
+    errno.EAGAIN: "End other processes, or raise their limit: ulimit -u.",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT), _OF_TEMPORARY_FILES),
+}
+
+
+@contextlib.contextmanager
+def opening_files() -> Iterator[None]:
+    """Raise a `StartupFailure` with the remedy for an error of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        remedy = _REMEDIES[error.errno].format(soft=soft, more=2 * soft, directory=tempfile.gettempdir())
+        raise StartupFailure(f"the files of ranks cannot be opened: {os.strerror(error.errno)}. {remedy}") from error
+
 
 PRELOAD = (
     "torch",
@@ -117,7 +141,7 @@ class LocalLauncher:
             simulate: backing device of the simulated node, which the fork server prepares as far as processes can share
                 it; None on real devices.
             hash_seed: of the fork server, unless the user's environment sets one; empty to let the server draw its own.
-            keep: seconds that a keeper holds the imports for later runs; None for no keeper. See `kept`.
+            keep: seconds that a keeper holds the imports for later runs; None for no keeper. See `keeper_socket`.
             more: further modules that the fork server imports. A keeper does not import them, because they differ
                 between runs.
         """
@@ -167,7 +191,7 @@ class LocalLauncher:
         return interpreter, self._preload, environment
 
     def _interpreter(self, program: str) -> tuple[list[str], dict[str, str]]:
-        interpreter, environment = hash_seeds.interpreter(program, self._hash_seed)
+        interpreter, environment = environments.interpreter(program, self._hash_seed)
         if self._simulated:
             # OpenMP reads this when torch is imported; ranks do not see it. Spinning threads would slow other ranks.
             environment.setdefault("OMP_WAIT_POLICY", "passive")
@@ -208,7 +232,7 @@ class LocalLauncher:
     def _with_second_seed(self) -> LocalLauncher:
         """Return a launcher whose fork server has another hash seed, because all ranks of a server share its seed."""
         if self._second is None:
-            self._second = self._another(hash_seed=hash_seeds.SECOND)
+            self._second = self._another(hash_seed=environments.SECOND)
             self._second.start()
         return self._second
 

@@ -7,12 +7,11 @@ import shlex
 import signal
 from typing import IO
 
-from mgpu_check.processes.channel import Channel
-from mgpu_check.processes.clock import Clock
-from mgpu_check.processes.output import kept
-from mgpu_check.processes.record import SIZE, Record, parse
-from mgpu_check.processes.signals import CONNECTION_LOST, held_back
-from mgpu_check.processes.stacks import HALTED, clean
+from mgpu_check.processes.channel import Channel, Clock
+from mgpu_check.processes.child_processes import CONNECTION_LOST, held_back
+from mgpu_check.processes.collective_records import SIZE, Record, parse
+from mgpu_check.processes.scratch import kept
+from mgpu_check.processes.tracebacks import HALTED, clean
 
 STREAMS = ("stdout", "stderr", "log")
 STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in milliseconds

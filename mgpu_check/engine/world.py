@@ -1,15 +1,24 @@
-"""A world: the processes that share a default process group, or the node process alone."""
+"""A world: the processes that share a default process group, or the node process alone; what is sent to them; and
+bare processes.
+
+Bare processes are forked like ranks, but without a default process group, a device or a simulated node of their
+own. They are for code that brings all of this itself, such as a test harness. Nothing that this code does with
+collectives is judged, and nothing is restored between its calls.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mgpu_check.devices.placement import Slot
-from mgpu_check.engine.answers import agree
-from mgpu_check.engine.balance import Unmatched, imbalance, unmatched
+from mgpu_check.engine import environments
 from mgpu_check.engine.failures import (
     NODE,
     Account,
@@ -21,13 +30,14 @@ from mgpu_check.engine.failures import (
     disagreement,
     last_collectives,
 )
-from mgpu_check.engine.launcher import Launcher
-from mgpu_check.engine.pauses import Pauses
-from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses
+from mgpu_check.engine.launcher import Launcher, LocalLauncher
+from mgpu_check.engine.lockstep import Pauses, Unmatched, imbalance, unmatched
+from mgpu_check.engine.named_function import with_rank
+from mgpu_check.engine.process import STREAMS
+from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses, agree
 from mgpu_check.errors import RankFailure
 from mgpu_check.processes import pickling, protocol
-from mgpu_check.processes.channel import Garbled, frame
-from mgpu_check.processes.clock import Clock, ready
+from mgpu_check.processes.channel import Clock, Garbled, frame, ready
 
 _MEET_TIMEOUT = 1.0  # seconds: the ranks have returned, so a barrier takes milliseconds
 _REST_TIMEOUT = 10.0  # for the engine's own requests to idle ranks, unless the timeout of calls is shorter
@@ -349,3 +359,155 @@ def _outcomes(answers: Mapping[int, object]) -> dict[int, protocol.Outcome]:
 
 def _in_lockstep(outcomes: Mapping[int, protocol.Outcome]) -> bool:
     return len({outcome.lockstep for outcome in outcomes.values()}) == 1
+
+
+class NotPicklable(TypeError):
+    """A function or an argument of a call cannot be pickled."""
+
+
+def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], key: str, reused: bool) -> Function:
+    """Pickle a function for another process, by value if that process cannot import it.
+
+    Args:
+        function: the user's function, for its name and for errors.
+        wrapped: the function to send in its place.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        return Function(key, pickling.dumps(wrapped), name, reused)
+    except Exception as error:
+        raise NotPicklable(
+            f"{name} cannot run in another process: it refers to {culprit_of(function) or error}; "
+            "make files, locks, processes and the like inside of it"
+        ) from error
+
+
+def pickled_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        return pickling.dumps((args, dict(kwargs)))
+    except Exception as error:
+        raise NotPicklable(
+            f"{name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
+        ) from error
+
+
+def call_context(simulate: str | None) -> protocol.CallContext:
+    """Return the current call context of this process, for its ranks to adopt."""
+    environment = dict(os.environ)
+    environment.pop("PYTEST_CURRENT_TEST", None)  # changes per test and phase, and describes this process only
+    if simulate == "cpu":
+        # It restricts the real devices, often to none, and must not restrict the simulated ones.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:
+        directory = os.sep
+    return protocol.CallContext(tuple(sys.path), directory, environment)
+
+
+def culprit_of(function: Callable[..., Any]) -> str | None:
+    """Describe the first variable of `function` that cannot be pickled; None if there is no such variable."""
+    try:
+        variables = inspect.getclosurevars(function)
+    except (TypeError, ValueError):
+        return None
+    return culprit((), {**variables.globals, **variables.nonlocals})
+
+
+def culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    for name, value in (*enumerate(args), *kwargs.items()):
+        try:
+            pickling.dumps(value)
+        except Exception as error:
+            return f"{name!r}, of type {type(value).__name__}, cannot be pickled: {error}"
+    return None
+
+
+_TIMEOUT = 300.0  # seconds: the usual one of a call; `results` has its own
+
+
+class BareProcesses:
+    """Forks worlds of bare processes from a server of their own."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._launcher = LocalLauncher(preload, None, environments.FIRST)
+
+    def start(self) -> None:
+        self._launcher.start()
+
+    def fork(self, size: int) -> BareWorld:
+        """Return a new world of `size` processes."""
+        return BareWorld(self._launcher, size)
+
+    def close(self) -> None:
+        self._launcher.close()
+
+
+class BareWorld(World):
+    """Bare processes that all run the same function."""
+
+    def __init__(self, launcher: LocalLauncher, size: int) -> None:
+        self._keys = itertools.count()
+        # One for all calls: a process adopts a new one, and would lose the variables that the harness has set in it.
+        self._context = call_context(None)
+        spec = protocol.RankSpec(
+            index=None,
+            size=size,
+            local_index=0,
+            node_index=0,
+            device=0,
+            devices=0,
+            simulate=None,
+            backend=None,
+            store="",
+            group_timeout=_TIMEOUT,
+            threads=max(1, (os.cpu_count() or 1) // size),
+            call_context=self._context,
+            own_environment={},
+            bare=True,
+        )
+        slots = [Slot(0, index) for index in range(size)]
+        super().__init__(
+            launcher, lambda index: replace(spec, index=index, local_index=index), range(size), slots, _TIMEOUT
+        )
+
+    def send(self, name: str, fn: Callable[..., Any], *args: Any) -> Begun:
+        """Call ``fn(*args)`` on every process; a parameter ``rank`` receives the `Rank`. `results` waits for it."""
+        given, named = with_rank(fn, args, {})
+        function = replace(pickled_function(fn, fn, str(next(self._keys)), reused=False), name=name)
+        return self.begin(function, pickled_arguments(function.name, given, named), self._context)
+
+    def results(self, call: Begun, timeout: float) -> list[Any]:
+        """Wait up to `timeout` seconds, and return the results in rank order; raises as `World.run` does."""
+        results = [self.loaded(index, result) for index, result in enumerate(self.finish(call, timeout))]
+        self.broken = False  # each has answered, and may have entered other collectives than the others
+        return results
+
+    def returned(self) -> dict[int, Any]:
+        outcomes = {index: end for index, end in self._answers.items() if isinstance(end, protocol.Outcome)}
+        return {index: self.loaded(index, end.value) for index, end in outcomes.items() if end.value is not None}
+
+    def output(self) -> list[tuple[str, str, str]]:
+        found = []
+        for index, process in self.processes.items():
+            for name in STREAMS:
+                if text := process.output(name):
+                    found.append((self.who.full([index]), name, text))
+            process.mark_output()
+        return found
+
+    def exit_codes(self) -> list[int | None]:
+        return [None if process.killed else process.exit_code for process in self.processes.values()]
+
+    def _pauses(self) -> Pauses:
+        return _Unwatched(self.processes, self.who)
+
+    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], left: object) -> None:
+        """Check nothing: a test of collectives may enter different ones on purpose."""
+
+
+class _Unwatched(Pauses):
+    """Ends no call early: a test may wait in vain on purpose, until a timeout of torch."""
+
+    def look(self, waiting: object) -> bool:
+        return True

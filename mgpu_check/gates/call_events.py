@@ -37,16 +37,13 @@ from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.program import modules_of
 from mgpu_check.gates.scenarios import samples_in
-from mgpu_check.processes.frames import is_file_under_test
-from mgpu_check.processes.record import relative
-from mgpu_check.torch_hooks.arguments import group_of, option, own_groups
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.processes.tracebacks import is_file_under_test
+from mgpu_check.torch_hooks.collective_arguments import group_of, option, own_groups
+from mgpu_check.torch_hooks.collective_table import OPERATIONS, ROOTS, Form
 from mgpu_check.torch_hooks.collectives import Recorder
-from mgpu_check.torch_hooks.forms import Form
-from mgpu_check.torch_hooks.graphs import is_capturing
-from mgpu_check.torch_hooks.members import named_modules, named_parameters
-from mgpu_check.torch_hooks.nested import tensors_of
-from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
-from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of, name_of, plain
+from mgpu_check.torch_hooks.nested import named_modules, named_parameters, tensors_of
+from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of, is_capturing, name_of, plain
 
 _KEPT = 64
 """Largest number of elements whose values are kept."""

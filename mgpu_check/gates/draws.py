@@ -12,9 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mgpu_check.torch_hooks.drawing import draws
 from mgpu_check.torch_hooks.patches import replaced
-from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.tensors import draws, plain
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}

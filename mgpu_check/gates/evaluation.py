@@ -20,9 +20,8 @@ from mgpu_check.numerics.differences import difference, show
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, envelopes, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
-from mgpu_check.torch_hooks.members import named_buffers, named_parameters
-from mgpu_check.torch_hooks.nested import tensors_of
-from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.nested import named_buffers, named_parameters, tensors_of
+from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, name_of, plain_copy
 
 _SEED = 7

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mgpu_check.errors import RankFailure, RankHang
-from mgpu_check.processes.record import relative
+from mgpu_check.processes.collective_records import relative
 
 
 class RanksFixture(Protocol):

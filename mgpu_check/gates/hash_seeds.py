@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from mgpu_check.diagnosis.evidence import HashSeeds
 from mgpu_check.diagnosis.report import Report
-from mgpu_check.engine import hash_seeds
+from mgpu_check.engine import environments
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import few
-from mgpu_check.processes.record import relative
+from mgpu_check.processes.tracebacks import is_engine, is_installed
 
 _INSTRUCTIONS = frozenset({"BUILD_SET", "SET_ADD", "SET_UPDATE"})
 _NAMES = frozenset({"set", "frozenset", "hash", "__hash__"})
@@ -154,9 +154,10 @@ def with_seeds_apart(
     """
     if ranks._seeds_apart or not (used := sets_used(functions)):
         return
-    if seed := hash_seeds.given(os.environ):
+    if seed := environments.given(os.environ):
         ranks._remark(
-            f"{gate}: different hash seeds on ranks were not tried, because {hash_seeds.VARIABLE}={seed} fixes the seed"
+            f"{gate}: different hash seeds on ranks were not tried, because {environments.VARIABLE}={seed} fixes "
+            "the seed"
         )
         return
     apart = cast(RanksFixture, _Apart(ranks))
@@ -206,5 +207,5 @@ class _Apart:
         return getattr(self._ranks, name)
 
     def run(self, *args: Any, size: int | None = None, **kwargs: Any) -> list[Any]:
-        environment = None if size == 1 else hash_seeds.APART
+        environment = None if size == 1 else environments.APART
         return self._ranks.run(*args, size=size, environment=environment, **kwargs)

@@ -26,8 +26,7 @@ from mgpu_check.gates.shards import parameters_of
 from mgpu_check.gates.step_runs import observe
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
-from mgpu_check.torch_hooks.seeds import seed_everything
-from mgpu_check.torch_hooks.threads import one_thread
+from mgpu_check.torch_hooks.switches import one_thread, seed_everything
 
 _BOTH = ("model", "batch")
 _SENTENCES = {

@@ -28,14 +28,13 @@ from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.gates.shards import parameters_of
 from mgpu_check.gates.step_runs import observe
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.processes.frames import is_file_under_test
-from mgpu_check.processes.record import relative
-from mgpu_check.torch_hooks.arguments import group_of, own_groups
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.processes.tracebacks import is_file_under_test
+from mgpu_check.torch_hooks.collective_arguments import group_of, own_groups
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Form
 from mgpu_check.torch_hooks.collectives import Recorder, recorder
-from mgpu_check.torch_hooks.forms import Form
-from mgpu_check.torch_hooks.members import named_parameters
+from mgpu_check.torch_hooks.nested import named_parameters
 from mgpu_check.torch_hooks.patches import replaced
-from mgpu_check.torch_hooks.table import COLLECTIVES, OPERATIONS
 
 _MOST = 6
 """Most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs."""

@@ -45,7 +45,7 @@ from mgpu_check.gates.scenarios import Mesh, Scenario, size_of
 from mgpu_check.gates.step_runs import run_redrawn, run_traced
 from mgpu_check.gates.trials import Effort, Trial, Trials
 from mgpu_check.numerics.differences import diagnose, difference
-from mgpu_check.torch_hooks.table import COLLECTIVES
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 
 
 def shrunk_to_axes(trials: Trials, failed: Trial) -> tuple[Trial, Axes | None]:

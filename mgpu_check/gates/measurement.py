@@ -41,10 +41,9 @@ from mgpu_check.numerics.steps import (
     narrow_tolerance,
     with_roundings,
 )
-from mgpu_check.torch_hooks.members import named_parameters
-from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
+from mgpu_check.torch_hooks.nested import named_parameters, tensors_of, with_tensors
+from mgpu_check.torch_hooks.switches import one_thread, some_threads
 from mgpu_check.torch_hooks.tensors import all_finite, name_of, plain_copy
-from mgpu_check.torch_hooks.threads import one_thread, some_threads
 
 ROUNDOFF = unit_roundoff(torch.float32)
 

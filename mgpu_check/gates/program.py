@@ -14,7 +14,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import check_tolerance, innermost
 from mgpu_check.gates.switches import Switch
 from mgpu_check.numerics.placement import Placement, check_placement
-from mgpu_check.torch_hooks.members import named_parameters
+from mgpu_check.torch_hooks.nested import named_parameters
 
 
 class Unusable(ValueError):

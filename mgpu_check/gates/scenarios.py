@@ -15,7 +15,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import is_count
 from mgpu_check.numerics.placement import Coordinates
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
-from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.switches import seed_everything
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -39,7 +39,7 @@ from mgpu_check.numerics.placement import (
 )
 from mgpu_check.numerics.placement import assembled as joined
 from mgpu_check.processes.rank_lists import named
-from mgpu_check.torch_hooks.members import named_modules, named_parameters
+from mgpu_check.torch_hooks.nested import named_modules, named_parameters
 from mgpu_check.torch_hooks.tensors import copied, digest_of, plain_copy
 
 

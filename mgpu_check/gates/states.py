@@ -38,7 +38,7 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import envelopes
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.torch_hooks.patches import replaced
-from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -25,10 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun, Outside
 from mgpu_check.diagnosis.results import Kind, Result
 from mgpu_check.gates.shards import Held, Holdings, least_anywhere, named_tensors, parameters_of
-from mgpu_check.torch_hooks.graphs import is_capturing
-from mgpu_check.torch_hooks.members import named_buffers
+from mgpu_check.torch_hooks.nested import named_buffers
 from mgpu_check.torch_hooks.patches import Patches, around
-from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
+from mgpu_check.torch_hooks.tensors import as_real, digest_of, is_capturing, plain_copy
 
 
 @dataclass(frozen=True)

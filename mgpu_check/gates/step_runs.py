@@ -29,9 +29,8 @@ from mgpu_check.gates.shards import Held, Holdings, assembled, least_anywhere, m
 from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.gates.switches import switched
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.torch_hooks.members import named_modules, named_parameters
-from mgpu_check.torch_hooks.nested import entries, tensors_of
-from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.nested import entries, named_modules, named_parameters, tensors_of
+from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 
 Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]

@@ -42,8 +42,8 @@ from mgpu_check.gates.step_runs import run_step, run_traced_alone
 from mgpu_check.numerics.placement import Unplaced
 from mgpu_check.numerics.steps import granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
+from mgpu_check.torch_hooks.switches import some_threads
 from mgpu_check.torch_hooks.tensors import digest_of
-from mgpu_check.torch_hooks.threads import some_threads
 
 _KEPT = 64
 """Most scenarios whose expected results are kept for other world sizes."""

@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed
-from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
 Key = TypeVar("Key", bound=Hashable)
@@ -566,14 +566,16 @@ def _amplification(
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 without TF32 in matrix products and convolutions inside the context; see `precision.exact`.
+    """Compute float32 without TF32 in matrix products and convolutions inside the context.
+
+    See `switches.exact_precision`.
 
     TF32 rounds to 11 significant bits. Two steps that round differently may then differ by 5e-4, which would hide an
     equally large flipped bit.
     """
-    before = precision.kept()
-    precision.exact()
+    before = switches.saved_precision()
+    switches.exact_precision()
     try:
         yield
     finally:
-        precision.put_back(before)
+        switches.restore_precision(before)

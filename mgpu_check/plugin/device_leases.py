@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mgpu_check.devices.inventory import Device, Inventory
-from mgpu_check.devices.placement import Slot
-from mgpu_check.devices.visibility import Mask
+from mgpu_check.devices.placement import Mask, Slot
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import Settings
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.asserts.known_defects import heard_by, reported_to
-from mgpu_check.engine.sending import NotPicklable
+from mgpu_check.engine.world import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin.packaged_suites import is_packaged
 from mgpu_check.plugin.rank_messages import Logging, steps_to

@@ -75,7 +75,7 @@ class Adapting:
                 item.stash[_HARNESS] = harness
                 wanted = True
         if wanted:
-            from mgpu_check.engine.bare import BareProcesses
+            from mgpu_check.engine.world import BareProcesses
             from mgpu_check.plugin.session import started
 
             processes = BareProcesses(("mgpu_check.plugin.harness_ranks", *_modules_of_torch()))

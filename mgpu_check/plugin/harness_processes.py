@@ -22,8 +22,7 @@ from mgpu_check.plugin.harness_ranks import HOME
 from mgpu_check.torch_hooks.patches import Patches
 
 if TYPE_CHECKING:
-    from mgpu_check.engine.bare import BareWorld
-    from mgpu_check.engine.world import Begun
+    from mgpu_check.engine.world import BareWorld, Begun
     from mgpu_check.settings import Settings
 
 

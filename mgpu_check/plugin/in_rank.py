@@ -24,17 +24,17 @@ from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
 from mgpu_check.asserts.known_defects import heard_by, reported_to
-from mgpu_check.engine.rank_side import uncaught
+from mgpu_check.engine.rank_side import python_hooks
 from mgpu_check.engine.rank_side.coverage import Measuring
-from mgpu_check.engine.rank_side.debuggers import refused, without_debugger
+from mgpu_check.engine.rank_side.python_hooks import refused, without_debugger
 from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
 from mgpu_check.plugin.packaged_suites import SUITE
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.rank_messages import Collector, Logging, logged
 from mgpu_check.plugin.replacements import Changes
-from mgpu_check.processes.frames import is_check, is_engine
-from mgpu_check.processes.raised import EXPLAIN, without_engine
+from mgpu_check.processes.rank_pickling import EXPLAIN, without_engine
+from mgpu_check.processes.tracebacks import is_check, is_engine
 
 _FOLDER = f"/{SUITE.replace('.', '/')}/"
 _LONGEST = 160
@@ -135,7 +135,7 @@ def _warn_of_strays() -> None:
     If the function itself raised, they are reported at the end of the test, as pytest does.
     """
     errors: list[Warning] = []
-    for one in uncaught.take():
+    for one in python_hooks.take():
         category = getattr(pytest, one.warning)
         try:
             warnings.warn_explicit(one.text, category, one.file, one.line)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mgpu_check.devices.inventory import Device
-from mgpu_check.engine.remote import current
+from mgpu_check.engine.remote import launched_process
 from mgpu_check.settings import Settings
 
 if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
-    from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.engine.remote.driver import AgentLauncher
 
 
 class Misfit(Exception):
@@ -22,12 +22,12 @@ class Misfit(Exception):
 
 def is_launched() -> bool:
     """Return whether a launcher has launched the ranks of this run."""
-    return current.driver() is not None
+    return launched_process.driver() is not None
 
 
 def launcher_of_this_run(settings: Settings) -> AgentLauncher | None:
     """Return the launcher of this run; None if no launcher has started the ranks."""
-    driver = current.driver()
+    driver = launched_process.driver()
     return None if driver is None else driver.launcher(settings.agent_timeout)
 
 
@@ -44,7 +44,7 @@ def wrong_launch(environment: Mapping[str, str]) -> str | None:
 
 def over() -> str | None:
     """Return why the remaining tests cannot run; None if they can."""
-    driver = current.driver()
+    driver = launched_process.driver()
     return None if driver is None else driver.connections.over
 
 
@@ -57,8 +57,8 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     Raises:
         Misfit: launched ranks are missing, inconsistent or too few, or see too few devices.
     """
-    from mgpu_check.engine.inventory import look
-    from mgpu_check.engine.remote.launcher import WrongLaunch
+    from mgpu_check.engine.pool import devices_of_host
+    from mgpu_check.engine.remote.driver import WrongLaunch
 
     try:
         slots = launcher.gather()
@@ -85,7 +85,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     if settings.simulate != "cpu":
         backing = int(settings.simulate.partition(":")[2]) + 1 if settings.simulate else 0
         for host, count in enumerate(per_host):
-            inventory = look(pool, host)
+            inventory = devices_of_host(pool, host)
             found = inventory.devices
             wanted = 1 if launcher.visible_on(host) == 1 and not backing else backing or count
             if len(found) < wanted:
@@ -102,7 +102,7 @@ def describe(launcher: AgentLauncher) -> str:
     """Describe the hosts, for the header of a run."""
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
     text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
-    driver = current.driver()
+    driver = launched_process.driver()
     if driver is None or not driver.trusting:
         return text
     return f"{text}; NETWORK TRUSTED: anyone who can reach {driver.trusting} can run code in this run (--trust-network)"

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-from mgpu_check.processes.frames import is_file_under_test
+from mgpu_check.processes.tracebacks import is_file_under_test
 from mgpu_check.torch_hooks.patches import Patches, around
 
 Place = tuple[Any, bool, Any]

@@ -24,8 +24,8 @@ from _pytest.logging import LogCaptureHandler
 
 from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.known_defects import left_out
-from mgpu_check.processes.frames import calling_line, is_engine
 from mgpu_check.processes.rank_lists import grouped
+from mgpu_check.processes.tracebacks import calling_line, is_engine
 
 _MOST_RECORDS = 1000  # of a call, for `caplog`: bounds the memory of a loop that logs; the file has all lines
 

@@ -12,7 +12,7 @@ import pytest
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
-from mgpu_check.processes.launched import simulating
+from mgpu_check.processes.python_environment import simulating
 
 
 class Ranks:
@@ -60,7 +60,7 @@ class Ranks:
             ValueError: `size`, `timeout`, `devices` or `environment` is not valid, or the text names no function.
             TypeError: `fn`, or an argument, cannot be pickled.
         """
-        from mgpu_check.engine.sending import NotPicklable
+        from mgpu_check.engine.world import NotPicklable
 
         if isinstance(fn, str):
             fn = NamedFunction(fn)

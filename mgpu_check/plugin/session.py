@@ -33,7 +33,7 @@ from mgpu_check.version import torch_version, version
 if TYPE_CHECKING:
     from mgpu_check.asserts.known_defects import Met
     from mgpu_check.engine.pool import RankPool
-    from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.engine.remote.driver import AgentLauncher
     from mgpu_check.plugin.rank_messages import Logging
     from mgpu_check.plugin.replacements import Changes
 
@@ -173,7 +173,7 @@ class GpuSession:
 
     def _new_pool(self, devices: int) -> RankPool:
         # Imported here: every pytest run with this package installed creates a session, but few need ranks.
-        from mgpu_check.engine.hash_seeds import FIRST
+        from mgpu_check.engine.environments import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
         from mgpu_check.plugin.rank_messages import deliver
@@ -226,15 +226,15 @@ class GpuSession:
         """
         if self._keep is None:
             return
-        from mgpu_check.engine import kept
-        from mgpu_check.engine.hash_seeds import FIRST
+        from mgpu_check.engine import keeper_socket
+        from mgpu_check.engine.environments import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
 
-        why = "a launcher starts the ranks" if launch.is_launched() else kept.obstacle(os.environ)
+        why = "a launcher starts the ranks" if launch.is_launched() else keeper_socket.obstacle(os.environ)
         if why:
             self._keep, self._kept = None, f"imports are not kept warm, because {why}"
             return
-        found = kept.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
+        found = keeper_socket.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
         self._kept = f"imports kept warm {f'by process {found}' if found else f'from now on, for {self._keep:g} s'}"
 
     def count_devices(self) -> None:
@@ -243,7 +243,7 @@ class GpuSession:
         Raises:
             TooFewDevices: there are not; the message names the requested and the visible devices, and the remedy.
         """
-        from mgpu_check.engine.inventory import look
+        from mgpu_check.engine.pool import devices_of_host
 
         settings = self.settings
         backing = settings.simulate
@@ -253,7 +253,7 @@ class GpuSession:
         if backing == "cpu":
             return
         pool = self._pool = self._new_pool(settings.gpus or 1)
-        found = look(pool)
+        found = devices_of_host(pool)
         self.devices = list(found.devices)
         needed = int(backing.partition(":")[2]) + 1 if backing else settings.gpus
         if not self.devices or (needed is not None and needed > len(self.devices)):

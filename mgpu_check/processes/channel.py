@@ -1,11 +1,16 @@
-"""Messages between the pytest process and a rank: pickled objects in frames, on a stream socket.
+"""The channel between the pytest process and a rank: pickled objects in frames, on a stream socket, and the clock of
+its deadlines.
 
-The rank's end blocks, because a rank has nothing else to do. The pytest process never blocks on one rank, because a
-halted rank reads nothing, and may have written half a message.
+The rank's end blocks, because a rank has nothing else to do. The pytest process never blocks on one rank, because
+a halted rank reads nothing, and may have written half a message.
 
-A rank sends the large buffers of a message before the message, each in its own frame (pickle protocol 5, out of band),
-which avoids copies at both ends. Buffers of many megabytes from a rank on this machine travel as one memfd, which the
-pytest process maps, which takes half the time.
+A rank sends the large buffers of a message before the message, each in its own frame (pickle protocol 5, out of
+band), which avoids copies at both ends. Buffers of many megabytes from a rank on this machine travel as one memfd,
+which the pytest process maps, which takes half the time.
+
+The clock is one that tests cannot stop: freezegun and time-machine replace functions such as `time.monotonic` in
+every module that holds them. This clock is held by a class, and reads CLOCK_MONOTONIC through
+`time.clock_gettime`, which these tools do not replace for that clock.
 """
 
 from __future__ import annotations
@@ -14,10 +19,45 @@ import contextlib
 import mmap
 import os
 import pickle
+import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+_LONGEST = 1e6  # seconds: poll takes its milliseconds as a 32-bit integer
+
+
+class Clock:
+    _get: Callable[[int], float] = staticmethod(time.clock_gettime)
+    _sleep: Callable[[float], None] = staticmethod(time.sleep)
+    _which = time.CLOCK_MONOTONIC
+
+    @classmethod
+    def now(cls) -> float:
+        return cls._get(cls._which)
+
+    @classmethod
+    def until(cls, deadline: float) -> float:
+        """Return the seconds until `deadline`, a time of `now`; 0 if it has passed.
+
+        The result is at most 1e6, because `poll` takes its milliseconds as a 32-bit integer.
+        """
+        return min(_LONGEST, max(0.0, deadline - cls.now()))
+
+    @classmethod
+    def sleep(cls, seconds: float) -> None:
+        cls._sleep(seconds)
+
+
+def ready(files: Sequence[int], deadline: float) -> list[int]:
+    """Wait until `deadline` for a file that is readable or closed at its other end, and return all such files."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [file for file, _ in poll.poll(Clock.until(deadline) * 1000)]
+
 
 _MAGIC, _BUFFER, _FILE = b"MGPU", b"MGPB", b"MGPF"
 _HEADER = struct.Struct("!4sQ")
@@ -28,7 +68,7 @@ _CHUNK = 1 << 20  # bytes per recv
 _AT_ONCE = 64 * _CHUNK  # bytes per `receive`, so that its caller can check the deadline and serve other ranks
 
 # A message is in memory twice, pickled and unpickled, so a longer one cannot be genuine.
-_LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+_LONGEST_FRAME = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class Garbled(Exception):
@@ -48,8 +88,8 @@ def _header(header: bytes | bytearray) -> tuple[bytes, int]:
     magic, length = _HEADER.unpack_from(header)
     if magic not in (_MAGIC, _BUFFER, _FILE):
         raise Garbled(f"{bytes(header[:16])!r} is not a message")
-    if length > _LONGEST:
-        raise Garbled(f"its header announces {length} bytes, but this machine can hold at most {_LONGEST}")
+    if length > _LONGEST_FRAME:
+        raise Garbled(f"its header announces {length} bytes, but this machine can hold at most {_LONGEST_FRAME}")
     return magic, int(length)
 
 
@@ -133,7 +173,7 @@ class Channel:
 
     def _begin_buffer(self, length: int) -> None:
         """Allocate a buffer, and move the bytes of it that have already arrived there."""
-        if not length or length + sum(map(len, self._buffers)) > _LONGEST:
+        if not length or length + sum(map(len, self._buffers)) > _LONGEST_FRAME:
             raise Garbled(f"a buffer of {length} bytes beside {len(self._buffers)} others is not part of a message")
         buffer = mmap.mmap(-1, length)  # memory is committed only as data arrives
         come = self._in[_HEADER.size : _HEADER.size + length]
@@ -150,7 +190,7 @@ class Channel:
         places, total = _places([length for (length,) in _LENGTH.iter_unpack(lengths)])
         file = self._files.popleft()
         try:
-            if os.fstat(file).st_size != total or not 0 < total <= _LONGEST:
+            if os.fstat(file).st_size != total or not 0 < total <= _LONGEST_FRAME:
                 raise Garbled(f"a file has {os.fstat(file).st_size} bytes, and its buffers {total}")
             content = memoryview(mmap.mmap(file, total, flags=mmap.MAP_SHARED))
         except OSError as error:  # out of descriptors or address space

@@ -208,7 +208,7 @@ class Outcome:
         agreement: for each group whose collectives it has entered: their number, and a checksum of their names, dtypes,
             sizes, operations and roots.
         told: the messages that the function reported besides its result; see `worker.tell`.
-        flows: the tensors that it has sent to other ranks and received from them; see `balance`.
+        flows: the tensors that it has sent to other ranks and received from them; see `lockstep`.
         settled: whether its devices have finished all queued work. If not, `Settle` asks for a new `Outcome`.
         reusable: whether another call can use its devices: no device has a sticky error, or work that may never end.
     """

@@ -10,33 +10,25 @@ import torch
 import torch.jit._builtins
 import torch.utils._device
 
-from mgpu_check.simulated import dispatch, mismatch, streams
+from mgpu_check.simulated import dispatch, streams
+from mgpu_check.simulated.allocator import forget_pinned
 from mgpu_check.simulated.attention import install_attention
-from mgpu_check.simulated.autocast import install_autocast
+from mgpu_check.simulated.autograd import install_autocast, install_functions
 from mgpu_check.simulated.collectives import install_collectives
-from mgpu_check.simulated.compiler import install_compiler, install_scripting
-from mgpu_check.simulated.composites import install_composites
-from mgpu_check.simulated.devices import install_device_type
-from mgpu_check.simulated.factories import install_factories
-from mgpu_check.simulated.functions import install_functions
-from mgpu_check.simulated.graphs import install_graphs
-from mgpu_check.simulated.host_copies import late_host_copy
-from mgpu_check.simulated.methods import install_methods
-from mgpu_check.simulated.modules import install_modules
+from mgpu_check.simulated.data_parallel import install_parallel, install_reducer
+from mgpu_check.simulated.factories import install_device_type, install_factories, install_typed
+from mgpu_check.simulated.generators import ambient_generator, device_generators, install_random
+from mgpu_check.simulated.graphs import abandon, install_graphs
+from mgpu_check.simulated.kernels import install_composites
 from mgpu_check.simulated.native import install_native
-from mgpu_check.simulated.parallel import install_parallel
-from mgpu_check.simulated.pinned import forget_pinned
-from mgpu_check.simulated.profiling import install_profiling
-from mgpu_check.simulated.random import ambient_generator, device_generators, install_random
-from mgpu_check.simulated.recording import abandon
-from mgpu_check.simulated.reducer import install_reducer
+from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node, leave_node
 from mgpu_check.simulated.runtime import install_runtime
-from mgpu_check.simulated.state import SimulatedNode, active_node, enter_node, leave_node
 from mgpu_check.simulated.storage import install_storage
+from mgpu_check.simulated.streams import late_host_copy
 from mgpu_check.simulated.tensor import tag
+from mgpu_check.simulated.tensor_methods import install_methods, install_modules, install_wrappers
+from mgpu_check.simulated.torch_tools import install_compiler, install_profiling, install_scripting
 from mgpu_check.simulated.transfer import on_host_copy
-from mgpu_check.simulated.typed import install_typed
-from mgpu_check.simulated.wrappers import install_wrappers
 from mgpu_check.torch_hooks.patches import Patches
 
 _entering = threading.Lock()
@@ -102,7 +94,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
     torch.jit._builtins._get_builtin_table()
     node = _node(n, backing)
     # Before the node is entered: calibrating there would count as the first use of a device.
-    mismatch.calibrate(lambda t: tag(t, torch.device("cuda", 0)))
+    dispatch.calibrate(lambda t: tag(t, torch.device("cuda", 0)))
     patches = Patches(sparing="mgpu_check.simulated")
     enter_node(node)
     try:

@@ -1,30 +1,715 @@
-"""Dispatch ``scaled_dot_product_attention`` on simulated devices to the operators that CUDA uses.
+"""``scaled_dot_product_attention`` on simulated devices: choose the kernel that CUDA would use on a device of compute
+capability 9.0, dispatch to its operator, and compute it with operators that every device has.
 
-C++ would choose by the backing device. So this module chooses the operator, and does the work of C++ around it, above
-autograd: the operators have CUDA's backward functions, DTensor's strategies and ring attention's handlers.
+C++ would choose by the backing device. So this module chooses the operator, and does the work of C++ around it,
+above autograd: the operators have CUDA's backward functions, DTensor's strategies and ring attention's handlers.
+
+The conditions of the choice come from ``sdp_utils.cpp`` of torch 2.11 and later, for dense operands, in the same
+order. Each returns torch's reason why its kernel cannot be used, or "".
+
+The kernels compute in float32, as the tensor cores accumulate, and round the results to the dtype of the operands.
+Backward functions recompute the weights from the given logsumexp. So a caller may pass a logsumexp over more keys
+than the operands have, as ring attention does. Results have the shapes, dtypes and strides of CUDA's kernels.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mgpu_check.simulated.attention_choice import SINCE_2_14, Params, chosen_kernel, on_device
-from mgpu_check.simulated.state import active_node
-from mgpu_check.simulated.tensor import SimulatedTensor
+from mgpu_check.simulated.node import active_node
+from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.patches import Patches
+
+SINCE_2_14 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+"""Since torch 2.14 all kernels accept one head of keys and values for all queries, and unbatched operands."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256  # of the flash kernels, and of cuDNN's on this device
+_SIXTEENTHS = 16  # cuDNN rounds the probability of dropout to multiples of 1/16
+
+Params = torch.backends.cuda.SDPAParams
+Condition = Callable[[Params], str]
+
+
+def on_device(t: Any) -> bool:
+    """Return whether ``t``, or the tensor that it wraps (as a DTensor does), is on a simulated device."""
+    return isinstance(t, SimulatedTensor) or (is_traceable_wrapper_subclass(t) and bool(t.is_cuda))  # type: ignore[attr-defined]
+
+
+def _tensors(params: Params) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return params.query, params.key, params.value
+
+
+def _four_dimensional(params: Params) -> str:
+    query, key, value = (t.dim() for t in _tensors(params))
+    if query == key == value == 4:
+        return ""
+    return (
+        "All fused kernels requires query, key and value to be 4 dimensional, but got Query dim: "
+        f"{query}, Key dim: {key}, Value dim: {value} instead."
+    )
+
+
+def _on_cuda(params: Params) -> str:
+    if all(map(on_device, _tensors(params))):
+        return ""
+    query, key, value = (t.device for t in _tensors(params))
+    return (
+        f"All tensors need to be on cuda device. Got query on device: {query}, key on device: {key}, value on device: "
+        f"{value}"
+    )
+
+
+def _dtype_in(*known: torch.dtype) -> Condition:
+    """Return the condition that the three operands have the same dtype, one of ``known``."""
+
+    def condition(params: Params) -> str:
+        dtypes = [t.dtype for t in _tensors(params)]
+        if dtypes[0] in known and len(set(dtypes)) == 1:
+            return ""
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
+        query, key, value = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return (
+            f"Expected query, key and value to all be of dtype: {{{names}}}. Got Query dtype: {query}, Key dtype: "
+            f"{key}, and Value dtype: {value} instead."
+        )
+
+    return condition
+
+
+def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
+    """Return the condition on batch sizes and numbers of heads.
+
+    Args:
+        gqa: whether the kernel supports groups of query heads that share a head of keys and values.
+        same_keys_and_values: whether it requires as many heads of values as of keys.
+    """
+
+    def condition(params: Params) -> str:
+        shapes = "Query.sizes(): {}, Key sizes: {}, Value sizes: {} instead.".format(
+            *(list(t.shape) for t in _tensors(params))
+        )
+        if len({t.size(0) for t in _tensors(params)}) > 1:
+            return (
+                "For dense inputs, both fused kernels require query, key and value to have the same batch_size. "
+                + shapes
+            )
+        query, key, value = (t.size(-3) for t in _tensors(params))
+        if not params.enable_gqa or not gqa:
+            if query == key == value or (SINCE_2_14 and key == value == 1):
+                return ""
+            return (
+                "For dense input, both fused kernels require query, key and value to have the same num_heads. " + shapes
+            )
+        if same_keys_and_values and key != value:
+            return (
+                "Both fused kernels require key and value to have the same num_heads and batch_size but got: " + shapes
+            )
+        if not key or not value or query % key or query % value:
+            return "The number of heads in key/value must divide number of heads in query." + shapes
+        return ""
+
+    return condition
+
+
+def _not_empty(params: Params) -> str:
+    # torch checks only the lengths of sequences. CUDA refuses an empty batch too: a launch without blocks.
+    if all(t.numel() for t in _tensors(params)):
+        return ""
+    return "All fused kernels do not support zero seq_len_q or seq_len_kv."
+
+
+def _last_stride_1(ignore_single: bool) -> Condition:
+    """Return the condition that rows are contiguous; `ignore_single` exempts operands with rows of one element."""
+
+    def condition(params: Params) -> str:
+        rows = all(t.stride(-1) == 1 for t in _tensors(params))
+        rows |= ignore_single and params.query.size(-1) == 1
+        mask = params.attn_mask
+        if rows and (mask is None or mask.stride(-1) == 1):
+            return ""
+        strides = ", ".join(f"{t.stride(-1)}" for t in (*_tensors(params), *([] if mask is None else [mask])))
+        return f"All fused kernels require the last dimension of the input to have stride 1. Got {strides}"
+
+    return condition
+
+
+def _flash_on(params: Params) -> str:
+    return "" if torch._C._get_flash_sdp_enabled() else "Flash attention has been runtime disabled."
+
+
+def _no_mask(params: Params) -> str:
+    return "" if params.attn_mask is None else "Flash Attention does not support non-null attn_mask."
+
+
+def _flash_head(params: Params) -> str:
+    sizes = [t.size(-1) for t in _tensors(params)]
+    if len(set(sizes)) == 1 and sizes[0] <= _LARGEST_HEAD:
+        return ""
+    return (
+        "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to 256. Got "
+        "Query.size(-1): {}, Key.size(-1): {}, Value.size(-1): {} instead.".format(*sizes)
+    )
+
+
+def _square_if_causal(params: Params) -> str:
+    # FlashAttention 2 aligns its causal mask to the lower right, torch to the upper left: they agree on squares.
+    query, key = params.query.size(-2), params.key.size(-2)
+    if not params.is_causal or query == key:
+        return ""
+    return (
+        f"Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. Got seqlen_q: {query} "
+        f"seqlen_k: {key}. If you would like to use causal attention with non-square masks, please see CausalAttnMask."
+    )
+
+
+def _efficient_on(params: Params) -> str:
+    return "" if torch._C._get_mem_efficient_sdp_enabled() else "Memory Efficient attention has been runtime disabled."
+
+
+def _efficient_head(params: Params) -> str:
+    # The tensor cores load 128 bits at once: 8 half-precision numbers, or 4 of float32.
+    aligned = 8 if params.query.dtype in _HALF else 4
+    query, key, value = (t.size(-1) for t in _tensors(params))
+    if query == key and all(size > 0 and size % aligned == 0 for size in (query, value)):
+        return ""
+    return (
+        f"Mem efficient attention requires last dimension of inputs to be divisible by {aligned}. "
+        f"Got Query.size(-1): {query}, Key.size(-1): {key}, Value.size(-1): {value} instead."
+    )
+
+
+def _aligned(params: Params) -> str:
+    # CUDA's allocations are aligned, so only the offset can be unaligned.
+    if not SINCE_2_14 or all(t.storage_offset() * t.element_size() % 16 == 0 for t in _tensors(params)):
+        return ""
+    return (
+        "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size to be aligned "
+        "to 16 bytes."
+    )
+
+
+def _cudnn_on(params: Params) -> str:
+    return "" if torch._C._get_cudnn_sdp_enabled() else "cuDNN attention has been runtime disabled."
+
+
+def _may_vary(params: Params) -> str:
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return "cuDNN SDPA is not deterministic." if strict else ""
+
+
+def _cudnn_mask(params: Params) -> str:
+    mask = params.attn_mask
+    if mask is None:
+        return ""
+    batch, heads, rows, _ = params.query.shape
+    wanted = (batch, heads, rows, params.key.size(2))
+    fits = mask.dim() in (2, 4) and all(
+        have in (1, want) for have, want in zip(mask.shape, wanted[-mask.dim() :], strict=True)
+    )
+    if fits and not mask.requires_grad:
+        return ""
+    return (
+        "Please use the following attn mask shapes: 2d - ({Q_seq_len, 1}  x {KV_seq_len, 1}); "
+        "4d - ({Batch, 1} x {Num_heads, 1} x {Q_seq_len, 1}  x {KV_seq_len, 1})"
+    )
+
+
+def _cudnn_dropout(params: Params) -> str:
+    if (params.dropout * _SIXTEENTHS).is_integer():
+        return ""
+    return (
+        "cuDNN dropout probability resolution is limited to 1/16."
+        "Use a dropout probability that is a multiple of 1/16 to select the cuDNN backend"
+    )
+
+
+def _cudnn_shapes(params: Params) -> str:
+    sizes = params.query.size(-1), params.value.size(-1)
+    if params.query.size(-1) != params.key.size(-1) or max(sizes) > _LARGEST_HEAD:
+        return f"head_dim should be no more than {_LARGEST_HEAD}"
+    if any(size == 0 or size % 8 for size in sizes):
+        return "head_dim should be a multiple of 8"
+    if params.key.size(-2) == 1:
+        return "cudnn SDPA does not support key/value sequence length 1."
+    if params.dropout and params.query.size(-2) == 1:
+        return "cudnn SDPA does not support query sequence length 1 with dropout."
+    return ""
+
+
+_FLASH: tuple[Condition, ...] = (
+    _flash_on,
+    _on_cuda,
+    _four_dimensional,
+    _no_mask,
+    _flash_head,
+    _square_if_causal,
+    _dtype_in(*_HALF),
+    _heads(gqa=True, same_keys_and_values=True),
+    _not_empty,
+    _last_stride_1(ignore_single=True),
+)
+_EFFICIENT: tuple[Condition, ...] = (
+    _efficient_on,
+    _on_cuda,
+    _four_dimensional,
+    _efficient_head,
+    _aligned,
+    _not_empty,
+    _last_stride_1(ignore_single=False),
+    _heads(gqa=SINCE_2_14, same_keys_and_values=True),
+    _dtype_in(torch.float16, torch.float32, torch.bfloat16),
+)
+_CUDNN: tuple[Condition, ...] = (
+    _cudnn_on,
+    _on_cuda,
+    _four_dimensional,
+    _may_vary,
+    _dtype_in(*_HALF),
+    _cudnn_mask,
+    _cudnn_dropout,
+    _not_empty,
+    _last_stride_1(ignore_single=True),
+    _heads(gqa=True, same_keys_and_values=False),
+    _cudnn_shapes,
+)
+
+
+def _asks(conditions: tuple[Condition, ...]) -> Callable[..., bool]:
+    """Return a function that checks all conditions; with ``debug`` it warns about the first that fails."""
+
+    def usable(params: Params, debug: bool = False) -> bool:
+        for condition in conditions:
+            if reason := condition(params):
+                if debug:
+                    warnings.warn(reason, UserWarning, stacklevel=3)
+                return False
+        return True
+
+    return usable
+
+
+_USABLE = {
+    SDPBackend.EFFICIENT_ATTENTION: ("Memory efficient", _asks(_EFFICIENT)),
+    SDPBackend.FLASH_ATTENTION: ("Flash attention", _asks(_FLASH)),
+    SDPBackend.CUDNN_ATTENTION: ("cuDNN attention", _asks(_CUDNN)),
+}
+
+
+def chosen_kernel(params: Params) -> SDPBackend:
+    """Return the first kernel, in torch's order of preference, that is enabled and accepts the operands."""
+    for number in torch._C._get_sdp_priority_order():
+        backend = SDPBackend(number)
+        if backend in _USABLE:
+            if _USABLE[backend][1](params):
+                return backend
+        elif backend == SDPBackend.MATH and torch._C._get_math_sdp_enabled():
+            return backend
+    for name, usable in _USABLE.values():
+        warnings.warn(f"{name} kernel not used because:", UserWarning, stacklevel=4)
+        usable(params, True)
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def choice_functions() -> dict[str, object]:
+    return {
+        "_can_use_flash_attention": _USABLE[SDPBackend.FLASH_ATTENTION][1],
+        "_can_use_mem_efficient_attention": _USABLE[SDPBackend.EFFICIENT_ATTENTION][1],
+        "_can_use_cudnn_attention": _USABLE[SDPBackend.CUDNN_ATTENTION][1],
+        "_is_flash_attention_available": lambda: True,
+    }
+
+
+_FLASH_ROWS = 8  # the flash kernels load this many elements of a row at once
+_LOGSUMEXP_ROWS = 32  # the memory-efficient kernels pad their logsumexp to a multiple of this many rows
+_MASK_ROWS = 16  # and align the gradient of a mask to this many elements
+_AT_ONCE = 1 << 20  # elements of a matrix of weights to compute at once: 4 MiB fit into caches
+
+Optional = Tensor | None
+Attended = tuple[Tensor, Tensor]
+
+
+def _repeated_heads(t: Tensor, count: int) -> Tensor:
+    """Return keys or values in float32, with each head repeated for the ``count`` query heads that share them."""
+    wide = t.float()
+    return wide if t.size(1) == count else wide.repeat_interleave(count // t.size(1), 1)
+
+
+def _shared(gradient: Tensor, like: Tensor) -> Tensor:
+    """Return the gradient of the argument of `_heads`, given that of its result."""
+    if gradient.size(1) == like.size(1):
+        return gradient
+    batch, _, rows, width = gradient.shape
+    return gradient.view(batch, like.size(1), -1, rows, width).sum(2)
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The matrix of scores of one attention, computed one block of rows at a time."""
+
+    query: Tensor
+    key: Tensor
+    bias: Optional
+    scale: float
+    causal: bool
+    dropout: float
+    seed: int
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Optional]]:
+        """Yield rows, the columns that they see, their scores, and the factors of dropout for their weights."""
+        batch, heads, rows, _ = self.query.shape
+        columns = self.key.size(2)
+        step = max(_AT_ONCE // max(batch * heads * columns, 1), 1)
+        generator = None
+        if self.dropout > 0:
+            generator = torch.Generator(self.query.device).manual_seed(self.seed)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            block, seen = slice(start, stop), slice(0, min(stop, columns) if self.causal else columns)
+            scores = (self.query[:, :, block].float() * self.scale) @ self.key[:, :, seen].mT
+            if self.bias is not None:
+                scores += (self.bias[:, :, block] if self.bias.size(2) > 1 else self.bias)[..., seen]
+            if self.causal:  # aligned to the upper left, as torch has it
+                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + start)
+                scores.masked_fill_(hidden, -math.inf)
+            kept = None
+            if generator is not None:
+                drawn = torch.rand(scores.shape, generator=generator, device=scores.device)
+                kept = (
+                    (drawn >= self.dropout).float() / (1 - self.dropout) if self.dropout < 1 else scores.new_zeros(())
+                )
+            yield block, seen, scores, kept
+
+
+def _attend(weights: _Weights, value: Tensor) -> Attended:
+    """Return the attention and the logsumexp of each row of scores, in float32; 0 and inf for a row without keys."""
+    outs, sums = [], []
+    for _, seen, scores, kept in weights.blocks():
+        largest = scores.amax(-1, keepdim=True)
+        largest.masked_fill_(largest == -math.inf, 0.0)
+        shares = scores.sub_(largest).exp_()
+        total = shares.sum(-1, keepdim=True)
+        empty = total == 0
+        out = (shares if kept is None else shares.mul_(kept)) @ value[:, :, seen]
+        outs.append(out.div_(total.masked_fill(empty, 1.0)))
+        sums.append(total.log_().add_(largest).masked_fill_(empty, math.inf).squeeze(-1))
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _gradients(
+    weights: _Weights, value: Tensor, gradient: Tensor, out: Tensor, logsumexp: Tensor, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Optional]:
+    """Return the gradients of query, key, value and, with ``of_bias``, of each score."""
+    gradient, logsumexp = gradient.float(), logsumexp.float().unsqueeze(-1)
+    mean = (gradient * out.float()).sum(-1, keepdim=True)
+    of_queries, of_scores = [], []
+    of_key, of_value = torch.zeros_like(weights.key), torch.zeros_like(value)
+    for block, seen, scores, kept in weights.blocks():
+        shares = scores.sub_(logsumexp[:, :, block]).exp_()
+        of_shares = gradient[:, :, block] @ value[:, :, seen].mT
+        of_value[:, :, seen] += (shares if kept is None else shares * kept).mT @ gradient[:, :, block]
+        if kept is not None:
+            of_shares.mul_(kept)
+        moved = of_shares.sub_(mean[:, :, block]).mul_(shares)
+        of_queries.append(moved @ weights.key[:, :, seen])
+        of_key[:, :, seen] += moved.mT @ weights.query[:, :, block].float()
+        if of_bias:
+            of_scores.append(torch.nn.functional.pad(moved, (0, value.size(2) - seen.stop)))
+    of_query = torch.cat(of_queries, 2).mul_(weights.scale)
+    return of_query, of_key.mul_(weights.scale), of_value, torch.cat(of_scores, 2) if of_bias else None
+
+
+def _seed(dropout: float, device: torch.device) -> int:
+    """Draw the seed of a dropout from the generator of the device; without dropout return 0 and draw nothing."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)) if dropout > 0 else 0
+
+
+def _scale_of(query: Tensor, scale: float | None) -> float:
+    return query.size(-1) ** -0.5 if scale is None else scale
+
+
+def _as_laid_out(like: Tensor, values: Tensor) -> Tensor:
+    """Return values in the dtype of ``like``, with its order of dimensions in memory."""
+    if like.shape == values.shape:
+        return torch.empty_like(like).copy_(values)
+    order = sorted(range(like.dim()), key=lambda i: like.stride(i) or math.inf, reverse=True)
+    return torch.empty_permuted(values.shape, order, dtype=like.dtype, device=like.device).copy_(values)
+
+
+def _rows_of_heads(like: Tensor, values: Tensor) -> Tensor:
+    """Return values in the dtype of ``like``, with all heads of a position beside each other in memory."""
+    return torch.empty_permuted(values.shape, (0, 2, 1, 3), dtype=like.dtype, device=like.device).copy_(values)
+
+
+def _check_flash(query: Tensor, *others: Tensor) -> None:
+    if query.dtype not in _HALF:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if any(t.dtype != query.dtype for t in others):
+        raise RuntimeError("query, key and value must have the same dtype")
+    if query.size(-1) % _FLASH_ROWS:
+        raise RuntimeError(
+            "FlashAttention: head_size must be a multiple of 8; torch pads it before it calls this operator"
+        )
+
+
+def _check_dtype(name: str, known: tuple[torch.dtype, ...], query: Tensor, bias: Optional) -> None:
+    if query.dtype not in known:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
+        raise RuntimeError(f"{name} takes {names}, but got {str(query.dtype).removeprefix('torch.')}")
+    if bias is not None and bias.dtype != query.dtype:
+        raise RuntimeError("invalid dtype for bias - should match query's dtype")
+
+
+def _bare(*tensors: Optional) -> list[Tensor]:
+    """Return the tensors on the backing device; None stays None, and only the caller's argument may be None."""
+    return [None if t is None else raw(t) for t in tensors]  # type: ignore[misc]
+
+
+def _causal_square(causal: bool, query: Tensor, key: Tensor) -> bool:
+    if causal and query.size(2) != key.size(2):
+        raise RuntimeError(
+            "FlashAttention aligns its causal mask to the lower right, torch to the upper left: is_causal wants as "
+            f"many queries as keys, but got {query.size(2)} and {key.size(2)}"
+        )
+    return causal
+
+
+def _backward(
+    operands: tuple[Tensor, Tensor, Tensor],
+    bias: Optional,
+    results: tuple[Tensor, Tensor, Tensor],
+    dropout: float,
+    seed: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, laid out as these are.
+
+    Args:
+        results: the gradient of the attention, the attention, and the logsumexp of each row.
+        seed: seed of the dropout, as the forward function returned it.
+    """
+    query, key, value = operands
+    heads, number = query.size(1), int(seed) if dropout > 0 else 0
+    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), causal, dropout, number)
+    of_query, of_key, of_value, _ = _gradients(weights, _repeated_heads(value, heads), *results, False)
+    return (
+        _as_laid_out(query, of_query),
+        _as_laid_out(key, _shared(of_key, key)),
+        _as_laid_out(value, _shared(of_value, value)),
+    )
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]:
+    query, key, value = _bare(query, key, value)
+    _check_flash(query, key, value)
+    if return_debug_mask:
+        raise RuntimeError("return_debug_mask is not simulated: pass False")
+    seed, heads, device = _seed(dropout_p, query.device), query.size(1), query.device
+    causal = _causal_square(is_causal, query, key)
+    weights = _Weights(query, _repeated_heads(key, heads), None, _scale_of(query, scale), causal, dropout_p, seed)
+    out, logsumexp = _attend(weights, _repeated_heads(value, heads))
+    return (
+        _as_laid_out(query, out),
+        logsumexp,
+        None,
+        None,
+        query.size(2),
+        key.size(2),
+        torch.tensor([seed, 0], dtype=torch.int64, device=device).view(torch.uint64),
+        torch.zeros((), dtype=torch.int64, device=device).view(torch.uint64),
+        torch.empty(0, dtype=query.dtype, device=device),
+    )
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Optional,
+    cum_seq_k: Optional,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, query, key, value, out, logsumexp, state = _bare(grad_out, query, key, value, out, logsumexp, philox_seed)
+    _check_flash(query, key, value)
+    causal, seed = _causal_square(is_causal, query, key), state.view(torch.int64)[0]
+    return _backward((query, key, value), None, (grad_out, out, logsumexp), dropout_p, seed, causal, scale)
+
+
+def _scaled_dot_product_efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Optional,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, bias = _bare(query, key, value, attn_bias)
+    _check_dtype("memory-efficient attention", (*_HALF, torch.float32), query, bias)
+    seed, heads, rows = _seed(dropout_p, query.device), query.size(1), query.size(2)
+    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, seed)
+    out, logsumexp = _attend(weights, _repeated_heads(value, heads))
+    if compute_log_sumexp:  # the backward function ignores the padding
+        logsumexp = torch.nn.functional.pad(logsumexp, (0, -rows % _LOGSUMEXP_ROWS), value=math.inf)
+    else:
+        logsumexp = logsumexp[..., :0].contiguous()
+    return (
+        _rows_of_heads(query, out),
+        logsumexp,
+        torch.tensor(seed, dtype=torch.int64, device=query.device),
+        torch.zeros((), dtype=torch.int64, device=query.device),
+    )
+
+
+def _scaled_dot_product_efficient_attention_backward(
+    grad_out_: Optional,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Optional,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Optional, Optional, Optional, Optional]:
+    if grad_out_ is None:
+        return None, None, None, None
+    gradient, query, key, value, bias, out, logsumexp, seed = _bare(
+        grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed
+    )
+    heads, rows = query.size(1), query.size(2)
+    of_bias = bias is not None and bool(grad_input_mask[3])
+    number = int(seed) if dropout_p > 0 else 0
+    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, number)
+    of_query, of_key, of_value, of_scores = _gradients(
+        weights, _repeated_heads(value, heads), gradient, out, logsumexp[..., :rows], of_bias
+    )
+    return (
+        _rows_of_heads(query, of_query),
+        _rows_of_heads(key, _shared(of_key, key)),
+        _rows_of_heads(value, _shared(of_value, value)),
+        None if of_scores is None else _of_bias(bias, of_scores),
+    )
+
+
+def _of_bias(bias: Tensor, of_scores: Tensor) -> Tensor:
+    columns = bias.size(-1)
+    padded = torch.zeros((*bias.shape[:-1], columns + -columns % _MASK_ROWS), dtype=bias.dtype, device=bias.device)
+    return padded[..., :columns].copy_(of_scores.sum_to_size(bias.shape))
+
+
+def _scaled_dot_product_cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Optional,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]:
+    query, key, value, bias = _bare(query, key, value, attn_bias)
+    _check_dtype("cuDNN attention", _HALF, query, bias)
+    seed, heads = _seed(dropout_p, query.device), query.size(1)
+    bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
+    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, seed)
+    out, logsumexp = _attend(weights, _repeated_heads(value, heads))
+    return (
+        _as_laid_out(query, out),
+        logsumexp.unsqueeze(-1) if compute_log_sumexp else logsumexp.new_empty(0),
+        None,
+        None,
+        query.size(2),
+        key.size(2),
+        torch.tensor(seed, dtype=torch.int64, device=query.device),
+        torch.zeros((), dtype=torch.int64, device=query.device),
+        None,
+    )
+
+
+def _scaled_dot_product_cudnn_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Optional,
+    cum_seq_q: Optional,
+    cum_seq_k: Optional,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, query, key, value, out, logsumexp, seed, bias = _bare(
+        grad_out, query, key, value, out, logsumexp, philox_seed, attn_bias
+    )
+    bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
+    results = grad_out, out, logsumexp.squeeze(-1)
+    return _backward((query, key, value), bias, results, dropout_p, seed, is_causal, scale)
+
+
+ATTENTION_KERNELS: dict[str, Callable[..., object]] = {
+    f"aten::{kernel.__name__}": kernel
+    for kernel in (
+        _scaled_dot_product_flash_attention,
+        _scaled_dot_product_flash_attention_backward,
+        _scaled_dot_product_efficient_attention,
+        _scaled_dot_product_efficient_attention_backward,
+        _scaled_dot_product_cudnn_attention,
+        _scaled_dot_product_cudnn_attention_backward,
+    )
+}
+
 
 _aten = torch.ops.aten
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_FLASH_ROWS = 8  # elements of a head that a flash kernel loads at once
-_MASK_ROWS = 16  # elements of a mask that a memory-efficient kernel loads at once
 
 Function = Callable[..., torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

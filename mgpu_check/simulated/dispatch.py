@@ -1,16 +1,268 @@
-"""Run one operator on simulated tensors: check the devices, run it on the backing device, tag the results."""
+"""Run one operator on simulated tensors: check the devices, with CUDA's error for operands on different ones, run it
+on the backing device, tag the results.
+
+The rules are data (``fidelity.json``). The messages come from torch's own checks: the generated CUDA wrappers
+(``check_and_update_common_device``), the tensor iterator, indexing and convolution.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 
 import torch
 
-from mgpu_check.simulated import functional, hardware, kernels, mismatch, unwritten
+from mgpu_check.simulated import collectives, hardware, kernels, storage
 from mgpu_check.simulated.generators import device_of, drawing, owner_of
-from mgpu_check.simulated.state import active_node
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in
+from mgpu_check.simulated.node import active_node
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in, type_name
+
+_CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
+_INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+_MASKED_FILL = frozenset({"masked_fill", "masked_fill_"})
+
+
+@dataclass(frozen=True)
+class _Operand:
+    name: str
+    tensor: torch.Tensor
+    written: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+
+@dataclass(frozen=True)
+class _Rules:
+    any_device: frozenset[str]
+    methods: dict[str, str]  # operator with overload -> name of the wrapper that checks its arguments
+    through: dict[str, tuple[str, dict[str, str]]]
+    temporaries: dict[str, str]  # operator -> the argument that C++ may have created
+
+
+@cache
+def _rules() -> _Rules:
+    text = resources.files("mgpu_check.simulated").joinpath("fidelity.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    methods: dict[str, str] = dict(table["named"])
+    for name in table["generated"]["structured"]:
+        methods[name] = "wrapper_CUDA_" + name.replace(".", "_")
+    for name in table["generated"]["plain"]:
+        operator, _, overload = name.partition(".")
+        methods[name] = f"wrapper_CUDA_{overload}_{operator}"
+    through = {
+        name: (methods.get(row["operator"], "wrapper_CUDA_" + row["operator"]), dict(row.get("arguments", {})))
+        for name, row in table["through"].items()
+    }
+    return _Rules(frozenset(table["any"]), methods, through, dict(table["temporaries"]))
+
+
+@dataclass(frozen=True)
+class Decompose:
+    """The answer for an operator that calls others: run those, so that the one that refuses its operands raises."""
+
+    func: torch._ops.OpOverload
+
+    def decompose(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        return self.func.decompose(*args, **kwargs)
+
+
+def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
+    """Name the operator without and with its overload, ("add", "add.Tensor"), as native_functions.yaml writes it."""
+    name = func._schema.name.rpartition("::")[2]
+    overload = func._schema.overload_name
+    return name, f"{name}.{overload}" if overload else name
+
+
+def allows_scalars(func: torch._ops.OpOverload) -> bool:
+    """Return whether the operator accepts a CPU tensor of 0 dims beside device tensors."""
+    name, full = _names(func)
+    if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING:
+        return False
+    return full not in _rules().methods and name not in _rules().through
+
+
+def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Decompose | None:
+    """Raise CUDA's error for these operands, or return None if the operator accepts them.
+
+    Return NotImplemented if an operand's type has its own dispatch, which then decides, and :class:`Decompose` if the
+    operators that this one calls must be checked instead.
+    """
+    name, full = _names(func)
+    rules = _rules()
+    if not func._schema.name.startswith("aten::") or name in rules.any_device or full in rules.any_device:
+        return None
+    operands = []
+    for operand in _operands(func, args, kwargs):
+        kind = type(operand.tensor)
+        own = kind is not SimulatedTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if own:
+            return NotImplemented  # type: ignore[no-any-return]
+        if kind is SimulatedTensor:
+            operands.append(operand)
+            continue
+        held = sys.getrefcount(operand.tensor)
+        if _seen is not None:
+            _seen.append(held)
+        # If only this call holds a plain tensor, one of torch's own operators created it in C++. Operators in the table
+        # create it with the options of the backing device, so it belongs to the simulated device. In other operators it
+        # may be a view or a copy of an argument of the caller.
+        made_here = held <= _held_by_this_call and (name in _MASKED_FILL or not operand.tensor._is_view())
+        if not (made_here and rules.temporaries.get(name) == operand.name):
+            operands.append(operand)
+    if _seen is not None:
+        return None
+    if len({o.device for o in operands}) < 2 or _called_by_autograd():
+        return None
+    if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    ):
+        return Decompose(func)
+    _refuse_if_mixed(name, full, operands, rules)
+    return None
+
+
+def _refuse_if_mixed(name: str, full: str, operands: list[_Operand], rules: _Rules) -> None:
+    """Run the operator's own check of its operands, which raises for devices that it refuses."""
+    if name in _INDEXING:
+        _check_indexing(operands)
+    elif name in _CONVOLUTIONS:
+        _check_convolution(operands)
+    elif name in _MASKED_FILL:
+        _check_masked_fill(operands)
+    elif full in rules.methods:
+        _check_arguments(operands, rules.methods[full], {})
+    elif name in rules.through:
+        _check_arguments(operands, *rules.through[name])
+    else:
+        _check_iterator(operands)
+
+
+def _operands(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Operand]:
+    found: list[_Operand] = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor):
+                found.append(_Operand(argument.name, item, written))
+    return found
+
+
+_held_by_this_call = 0
+_seen: list[int] | None = None  # while calibrating: the reference count of each plain operand
+
+
+def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Measure the reference count of an operand that C++ created; it depends on the versions of Python and torch.
+
+    ``one_hot`` compares its input with its own ``arange``. If an operand of the caller has no more references than
+    that, the two cannot be distinguished, and every mismatch is refused.
+    """
+    global _held_by_this_call, _seen
+    made: list[int] = []
+    given: list[int] = []
+    try:
+        _seen = made
+        torch.nn.functional.one_hot(tagged(torch.zeros(1, dtype=torch.int64)), 1)
+        _seen = given
+        _ = tagged(torch.zeros(1)) + torch.ones(1)
+    finally:
+        _seen = None
+    _held_by_this_call = max(made) if made and given and max(made) < min(given) else 0
+
+
+def _called_by_autograd() -> bool:
+    """Return whether the caller is C++ in a running backward pass, not a hook or a backward written in Python.
+
+    Frames of an active `TorchDispatchMode`, and those that torch puts around it, do not count as the caller.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame = sys._getframe(3).f_back
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals.get("__name__") in _AROUND_A_MODE
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+_AROUND_A_MODE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame", "mgpu_check.simulated.graphs"})
+
+
+def _check_iterator(operands: list[_Operand]) -> None:
+    ordered = [o for o in operands if o.written] + operands
+    common = next(o.device for o in ordered if o.device.type != "cpu")
+    scalars = 0
+    for o in ordered:
+        if o.device == common:
+            continue
+        if o.device.type == "cpu" and o.tensor.dim() == 0 and not o.written:
+            scalars += 1
+            if scalars > 1 and len(operands) > 2:
+                raise RuntimeError("Trying to pass too many CPU scalars to non-CPU kernel!")
+            continue
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {common} and {o.device}!"
+        )
+
+
+def _check_arguments(operands: list[_Operand], method: str, names: dict[str, str]) -> None:
+    if names:
+        order = list(names)
+        operands = sorted(operands, key=lambda o: order.index(o.name) if o.name in order else len(order))
+    ordered = [o for o in operands if o.name == "out"] + [o for o in operands if o.name != "out"]
+    common = ordered[0].device
+    for o in ordered:
+        if o.device != common:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but got {names.get(o.name, o.name)} is on {o.device}, "
+                f"different from other tensors on {common} (when checking argument in method {method})"
+            )
+
+
+def _check_indexing(operands: list[_Operand]) -> None:
+    home = next(o.device for o in operands if o.name == "self")
+    for o in operands:
+        if o.name == "indices" and o.device.type != "cpu" and o.device != home:
+            raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({home})")
+    rest = [o for o in operands if o.name != "indices" and not (o.name == "values" and o.tensor.dim() == 0)]
+    if len({o.device for o in rest}) > 1:
+        _check_iterator(rest)
+
+
+def _check_convolution(operands: list[_Operand]) -> None:
+    given = {o.name: o for o in operands}
+    image = given["input"]
+    for name in ("weight", "bias"):
+        other = given.get(name)
+        if other is None or other.device == image.device:
+            continue
+        if other.device.type == image.device.type:
+            _check_arguments(operands, "wrapper_CUDA__cudnn_convolution", {})
+        tail = f" or input should be a MKLDNN tensor and {name} is a dense tensor" if image.device.type == "cpu" else ""
+        raise RuntimeError(
+            f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(other.tensor)}) should be the "
+            f"same{tail}"
+        )
+
+
+def _check_masked_fill(operands: list[_Operand]) -> None:
+    given = {o.name: o for o in operands}
+    me, mask = given["self"], given.get("mask")
+    if mask is not None and mask.device != me.device:
+        raise RuntimeError(
+            f"expected self and mask to be on the same device, but got mask on {mask.device} and self on {me.device}"
+        )
+    rest = [o for o in operands if o.name != "value" or o.tensor.dim() > 0 or o.device.type != "cpu"]
+    if len({o.device for o in rest}) > 1:
+        _check_iterator(rest)
+
 
 _no_dispatch = torch._C._DisableTorchDispatch
 _plain: type = torch.Tensor
@@ -60,17 +312,17 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     kernel = kernels.KERNELS.get(f"{name}.{schema.overload_name}") or kernels.KERNELS.get(name, func)
     found = _Operator(
-        call=unwritten.operator(name, kernel),  # type: ignore[arg-type]
+        call=storage.operator(name, kernel),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
-        scalars=mismatch.allows_scalars(func),
+        scalars=allows_scalars(func),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         takes_generator=any(a.name == "generator" for a in schema.arguments),
         syncs=name in _SYNCING,
         by_mask=name in _BY_MASK,
         on_host=_ON_HOST.get(name, -1),
-        instead=functional.OPERATORS.get(name),
+        instead=collectives.OPERATORS.get(name),
         name=name.rpartition("::")[2],
-        computes=not views and name not in _IDLE and name.rpartition("::")[2] not in unwritten.EMPTY,
+        computes=not views and name not in _IDLE and name.rpartition("::")[2] not in storage.EMPTY,
         written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
     _operators[func] = found
@@ -84,7 +336,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         return operator.instead(*args, **kwargs)
     device, mixed = _device_of(operator, args, kwargs)
     if mixed:
-        answer = mismatch.check(func, args, kwargs)
+        answer = check(func, args, kwargs)
         if answer is NotImplemented:
             return NotImplemented
         if answer is not None:
@@ -109,7 +361,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            unwritten.refuse_oversized(func, device, args, kwargs)
+            storage.refuse_oversized(func, device, args, kwargs)
             raise
     if below is not None and operator.computes:
         _spoil(below, operator, device, given, args, kwargs, out)

@@ -1,4 +1,6 @@
-"""Wrap torch's functions that create tensors, so that ``device=`` accepts simulated devices."""
+"""Wrap what creates tensors, so that it accepts simulated devices: ``torch.device``, functions with ``device=``, and
+constructors older than dtypes, such as ``torch.cuda.FloatTensor`` and ``Tensor.new``.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,134 @@ import torch.utils._python_dispatch
 
 from mgpu_check.simulated import hardware
 from mgpu_check.simulated.generators import drawing
-from mgpu_check.simulated.memory import BLOCK
-from mgpu_check.simulated.recording import recorder_of
-from mgpu_check.simulated.state import active_node, simulated_device
+from mgpu_check.simulated.graphs import recorder_of
+from mgpu_check.simulated.node import BLOCK, active_node, refused, simulated_device
+from mgpu_check.simulated.storage import EMPTY, never_written, require
 from mgpu_check.simulated.streams import host_waits
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor, raw, tag
+from mgpu_check.simulated.tensor_methods import convert_local
 from mgpu_check.simulated.transfer import move
-from mgpu_check.simulated.unwritten import EMPTY, never_written, require
-from mgpu_check.simulated.wrappers import convert_local
-from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.patches import Patches, around
+from mgpu_check.torch_hooks.tensors import is_distributed
+
+_real: type = type(torch.device("cpu"))
+
+
+class _DeviceMeta(type):
+    """Metaclass of the replacement, which creates real devices, compares equal to the real type and has its hash."""
+
+    def __call__(cls, *args: object, **kwargs: object) -> torch.device:
+        first = args[0] if args else kwargs.get("device")
+        if isinstance(first, int) and not isinstance(first, bool) and len(args) + len(kwargs) == 1:
+            if first < 0:
+                raise RuntimeError(f"Device index must not be negative, got {first}")
+            made: torch.device = _real("cuda", first)
+            return made
+        return _real(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _real)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _real)
+
+    def __getattr__(cls, name: str) -> object:
+        return getattr(_real, name)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _real
+
+    def __hash__(cls) -> int:
+        return hash(_real)
+
+
+def install_device_type(patches: Patches) -> None:
+    patches.replace(_real, _DeviceMeta("device", (), {"__module__": "torch", "__doc__": _real.__doc__}))
+
+
+class _Typed(type):
+    """Metaclass of ``torch.cuda.FloatTensor``: a call makes a tensor, and device tensors of its dtype are instances."""
+
+    dtype: torch.dtype
+    layout: torch.layout
+    is_cuda = True
+
+    def __call__(cls, *args: object, **kwargs: object) -> torch.Tensor:
+        if cls.layout is not torch.strided:
+            refused(f"{cls.__module__}.{cls.__name__}")()
+        return _made(torch.empty(0, dtype=cls.dtype), simulated_device(_given(kwargs.pop("device", None))), args)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, SimulatedTensor) and (instance.dtype, instance.layout) == (cls.dtype, cls.layout)
+
+    @property
+    def is_sparse(cls) -> bool:
+        return cls.layout is torch.sparse_coo
+
+
+def _given(device: object) -> object:
+    return "cuda" if device is None else device
+
+
+def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, ...]) -> torch.Tensor:
+    """Return ``like.new(*args)`` on ``device``, from sizes, from a sequence, or over a tensor's own memory."""
+    assert device is not None
+    if len(args) == 1:
+        (given,) = args
+        if isinstance(given, torch.Tensor):
+            if given.device != device:
+                raise RuntimeError(
+                    f"legacy constructor expects device type: {device.type} but device type: {given.device.type} was "
+                    "passed"
+                )
+            return given.detach()
+        if isinstance(given, (list, tuple)) and not isinstance(given, torch.Size):
+            return torch.tensor(given, dtype=like.dtype, device=device)
+    if any(isinstance(a, (torch.TypedStorage, torch.UntypedStorage)) for a in args):
+        made = like.new(*args)
+        return made.to(device)
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args or (0,)
+    return torch.empty(sizes, dtype=like.dtype, device=device)  # type: ignore[arg-type]
+
+
+@around
+def _new(original: Callable[..., torch.Tensor], self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    if active_node() is None or not isinstance(self, SimulatedTensor):
+        return original(self, *args, **kwargs)
+    device = simulated_device(kwargs.get("device", self.device))
+    if device is None:
+        raise RuntimeError(
+            f"legacy constructor expects device type: cuda but device type: {kwargs.get('device')} was passed"
+        )
+    return _made(torch.empty(0, dtype=self.dtype), device, args)
+
+
+@around
+def _default_type(original: Callable[..., None], kind: object, /) -> None:
+    name = kind if isinstance(kind, str) else ""
+    chosen = getattr(torch.cuda, name.removeprefix("torch.cuda."), None) if name.startswith("torch.cuda.") else kind
+    if type(chosen) is _Typed:
+        torch.set_default_dtype(chosen.dtype)
+        torch.set_default_device("cuda")
+    else:
+        torch.set_default_device(None)
+        original(kind)
+
+
+def install_typed(patches: Patches) -> None:
+    for owner, layout in ((torch.cuda, torch.strided), (torch.cuda.sparse, torch.sparse_coo)):
+        for dtype, name in TYPE_NAMES.items():
+            if hasattr(owner, name):
+                body = {"__module__": owner.__name__, "dtype": dtype, "layout": layout}
+                patches.set(owner, name, _Typed(name, (), body))
+    patches.wrap(torch.Tensor, "new", _new)
+    patches.replace(torch.set_default_tensor_type, _default_type(torch.set_default_tensor_type))
+    patches.at_exit(lambda: torch.set_default_device(None) if _on_a_device() else None)
+
+
+def _on_a_device() -> bool:
+    return torch.get_default_device().type == "cuda"
+
 
 Maker = Callable[..., torch.Tensor]
 
@@ -201,7 +321,7 @@ def _from_data(make: Maker) -> Maker:
     return factory
 
 
-def _new(method: Maker) -> Maker:
+def _new_like(method: Maker) -> Maker:
     @functools.wraps(method)
     def new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         device = kwargs.get("device")
@@ -235,7 +355,7 @@ def install_factories(patches: Patches) -> None:
         original = getattr(torch.fft, name)
         patches.replace(original, _from_sizes(original))
     for name in _NEW:
-        patches.wrap(torch.Tensor, name, _new)
+        patches.wrap(torch.Tensor, name, _new_like)
     patches.wrap(torch.Tensor, "new_tensor", _guarded_new_tensor)
 
 

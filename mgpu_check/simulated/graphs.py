@@ -1,19 +1,306 @@
-"""Provide ``torch.cuda.CUDAGraph``: capture the work of a stream, and replay it, under torch's own Python code."""
+"""Provide ``torch.cuda.CUDAGraph`` under torch's own Python code: capture the work of a stream, with the memory that
+its operators read and write, and replay it.
+
+Operators run while they are captured, so that results have shapes, and values that later operators can index by.
+When the capture ends, all memory that they wrote holds again what it held before, or what was never written: CUDA
+runs nothing until the replay. A replay runs the same operators on the same memory.
+
+A `TorchDispatchMode` sees the operators, so what C++ calls is recorded too: autograd, and DistributedDataParallel
+with the collectives that it sends.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from mgpu_check.simulated.capturing import Capture
-from mgpu_check.simulated.recording import GraphNode, GraphRecorder, recorder_of
-from mgpu_check.simulated.refusals import refused
-from mgpu_check.simulated.state import cuda_error
-from mgpu_check.simulated.streams import Stream, as_on, chosen_streams, current_stream, is_capturing
+from mgpu_check.simulated import streams
+from mgpu_check.simulated.collectives import wait_pending
+from mgpu_check.simulated.generators import Draws
+from mgpu_check.simulated.node import BLOCK, cuda_error, refused
+from mgpu_check.simulated.storage import EMPTY, bytes_of, never_written
+from mgpu_check.simulated.streams import Capture, Stream, as_on, chosen_streams, current_stream, is_capturing
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
 from mgpu_check.torch_hooks.patches import Patches
+
+# Operators whose schemas do not declare all written arguments: the running statistics.
+_WRITES_UNDECLARED = frozenset(
+    ["native_batch_norm", "cudnn_batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"]
+)
+# Operators that change only the tensor object, or create memory without values: a replay does not need them.
+_OF_THE_HOST = EMPTY | {"resize_", "resize_as_", "set_"}
+_no_dispatch = torch._C._DisableTorchDispatch
+_own_dispatch = torch.Tensor.__torch_dispatch__
+
+
+@dataclass(eq=False)
+class GraphNode:
+    """One operation: a replay calls `run`, and copies each new tensor to the memory in `targets` at the same index."""
+
+    run: Callable[[], object]
+    reads: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    writes: list[torch.Tensor]
+    draws: Draws
+    after: Callable[[Any], object] | None = None
+
+    def replay(self) -> None:
+        with torch.inference_mode(), self.draws.states():  # inference mode allows writes to all tensors
+            for target, result in zip(self.targets, _made(self.run(), self.reads), strict=True):
+                wait_pending(result)
+                with _no_dispatch():
+                    raw(target).copy_(raw(result))
+            if self.after is not None:
+                self.after(next(iter(self.targets), None))
+
+
+def _storage(t: torch.Tensor) -> int:
+    return int(t.untyped_storage()._cdata) if t.layout is torch.strided else -1
+
+
+def _made(result: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a result with new memory: no wrappers, and none that share memory with ``given``."""
+    known = set(map(_storage, given))
+    return [t for t in tensors_in(result) if _storage(t) not in known and not _wraps(type(t))]
+
+
+def _wraps(kind: Any) -> bool:
+    """Return whether tensors of this type wrap others and dispatch on them, as DTensor does."""
+    return kind is not SimulatedTensor and kind.__torch_dispatch__ is not _own_dispatch
+
+
+def _bare(t: torch.Tensor) -> torch.Tensor:
+    """Return the same memory without autograd and with its own version counter: autograd must not see a replay."""
+    with _no_dispatch():
+        bare = raw(t)
+        bare = bare.data if bare.layout is torch.strided else bare
+        return tag(bare, t._dev) if isinstance(t, SimulatedTensor) else bare
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; wait for its work if it is a collective that C++ sent."""
+    result = func(*args, **kwargs)
+    for item in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(item, torch.ScriptObject) and func.namespace == "c10d":
+            dist.Work.unbox(item).wait()
+    return result
+
+
+@dataclass(eq=False)
+class _Effects:
+    """The arguments that an operator writes, by position and name, and whether it creates tensors."""
+
+    written: list[tuple[int, str]]
+    makes: bool
+
+
+_effects: dict[Any, _Effects] = {}
+
+
+def _effects_of(func: Any) -> _Effects:
+    schema = func._schema
+    name = schema.name.rpartition("::")[2]
+    if name in _OF_THE_HOST:
+        return _effects.setdefault(func, _Effects([], makes=False))
+    undeclared = func.namespace == "c10d" or name in _WRITES_UNDECLARED
+    written = [
+        (i, a.name)
+        for i, a in enumerate(schema.arguments)
+        if undeclared or (a.alias_info is not None and a.alias_info.is_write)
+    ]
+    makes = func.namespace != "c10d" and any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns)
+    return _effects.setdefault(func, _Effects(written, makes))
+
+
+class GraphRecorder(TorchDispatchMode):
+    """Record the operations that a thread queues on capturing streams, and undo them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[GraphNode] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: its bytes, and a copy
+        self._memory: dict[int, torch.Tensor] = {}  # storage -> memory that the capture created
+        self.paused = False
+        self._there: dict[int, torch.device] = {}  # storage -> device whose operators wrote it
+
+    def start(self) -> None:
+        if _current.recorder is not None:
+            raise RuntimeError("a thread captures one CUDA graph at a time: end its other capture first")
+        _push_mode(self)
+        _current.recorder = self
+
+    def stop(self) -> None:
+        """Leave this mode, and keep the modes that were entered since."""
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        _current.recorder = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if any(map(_wraps, types)):
+            return NotImplemented  # its operators on the wrapped tensors come here next
+        effects = _effects.get(func) or _effects_of(func)
+        if not effects.makes and not effects.written:
+            return func(*args, **kwargs)
+        device = next(
+            (t._dev for t in tensors_in([args, tuple(kwargs.values())]) if isinstance(t, SimulatedTensor)), None
+        )
+        if device is not None and not is_capturing(device.index):
+            return func(*args, **kwargs)
+        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
+        written = list(tensors_in(given))
+        if device is not None:
+            self._there.update((_storage(t), device) for t in written)
+        held = self._tagged if device is not None else _bare
+        return self.record(lambda args, kwargs: _run(func, args, kwargs), args, kwargs, written, device, held=held)
+
+    def _tagged(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the same memory as `_bare`, on its device even if C++ treats it as host memory."""
+        bare = _bare(t)
+        device = self._there.get(_storage(t))
+        return bare if device is None or isinstance(bare, SimulatedTensor) else tag(bare, device)
+
+    def record(
+        self,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[torch.Tensor],
+        device: torch.device | None,
+        *,
+        after: Callable[[Any], object] | None = None,
+        held: Callable[[torch.Tensor], torch.Tensor] = _bare,
+    ) -> Any:
+        """Run an operation on a device, and record it.
+
+        Args:
+            run: runs the operation with the positional and keyword arguments.
+            written: tensors among the arguments that the operation writes.
+            device: device of the operation; None if no argument is on a device.
+            after: called after each replay with its first new tensor; None without new tensors.
+            held: returns the tensor that a replay uses in place of a tensor argument.
+        """
+        for t in written:
+            self._keep(t)
+        given, named = _mapped(args, held), {name: _mapped(value, held) for name, value in kwargs.items()}
+        reads = list(tensors_in([given, tuple(named.values())]))
+        paused, self.paused = self.paused, True
+        draws = Draws()
+        try:
+            with draws.noted():
+                result = run(args, kwargs)
+        finally:
+            self.paused = paused
+        targets = [_bare(t) for t in _made(result, reads)]
+        for target in targets:
+            self._memory.setdefault(_storage(target), target)
+        self.nodes.append(
+            GraphNode(lambda: run(given, named), reads, targets, [_bare(t) for t in written], draws, after)
+        )
+        if device is not None:
+            branch = current_stream(device).branch
+            assert branch is not None
+            branch.work += 1
+        return result
+
+    def adopt(self, nodes: list[GraphNode]) -> None:
+        """Replay another graph, and record it as a part of this one."""
+        for node in nodes:
+            for t in (*node.writes, *node.targets):
+                self._keep(t)
+        paused, self.paused = self.paused, True
+        try:
+            for node in nodes:
+                node.replay()
+        finally:
+            self.paused = paused
+        self.nodes.extend(nodes)
+
+    def _keep(self, t: torch.Tensor) -> None:
+        """Save the values of a tensor's memory before its first write, unless the capture created the memory."""
+        key = _storage(t)
+        if key in self._before or key in self._memory or t.layout is not torch.strided:
+            return
+        with _no_dispatch(), torch.no_grad():
+            whole = bytes_of(t.untyped_storage())
+            self._before[key] = whole, whole.clone()
+
+    def finish(self) -> list[GraphNode]:
+        """Undo all captured operations, and return them without those on host memory alone."""
+        for node in reversed(self.nodes):
+            node.draws.undo()
+        nodes = self._on_devices()
+        written = {_storage(t) for node in nodes for t in (*node.writes, *node.targets)}
+        with _no_dispatch(), torch.inference_mode():
+            for key, (memory, before) in self._before.items():
+                if key in written:
+                    memory[: before.numel()].copy_(before)
+            for node in nodes:
+                for target in node.targets:
+                    if _storage(target) not in self._before:
+                        never_written(raw(target))
+        self._before, self._memory, self._there, self.nodes = {}, {}, {}, []
+        return nodes
+
+    def _on_devices(self) -> list[GraphNode]:
+        """Return the operations on memory of a device, including buckets, which C++ treats as host memory."""
+        there: set[int] = set()
+        kept = []
+        for node in self.nodes:
+            touched = (*node.reads, *node.writes, *node.targets)
+            if any(isinstance(t, SimulatedTensor) or _storage(t) in there or _is_device(t) for t in touched):
+                if node.after is None:  # a copy to the host writes host memory
+                    there.update(_storage(t) for t in (*node.writes, *node.targets))
+                kept.append(node)
+        return kept
+
+
+def _is_device(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and BLOCK in t.untyped_storage().__dict__
+
+
+class _CurrentRecorder(threading.local):
+    recorder: GraphRecorder | None = None
+
+
+_current = _CurrentRecorder()
+
+
+def abandon() -> None:
+    if _current.recorder is not None:
+        _current.recorder.stop()
+    streams.abandon()
+
+
+def recorder_of(device: torch.device) -> GraphRecorder | None:
+    recorder = _current.recorder
+    if recorder is None or recorder.paused or not is_capturing(device.index):
+        return None
+    return recorder
+
 
 _Pool = tuple[int, int]
 _numbers = itertools.count(1)

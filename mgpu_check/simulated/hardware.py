@@ -1,20 +1,24 @@
 """Simulate the hardware of simulated devices, healthy or defective, below operators, copies and collectives.
 
-A simulated node has no hardware until `planted` adds it. Then the hardware sets the memory size of the devices, and
-blocks have addresses. Events measure virtual time (bytes and floating-point operations over rates), without sleeping.
-Each `Defect` receives every operation after it ran correctly, and may spoil its result.
+A simulated node has no hardware until `planted` adds it. Then the hardware sets the memory size of the devices,
+and blocks have addresses. Events measure virtual time (bytes and floating-point operations over rates), without
+sleeping. Each `Defect` receives every operation after it ran correctly, and may spoil its result.
 
 This module identifies a device by its number: the index in the machine plus `Hardware.first`. None is the host.
+
+A collective takes the time of its links, and meets the defects of the links and devices of its ranks. NCCL sends
+along a ring of all ranks in their order: a chunk of a sum, or the part of one rank, passes from rank to rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -22,14 +26,98 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mgpu_check.simulated.addresses import Addresses
-from mgpu_check.simulated.delivery import WorkClock
-from mgpu_check.simulated.memory import block_of
-from mgpu_check.simulated.rates import Rates
-from mgpu_check.simulated.state import SimulatedNode, active_node
-from mgpu_check.simulated.streams import Stream, current_stream, go_by
+from mgpu_check.simulated.collective_calls import TransferCall
+from mgpu_check.simulated.node import Addresses, SimulatedNode, active_node, block_of
+from mgpu_check.simulated.process_groups import NcclGroup
+from mgpu_check.simulated.streams import Stream, WorkClock, current_stream, go_by
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
+from mgpu_check.torch_hooks.collective_table import TRANSFERS, Transfer
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
+
+_FLOPS = {
+    torch.float64: 3e13,
+    torch.float32: 6e13,
+    torch.float16: 6e14,
+    torch.bfloat16: 6e14,
+    torch.float8_e4m3fn: 1.2e15,
+    torch.float8_e5m2: 1.2e15,
+}
+_TF32 = 3e14
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a fictitious device.
+
+    Attributes:
+        flops: dtype -> floating-point operations per second in matrix products.
+        memory: bytes per second that kernels read or write.
+        link: bytes per second from one device to another, in each direction.
+        pinned, pageable: bytes per second between a device and pinned or pageable host memory.
+        kernel, copy, collective: fixed seconds of each operation, in addition to its work.
+    """
+
+    flops: Mapping[torch.dtype, float] = field(default_factory=lambda: _FLOPS)
+    memory: float = 2e12
+    link: float = 2e11
+    pinned: float = 4e10
+    pageable: float = 1.5e10
+    kernel: float = 4e-6
+    copy: float = 6e-6
+    collective: float = 1e-5
+
+    def of_operator(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+        """Return the duration of an operator, bound by memory or by arithmetic."""
+        moved = sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
+        seconds = moved / self.memory
+        count = _COUNTS.get(name)
+        if count is not None and inputs:
+            dtype = inputs[0].dtype
+            rate = self.flops.get(dtype, _FLOPS[torch.float32])
+            if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+                rate = _TF32
+            seconds = max(seconds, count(inputs, outputs) / rate)
+        return self.kernel + seconds
+
+    def of_copy(self, nbytes: int, host: bool, pinned: bool) -> float:
+        """Return the duration of a copy between devices or, with ``host``, between a device and the host."""
+        rate = self.link if not host else self.pinned if pinned else self.pageable
+        return self.copy + nbytes / rate
+
+
+Count = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
+
+
+def _product(first: int) -> Count:
+    """Return the function that counts the operations of a product; ``first`` is the index of its first factor."""
+
+    def count(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+        if len(inputs) <= first or not outputs:
+            return 0.0
+        return 2.0 * outputs[0].numel() * inputs[first].shape[-1]
+
+    return count
+
+
+def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+    if len(inputs) < 2 or not outputs:
+        return 0.0
+    return 2.0 * outputs[0].numel() * math.prod(inputs[1].shape[1:])
+
+
+_COUNTS: dict[str, Count] = {
+    "mm": _product(0),
+    "bmm": _product(0),
+    "mv": _product(0),
+    "dot": _product(0),
+    "_scaled_mm": _product(0),
+    "_int_mm": _product(0),
+    "addmm": _product(1),
+    "baddbmm": _product(1),
+    "addmv": _product(1),
+    "convolution": _convolution,
+}
+
 
 _HOST = torch.device("cpu")
 
@@ -82,7 +170,7 @@ class EndedCollective:
     """A collective that has ended on one rank.
 
     Attributes:
-        name: a name in `mgpu_check.torch_hooks.table.TRANSFERS`, or "send" or "recv".
+        name: a name in `mgpu_check.torch_hooks.collective_table.TRANSFERS`, or "send" or "recv".
         device: number of this rank's device.
         group: numbers of the devices of all ranks, in the order of ranks.
         outputs: plain tensors that it wrote on this rank; a defect changes them in place.
@@ -381,3 +469,136 @@ def planted(hardware: Hardware) -> Iterator[None]:
         go_by(None)
         for memory, total, limit in before:
             memory.total, memory.limit, memory.addresses = total, limit, None
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A link that a part of one rank's result has crossed.
+
+    Attributes:
+        source, target: ranks at the ends of the link.
+        parts: number of equal parts of the result.
+    """
+
+    source: int
+    target: int
+    part: int
+    parts: int
+
+
+def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
+    """Yield the hops of the result of `rank`: a defect of one of their links spoils it.
+
+    Args:
+        name: name of the transfer, as in `hardware.EndedCollective`.
+        root: root of a collective that has one; the other end of a message.
+    """
+    if name == "recv":
+        yield Hop(root, rank, 0, 1)
+    elif name in TRANSFERS and TRANSFERS[name].takes(rank, root):
+        yield from (_straight if TRANSFERS[name].direct else _along_ring)(TRANSFERS[name], rank, size, root)
+
+
+def _straight(transfer: Transfer, rank: int, size: int, root: int) -> Iterator[Hop]:
+    for source in transfer.sources(rank, size, root):
+        if source != rank:
+            yield Hop(source, rank, source, size) if transfer.joins else Hop(source, rank, 0, 1)
+
+
+def _along_ring(transfer: Transfer, rank: int, size: int, root: int) -> Iterator[Hop]:
+    if transfer.givers == "root":
+        yield from _along(root, (rank - root) % size, size, 0, 1)
+    elif transfer.takers == "root" or transfer.divides:  # the sum is complete when it has passed all other ranks
+        yield from _along((rank + 1) % size, size - 1, size, 0, 1)
+    else:
+        for start in range(size):  # the part of rank `start`, or the chunk whose sum is complete there
+            yield from _along(start, (rank - start) % size, size, start, size)
+
+
+def share_of_link(name: str, size: int) -> float:
+    """Return the bytes that cross the busiest link, divided by the bytes of a rank's largest tensor or list."""
+    return TRANSFERS[name].share_of_link(size) if name in TRANSFERS else 1.0  # a message crosses one link
+
+
+def _along(start: int, steps: int, size: int, part: int, parts: int) -> Iterator[Hop]:
+    for step in range(steps):
+        here = (start + step) % size
+        yield Hop(here, (here + 1) % size, part, parts)
+
+
+def sent(below: Hardware, group: NcclGroup | None, asked: list[TransferCall]) -> Callable[[], None] | None:
+    """Prepare calls of a group, and return the function to call after them; None if they involve no device."""
+    tensors = [t for call in asked for t in call.tensors() if isinstance(t, SimulatedTensor)]
+    if group is None or not tensors:
+        return None
+    device = tensors[0].device
+    below.touch(device)
+    below.read(device, tensors)
+    number = below.number(device)
+    assert number is not None  # a simulated device has one
+    group.tell(number)
+    start = current_stream(device).reached
+
+    def delivered() -> None:
+        moment = start
+        with torch.no_grad():
+            for call in asked:
+                moment += _arrive(below, group, call, number)
+        below.read(device, tensors)
+        current_stream(device).busy_until(moment)
+
+    return delivered
+
+
+def _arrive(below: Hardware, group: NcclGroup, call: TransferCall, number: int) -> float:
+    """Spoil the results of one call on this rank; return how long it took."""
+    rank, size = group.pg.rank(), group.pg.size()
+    if call.peer and call.root == rank:
+        return 0.0
+    written = () if call.name == "broadcast" and rank == call.root else (*call.both, *call.outs)
+    outputs = [raw(t) for t in written]
+    ranks = sorted({rank, call.root}) if call.peer else range(size)
+    devices = {rank: group.number_of(rank) for rank in ranks if rank >= 0}  # recv(src=None) does not name the sender
+    if below.defects:
+        load = 0 if call.peer else size - 1
+        for hop in hops_to(call.name, rank, size, call.root):
+            if hop.source in devices:
+                for data in _parts(call, outputs, hop):
+                    below.over_link(devices[hop.source], devices[hop.target], data, load)
+    largest = max(_bytes(call.both), _bytes(call.ins), _bytes(outputs))
+    done = EndedCollective(call.name, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
+    below.reduced(done)
+    links = {(rank, call.root)} if call.peer else _links(call.name, size, call.root)
+    if call.name == "recv":
+        links = {(call.root, rank)}
+    paces = (below.pace(devices[a], devices[b]) for a, b in links if below.defects and {a, b} <= set(devices))
+    pace = max(paces, default=1.0)
+    slow = math.prod(defect.factor(done) for defect in below.defects)
+    return (below.rates.collective + largest * share_of_link(call.name, size) / below.rates.link * pace) * slow
+
+
+@functools.cache
+def _links(name: str, size: int, root: int) -> frozenset[tuple[int, int]]:
+    """Return the links that a collective crosses, as pairs of ranks."""
+    return frozenset((hop.source, hop.target) for rank in range(size) for hop in hops_to(name, rank, size, root))
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def _parts(call: TransferCall, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
+    """Return the bytes of the results that crossed a hop."""
+    if len(outputs) == hop.parts:  # a list by rank
+        outputs, parts = [outputs[hop.part]], 1
+    else:
+        parts = hop.parts
+    found = []
+    for data in map(cells, outputs):
+        if data is None:
+            continue
+        row = data.numel() // max(outputs[0].size(0), 1) if outputs[0].dim() else 1
+        sizes = [row * rows for rows in call.splits[0]]
+        pieces = data.split(sizes) if parts > 1 and sizes else data.tensor_split(parts)
+        found.append(pieces[hop.part if parts > 1 else 0].view(torch.uint8))
+    return found

@@ -1,16 +1,173 @@
-"""Make storages of simulated tensors report their device, and move, resize and serialize like those of a device."""
+"""Storages of simulated tensors: they report their device, and move, resize and serialize like those of a device. New
+memory that has not been written yet is poison, so that code that forgets to initialize it fails.
+
+On a real device such memory keeps its earlier contents, often zeros or the weights of the last model, so that the
+mistake shows only sometimes. Here floating and complex numbers are NaN, signed integers their least value,
+unsigned ones their greatest, and booleans True. Host memory stays as torch leaves it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from mgpu_check.simulated.memory import BLOCK, Block, block_of
-from mgpu_check.simulated.state import active_node, simulated_device
-from mgpu_check.simulated.unwritten import never_written_bytes
+from mgpu_check.simulated.node import BLOCK, Block, active_node, block_of, simulated_device
+from mgpu_check.simulated.streams import poison
 from mgpu_check.torch_hooks.patches import Patches
+
+# Functions and methods of torch that return uninitialized memory.
+EMPTY = frozenset(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"])
+_HUGE = 1 << 28  # bytes; larger memory is filled at its ends only: the host may have less memory than the device
+_END = 1 << 20  # elements to fill at each end
+_LARGE = 1 << 24  # elements; smaller results are allocated on the host first, and then counted
+_FILLABLE = frozenset(
+    [
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+        torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    ]
+)  # fmt: skip
+_no_dispatch = torch._C._DisableTorchDispatch
+
+
+def never_written(t: torch.Tensor) -> None:
+    """Fill a new tensor with poison. Sparse layouts and packed dtypes stay unchanged."""
+    if t.layout is not torch.strided or not t.numel():
+        return
+    with _no_dispatch(), torch.no_grad():
+        if t.numel() * t.itemsize > _HUGE and t.is_contiguous():
+            ends = t.view(-1)
+            never_written(ends[:_END])
+            never_written(ends[-_END:])
+            return
+        if t.dtype in _FILLABLE:
+            poison(t)
+        elif t.dtype is torch.bool:
+            t.fill_(True)
+
+
+def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
+    """Set all bits of a storage from byte ``start``: this is NaN in every floating dtype."""
+    with _no_dispatch(), torch.no_grad():
+        bytes_of(storage, start).fill_(255)
+
+
+def bytes_of(storage: torch.UntypedStorage, start: int = 0) -> torch.Tensor:
+    """Return the bytes of a storage from byte ``start``, as a tensor on its real device that shares the memory."""
+    with _no_dispatch(), torch.no_grad():
+        home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]  # not in the stubs
+        count = storage.nbytes() - start
+        return torch.empty(0, dtype=torch.uint8, device=home).set_(storage, start, (count,), (1,))
+
+
+def _magnitude(values: Iterable[object]) -> float:
+    """Return the product of all numbers in ``values``, an upper bound on the elements of a result with these sizes."""
+    product = 1.0
+    for value in values:
+        if isinstance(value, (int, float)):
+            product *= max(abs(value), 1)
+        elif isinstance(value, (list, tuple)):
+            product *= _magnitude(value)
+    return product
+
+
+def require(
+    make: Callable[..., torch.Tensor], device: torch.device, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    """Raise ``torch.OutOfMemoryError`` if the result of ``make`` would not fit on ``device``, without allocating it."""
+    tensors = [a.numel() for a in args if isinstance(a, torch.Tensor)]
+    if _magnitude([*args, kwargs.get("size")]) * math.prod(tensors) < _LARGE:
+        return
+    node = active_node()
+    size = _bytes_of(make, args, {**kwargs, "device": "meta", "generator": None})
+    if node is not None and size is not None:
+        node.memory[device.index].require(size)
+
+
+def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> int | None:
+    """Return the size in bytes of the results of ``make``, computed on 'meta'; None if 'meta' does not support it."""
+
+    def bare(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return [bare(item) for item in value]
+        return value
+
+    try:
+        with _no_dispatch():
+            made = make(*map(bare, args), **{k: bare(v) for k, v in kwargs.items() if v is not None})
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    results = made if isinstance(made, (list, tuple)) else [made]
+    return sum(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor))
+
+
+def refuse_oversized(
+    func: Callable[..., object], device: torch.device, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    """Raise ``torch.OutOfMemoryError`` after ``func`` has failed, if its result would not have fit on ``device``."""
+    node = active_node()
+    size = _bytes_of(func, args, kwargs)
+    if node is not None and size is not None:
+        node.memory[device.index].require(size)
+
+
+def _emptying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
+        made = _sized(func)(*args, **kwargs)
+        never_written(made)
+        return made
+
+    return call
+
+
+def _sized(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
+        require(func, args[0].device, args, kwargs)  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+
+    return call
+
+
+def _resizing(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
+        t = args[0]
+        assert isinstance(t, torch.Tensor)
+        storage = t.untyped_storage()
+        block, before = block_of(storage), storage.nbytes()
+        made = func(*args, **kwargs)
+        grown = storage.nbytes() > before
+        if grown and block is not None:
+            block.resize(storage.nbytes())
+        if grown:
+            never_written_bytes(storage, before)
+        return made
+
+    return call
+
+
+_OPERATORS: dict[str, Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]] = {
+    "aten::empty_like": _emptying,
+    "aten::new_empty": _emptying,
+    "aten::new_empty_strided": _emptying,
+    "aten::resize_": _resizing,
+    "aten::resize_as_": _resizing,
+    "aten::new_zeros": _sized,
+    "aten::new_ones": _sized,
+    "aten::new_full": _sized,
+    "aten::repeat": _sized,
+}
+
+
+def operator(name: str, func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the kernel ``func`` of an operator, wrapped if its result is uninitialized or may not fit."""
+    wrap = _OPERATORS.get(name)
+    return func if wrap is None else wrap(func)
+
 
 _storage = torch.UntypedStorage
 _base = torch._C.StorageBase

@@ -1,9 +1,14 @@
-"""Simulate streams and events, and hold back the results that a real device delivers late.
+"""Simulate streams and events, hold back the results that a real device delivers late, and track which streams record
+a CUDA graph.
 
-Operators run at once. Late results are those of a ``non_blocking`` copy to pinned host memory, and of a collective with
-``async_op=True``. Their destination holds poison until the caller waits for the stream that they were queued on.
-Streams take time only in ``sleep`` and on simulated hardware: a stream knows until when it is busy, and an event when
-it is reached.
+Operators run at once. Late results are those of a ``non_blocking`` copy to pinned host memory, and of a collective
+with ``async_op=True``. Their destination holds poison until the caller waits for the stream that they were queued
+on. Streams take time only in ``sleep`` and on simulated hardware: a stream knows until when it is busy, and an
+event when it is reached.
+
+A capture begins on one stream. A stream that waits for a capturing one joins its capture. It must be waited for
+before the capture ends. CUDA refuses to wait for results of the device, and to order captured work after other
+work.
 """
 
 from __future__ import annotations
@@ -15,14 +20,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn, Self
 
 import torch
 
-from mgpu_check.simulated.capturing import refuse_in_thread
-from mgpu_check.simulated.delivery import Late, Waiting, WorkClock, clock, use_clock
-from mgpu_check.simulated.state import (
+from mgpu_check.simulated.node import (
     active_node,
     cuda_error,
     current_index,
@@ -30,6 +34,225 @@ from mgpu_check.simulated.state import (
     invalid_ordinal,
     set_current_index,
 )
+
+_MODES = ("global", "thread_local", "relaxed")
+_UNSUPPORTED = 900, "operation not permitted when stream is capturing"
+_INVALIDATED = 901, "operation failed due to a previous error during capture"
+_MERGE = 902, "operation would result in a merge of separate capture sequences"
+_UNJOINED = 904, "capturing stream has unjoined work"
+_ISOLATION = 905, "dependency created on uncaptured work in another stream"
+_CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream"
+
+_under_way: list[Capture] = []
+
+
+class Capture:
+    """A capture of one graph: its streams, and whether an error has invalidated it."""
+
+    def __init__(self, mode: str) -> None:
+        if mode not in _MODES:
+            raise RuntimeError(
+                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got " + str(mode)
+            )
+        self.mode = mode
+        self.branches: list[Branch] = []
+        self._streams: list[Recording] = []
+        self.broken = False
+        self.ended = False
+        self._thread = threading.get_ident()
+
+    def begin_on(self, stream: Recording) -> Branch:
+        """Start recording on a stream, and return its branch, which is empty.
+
+        The first stream is the origin of the capture. The capture is under way from then on.
+        """
+        if not self.branches:
+            _under_way.append(self)
+        stream.branch = made = Branch(self, id(stream))
+        self.branches.append(made)
+        self._streams.append(stream)
+        return made
+
+    def fail(self, error: tuple[int, str]) -> NoReturn:
+        self.broken = True
+        raise cuda_error(*error)
+
+    def end(self) -> None:
+        """Stop recording, as cudaStreamEndCapture does on the stream of the first branch."""
+        self.release()
+        origin = self.branches[0]
+        if self.broken:
+            raise cuda_error(*_INVALIDATED)
+        if any(other.work > origin.seen.get(other.stream, 0) for other in self.branches[1:]):
+            raise cuda_error(*_UNJOINED)
+
+    def release(self) -> None:
+        self.ended = True
+        _under_way.remove(self)
+        for stream in self._streams:
+            stream.branch = None
+        self._streams.clear()
+
+    def reaches_this_thread(self) -> bool:
+        """Return whether a potentially unsafe call of this thread invalidates this capture."""
+        return self.mode == "global" or (self.mode == "thread_local" and self._thread == threading.get_ident())
+
+
+@dataclass(eq=False)
+class Branch:
+    """The part of a capture that one stream has recorded so far, or up to an event.
+
+    Attributes:
+        work: number of operations that it has recorded.
+        seen: stream -> number of its operations that come before the next operation of this stream.
+    """
+
+    capture: Capture
+    stream: int
+    work: int = 0
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def mark(self) -> Branch:
+        """Return the branch for an event that is recorded now."""
+        return Branch(self.capture, self.stream, self.work, {**self.seen, self.stream: self.work})
+
+
+class Recording:
+    """The base class of streams and events: their branch of a capture."""
+
+    branch: Branch | None = None
+    marks_only = False  # True for an event, which only marks the work of a stream
+
+    def refuse_wait(self) -> None:
+        if self.branch is None:
+            return
+        if self.marks_only:
+            raise cuda_error(*_CAPTURED_EVENT)
+        self.branch.capture.fail(_UNSUPPORTED)
+
+    def follow(self, other: Recording) -> None:
+        """Order the later work of this stream after the recorded work of another stream or event."""
+        mine, theirs = self.branch, other.branch
+        if theirs is None:
+            if mine is not None:
+                mine.capture.fail(_ISOLATION)
+            return
+        if theirs.capture.ended:
+            raise cuda_error(*_CAPTURED_EVENT)
+        if mine is None:
+            mine = theirs.capture.begin_on(self)
+        elif mine.capture is not theirs.capture:
+            mine.capture.fail(_MERGE)
+        for stream, work in theirs.mark().seen.items():
+            mine.seen[stream] = max(mine.seen.get(stream, 0), work)
+
+
+def abandon() -> None:
+    for capture in list(_under_way):
+        capture.release()
+
+
+def refuse_in_thread() -> None:
+    """Refuse a call that may be unsafe while a stream captures, such as a wait for a whole device."""
+    for capture in _under_way:
+        if capture.reaches_this_thread():
+            capture.fail(_UNSUPPORTED)
+
+
+class WorkClock:
+    """The clock of streams and events: wall time in seconds."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def past(self, moment: float, whose: object) -> bool:
+        """Return whether ``moment``, when the stream or event ``whose`` is done, has passed."""
+        return moment <= self.now()
+
+    def wait_until(self, moment: float) -> None:
+        left = moment - self.now()
+        if left > 0:
+            time.sleep(left)
+
+    def touch(self, device: torch.device | None) -> None:
+        """Call the driver of a device; simulated hardware raises here if the device is lost."""
+
+
+_wall = WorkClock()
+_clock = _wall
+
+
+def clock() -> WorkClock:
+    return _clock
+
+
+def use_clock(other: WorkClock | None) -> None:
+    """Use another clock for streams and events; None restores wall time."""
+    global _clock
+    _clock = other or _wall
+
+
+def poison(t: torch.Tensor) -> None:
+    """Fill a plain tensor with NaN, or with the least integer (the greatest if unsigned); invert booleans."""
+    with torch.no_grad():
+        if t.is_floating_point() or t.is_complex():
+            t.fill_(float("nan"))
+        elif t.dtype is torch.bool:
+            t.logical_not_()
+        else:
+            info = torch.iinfo(t.dtype)
+            t.fill_(info.min or info.max)
+
+
+class Late:
+    """A result that is delivered once, when something waits for it."""
+
+    __slots__ = ("_deliver", "_lock")
+
+    def __init__(self, deliver: Callable[[], object]) -> None:
+        self._deliver: Callable[[], object] | None = deliver
+        self._lock = threading.Lock()
+
+    def deliver(self) -> None:
+        with self._lock:
+            deliver, self._deliver = self._deliver, None
+        if deliver is not None:
+            deliver()
+
+    @property
+    def done(self) -> bool:
+        return self._deliver is None
+
+
+class Waiting(Recording):
+    """The base class of streams and events: late results, and the time when all queued work is done."""
+
+    _late: list[Late]
+    _reached: float
+    device: torch.device | None
+
+    def query(self) -> bool:
+        """Return whether all work is done.
+
+        If its time has come, deliver late results, so that the next query returns True.
+        """
+        self.refuse_wait()
+        refuse_in_thread()
+        _clock.touch(self.device)
+        if not _clock.past(self._reached, self):
+            return False
+        done = all(late.done for late in self._late)
+        self.synchronize()
+        return done
+
+    def synchronize(self) -> None:
+        self.refuse_wait()
+        _clock.touch(self.device)
+        _clock.wait_until(self._reached)
+        late, self._late = self._late, []
+        for one in late:
+            one.deliver()
+
 
 _LONGEST_SLEEP = 1e6  # seconds; `time.sleep` raises OverflowError for much longer times
 _PRIORITIES = (0, -3)  # the lowest and the highest that torch supports
@@ -368,3 +591,64 @@ def set_sync_debug_mode(mode: int) -> None:
 
 def get_sync_debug_mode() -> int:
     return _sync_debug_mode
+
+
+class ExternalStream(Stream):
+    """A stream of another library; it holds only work that this process queues through torch."""
+
+    def __new__(cls, stream_ptr: int, device: object = None, **_: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, stream_ptr: int = 0, device: object = None, **given: object) -> None:
+        if "stream_id" in given:  # an existing stream
+            return
+        super().__init__(device)
+        self._pointer = int(stream_ptr)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self._pointer
+
+
+def external_stream(pointer: int, device: int | None) -> Stream:
+    """Return the stream of another library with this handle; it is kept until the node exits."""
+    index = device_index(device)
+    made = external.get((pointer, index))
+    if made is None:
+        made = external.setdefault((pointer, index), ExternalStream(pointer, torch.device("cuda", index)))
+    return made
+
+
+_LATE = "_mgpu_check_late"
+
+
+def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool) -> None:
+    """Make the host wait after a copy from a device, or with ``non_blocking`` hold the values back until it waits."""
+    if not non_blocking:
+        host_waits(source)
+        return
+    values = copy.clone()
+    poison(copy)
+    target = copy.detach()
+
+    def deliver() -> None:
+        with torch.no_grad():
+            target.copy_(values)
+
+    late = Late(deliver)
+    hold_on_current(late, source)
+    if copy.layout is torch.strided:
+        attributes = copy.untyped_storage().__dict__
+        attributes[_LATE] = [*(kept for kept in attributes.get(_LATE, ()) if not kept.done), late]
+
+
+def deliver_queued(host: torch.Tensor, device: torch.device) -> None:
+    """Deliver late copies to ``host`` before it is copied to ``device``, if they precede the copy on the stream."""
+    if host.layout is not torch.strided:
+        return
+    late: list[Late] | None = host.untyped_storage().__dict__.get(_LATE)
+    if late:
+        stream = current_stream(device)
+        for one in late:
+            if stream.holds(one):
+                one.deliver()

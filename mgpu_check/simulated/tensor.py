@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from mgpu_check.simulated.memory import BLOCK, Block
-from mgpu_check.simulated.state import active_node
+from mgpu_check.simulated.node import BLOCK, Block, active_node
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -1,19 +1,191 @@
-"""Copy tensors between devices under autograd: the gradient of a copy returns to the source device."""
+"""Move tensors between devices: copies under autograd, whose gradient returns to the source device; ``t.data = u``
+and ``Module.to``, which keep the object; and lazy parameters, which store the device for their later values.
+
+On a real node the object of ``t.data = u`` and its autograd state stay. Here a device tensor has another class and
+another implementation, so this module exchanges them beneath the object and transfers the autograd state.
+"""
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mgpu_check.simulated import hardware
-from mgpu_check.simulated.host_copies import deliver_queued, late_host_copy
-from mgpu_check.simulated.memory import BLOCK, Block
-from mgpu_check.simulated.pinned import pin
-from mgpu_check.simulated.recording import recorder_of
-from mgpu_check.simulated.state import active_node
-from mgpu_check.simulated.streams import host_waits
-from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+from mgpu_check.simulated.allocator import pin
+from mgpu_check.simulated.graphs import recorder_of
+from mgpu_check.simulated.node import BLOCK, Block, active_node, simulated_device
+from mgpu_check.simulated.streams import deliver_queued, host_waits, late_host_copy
+from mgpu_check.simulated.tensor import CLASS, SimulatedTensor, raw, tag
+from mgpu_check.torch_hooks.patches import Patches
+
+TARGET = "_mgpu_check_target"
+LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which torch does not export by type
+
+
+def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
+    """Return a lazy tensor like ``t`` whose values will be created on ``target``; ``dtype`` None keeps its dtype."""
+    make: Callable[..., torch.Tensor] = type(t)
+    made = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
+    made.__dict__[TARGET] = target
+    return made
+
+
+def _new(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
+    def new(cls: type, *args: object, **kwargs: object) -> torch.Tensor:
+        target = simulated_device(kwargs.get("device"))
+        if target is None:
+            return original(cls, *args, **kwargs)
+        made = original(cls, *args, **{**kwargs, "device": "cpu"})
+        made.__dict__[TARGET] = target
+        return made
+
+    return staticmethod(new)
+
+
+def _parameter(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
+    def new(cls: type, data: object = None, requires_grad: bool = True) -> torch.Tensor:
+        if isinstance(data, UninitializedParameter):  # Module.to makes a Parameter of what it moved
+            return data
+        return original(cls, data, requires_grad)
+
+    return staticmethod(new)
+
+
+def _materialize(original: Callable[..., None], become: Callable[..., None]) -> Callable[..., None]:
+    def materialize(self: torch.Tensor, shape: object, device: object = None, dtype: object = None) -> None:
+        node = active_node()
+        remembered = self.__dict__.pop(TARGET, None)
+        target = simulated_device(device) if device is not None else remembered
+        if target is None or node is None:
+            original(self, shape, device, dtype)
+            return
+        original(self, shape, node.backing, dtype)
+        become(self, self.data.to(target))
+
+    return materialize
+
+
+def _device(self: torch.Tensor) -> torch.device:
+    target: torch.device | None = self.__dict__.get(TARGET)
+    return torch._C.TensorBase.device.__get__(self) if target is None else target
+
+
+def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
+    for kind in (UninitializedParameter, UninitializedBuffer):
+        patches.set(kind, "__new__", _new(kind.__new__))
+    patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))
+    patches.set(LAZY, "device", property(_device))
+    patches.set(LAZY, "is_cuda", property(lambda self: self.device.type == "cuda"))
+    patches.set(LAZY, "is_cpu", property(lambda self: self.device.type == "cpu"))
+    patches.set(LAZY, "get_device", lambda self: -1 if self.device.index is None else self.device.index)
+    patches.set(LAZY, "materialize", _materialize(vars(LAZY)["materialize"], become))
+
+
+_base: Any = torch._C.TensorBase
+_plain: type = torch.Tensor
+_ELSEWHERE = "_mgpu_check_elsewhere"  # marks a gradient that stayed on its device when its tensor moved
+_OWN = ("_dev", "_is_param", TARGET, CLASS, _ELSEWHERE)
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def compatible(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Allow ``t.data = u`` between tensors of the host and of devices, as on a real node."""
+
+    def has_compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:  # dynamo compares these names
+        return original(raw(input), raw(from_))
+
+    return has_compatible
+
+
+def become(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the data of ``t`` by ``value``, where one is on the host and one on a device."""
+    if not t.is_leaf:
+        raise RuntimeError(
+            f"t.data = u is not available on a simulated node where t, on {t.device}, is the result of an operation "
+            f"and u is on {value.device}; assign to t.detach(), or use t.to()"
+        )
+    grad = _base.grad.__get__(t)
+    hooks = {name: found for name in _HOOKS if (found := getattr(t, name)) is not None}
+    if t.requires_grad and t._use_count() > 1:  # type: ignore[attr-defined]  # a graph may hold it
+        torch.autograd.graph.get_gradient_edge(t).node.register_prehook(_refusal(t.device, value.device))
+    new = _twin(t, value)
+    _exchange(t, new)
+    for name, found in hooks.items():
+        setattr(t, name, found)  # even if Python still has them: C++ holds its own, which were exchanged
+    if grad is not None:
+        grad.__dict__[_ELSEWHERE] = True
+        put_grad(t, grad)
+
+
+def is_elsewhere(grad: torch.Tensor) -> bool:
+    """Return whether this gradient stayed on its device when its tensor moved."""
+    return _ELSEWHERE in grad.__dict__
+
+
+def put_grad(t: torch.Tensor, grad: torch.Tensor) -> None:
+    """Make ``grad`` the gradient of ``t``, even if their dtypes or shapes differ."""
+    put = _base.grad.__set__
+    if (grad.dtype, grad.shape, grad.layout) == (t.dtype, t.shape, t.layout):
+        put(t, grad)
+        return
+    with torch._C._DisableTorchDispatch():
+        kept = _base.data.__get__(t)
+        _base.data.__set__(t, _dense(grad))
+        try:
+            put(t, grad)
+        finally:
+            _base.data.__set__(t, kept)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    bare = raw(grad)
+    return bare if bare.layout is torch.strided else bare.new_empty(bare.shape, layout=torch.strided)
+
+
+def _refusal(source: torch.device, target: torch.device) -> Callable[..., NoReturn]:
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError(
+            f"a parameter was moved from {source} to {target} after the forward pass and before this backward pass, "
+            f"whose gradient is on {source}; move it before the forward pass, or after the backward pass"
+        )
+
+    return refuse
+
+
+def _twin(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the memory of ``value``, with the attributes of ``t`` and the class for that side."""
+    new = value.detach()
+    if value.layout is torch.strided and new.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        with torch.no_grad():
+            new = value.view_as(value)
+    kind = t.__dict__.get(CLASS, type(t))
+    if isinstance(t, torch.nn.Parameter):
+        if not isinstance(new, SimulatedTensor) and issubclass(kind, torch.nn.Parameter):
+            new = torch.Tensor._make_subclass(kind, new, t.requires_grad)
+        else:
+            new = torch.nn.Parameter(new, requires_grad=t.requires_grad)
+    else:
+        new.requires_grad_(t.requires_grad)
+    new.__dict__.update({key: kept for key, kept in t.__dict__.items() if key not in _OWN})
+    if isinstance(new, SimulatedTensor) and kind not in (_plain, torch.nn.Parameter, SimulatedTensor):
+        new.__dict__[CLASS] = kind
+    return new
+
+
+def _exchange(one: Any, other: Any) -> None:
+    """Exchange the contents of two tensor objects, as ``torch.utils.swap_tensors`` does, even if a graph holds one."""
+    attributes = ["__class__", "__dict__", *copyreg._slotnames(type(one))]  # type: ignore[attr-defined]
+    for name in attributes:
+        if hasattr(one, name) and hasattr(other, name):
+            kept = getattr(one, name)
+            setattr(one, name, getattr(other, name))
+            setattr(other, name, kept)
+    torch._C._swap_tensor_impl(one, other)
+
 
 _to = torch._C.TensorBase.to
 _host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None

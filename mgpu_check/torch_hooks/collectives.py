@@ -20,14 +20,12 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import utils
 
-from mgpu_check.processes import record
-from mgpu_check.processes.frames import calling_line
+from mgpu_check.processes import collective_records
 from mgpu_check.processes.protocol import ANY, COLLECTIVE, Group, PeerTransfers
-from mgpu_check.torch_hooks.arguments import compared, group_of, option, shown
-from mgpu_check.torch_hooks.flows import Flows
-from mgpu_check.torch_hooks.forms import Form, FunctionForm, MethodForm
+from mgpu_check.processes.tracebacks import calling_line
+from mgpu_check.torch_hooks.collective_arguments import Flows, compared, group_of, option, shown
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, METHODS, Form, FunctionForm, MethodForm
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS
 
 Agreement = tuple[tuple[Group, int, int], ...]
 """For each group whose collectives a rank has entered: their number, and a checksum of their properties."""
@@ -61,8 +59,8 @@ class Recorder:
         Raises:
             OSError: the file cannot be resized or mapped.
         """
-        os.ftruncate(fd, record.SIZE)
-        self._memory = mmap.mmap(fd, record.SIZE)
+        os.ftruncate(fd, collective_records.SIZE)
+        self._memory = mmap.mmap(fd, collective_records.SIZE)
 
     def begin(self) -> None:
         """Start a new record, at the start of a call."""
@@ -73,7 +71,7 @@ class Recorder:
         self._pending.clear()
         self._flows.clear()
         self._unlike.clear()
-        record.HEADER.pack_into(self._memory, 0, 0)
+        collective_records.HEADER.pack_into(self._memory, 0, 0)
 
     @property
     def total(self) -> int:
@@ -158,11 +156,13 @@ class Recorder:
             ranks = "" if whole or group is None else ",".join(map(str, group.ranks))
             name = group.name if group is not None else ""
             slot = self._total
-            start = record.HEADER.size + slot % record.KEPT * record.SLOT
-            packed = record.pack_entry("I", number, line, form.name, name, ranks, operand, options, alike, file)
+            start = collective_records.HEADER.size + slot % collective_records.KEPT * collective_records.SLOT
+            packed = collective_records.pack_entry(
+                "I", number, line, form.name, name, ranks, operand, options, alike, file
+            )
             self._memory[start : start + len(packed)] = packed
             self._total += 1
-            record.HEADER.pack_into(self._memory, 0, self._total)
+            collective_records.HEADER.pack_into(self._memory, 0, self._total)
         return slot, take_back
 
     def _add_flows(
@@ -181,8 +181,8 @@ class Recorder:
 
     def _note(self, slot: int, state: bytes) -> None:
         """Change the state of an entry, unless later entries or a new call have overwritten it."""
-        if self._memory is not None and max(0, self._total - record.KEPT) <= slot < self._total:
-            start = record.HEADER.size + slot % record.KEPT * record.SLOT
+        if self._memory is not None and max(0, self._total - collective_records.KEPT) <= slot < self._total:
+            start = collective_records.HEADER.size + slot % collective_records.KEPT * collective_records.SLOT
             self._memory[start : start + 1] = state
 
 

@@ -1,16 +1,21 @@
-"""Helpers for comparisons of tensors: copies on the CPU, bits, checksums.
+"""Tensors of all classes: copies on the CPU, bits, checksums, and values without the methods that users override;
+when hooks must not read values (captures of CUDA graphs, transformations of torch.func), and which operators draw
+random numbers.
 
-They do not use NumPy, which torch does not need.
+Nothing here uses NumPy, which torch does not need.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -95,3 +100,81 @@ def memory_of(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
 def indices_of(*devices: torch.device) -> list[int]:
     """Return the distinct indices of the devices that have one, in order: the ranks of an error about all of them."""
     return sorted({device.index for device in devices if device.index is not None})
+
+
+DTENSOR = "torch.distributed.tensor"
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+PACKAGES = ("torch", "mgpu_check")  # packages whose classes keep the values of a tensor in its memory
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_base: Any = torch._C.TensorBase
+
+
+def is_distributed(value: object) -> bool:
+    """Return whether a value is a DTensor, without importing DTensor."""
+    return _is(value, DTENSOR, "DTensor")
+
+
+def is_pending(value: object) -> bool:
+    """Return whether a value is the result of a functional collective, which waits for it when it is used."""
+    return _is(value, _FUNCTIONAL, "AsyncCollectiveTensor")
+
+
+def _is(value: object, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def readable(tensor: Any) -> torch.Tensor | None:
+    """Return a dense tensor with the same values, without autograd history; None if the values cannot be read.
+
+    A pending result is waited for, and a sparse or quantized tensor converted. A DTensor stays one. Tensors without
+    values of their own are None: of `torch.func`, fake, on "meta", lazy, nested, freed, or in an unknown wrapper.
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor) in _PLAIN and not wrapped and tensor.layout is torch.strided:
+        plain: torch.Tensor = tensor.detach()
+        if plain.data_ptr() and not (plain.is_quantized or plain.is_nested):
+            return plain  # first, because each tensor of each step is read
+    if is_pending(tensor):
+        return readable(tensor.trigger_wait())
+    with torch._C.DisableTorchFunctionSubclass():
+        if wrapped or is_lazy(tensor) or _base.is_meta.__get__(tensor) or _base.is_nested.__get__(tensor):
+            return None
+        if is_distributed(tensor):
+            distributed: torch.Tensor = _base.detach(tensor)
+            return distributed
+        if type(tensor).__module__.partition(".")[0] not in PACKAGES:
+            with torch._C._DisableTorchDispatch():
+                tensor = torch.Tensor._make_subclass(torch.Tensor, tensor)
+        value: torch.Tensor = _base.detach(tensor)
+        if value.layout is not torch.strided:
+            value = value.to_dense()
+        elif value.is_quantized:
+            value = value.dequantize()
+        return value if _base.data_ptr(value) or not value.numel() else None
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream captures. No device is initialized to find out."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_transforming() -> bool:
+    """Return whether `torch.func` transforms a function, whose tensors are wrapped."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
+"""Arguments of operators that turn off the draw when they are 0 or False."""
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether this call of an operator uses random numbers; dropout with probability 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in _SWITCHES:
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            if isinstance(given, (bool, int, float)) and not given:
+                return False
+    return True

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mgpu_check.acceptance.run_report import Accusation, CheckRun, Gpu, Host, RunReport, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Subject, Work
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import TelemetrySample
 
 CHECKS = ("inventory", "memory", "compute", "links", "collectives", "training", "health", "performance")
 MODEL = "NVIDIA H100 80GB HBM3"

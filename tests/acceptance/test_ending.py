@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.processes.signals import EndOnRequest
+from mgpu_check.processes.child_processes import EndOnRequest
 
 Command = Callable[..., str]
 

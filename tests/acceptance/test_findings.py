@@ -21,7 +21,7 @@ from mgpu_check.acceptance.report.summary import lines
 from mgpu_check.acceptance.run_report import RunReport
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
-from mgpu_check.devices.telemetry.values import Trouble, TroubleKind
+from mgpu_check.devices.telemetry.sampler import Trouble, TroubleKind
 from mgpu_check.engine.failures import Account, Died, Who
 from mgpu_check.errors import RankFailure
 from tests.acceptance import run_reports

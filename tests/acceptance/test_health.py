@@ -14,8 +14,8 @@ from mgpu_check.acceptance.references import packaged_floors
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.fields import FIELDS
-from mgpu_check.devices.telemetry.simulated import Override
-from mgpu_check.devices.telemetry.values import Snapshot, Trouble
+from mgpu_check.devices.telemetry.sampler import Snapshot, Trouble
+from mgpu_check.devices.telemetry.sources import Override
 from tests.acceptance.watching import GPUS, NOMINAL, SLOTS, Run, watched
 
 

@@ -11,9 +11,9 @@ from mgpu_check.acceptance.findings import judged
 from mgpu_check.acceptance.health.checks import examine_past_xids
 from mgpu_check.acceptance.inventory.checks import examine_identity
 from mgpu_check.devices.observations import Subject
-from mgpu_check.devices.telemetry import kernel_log
-from mgpu_check.devices.telemetry.kernel_log import past_xids, xids_in
-from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.devices.telemetry import nvml
+from mgpu_check.devices.telemetry.nvml import past_xids, xids_in
+from mgpu_check.devices.telemetry.sources import Override
 from tests.acceptance.watching import GPUS, SLOTS, watched
 
 HOST = Subject("host", (0,))
@@ -80,12 +80,12 @@ def test_xids_are_found_in_lines_of_any_log() -> None:
 
 def test_the_first_log_that_can_be_read_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ring, other = tmp_path / "kmsg", tmp_path / "kern.log"
-    monkeypatch.setattr(kernel_log, "_KMSG", ring)
-    monkeypatch.setattr(kernel_log, "_FILES", (tmp_path / "none", other))
+    monkeypatch.setattr(nvml, "_KMSG", ring)
+    monkeypatch.setattr(nvml, "_FILES", (tmp_path / "none", other))
     assert past_xids() is None
     other.write_text("old line\n" * 100 + LOG)
     assert past_xids() == xids_in(LOG.splitlines())
-    monkeypatch.setattr(kernel_log, "_MOST", 60)
+    monkeypatch.setattr(nvml, "_MOST", 60)
     assert past_xids() == {}  # the end only
     ring.write_text(LOG.splitlines()[3])
     assert past_xids() == {("00000001:C1:00.0", 63): 1}

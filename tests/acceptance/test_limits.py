@@ -11,8 +11,8 @@ import pytest
 from mgpu_check.acceptance.findings import judged
 from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.devices.observations import Observation, Subject
-from mgpu_check.devices.telemetry.simulated import Override
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample
+from mgpu_check.devices.telemetry.sources import Override
 from tests.acceptance.watching import GPUS, Run, watched
 
 

@@ -15,10 +15,9 @@ from typing import Any, get_args
 import pytest
 
 from mgpu_check.devices.telemetry.fields import FIELDS, Kind, asked
-from mgpu_check.devices.telemetry.nvml import NvmlSource
-from mgpu_check.devices.telemetry.nvml_queries import QUERIES
+from mgpu_check.devices.telemetry.nvml import QUERIES, NvmlSource
 from mgpu_check.devices.telemetry.sampler import TelemetrySampler
-from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Unsupported, XidEvent
+from mgpu_check.devices.telemetry.sources import GpuLost, NoTelemetry, QueryError, Unsupported, XidEvent
 
 STANDIN = Path(__file__).parent / "nvml"
 UUIDS = {0: "GPU-00000000-aaaa", 1: "00000001-aaaa"}  # torch returns them without "GPU-", in small letters

@@ -30,7 +30,7 @@ from mgpu_check.acceptance.run_report import Gpu, RunReport
 from mgpu_check.acceptance.slow_nodes import among_nodes
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Measurement, Subject
-from mgpu_check.simulated.rates import Rates
+from mgpu_check.simulated.hardware import Rates
 from tests.acceptance.speeds import (
     KINDS,
     NONE,

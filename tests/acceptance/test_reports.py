@@ -20,7 +20,7 @@ from mgpu_check.acceptance.report.summary import lines, rates
 from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
 from mgpu_check.acceptance.run_report import CheckRun, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Part, Subject, Work
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from tests.acceptance import run_reports
 from tests.acceptance.report_pages import report
 

@@ -10,10 +10,8 @@ import sys
 
 import pytest
 
-from mgpu_check.devices.telemetry.history import MOST, History
-from mgpu_check.devices.telemetry.sampler import TelemetrySampler
-from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import MOST, History, TelemetrySample, TelemetrySampler
+from mgpu_check.devices.telemetry.sources import Override, SimulatedTelemetry
 
 GPUS = [(number, f"uuid-{number}") for number in range(4)]
 
@@ -81,7 +79,7 @@ def test_it_ends_with_the_process_that_has_it() -> None:
     code = (
         "import os, sys\n"
         "from mgpu_check.devices.telemetry.sampler import TelemetrySampler\n"
-        "from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry\n"
+        "from mgpu_check.devices.telemetry.sources import Override, SimulatedTelemetry\n"
         "hanging = SimulatedTelemetry(overrides=(Override(0, 'power', error='timeout'),))\n"
         "sampler = TelemetrySampler([(0, 'a')], hanging, 0.05)\n"
         "while not sampler.asked_now(): pass\n"

@@ -12,8 +12,8 @@ from mgpu_check.acceptance import telemetry
 from mgpu_check.acceptance.health.checks import examine_health
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.acceptance.telemetry import Watch
-from mgpu_check.devices.telemetry.simulated import LAG, Override, SimulatedTelemetry
-from mgpu_check.devices.telemetry.visit import Visit
+from mgpu_check.devices.telemetry.sampler import Visit
+from mgpu_check.devices.telemetry.sources import LAG, Override, SimulatedTelemetry
 from mgpu_check.errors import RankFailure
 
 

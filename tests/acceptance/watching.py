@@ -12,11 +12,10 @@ import pytest
 
 from mgpu_check.acceptance.inventory.checks import Reference
 from mgpu_check.acceptance.references import packaged_floors
-from mgpu_check.devices.telemetry import simulated
+from mgpu_check.devices.telemetry import sources
 from mgpu_check.devices.telemetry.fields import Kind, asked, field_of
-from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
-from mgpu_check.devices.telemetry.source import GpuLost, QueryError
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample, Trouble
+from mgpu_check.devices.telemetry.sources import GpuLost, Override, QueryError, SimulatedSource, SimulatedTelemetry
 
 GPUS = (0, 1, 2, 3)
 SLOTS = {gpu: f"00000000:{gpu:02X}:00.0" for gpu in GPUS}
@@ -54,7 +53,7 @@ def watched(
     """Three tests of ten seconds each, with ten samples."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(simulated, "time", clock)
+    monkeypatch.setattr(sources, "time", clock)
     source = SimulatedSource({gpu: f"uuid-{gpu}" for gpu in gpus}, SimulatedTelemetry(profile or {}, overrides))
     run = Run()
     lost: dict[int, str] = {}

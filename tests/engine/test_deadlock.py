@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.errors import RankHang
-from mgpu_check.processes.deadlock import deadlocked
-from mgpu_check.processes.record import KEPT, Entered, Record
+from mgpu_check.processes.collective_records import KEPT, Entered, Record, deadlocked
 
 
 def collective(number: int, state: str = "inside", group: str = "", options: str = "sum") -> Entered:

@@ -172,7 +172,7 @@ def test_a_message_without_end(pool):
 
         if rank.index == 1:
             (end,) = (one for one in gc.get_objects() if type(one) is channel.RankEnd)
-            end._socket.sendall(channel._HEADER.pack(channel._MAGIC, channel._LONGEST))
+            end._socket.sendall(channel._HEADER.pack(channel._MAGIC, channel._LONGEST_FRAME))
             while True:
                 end._socket.sendall(bytes(1 << 16))
 

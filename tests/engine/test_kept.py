@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_check.engine import hash_seeds, kept
+from mgpu_check.engine import environments
+from mgpu_check.engine import keeper_socket as kept
 from mgpu_check.engine.forkserver import END
-from mgpu_check.engine.kept import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
+from mgpu_check.engine.keeper_socket import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from tests.conftest import processes_with
@@ -208,7 +209,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..
     def ask(*modules: str, keep: float = 60.0, preload: tuple[str, ...] = ()) -> tuple[KeptServer, socket.socket]:
         ours, theirs = socket.socketpair()
         opened.append(ours)
-        interpreter, environment = hash_seeds.interpreter("keeper", "")
+        interpreter, environment = environments.interpreter("keeper", "")
         with theirs, tempfile.TemporaryFile() as log:
             server = attach(
                 *(interpreter, modules, environment, (theirs.fileno(), log.fileno())),

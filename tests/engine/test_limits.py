@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.processes import limits
+from mgpu_check.processes import machine
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ def test_available_memory_is_that_of_the_host_or_of_the_group(tmp_path, monkeypa
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  4000 kB\n")
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
-    assert limits.available_memory() == available
-    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "absent")
-    assert limits.available_memory() is None
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    assert machine.available_memory() == available
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "absent")
+    assert machine.available_memory() is None

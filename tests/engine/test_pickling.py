@@ -65,10 +65,10 @@ def test_code_keeps_a_name_that_is_no_file(reducer, monkeypatch):
 
 
 def test_functions_that_ranks_spawn_keep_their_file(reducer):
-    from mgpu_check.processes import spawned
+    from mgpu_check.processes import rank_pickling
 
     elsewhere = outer(1)[1]
-    reduced = spawned._reduce(ForkingPickler, elsewhere)  # type: ignore[arg-type]  # it takes nothing of it
+    reduced = rank_pickling._reduce(ForkingPickler, elsewhere)  # type: ignore[arg-type]  # it takes nothing of it
     made = reduced[0](*reduced[1])
     assert made is not elsewhere
     assert (made.__code__.co_filename, made()) == (__file__, 1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_check.engine.sending import NotPicklable
+from mgpu_check.engine.world import NotPicklable
 from mgpu_check.errors import RankFailure, RankHang
 from tests.engine.processes import pids
 

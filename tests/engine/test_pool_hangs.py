@@ -93,7 +93,7 @@ def test_an_interrupt_of_the_parent_breaks_the_world(pool):
 
 def test_after_an_interrupt_it_is_told_where_ranks_were_also_those_that_cannot_answer(pool):
     def body(rank, ranks, parent):
-        from mgpu_check.processes.signals import STACKS_SIGNAL
+        from mgpu_check.processes.child_processes import STACKS_SIGNAL
 
         if rank.index == 0:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -9,7 +9,7 @@ import torch
 from torch import backends
 
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks import switches
 
 SETTINGS = {
     "older, convolutions off": lambda: setattr(backends.cudnn, "allow_tf32", False),
@@ -28,32 +28,32 @@ SETTINGS = {
 
 @pytest.fixture(autouse=True)
 def fresh():
-    before = precision.kept()
+    before = switches.saved_precision()
     assert None not in before[0]
     yield
-    precision.put_back(before)
-    assert precision.kept() == before
+    switches.restore_precision(before)
+    assert switches.saved_precision() == before
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_set_is_put_back(seed):
-    drawn, fresh = random.Random(seed), precision.kept()
+    drawn, fresh = random.Random(seed), switches.saved_precision()
     for _ in range(100):
         for name in drawn.choices(list(SETTINGS), k=drawn.randint(0, 5)):
             SETTINGS[name]()
-        before = precision.kept()
+        before = switches.saved_precision()
         with full_precision():
-            older, newer, narrow = precision.kept()
+            older, newer, narrow = switches.saved_precision()
             assert older == ("highest", False)
             assert set(newer[3:]) <= {"ieee", "none"} and not any(narrow)
             for name in drawn.choices(list(SETTINGS), k=drawn.randint(0, 3)):
                 SETTINGS[name]()
-        after = precision.kept()
+        after = switches.saved_precision()
         # If the newer interface had the last word, the older one could not be read before, and need not be now.
         assert after[1:] == before[1:]
         assert all(was in (None, now) for was, now in zip(before[0], after[0], strict=True))
-        precision.put_back(fresh)
-        assert precision.kept() == fresh
+        switches.restore_precision(fresh)
+        assert switches.saved_precision() == fresh
 
 
 def test_what_a_call_has_set_ends_with_it(pool):
@@ -62,6 +62,6 @@ def test_what_a_call_has_set_ends_with_it(pool):
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
 
-    before = pool.run(precision.kept, size=2)
+    before = pool.run(switches.saved_precision, size=2)
     assert pool.run(set_all, size=2) == [None, None]
-    assert pool.run(precision.kept, size=2) == before
+    assert pool.run(switches.saved_precision, size=2) == before

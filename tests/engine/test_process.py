@@ -9,9 +9,8 @@ import tempfile
 import time
 
 from mgpu_check.engine.process import Process
-from mgpu_check.processes.channel import Channel
-from mgpu_check.processes.clock import Clock
-from mgpu_check.processes.signals import STACKS_SIGNAL
+from mgpu_check.processes.channel import Channel, Clock
+from mgpu_check.processes.child_processes import STACKS_SIGNAL
 
 # Writes as faulthandler does, with its signal blocked, and is held up in between.
 WRITER = """

@@ -36,9 +36,9 @@ with fresh_directory() as directory:
 # A run that is killed together with its fork server: something that its ranks have shared, and a process of theirs.
 SHARES = """
 import multiprocessing, os, signal, subprocess, sys
-from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.child_processes import MARK
 from mgpu_check.processes.scratch import Scratch
-from mgpu_check.engine.rank_side.shared_names import note_names
+from mgpu_check.engine.rank_side.python_hooks import note_names
 scratch = Scratch.new("ranks")
 note_names(os.fspath(scratch.path))
 semaphore = multiprocessing.get_context("spawn").Semaphore()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from mgpu_check.processes.frames import calling_line
-from mgpu_check.processes.stacks import clean, is_returning, location_of
+from mgpu_check.processes.tracebacks import calling_line, clean, is_returning, location_of
 
 TEXT = """Thread 0x00007f0000000001 (most recent call first):
   File "/lib/python3.11/threading.py", line 1 in wait

@@ -23,8 +23,8 @@ from mgpu_check.diagnosis.results import KINDS, Result
 from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.relations import relations_of
-from mgpu_check.processes.record import Entered
-from mgpu_check.torch_hooks.table import COLLECTIVES
+from mgpu_check.processes.collective_records import Entered
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 from mgpu_check.torch_hooks.tensors import digest_of
 from tests.gates.calls import NAMES, RESULTS, few, traces, values
 

@@ -30,7 +30,7 @@ REWORDED = (
     "mgpu_check.engine.failures",
     "mgpu_check.engine.world",
     "mgpu_check.engine.world_processes",
-    "mgpu_check.processes.record",
+    "mgpu_check.processes.collective_records",
 )
 KEPT = ("mgpu_check.compare.page", "mgpu_check.compare.picture")  # what is between words there is markup
 DATA = {"not comparable"}  # a kind of verdict, and a value of --json

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mgpu_check import simulated_node
-from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.switches import seed_everything
 
 
 def drawn(devices: list[str]) -> list[object]:

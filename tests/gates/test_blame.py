@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mgpu_check import ScalingMismatch, assert_step_scales
-from mgpu_check.torch_hooks.table import COLLECTIVES
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 from tests.gates.collective_uses import USES, build, reference, step
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.filterwarnings("ignore::FutureWarning")]

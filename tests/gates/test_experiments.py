@@ -18,8 +18,8 @@ from mgpu_check.diagnosis.rules.order import findings_of_calls
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.gates.trials import Trials
-from mgpu_check.processes.record import Entered
-from mgpu_check.torch_hooks.arguments import own_groups
+from mgpu_check.processes.collective_records import Entered
+from mgpu_check.torch_hooks.collective_arguments import own_groups
 from tests.gates.steps import FEW
 
 pytestmark = pytest.mark.gpus(4)

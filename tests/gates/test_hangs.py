@@ -10,7 +10,7 @@ from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.failure_report import report_of
 from mgpu_check.gates.investigation import no_return_of
 from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.processes.record import Entered, Record
+from mgpu_check.processes.collective_records import Entered, Record
 
 
 def entered(name: str, operand: str, line: int, state: str = "inside") -> Record:

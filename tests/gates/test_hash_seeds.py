@@ -20,7 +20,7 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
-from mgpu_check.engine import hash_seeds
+from mgpu_check.engine import environments
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankFailure
@@ -143,7 +143,7 @@ def test_a_failure_counts_that_follows_the_seeds(monkeypatch):
     ranks: Any = Ranks()
     with pytest.raises(ScalingMismatch, match="a seed for each rank, rank 1 of 2 raised KeyError: 'a'; sets"):
         with_seeds_apart(ranks, "gate", (in_order,), {}, judge_by([False, True, False]))
-    assert ranks.asked == [hash_seeds.APART, None, hash_seeds.APART]
+    assert ranks.asked == [environments.APART, None, environments.APART]
     with_seeds_apart(ranks, "gate", (in_order,), {}, judge_by([True]))
     with_seeds_apart(ranks, "gate", (in_order,), {}, judge_by([False, True, True]))  # now and then, whatever the seeds
     with pytest.raises(RankFailure):  # with one seed, too: it is no matter of seeds
@@ -167,7 +167,7 @@ def test_code_without_sets_is_not_tried_and_a_seed_of_the_user_is_told(monkeypat
 
 
 def test_ranks_have_one_hash_seed_or_different_ones():
-    pool = RankPool(LocalLauncher(simulate="cpu", hash_seed=hash_seeds.FIRST), 3, "cpu", 30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu", hash_seed=environments.FIRST), 3, "cpu", 30.0)
     try:
 
         def seen(rank: Any) -> tuple[int, str | None, int]:
@@ -181,7 +181,7 @@ def test_ranks_have_one_hash_seed_or_different_ones():
         alike = pool.run(seen)
         assert len({hash_ for hash_, _, _ in alike}) == 1 and {variable for _, variable, _ in alike} == {None}
         assert len({of_child for _, _, of_child in alike}) == 3  # what a rank starts draws its own, as everywhere
-        apart = pool.run(seen, environment=hash_seeds.APART)
+        apart = pool.run(seen, environment=environments.APART)
         assert apart[0][0] == apart[2][0] != apart[1][0]
         assert pool.run(lambda rank: rank.index) == [0, 1, 2]
     finally:
@@ -190,7 +190,7 @@ def test_ranks_have_one_hash_seed_or_different_ones():
 
 def test_a_seed_of_the_environment_goes_first(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "5")
-    assert hash_seeds.interpreter("forkserver", "1")[1]["PYTHONHASHSEED"] == "5"
+    assert environments.interpreter("forkserver", "1")[1]["PYTHONHASHSEED"] == "5"
 
 
 def comprehension(names: list[str]) -> object:

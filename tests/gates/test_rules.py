@@ -35,7 +35,7 @@ from mgpu_check.diagnosis.rules.order import (
 )
 from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
 from mgpu_check.diagnosis.weights import fitted, spanned
-from mgpu_check.processes.record import Entered
+from mgpu_check.processes.collective_records import Entered
 
 START = Start("weight differs", "weight differs")
 LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")

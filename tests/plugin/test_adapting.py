@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import mgpu_check
-from mgpu_check.processes.launched import simulating
+from mgpu_check.processes.python_environment import simulating
 
 EXPECTTEST = """
 import unittest

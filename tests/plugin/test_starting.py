@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mgpu_check
-from mgpu_check.engine.files import opening_files
+from mgpu_check.engine.launcher import opening_files
 from mgpu_check.errors import StartupFailure
 
 HOME = str(Path(mgpu_check.__file__).parent.parent)

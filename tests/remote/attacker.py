@@ -19,10 +19,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from mgpu_check.engine.remote.connections import line
 from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present, verify
-from mgpu_check.engine.remote.lines import line
+from mgpu_check.engine.remote.launched_process import LaunchedProcess, launched_process_of
 from mgpu_check.engine.remote.meeting import PREFIX, Meeting
-from mgpu_check.engine.remote.variables import LaunchedProcess, launched_process_of
 
 NOBODY = 65534
 _TIMEOUT = 10.0

@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 
 from mgpu_check.devices.placement import Slot
-from mgpu_check.engine.remote import listener
-from mgpu_check.engine.remote.addresses import listen_at
-from mgpu_check.engine.remote.connections import Connections
+from mgpu_check.engine.remote import connections as listener
+from mgpu_check.engine.remote.connections import AgentGone, Connections, Lines, line
 from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present
-from mgpu_check.engine.remote.driver import too_few_files
-from mgpu_check.engine.remote.launcher import AgentLauncher, WrongLaunch
-from mgpu_check.engine.remote.lines import Lines, line
-from mgpu_check.engine.remote.members import AgentGone
-from mgpu_check.engine.remote.process import RemoteProcess
+from mgpu_check.engine.remote.driver import AgentLauncher, RemoteProcess, WrongLaunch, too_few_files
+from mgpu_check.engine.remote.meeting import listen_at
 from mgpu_check.processes.channel import Channel
 
 KEY = Key(new_secret(), "this test")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.engine.remote.keyfile import UnusableKey, default_path, secret_in
+from mgpu_check.engine.remote.credentials import UnusableKey, default_path, secret_in
 
 NOBODY = 65534
 
@@ -46,7 +46,7 @@ def test_a_file_that_the_user_has_made_is_taken(path: Path):
 
 def test_of_many_that_come_at_once_one_makes_it(path: Path):
     code = (
-        "import sys; from pathlib import Path; from mgpu_check.engine.remote.keyfile import secret_in;"
+        "import sys; from pathlib import Path; from mgpu_check.engine.remote.credentials import secret_in;"
         "sys.stdin.read(); print(secret_in(Path(sys.argv[1]), make_directory=True).hex())"
     )
     path = path.parent / "new" / "agent-key"

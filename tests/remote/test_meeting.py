@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.engine.remote.addresses import is_loopback, listen_at, listener_for, rendezvous_of
+from mgpu_check.engine.remote.agent import JoinedRun, Refused, connect
 from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, new_secret
-from mgpu_check.engine.remote.joining import JoinedRun, Refused, connect
-from mgpu_check.engine.remote.meeting import Announced, End, Meeting
-from mgpu_check.engine.remote.variables import LaunchedProcess
+from mgpu_check.engine.remote.launched_process import LaunchedProcess
+from mgpu_check.engine.remote.meeting import (
+    Announced,
+    End,
+    Meeting,
+    is_loopback,
+    listen_at,
+    listener_for,
+    rendezvous_of,
+)
 from tests.remote.conftest import free_port
 
 USER = Key(new_secret(), "/home/user/key")
@@ -202,7 +209,7 @@ class Ended:
 def test_a_driver_that_dies_before_anybody_joins_is_waited_for_by_nobody(code: int, end: End, monkeypatch):
     """Neither the agent that has started it, nor the others, which that one informs, wait for it."""
     port = free_port()
-    monkeypatch.setattr("mgpu_check.engine.remote.joining.start_driver", lambda *_: Ended(code))
+    monkeypatch.setattr("mgpu_check.engine.remote.agent.start_driver", lambda *_: Ended(code))
     first = JoinedRun(launched(0, port, final=True), USER, [], 600.0)
     found = first.join()
     assert found == end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.engine.remote.variables import LaunchedProcess, first_host, launched_process_of
+from mgpu_check.engine.remote.launched_process import LaunchedProcess, first_host, launched_process_of
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

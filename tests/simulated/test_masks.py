@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mgpu_check.simulated import simulated_node
-from mgpu_check.simulated.masks import uuid_of, visible
+from mgpu_check.simulated.node import uuid_of, visible
 from tests.masking import CASES, VARIABLE, answers
 
 

@@ -17,9 +17,9 @@ import torch.cuda.tunable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import comm
 
-from mgpu_check.simulated import autocast, native, runtime, simulated_node
-from mgpu_check.simulated.attention_choice import SINCE_2_14
-from mgpu_check.torch_hooks import precision
+from mgpu_check.simulated import autograd, native, runtime, simulated_node
+from mgpu_check.simulated.attention import SINCE_2_14
+from mgpu_check.torch_hooks import switches
 
 # Messages of a CUDA build without a driver, and of a CPU build, if a call has gone past the simulation.
 BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attribute '_", "CUDA backend")
@@ -165,10 +165,10 @@ def attributes(owner: Any) -> set[str]:
 @pytest.fixture
 def kept_precision() -> Iterator[None]:
     """To set a switch to what it says is a setting of its own for torch, which the tests after would have, too."""
-    before = precision.kept()
+    before = switches.saved_precision()
     yield
-    precision.put_back(before)
-    assert precision.kept() == before
+    switches.restore_precision(before)
+    assert switches.saved_precision() == before
 
 
 @pytest.mark.filterwarnings("ignore")  # experimental ones say so
@@ -305,7 +305,7 @@ def test_nccl_of_one_process_has_no_type_for_some_dtypes():
 
 def test_each_operator_that_autocast_has_for_cuda_is_known():
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    assert {name.removeprefix("aten::") for name in registered} - autocast.KNOWN == set()
+    assert {name.removeprefix("aten::") for name in registered} - autograd.KNOWN == set()
 
 
 def test_autocast_normalizes_in_float32_and_leaves_alone_what_it_does_not_register():

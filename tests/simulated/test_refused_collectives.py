@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.simulated import groups
+from mgpu_check.simulated import process_groups
 from tests.simulated.conftest import refusal
 
 
@@ -86,7 +86,7 @@ def destroyed_unused(rank, size):
     store = dist.distributed_c10d._get_default_store()
     before = dist.new_group()
     freed = None
-    made = groups.NcclGroup.made
+    made = process_groups.NcclGroup.made
 
     def late(group):
         nonlocal freed
@@ -95,9 +95,9 @@ def destroyed_unused(rank, size):
         made(group)
 
     if rank == 1:
-        groups.NcclGroup.made = late  # type: ignore[method-assign]
+        process_groups.NcclGroup.made = late  # type: ignore[method-assign]
     unused = dist.new_group()
-    groups.NcclGroup.made = made  # type: ignore[method-assign]
+    process_groups.NcclGroup.made = made  # type: ignore[method-assign]
     dist.destroy_process_group(unused)
     if rank == 0:
         store.set("destroyed", "")
@@ -132,7 +132,7 @@ def strayed(rank, size):
 
 
 def test_a_rank_that_strays_to_the_device_of_another_does_not_wait_for_it(on_ranks, monkeypatch):
-    monkeypatch.setattr(groups, "_CHANGING_PLACES", timedelta(milliseconds=100))
+    monkeypatch.setattr(process_groups, "_CHANGING_PLACES", timedelta(milliseconds=100))
     kind, words = on_ranks(strayed)[1]
     assert kind == "DistBackendError" and "rank 1 and rank 0 both on CUDA device 0" in words
 

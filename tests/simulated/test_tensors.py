@@ -197,14 +197,14 @@ class simulated_off:
         self.file = file
 
     def __enter__(self):
-        from mgpu_check.simulated import state
+        from mgpu_check.simulated import node
 
         self.program = (
             "import sys, io, torch\n"
             "data = sys.stdin.buffer.read()\n"
             "print(torch.load(io.BytesIO(data), map_location=eval(sys.argv[1])).tolist())\n"
         )
-        assert state.active_node() is not None
+        assert node.active_node() is not None
         return self.read
 
     def read(self, location):

@@ -33,7 +33,7 @@ from mgpu_check.suite.collectives.cases import (
     form_of,
     left_out,
 )
-from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 GROUPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 2, 3)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.torch_hooks.table import ROOTS
+from mgpu_check.torch_hooks.collective_table import ROOTS
 from mgpu_check.torch_hooks.tensors import name_of
 from tests.surface.names import SurfaceParameter
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import translate
 from typing import NamedTuple
 
-from mgpu_check.torch_hooks import table
+from mgpu_check.torch_hooks import collective_table
 from tests.surface.classes import OPERATIONS, SIZES
 from tests.surface.names import SurfaceParameter, entries
 
@@ -54,7 +54,7 @@ def _compiled(patterns: str) -> re.Pattern[str]:
 
 
 def _collectives(*kinds: str) -> str:
-    found = (name for name, row in table.COLLECTIVES.items() if row.kind in kinds)
+    found = (name for name, row in collective_table.COLLECTIVES.items() if row.kind in kinds)
     return " ".join(f"torch.distributed.{name}" for name in found)
 
 

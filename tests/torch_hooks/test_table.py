@@ -5,7 +5,7 @@ from __future__ import annotations
 from mgpu_check.diagnosis import parting
 from mgpu_check.diagnosis.rules import collectives
 from mgpu_check.gates import interventions, investigation
-from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 
 def named(kind: str) -> set[str]:

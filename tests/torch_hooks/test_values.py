@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from mgpu_check.torch_hooks.members import named_buffers, named_modules, named_parameters
-from mgpu_check.torch_hooks.values import readable
+from mgpu_check.torch_hooks.nested import named_buffers, named_modules, named_parameters
+from mgpu_check.torch_hooks.tensors import readable
 
 DATA = torch.arange(6.0).reshape(2, 3)
 

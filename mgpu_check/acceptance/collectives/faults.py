@@ -8,7 +8,7 @@ from mgpu_check.simulated.defects.parameters import Parameters
 
 def _fault(name: str, summary: str, defaults: Parameters, level: str = "quick", pattern: str = "bits") -> None:
     parameters = {"device": 2, "operation": "any", "seed": 0, **defaults}
-    defect = made_by("collectives", "WrongCollective", pattern=pattern)
+    defect = made_by("WrongCollective", pattern=pattern)
     hardware_fault(HardwareFault(name, summary, parameters, gpu, ("collectives",), level, defect))
 
 

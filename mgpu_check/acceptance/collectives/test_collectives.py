@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.levels import drawn
 from mgpu_check.settings import active
-from mgpu_check.torch_hooks.table import TRANSFERS
+from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node

@@ -9,7 +9,7 @@ from mgpu_check.simulated.defects.parameters import UNITS, Parameters
 
 
 def _fault(name: str, summary: str, unit: str, defaults: Parameters, level: str = "quick", **given: Any) -> None:
-    defect = made_by("compute", "Unit", operations=UNITS[unit], **given)
+    defect = made_by("Unit", operations=UNITS[unit], **given)
     parameters = {"device": 1, "pattern": "bits", "seed": 0, **defaults}
     hardware_fault(HardwareFault(name, summary, parameters, gpu, ("compute",), level, defect))
 
@@ -52,6 +52,6 @@ hardware_fault(
         {"device": 1},
         gpu,
         ("compute",),
-        defect=made_by("compute", "RepeatingRandom"),
+        defect=made_by("RepeatingRandom"),
     )
 )

@@ -21,7 +21,7 @@ from mgpu_check.acceptance.comparison import LEAST_PEERS
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble, Values
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample, Trouble, Values
 
 CONSEQUENCES = frozenset((43, 45, 154))
 """Xids that follow from a killed process or from another Xid, and so accuse no GPU."""

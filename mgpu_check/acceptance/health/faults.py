@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, host, link, made_by
 from mgpu_check.devices.observations import Part
-from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.devices.telemetry.sources import Override
 from mgpu_check.simulated.defects.parameters import Parameters, Value
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ _fault(
     "a GPU falls off the bus during the run, with Xid 79, and telemetry loses it",
     {"device": 3, "after": 0.1},
     lambda given: [*_says({"": None}, "lost")(given), *_says({"xid": 79})(given)],
-    defect=made_by("speed", "Lost"),
+    defect=made_by("Lost"),
 )
 _fault(
     "xid",

@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, pair_field
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample
 
 _CHECK = "inventory"
 

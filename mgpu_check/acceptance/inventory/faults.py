@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mgpu_check.acceptance.faults import HardwareFault, hardware_fault, host
-from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.devices.telemetry.sources import Override
 from mgpu_check.simulated.defects.parameters import Parameters, Value
 
 _MOST = 16  # GPUs of a node

@@ -10,14 +10,12 @@ from mgpu_check.simulated.defects.parameters import Parameters
 
 def _link(name: str, summary: str, defaults: Parameters, cls: str = "Link", level: str = "quick", **given: Any) -> None:
     parameters = {"device": 0, "peer": 2, "above": 0, **defaults}
-    hardware_fault(HardwareFault(name, summary, parameters, link, ("links",), level, made_by("copies", cls, **given)))
+    hardware_fault(HardwareFault(name, summary, parameters, link, ("links",), level, made_by(cls, **given)))
 
 
 def _host_link(name: str, summary: str, defaults: Parameters, **given: Any) -> None:
     parameters = {"device": 1, "above": 0, "memory": "any", **defaults}
-    hardware_fault(
-        HardwareFault(name, summary, parameters, host_link, ("links",), defect=made_by("copies", "HostLink", **given))
-    )
+    hardware_fault(HardwareFault(name, summary, parameters, host_link, ("links",), defect=made_by("HostLink", **given)))
 
 
 _link("copy-zeros", "copies over a link deliver zeros", {})
@@ -41,7 +39,7 @@ hardware_fault(
         {"device": 1, "above": 0},
         gpu,
         ("links",),
-        defect=made_by("copies", "Egress", what="tail"),
+        defect=made_by("Egress", what="tail"),
     )
 )
 _host_link("upload-truncated", "copies from the host lose their second half", {}, what="half", upload=True)

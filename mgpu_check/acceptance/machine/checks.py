@@ -23,7 +23,7 @@ from mgpu_check.acceptance.comparison import LEAST_PEERS
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.processes.limits import available_memory
+from mgpu_check.processes.machine import available_memory
 
 if TYPE_CHECKING:
     import torch
@@ -352,7 +352,7 @@ def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong: int = -1) 
         cores: the cores of a simulated host, which take turns and are not pinned; None for those of this process.
         wrong: the core that a planted fault makes wrong; -1 for none.
     """
-    from mgpu_check.torch_hooks.threads import one_thread
+    from mgpu_check.torch_hooks.switches import one_thread
 
     rounds: dict[int, tuple[int, _CoreResults]] = {}
     refused: list[int] = []

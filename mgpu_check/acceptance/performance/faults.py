@@ -20,7 +20,7 @@ def _fault(
     parts: Callable[[Parameters], tuple[Part, ...]] = gpu,
     caught_by: tuple[str, ...] = _SPEED,
 ) -> None:
-    hardware_fault(HardwareFault(name, summary, defaults, parts, caught_by, defect=made_by("speed", cls)))
+    hardware_fault(HardwareFault(name, summary, defaults, parts, caught_by, defect=made_by(cls)))
 
 
 _SLOW: Parameters = {"device": 1, "factor": 2.0}

@@ -11,7 +11,7 @@ from mgpu_check import pages
 from mgpu_check.acceptance.health.checks import THROTTLED
 from mgpu_check.acceptance.run_report import CheckRun
 from mgpu_check.devices.observations import Outcome
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from mgpu_check.processes.rank_lists import grouped
 
 _DARKEST = 45

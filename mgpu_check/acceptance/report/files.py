@@ -18,7 +18,7 @@ from mgpu_check.acceptance.report.figures import PANELS, reasons
 from mgpu_check.acceptance.run_report import Accusation, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.devices.telemetry.fields import FIELDS, Value
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 from mgpu_check.processes.rank_lists import grouped
 

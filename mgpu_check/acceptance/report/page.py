@@ -24,7 +24,7 @@ from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, PartKind, Subject, SubjectKind
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
-from mgpu_check.devices.telemetry.values import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from mgpu_check.version import __version__
 
 _RANGES = ("temperature", "memory_temperature", "power", "sm_clock", "memory_clock")

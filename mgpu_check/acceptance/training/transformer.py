@@ -31,9 +31,9 @@ from mgpu_check.suite.gradients.checks import (
     assert_distributed_agrees,
     assert_distributed_replicas_agree,
 )
-from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks import switches
+from mgpu_check.torch_hooks.switches import one_thread
 from mgpu_check.torch_hooks.tensors import bytes_of, copied, plain
-from mgpu_check.torch_hooks.threads import one_thread
 
 _DROPOUT = 0.1
 
@@ -281,7 +281,7 @@ def arithmetic(case: TransformerCase) -> Iterator[None]:
     cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" at its first call.
     """
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with precision.repeatable(tf32=case.precision == "tf32"):
+    with switches.repeatable_precision(tf32=case.precision == "tf32"):
         try:
             torch.use_deterministic_algorithms(True)
             yield

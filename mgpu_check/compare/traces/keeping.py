@@ -19,8 +19,7 @@ from mgpu_check.compare.parameters import NumberedPart, Parameters, parameters_o
 from mgpu_check.compare.summaries import whole
 from mgpu_check.compare.trace import write_all
 from mgpu_check.compare.watched import Note
-from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
-from mgpu_check.torch_hooks.values import is_distributed
+from mgpu_check.torch_hooks.tensors import copied, is_distributed, memory_of, name_of
 
 _VARIABLES = ("CUBLAS_", "CUDNN_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of environment variables that may change results."""

@@ -20,9 +20,20 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from mgpu_check.devices.telemetry.fields import Kind, asked
-from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
-from mgpu_check.devices.telemetry.source import GpuLost, NoTelemetry, QueryError, Source, Unsupported
-from mgpu_check.devices.telemetry.turnstile import PATIENCE, Query, Turnstile, watch
+from mgpu_check.devices.telemetry.sources import (
+    PATIENCE,
+    GpuLost,
+    NoTelemetry,
+    Override,
+    Query,
+    QueryError,
+    SimulatedSource,
+    SimulatedTelemetry,
+    Source,
+    Turnstile,
+    Unsupported,
+    watch,
+)
 
 NOTE = 64
 """Bytes per thread to note its current query; the first slot is for calls without a GPU."""

@@ -1,7 +1,8 @@
-"""Collect telemetry beside a run: snapshots on request, samples at intervals, and troubles with their GPU and field.
+"""Collect telemetry beside a run (snapshots on request, samples at intervals, and troubles with their GPU and field),
+and keep a bounded number of samples, however long the run is; on a remote machine in one call.
 
-A separate process queries the driver (`process`). It lives as long as its `TelemetrySampler`. If this process dies,
-even by a signal, the other one ends as well, because its input closes.
+A separate process queries the driver (`process`). It lives as long as its `TelemetrySampler`. If this process
+dies, even by a signal, the other one ends as well, because its input closes.
 """
 
 from __future__ import annotations
@@ -15,17 +16,132 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mgpu_check.devices.telemetry.fields import Kind, field_of
-from mgpu_check.devices.telemetry.history import History
+from mgpu_check.devices.observations import Number
+from mgpu_check.devices.telemetry.fields import Kind, Value, field_of
 from mgpu_check.devices.telemetry.process import NOTE
-from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
-from mgpu_check.devices.telemetry.turnstile import PATIENCE
-from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+from mgpu_check.devices.telemetry.sources import PATIENCE, SimulatedTelemetry
+
+Values = Mapping[str, Value | None]
+"""By field name; None where the GPU or its driver does not support the field."""
+
+TroubleKind = Literal["hang", "blocked", "error", "lost", "xid", "sampler"]
+"""Hang: a query does not return. Blocked: a query does not return, but an earlier one hung and may hold the driver.
+Error: a query failed. Lost: the GPU is gone. Xid: the driver reported an error of the GPU. Sampler: the process that
+queries the driver has failed or ended.
+"""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The telemetry of all GPUs at one time. Maps are keyed by a GPU's number in the run.
+
+    Attributes:
+        at: seconds since the start of the run.
+        facts: identities, facts, pairs, limits and states; empty for each GPU in a snapshot that is not full.
+        counters: counters.
+        gauges: gauges.
+        unknown: why a field is None, by name: "not supported", "not permitted", an error; for "xid", why no events are
+            reported.
+        missing: GPUs without an answer, and the reason.
+        absent: why there is no telemetry at all; "" if there is telemetry.
+        identity: UUID, serial number and PCI bus id as first read, also of GPUs that do not answer any more.
+    """
+
+    at: float = 0.0
+    facts: Mapping[int, Values] = field(default_factory=dict)
+    counters: Mapping[int, Mapping[str, int | None]] = field(default_factory=dict)
+    gauges: Mapping[int, Values] = field(default_factory=dict)
+    unknown: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    missing: Mapping[int, str] = field(default_factory=dict)
+    absent: str = ""
+    identity: Mapping[int, Values] = field(default_factory=dict)
+
+    def by_model(self) -> list[list[int]]:
+        """Return the GPUs with facts, those of each model together, in ascending order."""
+        models: dict[Value | None, list[int]] = {}
+        for gpu, facts in sorted(self.facts.items()):
+            models.setdefault(facts.get("name"), []).append(gpu)
+        return list(models.values())
+
+    def only(self, gpus: Collection[int]) -> Snapshot:
+        """Return the same snapshot, restricted to these GPUs."""
+
+        def of(values: Mapping[int, Any]) -> dict[int, Any]:
+            return {gpu: value for gpu, value in values.items() if gpu in gpus}
+
+        return Snapshot(
+            self.at,
+            of(self.facts),
+            of(self.counters),
+            of(self.gauges),
+            of(self.unknown),
+            of(self.missing),
+            self.absent,
+            of(self.identity),
+        )
+
+
+@dataclass(frozen=True)
+class TelemetrySample:
+    """Gauges and counters of one GPU at one time.
+
+    Attributes:
+        at: seconds since the start of the run.
+    """
+
+    at: Number
+    gpu: int
+    values: Values
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A failure of a GPU, or of a query to it.
+
+    Attributes:
+        kind: see `TroubleKind`.
+        gpu: its number in the run; None if it is unknown.
+        field: the queried field; "" for an Xid.
+        text: what happened, in one line that does not repeat GPU and field.
+        at: seconds since the start of the run.
+        code: number of an Xid, or of an error of the driver's library.
+    """
+
+    kind: TroubleKind
+    gpu: int | None
+    field: str
+    text: str
+    at: float
+    code: int | None = None
+
+
+MOST = 4096
+"""Samples kept per GPU."""
+
+
+class History:
+    """Samples by GPU. A GPU with too many loses every second sample; samples with throttling are dropped last."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[TelemetrySample]] = {}
+
+    def add(self, sample: TelemetrySample) -> None:
+        """Add the next sample of a GPU."""
+        kept = self._of.setdefault(sample.gpu, [])
+        kept.append(sample)
+        if len(kept) > MOST:
+            thinned = [s for place, s in enumerate(kept) if place % 2 == 0 or s.values.get("throttle")]
+            self._of[sample.gpu] = thinned if len(thinned) <= 3 * MOST // 4 else kept[::2]
+
+    def samples(self) -> list[TelemetrySample]:
+        """Return all kept samples, by time."""
+        return sorted((s for kept in self._of.values() for s in kept), key=lambda sample: (sample.at, sample.gpu))
+
 
 _DEADLINES = (20.0, 2.0)  # seconds for a query to a real driver, which may have to wake a GPU, and to a simulated one
 _END = 1.0  # seconds to wait for the process to end, before and after SIGKILL
@@ -268,3 +384,37 @@ class TelemetrySampler:
         gpu, name = asked[0] if len(asked) == 1 else (None, "")
         text = f"the process that queries the driver has ended with {how}"
         return Trouble("sampler", gpu, name, text, self.now())
+
+
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The telemetry of one call. Times are seconds since the call began."""
+
+    snapshot: Snapshot
+    samples: tuple[TelemetrySample, ...]
+    troubles: tuple[Trouble, ...]
+
+
+def visit(
+    gpus: Sequence[tuple[int, str]],
+    simulated: SimulatedTelemetry | None,
+    interval: float,
+    *,
+    full: bool = True,
+    meanwhile: Callable[[], object] | None = None,
+) -> Visit:
+    """Sample the GPUs of this machine while `meanwhile` runs, then take a snapshot.
+
+    Args:
+        gpus, simulated, interval: see `TelemetrySampler`.
+        full: see `TelemetrySampler.snapshot`.
+        meanwhile: the work to run; None takes the snapshot at once.
+    """
+    with TelemetrySampler(gpus, simulated, interval) as sampler:
+        if meanwhile is not None:
+            meanwhile()
+        snapshot = sampler.snapshot(_PATIENCE, full=full)
+    return Visit(snapshot, tuple(sampler.samples()), tuple(sampler.troubles()))

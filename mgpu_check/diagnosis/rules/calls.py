@@ -8,9 +8,9 @@ from __future__ import annotations
 from mgpu_check.diagnosis.evidence import HashSeeds, UnfinishedCall
 from mgpu_check.diagnosis.registry import mistake, on_calls, on_hash_seeds
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.processes.collective_records import fewest
 from mgpu_check.processes.rank_lists import grouped, named
-from mgpu_check.processes.record import fewest
-from mgpu_check.torch_hooks.table import COLLECTIVES
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 
 _LONGEST = 240  # characters of a quoted error: about three lines of a terminal
 _WORDS_OF_TORCH = (

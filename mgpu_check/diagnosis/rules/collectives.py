@@ -13,7 +13,7 @@ from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few
-from mgpu_check.torch_hooks.table import COLLECTIVES
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors

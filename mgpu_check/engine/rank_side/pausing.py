@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mgpu_check.engine.rank_side.state import backends_of, number_of
 from mgpu_check.processes.protocol import Paused
-from mgpu_check.torch_hooks.arguments import group_of
+from mgpu_check.torch_hooks.collective_arguments import group_of
 from mgpu_check.torch_hooks.collectives import recorder
 
 _UNDESCRIBED = ("", "undefined", "default_pg")

@@ -19,19 +19,23 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from mgpu_check.engine.rank_side import pausing, uncaught
-from mgpu_check.engine.rank_side.devices import check_visible, devices_behind, has_nccl, take
+from mgpu_check.engine.rank_side import pausing, python_hooks
+from mgpu_check.engine.rank_side.devices import (
+    check_visible,
+    devices_behind,
+    has_nccl,
+    open_store,
+    share_gloo_device,
+    take,
+)
+from mgpu_check.engine.rank_side.python_hooks import note_names
 from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
-from mgpu_check.engine.rank_side.rendezvous import open_store, share_gloo_device
-from mgpu_check.engine.rank_side.shared_names import note_names
 from mgpu_check.engine.rank_side.state import FreshState, Steps, groups_made
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import RankEnd
+from mgpu_check.processes.child_processes import CONNECTION_LOST, MARK, STACKS_SIGNAL
 from mgpu_check.processes.heap import keep_freed_memory
-from mgpu_check.processes.leftovers import MARK
-from mgpu_check.processes.raised import EXPLAIN, clipped, failure_of, shortened
-from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
-from mgpu_check.processes.spawned import give_by_value
+from mgpu_check.processes.rank_pickling import EXPLAIN, clipped, failure_of, give_by_value, shortened
 from mgpu_check.torch_hooks.collectives import recorder
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
@@ -67,7 +71,7 @@ def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, direct
     log_files.append(os.fdopen(log_fd, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))
     _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
-    uncaught.listen()
+    python_hooks.listen()
     give_by_value()
     keep_freed_memory()
     # Temporary files of `multiprocessing` go to the run's directory, because a killed rank cannot remove them.
@@ -337,7 +341,7 @@ class Worker:
             left_behind = (f"a state that cannot be put back: {_headline(error)}",)
         if recorder.total != self.entered:
             left_behind += ("operations of a process group that were begun after the function had returned",)
-        return protocol.Rested(left_behind, tuple(("stray", stray.plain) for stray in uncaught.take()))
+        return protocol.Rested(left_behind, tuple(("stray", stray.plain) for stray in python_hooks.take()))
 
 
 def _headline(error: BaseException) -> str:

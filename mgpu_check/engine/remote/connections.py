@@ -1,9 +1,18 @@
-"""The driver's side of all connections: a thread that accepts and authenticates them and receives from the agents."""
+"""The driver's connections to the agents of a run: a thread that accepts connections, admits only processes that
+prove that they have the key, and receives from the agents.
+
+Messages are lines of JSON, never pickles, which could run code.
+
+An agent first sends ``{"agent": {…}}``, then ``launched``, ``failed``, ``exit``, ``answer``, ``interrupt`` and
+``leaving``. The driver sends ``launch``, ``call`` and ``end``. Each further connection of an agent sends
+``{"launch": id}``, and belongs to the new rank from then on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import selectors
 import signal
@@ -12,15 +21,276 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
-from mgpu_check.engine.remote.credentials import Key
-from mgpu_check.engine.remote.lines import line, shut, tune
-from mgpu_check.engine.remote.listener import Listener
-from mgpu_check.engine.remote.members import AgentGone, AgentProcess, Launch, RemoteAgent
+from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, verify
 from mgpu_check.errors import StartupFailure
+
+LONGEST = 4 << 20
+"""Maximum bytes of a line. The stacks and the kept output of a rank are shorter."""
+
+_IDLE, _INTERVAL, _PROBES = 15, 5, 4  # seconds, seconds, count: a lost host is detected after 35 s
+_UNANSWERED_MS = 35_000  # the same time for unacknowledged data
+
+
+def tune(connection: socket.socket, control: bool) -> None:
+    """Disable send delays, and detect when the other host has disappeared without closing the connection.
+
+    Args:
+        control: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be
+            stopped for longer than that timeout.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    if control:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+class Lines:
+    """Splits a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add received bytes."""
+        self._data += data
+        if len(self._data) > LONGEST and b"\n" not in self._data:
+            raise ValueError(f"a line of more than {LONGEST} bytes")
+
+    def next(self) -> dict[str, Any] | None:
+        end = self._data.find(b"\n")
+        if end < 0:
+            return None
+        try:
+            message = json.loads(self._data[:end])
+        except RecursionError:
+            raise ValueError("a line with too deeply nested brackets") from None
+        del self._data[: end + 1]
+        if not isinstance(message, dict):
+            raise ValueError("a line that is not a JSON object")
+        return message
+
+
+def shut(connection: socket.socket) -> None:
+    """Shut down a connection in both directions, even if other processes hold it, too."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class AgentGone(Exception):
+    """The agent that should have answered is lost."""
+
+
+@dataclass(frozen=True)
+class AgentProcess:
+    """A new process of an agent: its id on that host, and the connection to it."""
+
+    pid: int
+    connection: socket.socket
+
+
+@dataclass
+class Launch:
+    """A pending process: it is complete once the agent has reported its pid and the process has connected."""
+
+    future: Future[AgentProcess] = field(default_factory=Future)
+    pid: int | None = None
+    connection: socket.socket | None = None
+
+    def complete(self) -> None:
+        if self.pid is not None and self.connection is not None and not self.future.done():
+            self.future.set_result(AgentProcess(self.pid, self.connection))
+
+    def fail(self, error: Exception) -> None:
+        """Fail the future, unless it is complete."""
+        if not self.future.done():
+            self.future.set_exception(error)
+            if self.connection is not None:
+                self.connection.close()
+
+
+class RemoteAgent:
+    """An agent that has joined.
+
+    Attributes:
+        boot: boot id of its host, which distinguishes hosts of one name; "" if unknown.
+        told: the agent's description of itself.
+        gone: the cause of death of its processes if the agent is lost; None while it is connected.
+        answers, launches: pending requests, by number.
+        processes: process number -> function to call with the exit code, or with None if the agent is lost.
+        exits: exit codes of processes without a watcher.
+    """
+
+    def __init__(self, connection: socket.socket, told: dict[str, Any]) -> None:
+        self.connection = connection
+        self.told = told
+        self.rank = int(told["rank"])
+        self.host = str(told["host"])
+        self.boot = str(told.get("boot", ""))
+        self.gone: str | None = None
+        self.lines = Lines()
+        self.answers: dict[int, Future[Any]] = {}
+        self.launches: dict[int, Launch] = {}
+        self.processes: dict[int, Callable[[int | None], None]] = {}
+        self.exits: dict[int, int | None] = {}
+        self._sending = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Send a message. If the agent is lost, the thread that reads from it notices."""
+        with self._sending:
+            try:
+                if self.gone is None:
+                    self.connection.sendall(line(message))
+            except OSError:
+                shut(self.connection)
+
+
+_MOST = 64  # pending connections, so that strangers cannot use up the file descriptors
+_TIMEOUT = 20.0  # seconds to authenticate
+_TIMEOUT_IF_FULL = 2.0  # while others wait: an agent answers at once, and a stranger must not keep agents out
+
+
+@dataclass
+class _Guest:
+    """A connection that is not admitted yet.
+
+    Attributes:
+        proof: the pending authentication, None once it has succeeded.
+        wanted: bytes of the peer's proof.
+        came: when it was accepted.
+        data: the bytes received so far.
+    """
+
+    connection: socket.socket
+    address: str
+    proof: Generator[tuple[bytes, int], bytes, bytes] | None
+    wanted: int
+    came: float
+    data: bytes = b""
+
+
+class Listener:
+    """Accepts and authenticates connections, and hands over the authenticated ones with their first line.
+
+    Nothing here blocks. From an unauthenticated peer it reads no more bytes than a proof has.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: Key,
+        selector: selectors.BaseSelector,
+        admit: Callable[[socket.socket, dict[str, Any]], None],
+        refuse: Callable[[str], None],
+    ) -> None:
+        """Register with `selector`, whose owner must call the data of each ready key.
+
+        Args:
+            admit: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if
+                the message is invalid.
+            refuse: receives the address of a peer with another key.
+        """
+        listener.setblocking(False)
+        self._listener = listener
+        self._key = key
+        self._selector = selector
+        self._admit = admit
+        self._refuse = refuse
+        self._guests: list[_Guest] = []
+        self._accepting = False
+        self._accept_or_wait()
+
+    def _accept_or_wait(self) -> None:
+        """Let further peers wait in the queue of the socket while as many as there may be are examined."""
+        if self._accepting != (len(self._guests) < _MOST):
+            self._accepting = not self._accepting
+            if self._accepting:
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            else:
+                self._selector.unregister(self._listener)
+
+    def send_away_the_late(self) -> None:
+        """Close the connections that were not admitted in time."""
+        latest = time.monotonic() - (_TIMEOUT if self._accepting else _TIMEOUT_IF_FULL)
+        for guest in [one for one in self._guests if one.came < latest]:
+            self._send_away(guest)
+
+    def close(self) -> None:
+        for guest in list(self._guests):
+            self._send_away(guest)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, peer = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        proof = verify(self._key, endpoint(connection.getsockname()))
+        greeting, wanted = next(proof)
+        guest = _Guest(connection, str(peer[0]), proof, wanted, time.monotonic())
+        self._guests.append(guest)
+        self._accept_or_wait()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._examine(guest))
+        with contextlib.suppress(OSError):
+            connection.send(greeting)
+
+    def _release(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        self._selector.unregister(guest.connection)
+        self._accept_or_wait()
+
+    def _send_away(self, guest: _Guest) -> None:
+        self._release(guest)
+        guest.connection.close()
+
+    def _examine(self, guest: _Guest) -> None:
+        """Read from a guest: exactly its proof, then one line."""
+        if guest not in self._guests:
+            return  # an earlier event of the same round has closed it
+        try:
+            data = guest.connection.recv(guest.wanted - len(guest.data) if guest.proof else LONGEST)
+            if not data:
+                raise Stranger("it has closed the connection")
+            guest.data += data
+            if guest.proof is None:
+                lines = Lines()
+                lines.feed(guest.data)
+                message = lines.next()
+            elif len(guest.data) == guest.wanted:
+                try:
+                    guest.proof.send(guest.data)
+                except StopIteration as proven:
+                    guest.connection.send(proven.value)
+                guest.proof, guest.data, message = None, b"", None
+            else:
+                return
+        except BlockingIOError:
+            return
+        except (Stranger, OSError, ValueError) as error:
+            if isinstance(error, WrongKey):
+                self._refuse(guest.address)
+            self._send_away(guest)
+            return
+        if message is not None:
+            self._release(guest)
+            try:
+                self._admit(guest.connection, message)
+            except (LookupError, TypeError, ValueError):
+                guest.connection.close()
+
 
 _SEND_TIMEOUT = 10.0  # seconds: an agent that reads nothing for so long is lost
 _TO_FINISH, _TO_UNWIND = 3.0, 7.0  # seconds for the main thread to finish by itself, and then after an interrupt

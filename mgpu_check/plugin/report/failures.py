@@ -19,7 +19,7 @@ from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
-from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.tracebacks import is_engine, is_installed
 
 _ON_PURPOSE = (CheckFailure, pytest.fail.Exception, ValueError, TypeError, pytest.UsageError, RankHang)
 _REPLAY = "repeat with"

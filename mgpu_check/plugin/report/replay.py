@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.engine.remote import current
+from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin.packaged_suites import command_of, package_of
 from mgpu_check.settings import OPTIONS
 from mgpu_check.torch_hooks.patches import replaced
@@ -110,7 +110,7 @@ class Invocation:
         """Return the command line of this process."""
         command = next((p for p in config.pluginmanager.get_plugins() if isinstance(p, CommandLine)), None)
         arguments = command.arguments if command else [os.fspath(a) for a in config.invocation_params.args]
-        driver = current.driver()
+        driver = launched_process.driver()
         ours = _program("mgpu_check", "mgpu-check") if driver is None else driver.command
         program = (*ours, *command.words) if command else _pytest_program() if driver is None else (*ours, "pytest")
         seed = config.getoption("--hypothesis-seed", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 PATTERNS = ("bit", "low-bit", "bits", "lane", "nan", "tile", "swap")
-"""Patterns of wrong elements; see `mgpu_check.simulated.defects.chance`."""
+"""Patterns of wrong elements; see `mgpu_check.simulated.defects.implementations`."""
 
 UNITS: Mapping[str, tuple[str, ...]] = {
     "products": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_int_mm", "_scaled_mm"),

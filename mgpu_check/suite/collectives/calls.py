@@ -31,7 +31,7 @@ from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_par
 from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall, left_out
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.repeated_calls import called, coalescing, groups_of
-from mgpu_check.torch_hooks.table import TRANSFERS, is_list
+from mgpu_check.torch_hooks.collective_table import TRANSFERS, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, digest_of
 
 _EXACT, _RANDOM, _BITS = 251, 4093, 1021

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS, Collective
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS, Collective
 
 FLOATING = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int8", "uint8")

@@ -28,7 +28,7 @@ from mgpu_check.suite.collectives.messages import (
     assert_objects_travel,
 )
 from mgpu_check.suite.collectives.repeated_calls import assert_rounding_is_unbiased, groups_of, most_ranks
-from mgpu_check.torch_hooks.table import TRANSFERS
+from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 
 def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from mgpu_check.engine.rank_side.rank import current_rank
 from mgpu_check.suite.common.faults.planting import is_last
 from mgpu_check.suite.common.faults.registry import Planter, When
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, ROOTS
 from mgpu_check.torch_hooks.patches import replaced
-from mgpu_check.torch_hooks.table import COLLECTIVES, ROOTS
 from mgpu_check.torch_hooks.tensors import as_bits
 
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

@@ -13,7 +13,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.suite.collectives.cases import BUFFERS, LENGTH, OF_GROUPS, CollectiveStep
 from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
 from mgpu_check.suite.collectives.repeated_calls import called, parts_of
-from mgpu_check.torch_hooks.table import COLLECTIVES, TRANSFERS
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 _FORMS = {"all_to_all": "all_to_all_single"}
 """Transfer -> the function to call, where it has another name: older versions of gloo have no `all_to_all` of lists."""

@@ -34,7 +34,7 @@ from mgpu_check.suite.collectives.cases import (
 from mgpu_check.suite.common.pairs import in_pairs
 from mgpu_check.suite.common.strategies import first_of, world_sizes
 from mgpu_check.suite.common.strategies import seeds as tensor_seeds
-from mgpu_check.torch_hooks.table import TRANSFERS
+from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 PLACES = ("device", "cpu")
 LARGE = {

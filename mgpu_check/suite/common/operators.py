@@ -50,7 +50,7 @@ def _rounded_roots(a: torch.Tensor) -> torch.Tensor:
     """
     import numpy as np
 
-    from mgpu_check.simulated.state import active_node
+    from mgpu_check.simulated.node import active_node
 
     if (node := active_node()) is not None and node.backing.type == "cpu":
         return torch.sqrt(a)

@@ -29,7 +29,7 @@ from mgpu_check.suite.devices.operations import (
     evidence_of,
     length_of_piece,
 )
-from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks import switches
 
 
 def _found(place: str) -> Prepare:
@@ -74,7 +74,7 @@ def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) ->
     Returns:
         whether such a result occurred, and the digests of at most 64 pieces of the last result.
     """
-    with torch.cuda.device(rank.device), torch.no_grad(), precision.repeatable(tf32=case.dtype == "tf32"):
+    with torch.cuda.device(rank.device), torch.no_grad(), switches.repeatable_precision(tf32=case.dtype == "tf32"):
         prepared = OPERATIONS[case.operation](case, rank.device)
         for _ in range(case.repeats):
             result = _last[rank.device] = prepared.call()
@@ -105,7 +105,7 @@ class _SeenResults:
 
 def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[SubjectResult | Ballot]:
     """Run one case on a device; see `examine_arithmetic`."""
-    with precision.repeatable(tf32=case.dtype == "tf32"):
+    with switches.repeatable_precision(tf32=case.dtype == "tf32"):
         try:
             prepared = OPERATIONS[case.operation](case, device)
         except CaseUnsupported as error:

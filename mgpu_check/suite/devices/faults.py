@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint as checkpoint_module
 
-from mgpu_check.simulated.defects.copies import HostLink, Link
+from mgpu_check.simulated.defects.implementations import HostLink, Link
 from mgpu_check.suite.common.faults.planting import (
     around,
     call,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.child_processes import MARK
 
 CHANGES: dict[str, Callable[[], Any]] = {}
 

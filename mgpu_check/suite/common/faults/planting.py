@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.simulated.defects.compute import Unit
+from mgpu_check.simulated.defects.implementations import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
 from mgpu_check.suite.common.faults.registry import Planter, When
 from mgpu_check.torch_hooks.patches import Patches, replaced
@@ -311,5 +311,5 @@ def hardware(*defects: Defect) -> AbstractContextManager[None]:
 
 
 def unit(operations: Sequence[str], **parameters: Any) -> AbstractContextManager[None]:
-    """Make some operators wrong on one device; see `mgpu_check.simulated.defects.compute.Unit`."""
+    """Make some operators wrong on one device; see `mgpu_check.simulated.defects.implementations.Unit`."""
     return hardware(Unit({"seed": 0, "pattern": "bits", **parameters}, tuple(operations)))

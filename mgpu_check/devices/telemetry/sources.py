@@ -1,0 +1,331 @@
+"""The interface of a telemetry source (`nvml` implements it for real GPUs), the source of simulated GPUs, and the
+turnstile for queries.
+
+Simulated GPUs are all of one model and healthy, except for planted overrides. The turnstile serializes the queries
+to a driver, so that a query that hangs is known; later queries bypass it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from mgpu_check.devices.telemetry.fields import FIELDS, Value, peer_of
+
+
+class NoTelemetry(Exception):
+    """No telemetry on this machine: the library or the driver is missing or does not work."""
+
+
+class Unsupported(Exception):
+    """The GPU or its driver does not support a field, or denies it to this user."""
+
+
+class QueryError(Exception):
+    """A query of a supported field failed.
+
+    Attributes:
+        code: error code of the driver's library.
+    """
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class GpuLost(QueryError):
+    """The GPU does not answer any more: it has fallen off the bus, or must be reset."""
+
+
+@dataclass(frozen=True)
+class XidEvent:
+    """An error event (Xid) of the driver.
+
+    Attributes:
+        gpu: number in the run.
+    """
+
+    gpu: int
+    xid: int
+
+
+class Source(Protocol):
+    """A source of telemetry. Several threads query it at once, each for one GPU."""
+
+    unmatched: dict[int, str]
+    """GPUs of the run that this source cannot find, and the reason."""
+
+    def query(self, gpu: int, field: str) -> Value:
+        """Return the value of a field.
+
+        Raises:
+            Unsupported: the field is not available. QueryError: the query failed. GpuLost: the GPU is gone.
+        """
+
+    def events(self, seconds: float) -> Sequence[XidEvent]:
+        """Wait at most `seconds` for events, and return them.
+
+        Raises:
+            Unsupported: this source reports no events. QueryError: waiting failed.
+        """
+
+    def close(self) -> None:
+        """Release the driver."""
+
+
+PATIENCE = 3
+"""Factor on the deadline of a call without a GPU: initializing the driver's library may wake all GPUs."""
+
+_TICKS = 20  # per deadline: measures it to within 5 %
+
+
+@dataclass(eq=False)
+class Query:
+    """One call of the driver.
+
+    Attributes:
+        gpu: number in the run; None for a call without a GPU, such as the initialization.
+        ticks: number of times that the watch has found it in progress.
+        hung: whether it has exceeded its deadline.
+    """
+
+    gpu: int | None
+    field: str
+    ticks: int = 0
+    hung: bool = False
+
+
+class Turnstile:
+    """A lock that admits one query at a time: the next may enter when the current one has returned or hangs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: Query | None = None
+        self._hanging: set[Query] = set()
+
+    def enter(self, query: Query) -> None:
+        """Wait until no other query is in progress, except for those that hang."""
+        with self._changed:
+            while self._holder is not None and not self._holder.hung:
+                self._changed.wait()
+            self._holder = query
+
+    def leave(self, query: Query) -> None:
+        """Admit the next query."""
+        with self._changed:
+            self._hanging.discard(query)
+            if self._holder is query:
+                self._holder = None
+            self._changed.notify_all()
+
+    def tick(self) -> tuple[Query, Literal["hang", "blocked"]] | None:
+        """Count one more tick of the current query.
+
+        Return it when it exceeds its deadline, with the kind of trouble.
+        """
+        with self._changed:
+            query = self._holder
+            if query is None or query.hung:
+                return None
+            query.ticks += 1
+            if query.ticks < (_TICKS if query.gpu is not None else PATIENCE * _TICKS):
+                return None
+            query.hung = True
+            kind: Literal["hang", "blocked"] = "blocked" if self._hanging else "hang"
+            self._hanging.add(query)
+            self._changed.notify_all()
+            return query, kind
+
+
+def watch(
+    turnstile: Turnstile, deadline: float, report: Callable[[Query, Literal["hang", "blocked"]], None]
+) -> threading.Thread:
+    """Start a thread that reports the queries that take longer than `deadline` seconds.
+
+    The thread counts its own wake-ups as time. On a machine too busy to run this process, the count stops as well, so a
+    busy machine does not make a query count as hanging.
+    """
+    pause = threading.Event()
+
+    def go() -> None:
+        while True:
+            pause.wait(deadline / _TICKS)
+            found = turnstile.tick()
+            if found is not None:
+                report(*found)
+
+    thread = threading.Thread(target=go, name="watch", daemon=True)
+    thread.start()
+    return thread
+
+
+PROFILE: Mapping[str, Value] = {
+    "name": "SIMULATED",
+    "part_number": "000-00000-0000-000",
+    "memory": 16 << 20,
+    "driver": "000.00",
+    "cuda": "13.0",
+    "vbios": "00.00.00.00.00",
+    "inforom": "G000.0000.00.00",
+    "ecc": "on",
+    "mig": "off",
+    "virtualization": "none",
+    "compute_mode": "default",
+    "persistence": "on",
+    "power_limit": 700,
+    "sm_clock_max": 1980,
+    "memory_clock_max": 2619,
+    "pcie_generation_max": 5,
+    "pcie_width_max": 16,
+    "nvlinks": 18,
+    "nvlink_speed": 26562,
+    "p2p": "read+write+nvlink+atomics",
+    "topology": "system",
+    "multi_gpu_board": False,
+    "temperature_slowdown": 89,
+    "memory_temperature_max": 95,
+    "power_limit_default": 700,
+    "banks_without_spares": 0,
+    "banks_low_on_spares": 0,
+    "nvlinks_down": "",
+    "ecc_pending": "on",
+    "remap_pending": False,
+    "remap_failed": False,
+    "retired_pending": False,
+    "repair_pending": False,
+    "sram_threshold": False,
+    "unrepairable_memory": False,
+    "recovery_action": "none",
+    "fabric": "completed",
+    "temperature": 42,
+    "memory_temperature": 48,
+    "temperature_margin": 47,
+    "power": 420.0,
+    "utilization": 100,
+    "sm_clock": 1980,
+    "memory_clock": 2619,
+    "throttle": "",
+    "pcie_generation": 5,
+    "pcie_width": 16,
+    "nvlinks_up": 18,
+}
+"""The values of a healthy simulated GPU, by field name; counters are 0."""
+
+LAG = 0.05  # seconds; well below the time that the sampler waits for events at once
+
+
+@dataclass(frozen=True)
+class Override:
+    """A false value that simulated telemetry reports for a field of a GPU.
+
+    Attributes:
+        gpu: its number in the run.
+        field: a name in `fields.FIELDS`, or a pair name from `fields.pair_field`; "xid" makes the driver report the
+            error `value` once; "" overrides every field.
+        value: the reported value; with `grows`, the first value.
+        grows: the increment per query.
+        after: seconds since telemetry began after which the override takes effect.
+        error: the error of the query, or "": "lost", "timeout" (never answers), or the text of another error.
+    """
+
+    gpu: int
+    field: str
+    value: Any = None
+    grows: float = 0
+    after: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SimulatedTelemetry:
+    """The configuration of simulated telemetry.
+
+    Attributes:
+        profile: values that replace those of `PROFILE` on all GPUs, by field name, such as the memory.
+        absent: the reason why there is no telemetry at all; "" if there is telemetry.
+        elapsed: seconds that count as elapsed when telemetry starts.
+    """
+
+    profile: Mapping[str, Value] = field(default_factory=dict)
+    overrides: Sequence[Override] = ()
+    absent: str = ""
+    elapsed: float = 0.0
+
+    def __post_init__(self) -> None:
+        unknown = set(self.profile) - set(FIELDS)
+        if unknown:
+            raise ValueError(f"profile={sorted(unknown)} are not telemetry fields; choose from {', '.join(FIELDS)}")
+
+
+class SimulatedSource:
+    """See `source.Source`.
+
+    Args:
+        gpus: number in the run -> UUID.
+    """
+
+    def __init__(self, gpus: Mapping[int, str], made_of: SimulatedTelemetry) -> None:
+        self.unmatched: dict[int, str] = {}
+        self._gpus = dict(gpus)
+        self._profile = {**PROFILE, **made_of.profile}
+        self._overrides = made_of.overrides
+        self._began = time.monotonic() - made_of.elapsed
+        self._steps = int(made_of.elapsed / LAG)
+        self._asked: dict[int, int] = {}  # place of an override -> number of its answers
+        self._told: set[int] = set()
+        self._lock = threading.Lock()
+
+    def query(self, gpu: int, field: str) -> Value:
+        """Return the value of a field: that of the last override in effect, or else the healthy value."""
+        for place, override in reversed(list(enumerate(self._overrides))):
+            if override.gpu == gpu and override.field in ("", field) and self._begun(override):
+                return self._overridden(place, override, field)
+        return self._truth(gpu, field)
+
+    def events(self, seconds: float) -> list[XidEvent]:
+        """Return the planted Xids that are due."""
+        found = []
+        for place, override in enumerate(self._overrides):
+            mine = override.field == "xid" and override.gpu in self._gpus
+            if mine and place not in self._told and self._begun(override):
+                self._told.add(place)
+                found.append(XidEvent(override.gpu, int(override.value)))
+        if not found:
+            time.sleep(min(seconds, LAG))
+        return found
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _begun(self, override: Override) -> bool:
+        return time.monotonic() - self._began >= override.after
+
+    def _overridden(self, place: int, override: Override, field: str) -> Value:
+        if override.error == "timeout":
+            threading.Event().wait()
+        if override.error == "lost":
+            raise GpuLost("GPU is lost", 15)
+        if override.error:
+            raise QueryError(override.error, 999)
+        if not override.grows:
+            value: Value = override.value
+            return value
+        with self._lock:
+            step = self._asked.get(place, self._steps)
+            self._asked[place] = step + 1
+        return int((override.value or 0) + step * override.grows)
+
+    def _truth(self, gpu: int, field: str) -> Value:
+        if field == "uuid":
+            return self._gpus[gpu]
+        if field == "serial":
+            return f"SIMULATED-{gpu}"
+        if field == "pci":
+            return f"00000000:{gpu:02X}:00.0"
+        name = field if peer_of(field) is None else field.rpartition("_")[0]
+        if FIELDS[name].kind == "counter":
+            return 0
+        return self._profile[name]

@@ -1,0 +1,332 @@
+"""Keep ranks in lockstep, from the pytest process: pause them after each part of a call, resume them once all have
+made the same calls in it, and check that every tensor that a rank sent to another rank was received there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from mgpu_check.engine.failures import Account, Finished, Who, disagreement, last_collectives, raised_at
+from mgpu_check.engine.process import Process
+from mgpu_check.errors import RankFailure
+from mgpu_check.processes.channel import frame
+from mgpu_check.processes.collective_records import Record, Uneven, ahead, deadlocked, parting, relative, uneven
+from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Group, Paused, PeerTransfers, Resume, TensorRun
+from mgpu_check.processes.rank_lists import few, grouped, named
+
+_MOST_TOLD = 4  # lines of a report: more rarely help
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """One transfer that sender and receiver recorded differently.
+
+    Attributes:
+        sender, receiver: ranks; the sender of a receive from any source is `ANY`.
+        given, taken: the send and the receive; None if that side has no such operation.
+    """
+
+    sender: int
+    receiver: int
+    tag: int
+    given: TensorRun | None
+    taken: TensorRun | None
+
+    def text(self, who: Who) -> str:
+        """Describe the transfer: "rank 0 has sent float32[4] to rank 1 in send (a.py:7), and rank 1 has not received
+        it"."""
+        tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
+        receiver = who([self.receiver])
+        if self.given is None:
+            sender, unsent = "any rank", "none has sent it"
+            if self.sender != ANY:
+                sender = who([self.sender])
+                unsent = f"{sender} has not sent it"
+            begun = f"has begun to receive {_shown(self.taken)} from {sender}{tag} in {_site(self.taken)}"
+            return f"{who.full([self.receiver])} {begun}, and {unsent}"
+        given = f"{who.full([self.sender])} has sent {_shown(self.given)} to {receiver}{tag} in {_site(self.given)}"
+        if self.taken is None:
+            return f"{given}, and {receiver} has not received it"
+        return f"{given}, where {receiver} has received {_shown(self.taken)} in {_site(self.taken)}"
+
+
+def _shown(run: TensorRun | None) -> str:
+    return "nothing" if run is None else "a tensor" if run.what == MANY else run.what
+
+
+def _site(run: TensorRun | None) -> str:
+    return "" if run is None else f"{run.name} ({relative(run.file)}:{run.line})"
+
+
+def unmatched(flows: Mapping[int, Sequence[PeerTransfers]]) -> list[Unmatched]:
+    """Return the first difference for each pair of ranks, group and tag."""
+    # Keys: group, tag, sender, receiver.
+    given: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
+    taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
+    for rank, some in flows.items():
+        for flow in some:
+            if flow.given:
+                given[flow.group, flow.tag, rank, flow.peer] = flow.runs
+            else:
+                taken[flow.group, flow.tag, flow.peer, rank] = flow.runs
+    found = []
+    for group, tag, receiver in {(g, t, r) for g, t, s, r in taken if s == ANY}:
+        found += _from_any(given, taken, group, tag, receiver)
+    for key in sorted(given.keys() | taken.keys()):
+        _, tag, sender, receiver = key
+        if difference := _difference(given.get(key, ()), taken.get(key, ())):
+            found.append(Unmatched(sender, receiver, tag, *difference))
+    return found
+
+
+def _from_any(
+    given: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
+    taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
+    group: Group,
+    tag: int,
+    receiver: int,
+) -> list[Unmatched]:
+    """Return the differences for a rank that receives from any source, and remove its transfers from both sides."""
+    received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
+    sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
+    whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
+
+    def kind(run: TensorRun) -> str:
+        return MANY if whole else run.what  # if one side recorded only a count, only counts can be compared
+
+    left: Counter[str] = Counter()
+    for run in (run for runs in received for run in runs):
+        left[kind(run)] += run.count
+    found = []
+    for sender, run in sent:
+        left[kind(run)] -= run.count
+        if left[kind(run)] < 0:
+            found.append(Unmatched(sender, receiver, tag, run, None))
+            left[kind(run)] = 0
+    for runs in received:
+        found += [Unmatched(ANY, receiver, tag, None, run) for run in runs if left.pop(kind(run), 0) > 0]
+    return found
+
+
+def _difference(
+    given: Sequence[TensorRun], taken: Sequence[TensorRun]
+) -> tuple[TensorRun | None, TensorRun | None] | None:
+    """Return the first two tensors that differ, None on a side that has ended; None if the sequences are equal."""
+    ours = [(run.count, run) for run in reversed(given)]
+    theirs = [(run.count, run) for run in reversed(taken)]
+    while ours and theirs:
+        (count, one), (as_many, other) = ours.pop(), theirs.pop()
+        if one.what != other.what and MANY not in (one.what, other.what):
+            return one, other
+        if count > as_many:
+            ours.append((count - as_many, one))
+        elif as_many > count:
+            theirs.append((as_many - count, other))
+    if ours:
+        return ours[-1][1], None
+    return (None, theirs[-1][1]) if theirs else None
+
+
+def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
+    lines = [one.text(who) for one in found[:_MOST_TOLD]]
+    if len(found) > _MOST_TOLD:
+        lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")
+    in_collectives = all(one.tag == COLLECTIVE for one in found)
+    undefined = "the results of these collectives are undefined"
+    lines.append(
+        f"all ranks returned: {undefined if in_collectives else 'a later transfer could pair with what is left'}"
+    )
+    odd = set.intersection(*({one.sender, one.receiver} for one in found))
+    involved = {rank for one in found for rank in (one.sender, one.receiver)} - {ANY}
+    ranks = sorted(odd - {ANY} if len(odd) == 1 and len(found) > 1 else involved) or sorted(involved)
+    first = next((run for run in (found[0].given, found[0].taken) if run is not None), None)
+    error = RankFailure("\n".join(lines), ranks=ranks)
+    return error if first is None else raised_at(error, first.file, first.line, None)
+
+
+CROSSED = 1.0
+"""Seconds between two reads of the ranks' records while no rank is paused. Equal records mean that ranks never meet."""
+LOOK = 0.2
+"""Seconds between two reads of the running ranks' records. A rank that enters nothing in between may be stuck."""
+
+_SHOWN = 3
+"""Names in a line of the report."""
+
+_RESUME = frame(Resume())
+
+
+class Pauses:
+    """The pauses of one call.
+
+    Attributes:
+        failure: the error that keeps ranks from resuming; None until one is found.
+        crossed: ranks wait in vain, for each other or for ranks that have finished.
+    """
+
+    def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
+        self.failure: RankFailure | None = None
+        self.crossed = False
+        self._processes, self._who = processes, who
+        self._paused: dict[int, Paused] = {}
+        self._seen: dict[int, Record] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._paused)
+
+    def done(self, rank: int) -> str:
+        """Return the part of the call that a paused rank has done, such as "step 1", or ""."""
+        return self._paused[rank].done if rank in self._paused else ""
+
+    def come(self, rank: int, message: Paused) -> None:
+        """Note that a rank waits for the others."""
+        self._paused[rank] = message
+
+    def settle(self, waiting: Collection[int], failed: bool) -> bool:
+        """Resume all ranks once all are paused and agree; return False if the paused ranks can never resume.
+
+        Args:
+            waiting: ranks whose answer to the call is still to come.
+            failed: whether a rank has failed, so that the others wait in vain.
+        """
+        if not self._paused.keys() >= set(waiting):
+            return True
+        if failed:
+            return False
+        if len(self._paused) == len(self._processes):
+            self.failure = self._difference()
+        if self.failure is None:
+            self._resume()
+        return self.failure is None
+
+    def look(self, waiting: Collection[int]) -> bool:
+        before, self._seen = self._seen, {}
+        for rank in waiting:
+            process = self._processes[rank]
+            # While no rank pauses, a look is not worth a message to another host, which may not answer.
+            if rank not in self._paused and (self._paused or process.on_this_host):
+                self._seen[rank] = process.record()
+        still = {rank: record for rank, record in self._seen.items() if before.get(rank) == record}
+        self.crossed = _are_crossed(still) or self._are_deadlocked(still, waiting)
+        if self.crossed:
+            return False
+        if not self._paused or not still:
+            return True
+        found = ahead(self._counts(), still, self._records(), len(self._processes), self._described())
+        if found is not None:
+            self.failure = self._uneven(found)
+        return found is None
+
+    def _are_deadlocked(self, still: Mapping[int, Record], waiting: Collection[int]) -> bool:
+        """Return whether no rank moves, and some of them wait for operations that no rank will begin."""
+        moving = [self._processes[rank] for rank in waiting if rank not in self._paused]
+        if len(still) < len(moving) or any(process.runnable() for process in moving):
+            return False
+        others = {rank: process for rank, process in self._processes.items() if rank not in waiting}
+        finished = {rank: process.record() for rank, process in others.items() if process.on_this_host}
+        return bool(deadlocked({**still, **finished}, finished, len(self._processes)))
+
+    def _resume(self) -> None:
+        for rank in self._paused:
+            with contextlib.suppress(OSError):  # it has ended, which the end of its connection shows
+                self._processes[rank].connection.send(_RESUME)
+        self._paused.clear()
+        self._seen.clear()
+
+    def _difference(self) -> RankFailure | None:
+        """Return the error if ranks that have done the same part differ in their calls; None if they agree."""
+        messages = list(self._paused.values())
+        first = dataclasses.replace(messages[0], flows=())
+        if all(message == first for message in messages) and all(
+            len(group.ranks) == len(messages) for group, _, _ in first.agreement
+        ):
+            return None  # the usual case, kept cheap
+        found = uneven(self._counts(), self._records(), self._described())
+        if found is not None:
+            return self._uneven(found)
+        checks: dict[Group, set[int]] = {}
+        for message in messages:
+            for group, _, check in message.agreement:
+                checks.setdefault(group, set()).add(check)
+        if any(len(of_group) > 1 for of_group in checks.values()):
+            return disagreement(self._who, self._records())
+        last = all(message.last for message in messages)
+        left = [
+            one
+            for one in unmatched({rank: message.flows for rank, message in self._paused.items()})
+            if last or one.tag == COLLECTIVE  # the next step may receive a message of this one
+        ]
+        if not left:
+            return self._hidden() or self._part_held()
+        error = imbalance(left, self._who)
+        if not any(one.tag == COLLECTIVE for one in left):  # in a collective, only the sizes differ
+            error.account = self._error(str(error).splitlines(), self._records(), error.ranks).account
+        return error
+
+    def _hidden(self) -> RankFailure | None:
+        """Return the error if the backends counted different numbers of operations, those that C++ called included."""
+        numbers: dict[Group, dict[int, int]] = {}
+        for rank, message in self._paused.items():
+            for group, number in message.operations:
+                numbers.setdefault(group, {})[rank] = number
+        for group, of_group in numbers.items():
+            if len(of_group) == len(group.ranks) and len(set(of_group.values())) > 1:
+                described = self._described().get(group.name, "") if group.name else ""
+                return self._uneven(Uneven(group, described, of_group, {}), "operations (including calls from C++)")
+        return None
+
+    def _part_held(self) -> RankFailure | None:
+        """Return the error if only some of the ranks that should hold a tensor have a part of it."""
+        paused = sorted(self._paused.items())
+        holders = dict(grouped((held, rank) for rank, message in paused for held in message.held))
+        without = {held: tuple(sorted(set(held[1]) - set(ranks))) for held, ranks in holders.items()}
+        done = next(iter(self._paused.values())).done
+        lines = [
+            f"{few(names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the end of "
+            f"{done}"
+            for (among, ranks), names in _by_ranks(without).items()
+        ]
+        if not lines:
+            return None
+        missing = sorted({rank for ranks in without.values() for rank in ranks})
+        return self._error(lines, self._records(), missing)
+
+    def _uneven(self, found: Uneven, what: str = "") -> RankFailure:
+        records = self._records()
+        done = next(iter(self._paused.values())).done
+        lines = [found.told(f"by the end of {done}", what), *last_collectives(records, self._who)]
+        error = self._error(lines, records, sorted(found.unmatched or found.missing))
+        first = next(iter(found.unmatched.values()), None)
+        return error if first is None else raised_at(error, first.file, first.line, None)
+
+    def _error(self, lines: Sequence[str], records: Mapping[int, Record], ranks: Sequence[int]) -> RankFailure:
+        endings = dict.fromkeys(self._processes, Finished())
+        account = Account(endings, self._who, records=records, instead=tuple(lines), unmatched=lines[0])
+        error = RankFailure(str(account), ranks=ranks)
+        error.account = account
+        return error
+
+    def _counts(self) -> dict[int, dict[Group, int]]:
+        return {rank: {group: count for group, count, _ in message.agreement} for rank, message in self._paused.items()}
+
+    def _records(self) -> dict[int, Record]:
+        return {rank: process.record() for rank, process in self._processes.items()}
+
+    def _described(self) -> dict[str, str]:
+        return {name: text for message in self._paused.values() for name, text in message.described}
+
+
+def _are_crossed(still: Mapping[int, Record]) -> bool:
+    """Return whether ranks that have not moved wait in different collectives of one group, and so for each other."""
+    parted = parting(still) or {}
+    return bool(parted) and all(still[rank].current == entered for rank, entered in parted.items())
+
+
+def _by_ranks(
+    without: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]],
+) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
+    """Group the names by the ranks that should hold a part and the ranks that lack it."""
+    return dict(grouped(((among, ranks), name) for (name, among), ranks in without.items() if ranks))

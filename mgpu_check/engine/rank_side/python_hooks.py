@@ -1,0 +1,167 @@
+"""Hooks in the Python of a rank: debuggers are refused, uncaught exceptions are collected, names of shared memory and
+semaphores are noted.
+
+A rank has no terminal for `breakpoint()`, nor for direct calls of a debugger.
+
+Uncaught exceptions are those that end a thread, and those of finalizers, such as ``__del__``. Python prints them
+and continues. They are kept here until the rank reports them, as pytest does in its own process.
+
+The noted names can be removed after the rank has ended. Python itself notes them in a resource tracker, a separate
+process. A rank's tracker would be killed with the rank's process group before it could remove the names, and would
+count as left behind by the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import traceback
+import types
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.processes.child_processes import file_of_names
+
+_REFUSED = (
+    "a debugger has no terminal here: this runs in another process than pytest. Print, and see the output of each "
+    "rank in the report; or set PYTHONBREAKPOINT to a debugger that listens on a socket, and give it time with "
+    "--rank-timeout"
+)
+
+
+@contextlib.contextmanager
+def without_debugger() -> Iterator[None]:
+    """Make ``breakpoint()`` raise an error, unless PYTHONBREAKPOINT names a debugger."""
+    hook = sys.breakpointhook
+    if not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _refuse
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise RuntimeError(_REFUSED)
+
+
+def refused(error: BaseException) -> BaseException:
+    """Replace the error of a debugger without a terminal by one that says what to do."""
+    if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb":
+        return RuntimeError(_REFUSED).with_traceback(_without_debugger(error.__traceback__))
+    if isinstance(error, RuntimeError) and str(error) == _REFUSED:
+        error.__traceback__ = _without_debugger(error.__traceback__)
+    return error
+
+
+def _without_debugger(tb: types.TracebackType | None) -> types.TracebackType | None:
+    last = tb
+    one = tb
+    while one is not None:
+        if not _is_debugger(one.tb_frame.f_code.co_filename):
+            last = one
+        one = one.tb_next
+    if last is not None:
+        last.tb_next = None
+    return tb
+
+
+@functools.lru_cache(maxsize=256)
+def _is_debugger(filename: str) -> bool:
+    return filename == __file__ or Path(filename).name in ("bdb.py", "pdb.py", "debugging.py")
+
+
+_MOST = 100  # kept until the next `take`, so that a failing thread in each step does not fill the memory
+
+
+@dataclass(frozen=True)
+class Stray:
+    """An exception or warning that no call reported.
+
+    Attributes:
+        warning: name of pytest's warning class for it.
+        summary: the thread or object that raised it, in one line.
+        text: the same with the traceback.
+    """
+
+    warning: str
+    summary: str
+    text: str
+    file: str
+    line: int
+    error: BaseException | None
+
+    @property
+    def plain(self) -> tuple[str, str, str, int]:
+        return self.warning, self.text, self.file, self.line
+
+
+_found: deque[Stray] = deque(maxlen=_MOST)
+
+
+def listen() -> None:
+    threading.excepthook = _of_thread
+    sys.unraisablehook = _of_finalizer
+
+
+def take() -> list[Stray]:
+    taken = []
+    while _found:
+        taken.append(_found.popleft())
+    return taken
+
+
+def _of_thread(args: Any) -> None:
+    name = "<unknown>" if args.thread is None else args.thread.name
+    _keep("PytestUnhandledThreadExceptionWarning", f"Exception in thread {name}", args)
+    threading.__excepthook__(args)  # also print it, because the rank may die before it reports
+
+
+def _of_finalizer(args: Any) -> None:
+    try:
+        what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
+    except Exception:
+        what = f"{args.err_msg or 'Exception ignored in'}: an object of {type(args.object).__name__}"
+    _keep("PytestUnraisableExceptionWarning", what, args)
+    sys.__unraisablehook__(args)
+
+
+def _keep(warning: str, summary: str, args: Any) -> None:
+    frames = traceback.extract_tb(args.exc_traceback)
+    file, line = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("<unknown>", 0)
+    lines = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+    _found.append(Stray(warning, summary, f"{summary}\n\n{lines}", file, line, args.exc_value))
+
+
+def note_names(directory: str) -> None:
+    """Note the names that this process and its spawned children make from now on, in a file in `directory`."""
+    # A file descriptor replaces the tracker, as in spawned processes, which inherit that of their parent's tracker.
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = os.open(
+        file_of_names(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
+    tracker._pid = None
+    _pass_over_attached()
+
+
+def _pass_over_attached() -> None:
+    """Keep Python from noting shared memory that is only attached, whose owner would lose it when this process ends."""
+    original = shared_memory.SharedMemory.__init__
+    made: set[str] = set()
+
+    @functools.wraps(original)
+    def initialize(self: Any, name: str | None = None, create: bool = False, size: int = 0, **options: Any) -> None:
+        original(self, name, create, size, **options)
+        if create:
+            made.add(self._name)
+        elif self._name not in made:
+            resource_tracker.unregister(self._name, "shared_memory")
+
+    shared_memory.SharedMemory.__init__ = initialize  # type: ignore[method-assign]
