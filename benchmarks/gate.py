@@ -20,7 +20,7 @@ from typing import Any
 
 from programs import PROGRAMS, Program
 
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates import step_runs
 from mgpu_check.gates.measurement import measure, measure_provisionally
 from mgpu_check.gates.relations import relations_of

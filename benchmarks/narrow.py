@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.gates.step_runs import Program
 from mgpu_check.gates.trials import Trials

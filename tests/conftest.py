@@ -51,7 +51,7 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
     return found
 
 
-os.environ.setdefault("_MGPU_CHECK_RAISE", "1")  # our tests must see an error of a diagnosis: `diagnosis/attempts.py`
+os.environ.setdefault("_MGPU_CHECK_RAISE", "1")  # our tests must see an error of a diagnosis: `diagnosis/report.py`
 
 INI = Path(__file__).parents[1] / "pytest.ini"
 ENVIRONMENT = dict(os.environ)  # of now, and not of the test that is the first to ask for the template

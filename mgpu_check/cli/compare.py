@@ -33,12 +33,9 @@ from mgpu_check.compare.arguments import accepted, fitted
 from mgpu_check.compare.comparison import ComparisonPlan, ScriptComparison
 from mgpu_check.compare.page import write_page
 from mgpu_check.compare.trace import TraceError
-from mgpu_check.compare.traces.file import is_run, read_run, write_run
-from mgpu_check.compare.traces.judging import compare_runs
-from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, record
-from mgpu_check.compare.traces.revision import checked_out
-from mgpu_check.compare.traces.run import RecordedRun
-from mgpu_check.compare.traces.values import VALUES_OF_COMPARISON, installed
+from mgpu_check.compare.traces.files import VALUES_OF_COMPARISON, RecordedRun, installed, is_run, read_run, write_run
+from mgpu_check.compare.traces.recording import NotRecorded, RunRecording, UndividedRun, checked_out, record
+from mgpu_check.compare.traces.run_comparison import compare_runs
 
 
 def are_files(words: Sequence[str]) -> bool:

@@ -12,8 +12,8 @@ from mgpu_check.cli.codes import INTERRUPTED, Parser
 from mgpu_check.cli.compare import write_recorded
 from mgpu_check.cli.run_options import add_run_options, counted, plan_of, script_command, writable
 from mgpu_check.compare.comparison import ScriptComparison
+from mgpu_check.compare.traces.files import INSTALL, installed
 from mgpu_check.compare.traces.recording import RunRecording
-from mgpu_check.compare.traces.values import INSTALL, installed
 
 _USAGE = (
     "mgpu-check record --out=FILE.trace [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS]\n"

@@ -288,7 +288,7 @@ def tell(line: str) -> None:
 
 def conclude(done: ScriptComparison, *, json: Path | None) -> int:
     """Print the verdict, write it to a file, and return the exit code."""
-    from mgpu_check.compare.result import write_json
+    from mgpu_check.compare.page import write_json
 
     plan, report = done.plan, done.verdict.report
     print(f"\n{report}")

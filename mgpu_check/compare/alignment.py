@@ -8,9 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mgpu_check.compare.inputs import divided_tensors, samples_of
-from mgpu_check.compare.outputs import OutputSummary
-from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, chunk_sizes, positions
+from mgpu_check.compare.trace import (
+    OutputSummary,
+    Parameter,
+    Step,
+    TensorSummary,
+    Trace,
+    chunk_sizes,
+    divided_tensors,
+    positions,
+    samples_of,
+)
 
 Kind = Literal["before", "gradient", "parameter", "state"]
 """A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of

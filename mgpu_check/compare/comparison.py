@@ -18,15 +18,16 @@ from typing import IO
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.assembly import Assembly, assembled
-from mgpu_check.compare.batches import others_from_the_start
-from mgpu_check.compare.control import SEED, measured
-from mgpu_check.compare.directories import fresh_directory
-from mgpu_check.compare.obstacles import SNAPSHOT, drawing, standing
-from mgpu_check.compare.processes import ScriptRun, run
+from mgpu_check.compare.comparability import SNAPSHOT, drawing, standing
+from mgpu_check.compare.diagnosis import others_from_the_start
+from mgpu_check.compare.first_difference import with_rows_together
+from mgpu_check.compare.processes import ScriptRun, fresh_directory, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import (
+    SEED,
     ComparisonVerdict,
+    measured,
     of_failure,
     of_inputs,
     refused,
@@ -34,7 +35,6 @@ from mgpu_check.compare.verdict import (
     verdict_of,
     without_steps,
 )
-from mgpu_check.compare.within_step import with_rows_together
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import named
@@ -134,7 +134,9 @@ def _replay(
     made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int], refusal: ComparisonVerdict
 ) -> ComparisonVerdict:
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
-    from mgpu_check.compare.replayed import replayed  # it imports torch, which a comparison of traces does without
+    from mgpu_check.compare.replay_judgement import (
+        replayed,  # it imports torch, which a comparison of traces does without
+    )
 
     def run(label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun:
         return run_script(made, tell, label, 1, moved=moved, files=files, until=steps)

@@ -1,16 +1,192 @@
-"""Find the first step where the ranks differ from one device, and its wrong tensors."""
+"""Find the first step where the ranks differ from one device, and its wrong tensors, options and outputs.
+
+Optimizers may reduce gradients within their step, and their ranks may keep states of other rows (ZeRO-2, Muon). The
+gradients before such a step are those of each rank. They are right if their mean over the ranks is the gradient of one
+device, and if the ranks agree about the parameters and states after the step.
+
+Outputs of modules show where a forward pass parts. They explain a difference, and never decide a verdict: correct ranks
+may compute partial results, which one device never has.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, Samples, deviation, of_kind
-from mgpu_check.compare.outputs import OutputSummary
+from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, Samples, deviation, of_kind, output_deviation
+from mgpu_check.compare.assembly import mean_of
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.trace import TensorSummary
-from mgpu_check.compare.within_step import reduced_within
+from mgpu_check.compare.trace import OutputSummary, TensorSummary, Trace, views
 from mgpu_check.diagnosis.report import Finding, Observable
+from mgpu_check.numerics.factors import common_factor
+from mgpu_check.processes.rank_lists import few, named
+
+_NEAR_ROWS = 1e-2
+"""Relative deviation of a state's norm and sum: other rows than supposed almost always cause more."""
+
+
+def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Collection[str]) -> list[str]:
+    """Return the parameters whose gradients differ between ranks, but that the step changes alike.
+
+    Args:
+        apart: parameters and states that differ between ranks after the step.
+    """
+    states = {name: aligned.one.states[name] for name in aligned.states}
+    off = {states[name].of if name in states else name for name in apart}
+    in_states = {state.of for state in states.values() if state.count > 1}
+    return [
+        name
+        for name in aligned.names
+        if name not in off
+        and _is_mean(aligned, rounding, step, name)  # first, because most gradients are equal on all ranks
+        and _alike(aligned, step, name)
+        and (name in in_states or _changed(aligned, step, name))
+    ]
+
+
+def factor_within(
+    aligned: Aligned, step: int, apart: Collection[str], *, least: float, of_largest: float
+) -> float | None:
+    """Return the factor of the mean gradient over the ranks, relative to one device; None without a common factor.
+
+    It is also None if the ranks do not reduce these gradients within the step.
+
+    Args:
+        apart: parameters whose gradients differ between ranks.
+        least, of_largest: see `mgpu_check.numerics.factors.common_factor`.
+    """
+    pairs: list[tuple[float, float]] = []
+    for name in apart:
+        expected, here = aligned.found(step, "gradient", name)
+        known = [value for value in here.values() if value is not None]
+        if expected is None or len(known) < aligned.world or not _alike(aligned, step, name):
+            return None
+        if not _changed(aligned, step, name):
+            return None
+        mean = mean_of(known, [1 / len(known)] * len(known))
+        if expected.norm:
+            pairs += [
+                (g / expected.norm, e / expected.norm) for g, e in zip(mean.samples, expected.samples, strict=True)
+            ]
+    return common_factor(pairs, least=least, of_largest=of_largest)
+
+
+def _alike(aligned: Aligned, step: int, name: str) -> bool:
+    """Return whether ranks have a parameter of equal bits, as a reduction leaves it.
+
+    A step smaller than the tolerance of the parameter would hide gradients that stay on each rank.
+    """
+    _, here = aligned.found(step, "parameter", name)
+    return len({value.bits for value in here.values() if value is not None}) == 1
+
+
+def _changed(aligned: Aligned, step: int, name: str) -> bool:
+    """Return whether a step changed a parameter, so that its result shows the gradient as a state would."""
+    trace = aligned.one
+    kinds = [trace.steps[step].before, *(earlier.parameters for earlier in reversed(trace.steps[:step]))]
+    before = next((values[name] for values in kinds if name in values), None)
+    after = trace.steps[step].parameters.get(name)
+    return before is not None and after is not None and before.bits != after.bits
+
+
+def _is_mean(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
+    """Return whether ranks have different gradients, whose mean is the gradient of one device."""
+    expected, here = aligned.found(step, "gradient", name)
+    known = [value for value in here.values() if value is not None]
+    if expected is None or len(known) < max(aligned.world, 2) or all(value == known[0] for value in known):
+        return False
+    mean = replace(mean_of(known, [1 / len(known)] * len(known)), norm=expected.norm)
+    # Parts that cancel have larger rounding errors than their mean.
+    cancelled = max(value.norm for value in known) / (expected.norm or math.inf)
+    tolerance = rounding.tolerance(step, "gradient", name) * max(cancelled, 1.0)
+    return deviation(mean, expected, aligned.parameter(name).shape).size <= tolerance
+
+
+def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
+    """Return the ranks with the states of all rows, in place of states that each rank keeps of its own rows.
+
+    The rows of a rank follow those of the rank before; the last rank may pad its rows with zeros. The norm and the sum
+    of all rows are known. The other numbers of the summary are those of one device.
+    """
+    whole = {name: found for name in one.states if (found := _rows(one, ranks, name))}
+    if not whole:
+        return list(ranks)
+    return [
+        replace(
+            trace,
+            states={
+                name: replace(one.states[name], dtype=own.dtype, device=own.device) if name in whole else own
+                for name, own in trace.states.items()
+            },
+            steps=[
+                replace(
+                    step,
+                    states={name: value for name, value in step.states.items() if name not in whole}
+                    # If some rank lacks a state at a step, the others have only rows of it.
+                    | {name: found[i] for name, found in whole.items() if i in found},
+                )
+                for i, step in enumerate(trace.steps)
+            ],
+        )
+        for trace in ranks
+    ]
+
+
+def _rows(one: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
+    """Return a state of all rows by step; empty if ranks do not keep it in this way.
+
+    A single row is on one rank. The others keep zeros, as padding.
+    """
+    whole, own = one.states[name], [trace.states.get(name) for trace in ranks]
+    if len(ranks) < 2 or not whole.key or not whole.shape:
+        return {}
+    shape = (-(-whole.shape[0] // len(ranks)), *whole.shape[1:])
+    if any(state is None or state.shape != shape for state in own):
+        return {}
+    values = [[step.states.get(name) for step in trace.steps] for trace in ranks]
+    if shape == whole.shape and sum(any(v is not None and v.norm for v in some) for some in values) != 1:
+        return {}
+    steps = range(min(len(one.steps), *(len(some) for some in values)))
+    # A state whose gradient is off by the number of ranks still has these rows.
+    for factor in (1.0, float(len(ranks)), 1 / len(ranks)):
+        expected = {i: _times(one.steps[i].states[name], factor) for i in steps if name in one.steps[i].states}
+        rows = {
+            i: _together(expected[i], parts) for i in expected if None not in (parts := [some[i] for some in values])
+        }
+        first = min(rows, default=None)
+        if first is not None and deviation(rows[first], expected[first], whole.shape).size <= _NEAR_ROWS:
+            return rows
+    return {}
+
+
+def _together(expected: TensorSummary, parts: Sequence[TensorSummary | None]) -> TensorSummary:
+    known = [part for part in parts if part is not None]
+    off = math.fsum(sum(part.sums) for part in known) - math.fsum(expected.sums)
+    sums = tuple(value + off / len(expected.sums) for value in expected.sums)
+    return TensorSummary(0, math.hypot(*(part.norm for part in known)), sums, expected.samples)
+
+
+def _times(value: TensorSummary, factor: float) -> TensorSummary:
+    if factor == 1:
+        return value
+    sums, samples = (tuple(number * factor for number in some) for some in (value.sums, value.samples))
+    return TensorSummary(0, value.norm * factor, sums, samples)
+
+
+def remark(aligned: Aligned, rounding: Rounding) -> str:
+    """Report gradients that are reduced within the step; "" without such gradients."""
+    found = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
+    if not found:
+        return ""
+    return (
+        f"the gradients of {len(found)} parameters differ between ranks before the step, and their mean is that of one "
+        "device: the optimizer reduces them"
+    )
+
 
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
 
@@ -108,9 +284,9 @@ class Diagnosis:
         why: how the inputs of the step differ, in a clause; "" if the runs are comparable.
         todo: a line for each remedy.
         failed: a line for each part of the diagnosis that raised an error.
-        axes: see `mgpu_check.compare.axes.told_axes`.
-        of_slices: see `mgpu_check.compare.calls.told_slice`.
-        outputs: see `mgpu_check.compare.forward.told_outputs`.
+        axes: see `mgpu_check.compare.diagnosis.told_axes`.
+        of_slices: see `mgpu_check.compare.diagnosis.told_slice`.
+        outputs: see `mgpu_check.compare.first_difference.told_outputs`.
     """
 
     comparable: bool = True
@@ -235,3 +411,169 @@ def changes_of(difference: FirstDifference, name: str, rank: int | None) -> list
     if now is None or before is None:
         return []
     return [a - b for a, b in zip(now.samples, before.samples, strict=True)]
+
+
+UPDATE_RULE = (
+    "the options of its groups equal those of one device: check its update rule, and whether state such as momentum "
+    "was lost or changed"
+)
+_NEAR_OPTION = 1e-9
+"""Relative: the same learning rate, computed in another order of operations, differs by less."""
+
+
+def other_options(aligned: Aligned, step: int) -> list[str]:
+    """Return a clause for each optimizer option that differs between ranks and one device at a step."""
+    expected = aligned.one.steps[step].options
+    found: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for trace in aligned.ranks:
+        for name, options in trace.steps[step].options.items():
+            own = expected.get(name)
+            if own is None or name not in trace.parameters:
+                continue
+            for key in sorted(own.keys() | options.keys()):
+                if not _same(own.get(key), options.get(key)):
+                    found[key, _told(own, key), _told(options, key)][name].append(trace.rank)
+    clauses = []
+    for (key, one, there), names in found.items():
+        ranks = sorted({rank for some in names.values() for rank in some})
+        clauses.append(
+            f"{_WORDS.get(key, key)} of {few(list(names), 3)} is {there} on {named(ranks)}, and {one} on one device"
+        )
+    groups = _groups(expected)
+    for trace in aligned.ranks if clauses else []:
+        if (count := _groups(trace.steps[step].options)) != groups:
+            clauses.append(
+                f"the parameters have {count} different sets of options on rank {trace.rank}, and {groups} on one "
+                "device: were groups lost?"
+            )
+            break
+    return clauses
+
+
+_WORDS = {"lr": "the learning rate", "weight_decay": "the weight decay", "optimizer": "the optimizer"}
+
+
+def _groups(options: Mapping[str, Mapping[str, Any]]) -> int:
+    return len({repr(sorted(one.items(), key=str)) for one in options.values()})
+
+
+def _told(options: Mapping[str, Any], key: str) -> str:
+    value = options.get(key, "none")
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return abs(one - other) <= _NEAR_OPTION * max(abs(one), abs(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+@dataclass(frozen=True)
+class ComparedOutput:
+    """The outputs of a module at a step, compared with those of one device.
+
+    Attributes:
+        expected: those of one device; None if it has none.
+        here: rank -> the whole outputs from its view; empty if they are not compared.
+        why: why they are not compared; "" if they are.
+    """
+
+    expected: OutputSummary | None = None
+    here: Mapping[int, OutputSummary] = field(default_factory=dict)
+    why: str = ""
+
+    def deviation(self, rank: int) -> Deviation:
+        """Return the deviation on a rank."""
+        return output_deviation(self.here[rank], self.expected)
+
+    def wrong(self, tolerance: float) -> list[int]:
+        """Return the ranks whose outputs deviate by more than the tolerance."""
+        return [rank for rank in self.here if self.deviation(rank).size > tolerance]
+
+
+def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) -> ComparedOutput:
+    """Compare the outputs of a module at a step, counted from 0.
+
+    Args:
+        tolerance: that of the module; it decides whether ranks have partial results.
+    """
+    expected = aligned.one.steps[step].outputs.get(name)
+    at = {trace.rank: trace.steps[step] for trace in aligned.ranks}
+    parts = {rank: own.outputs[name] for rank, own in at.items() if name in own.outputs}
+    if expected is None or not parts:
+        return ComparedOutput(expected, why="called on one side only, or its outputs cannot be read")
+    seen = {rank: tuple(sorted(at[rank].seen)) for rank in parts}
+    each, together, by_samples = views(parts, seen)
+    whole = next(
+        (v for v in (each, together, by_samples) if {own.count for own in v.values()} == {expected.count}), None
+    )
+    if whole is None:
+        counts = sorted({part.count for part in parts.values()})
+        return ComparedOutput(expected, why=f"ranks have {counts} elements, and one device {expected.count}")
+    found = ComparedOutput(expected, whole)
+    if whole is each and len(parts) > 1 and found.wrong(tolerance):
+        size = tolerance * max(expected.norm, *(part.norm for part in parts.values()))
+        sums = [part.sum for part in parts.values()]
+        numbers = [len(at[rank].seen) for rank in parts]
+        weights = numbers if all(numbers) else [1] * len(sums)
+        mean = math.fsum(map(operator.mul, weights, sums)) / sum(
+            weights
+        )  # such as the mean loss of each rank's samples
+        for name_of_result, result in (("sum", math.fsum(sums)), ("mean", mean)):
+            if abs(result - expected.sum) <= size < max(abs(own - expected.sum) for own in sums):
+                why = f"ranks have partial results, whose {name_of_result} is that of one device"
+                return ComparedOutput(expected, why=why)
+    return found
+
+
+def told_outputs(difference: FirstDifference) -> str:
+    """Name the first module whose outputs differ at the step of a wrong gradient; "" if that is unknown.
+
+    A module whose outputs also differed at an earlier step, when all gradients were right, proves nothing.
+    """
+    aligned, rounding, step = difference.aligned, difference.rounding, difference.step
+    if difference.kind != "gradient" or difference.others_seen:
+        return ""
+    right, wrong, left = [], [], 0
+    for name in aligned.one.modules:
+        tolerance = rounding.of_output(step, name)
+        found = compared_output(aligned, step, name, tolerance)
+        off = found.wrong(tolerance)
+        if (
+            found.why
+            or math.isinf(tolerance)
+            or (off and any(_differs(aligned, rounding, earlier, name) for earlier in range(step)))
+        ):
+            left += 1
+        elif off:
+            wrong.append((name, off, found))
+        else:
+            right.append(name)
+    said = f"the outputs of {len(right)} module{'s' * (len(right) > 1)} are right" if right else ""
+    not_compared = f"; {left} {'was' if left == 1 else 'were'} not compared" if left else ""
+    if wrong:
+        name, off, found = wrong[0]
+        rank = max(off, key=lambda one: found.deviation(one).size)
+        ratio = ratio_of(found.here[rank], found.expected)
+        factor = f"; norm x {ratio:.5g}" if ratio is not None and abs(ratio - 1) > 1e-3 else ""
+        where = f"{named(off)} ({found.deviation(rank)}{factor})"
+        return f"forward: the first output that differs is that of {module_name(name)}, on {where}" + (
+            f"; {said}" * bool(right) + not_compared
+        )
+    if right:
+        whole = "" in right and not left
+        so = ", so the error is in the loss, the backward pass or a reduction" if whole else ""
+        return f"forward: {said}{so}{not_compared}"
+    return ""
+
+
+def module_name(name: str) -> str:
+    """Return the name of a module in reports."""
+    return name or "the model"
+
+
+def _differs(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
+    tolerance = rounding.of_output(step, name)
+    return bool(compared_output(aligned, step, name, tolerance).wrong(tolerance))

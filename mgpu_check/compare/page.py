@@ -1,17 +1,382 @@
-"""Write the outcome for people, as one self-contained HTML file."""
+"""Write the outcome into files: for people as one self-contained HTML page, for programs as one JSON object.
+
+The page has curves over optimizer steps as inline SVG, readable without colour and on dark and light backgrounds, and a
+picture of where two runs differ: steps to the right, modules down, and the number of tolerances as colour.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mgpu_check import pages
+from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, deviation
 from mgpu_check.compare.comparison import ScriptComparison
-from mgpu_check.compare.heat import heat_pictures
-from mgpu_check.compare.picture import Curve, draw
-from mgpu_check.compare.result import curves
+from mgpu_check.compare.first_difference import compared_output, module_name, ratio_of
+from mgpu_check.compare.reports import TENSORS
+from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.trace import OutputSummary, State, TensorSummary
 from mgpu_check.diagnosis.registry import known_mistake
 from mgpu_check.diagnosis.report import Report
+from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.version import __version__
+
+_MARKED = 80  # with more steps, marks of points would overlap
+_POINTS = 2000  # longer runs are thinned to about this number: more points would not be visible
+_MARKS = {"one": "circle", "ranks": "cross"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve of a picture.
+
+    Attributes:
+        values: one for each step; None leaves a gap.
+        style: "one" (broad and solid), "ranks" (narrow and dashed), "each" (dotted), "limit"; its class in the
+            SVG.
+    """
+
+    label: str
+    values: Sequence[float | None]
+    style: str
+
+
+def draw(
+    title: str,
+    unit: str,
+    curves: Sequence[Curve],
+    *,
+    logarithmic: bool = False,
+    mark: int | None = None,
+) -> str:
+    """Return the picture of `curves` as an ``<svg>`` element.
+
+    Args:
+        title: description for screen readers.
+        unit: label of the vertical axis.
+        logarithmic: use a logarithmic vertical axis, and omit values that are not positive.
+        mark: a step to mark.
+    """
+    steps = max((len(curve.values) for curve in curves), default=0)
+    lines = []
+    for curve in curves:
+        every = max(1, len(curve.values) // _POINTS)
+        at = [n for n in range(1, len(curve.values) + 1) if n % every == 0 or n == len(curve.values)]
+        form = _MARKS.get(curve.style, "") if len(at) <= _MARKED else ""
+        lines.append(pages.Line(curve.label, [(n, curve.values[n - 1]) for n in at], curve.style, form))
+    marked = [(min(mark, steps), f"step {mark}: first difference")] if mark is not None and steps else []
+    panel = pages.Panel(unit, lines, logarithmic=logarithmic)
+    return pages.svg(
+        pages.Chart(title, "optimizer step", (1, max(steps, 2)), [panel], marked=marked, whole=True, tall=230)
+    )
+
+
+_COLUMNS = 24  # more steps would not fit the page
+_ROWS = 40  # more modules would make the picture unreadable; then they are joined
+_LISTED = 6  # tensors of a cell
+_DARKEST = 60  # percent: text stays readable
+_BITS = 1e-300  # some bits differ, and the numbers of the summary do not
+_MISSED = -1.0  # not compared
+_Value = tuple[float, str] | None
+"""How many tolerances a tensor deviates, and its numbers in words; None for a gradient that neither run has."""
+_PASSES: dict[Kind, str] = {
+    "before": "start: parameters",
+    "gradient": "backward: gradients",
+    "parameter": "update: parameters",
+    "state": "update: states and buffers",
+}
+
+
+@dataclass(frozen=True)
+class DifferenceCell:
+    """The tensors of a module at a step.
+
+    Attributes:
+        text: how many tolerances the most different tensor deviates; "" for equal bits, "·" for rounding, "?" without a
+            tolerance, "-" if nothing differs and a tensor was not compared.
+        shade: percent of colour, which grows with the deviation beyond the tolerance.
+        lines: the tensors with their values, the most different first.
+    """
+
+    text: str
+    shade: int = 0
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeatPicture:
+    """The cells of ranks that differ alike from the first run.
+
+    Attributes:
+        steps: the shown steps, counted from 1.
+        rows: pass -> module -> its cells.
+    """
+
+    ranks: str
+    steps: list[int]
+    rows: Mapping[str, Mapping[str, Sequence[DifferenceCell]]]
+
+    @property
+    def differs(self) -> bool:
+        """True if some cell is beyond its tolerance, or lacks a tolerance."""
+        return any(cell.shade for modules in self.rows.values() for cells in modules.values() for cell in cells)
+
+
+def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None) -> list[HeatPicture]:
+    """Return a picture for each group of ranks that differ alike.
+
+    Args:
+        rounding: None if there are no tolerances.
+        mark: the first step that differs, counted from 1.
+    """
+    steps = shown_steps(min(aligned.steps, max(aligned.compared, mark or 0)), mark)
+    measured = rounding is not None
+    losses = [_cell([_loss(aligned, rounding, step - 1)], measured) for step in steps]
+    by_rank: dict[int, dict[str, dict[str, list[DifferenceCell]]]] = {
+        trace.rank: {"forward": {"mean loss of the ranks": losses}} for trace in aligned.ranks
+    }
+    for module, names in joined({name: name.split(".") for name in aligned.one.modules}).items():
+        outputs = [_by_rank([_output(aligned, rounding, step - 1, n) for n in names]) for step in steps]
+        for rank, rows in by_rank.items():
+            rows["forward"][f"output of {module}"] = [_cell(values[rank], measured) for values in outputs]
+    for kind in KINDS:
+        for module, names in joined_modules(aligned, kind).items():
+            found = [_by_rank([_tensor(aligned, rounding, step - 1, kind, n) for n in names]) for step in steps]
+            for rank, rows in by_rank.items():
+                cells = [_cell(values[rank], measured) for values in found]
+                if kind != "before" or any(cell.shade for cell in cells):
+                    rows.setdefault(_PASSES[kind], {})[module] = cells
+    groups = grouped((repr(rows), rank) for rank, rows in by_rank.items())
+    return [HeatPicture(named(ranks), steps, by_rank[ranks[0]]) for _, ranks in groups]
+
+
+def _by_rank(tensors: Sequence[Mapping[int, _Value]]) -> dict[int, list[_Value]]:
+    return {rank: [tensor[rank] for tensor in tensors] for rank in tensors[0]}
+
+
+def shown_steps(count: int, mark: int | None) -> list[int]:
+    """Return the steps to show, from 1: all, or half of them around the first difference, and the others spread."""
+    if count <= _COLUMNS:
+        return list(range(1, count + 1))
+    half = _COLUMNS // 2
+    first = min(max((mark or 1) - 4, 1), count - half + 1)
+    near = set(range(first, first + half))
+    spread = {1 + index * (count - 1) // (half - 1) for index in range(half)}
+    return sorted(near | spread)
+
+
+def joined_modules(aligned: Aligned, kind: Kind) -> dict[str, list[str]]:
+    """Return the tensors of each module, in the order of the model."""
+    owners = {}
+    for name in aligned.named(kind):
+        entry = aligned.parameter(name)
+        owners[name] = (entry.of if isinstance(entry, State) else name).split(".")[:-1]
+    return joined(owners)
+
+
+def joined(owners: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the names of each module. Deep modules are joined if there are too many.
+
+    Args:
+        owners: name -> the path of its module.
+    """
+    depth = max((len(path) for path in owners.values()), default=0)
+    while True:
+        found: dict[str, list[str]] = {}
+        for name, path in owners.items():
+            found.setdefault(".".join(path[:depth]) or "the model", []).append(name)
+        if len(found) <= _ROWS or depth <= 1:
+            return found
+        depth -= 1
+
+
+def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
+    """Return the cell of some values.
+
+    Args:
+        measured: there are tolerances.
+    """
+    found = sorted((value for value in values if value is not None), key=lambda one: -one[0])
+    worst = found[0][0] if found else _MISSED
+    lines = [line for _, line in found[:_LISTED]] + [f"and {len(found) - _LISTED} more"] * (len(found) > _LISTED)
+    if worst <= 0 and (not found or found[-1][0] == _MISSED):
+        return DifferenceCell("-", 0, tuple(lines))
+    if not worst:
+        return DifferenceCell("")
+    if not measured:
+        return DifferenceCell("?", 30, tuple(lines))
+    if worst <= 1:
+        return DifferenceCell("·", 0, tuple(lines))
+    size = math.log10(worst) if math.isfinite(worst) else math.inf
+    text = "∞" if math.isinf(size) else f"{worst:.0f}" if worst < 9.5 else f"1e{round(size)}"
+    return DifferenceCell(text, int(min(20 + 10 * size, _DARKEST)), tuple(lines))
+
+
+def _loss(aligned: Aligned, rounding: Rounding | None, step: int) -> _Value:
+    one, mean, _ = aligned.losses(step)
+    tolerance = 1.0 if rounding is None else rounding.of_loss(step)
+    if one is None or mean is None or not math.isfinite(tolerance):
+        return _MISSED, "the mean loss: not compared"
+    excess = abs(mean - one) / (abs(one) or 1.0) / tolerance
+    counted = f"; {excess:.3g} tolerances of {tolerance:.2g}" if rounding is not None and excess else ""
+    return excess, f"the mean loss: {mean:.7g} instead of {one:.7g}{counted}"
+
+
+def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, kind: Kind, name: str) -> dict[int, _Value]:
+    """Return the value of a tensor on each rank: how many tolerances it deviates, and its numbers in words."""
+    expected, here = aligned.found(step, kind, name)
+    tolerance = 1.0 if rounding is None else rounding.tolerance(step, kind, name)
+    told: dict[TensorSummary | None, _Value] = {}  # most ranks hold the same values
+    found: dict[int, _Value] = {}
+    for trace in aligned.ranks:
+        got = here.get(trace.rank)
+        if trace.rank not in here or not math.isfinite(tolerance):
+            why = "rounding hides everything" if trace.rank in here else "not compared"
+            found[trace.rank] = _MISSED, f"{TENSORS[kind].format(name)}: {why}"
+            continue
+        if got not in told:
+            told[got] = _compared(got, expected, aligned.parameter(name).shape, tolerance, rounding is not None)
+        value = told[got]
+        found[trace.rank] = value and (value[0], f"{TENSORS[kind].format(name)}: {value[1]}")
+    return found
+
+
+def _compared(
+    got: TensorSummary | None, expected: TensorSummary | None, shape: Sequence[int], tolerance: float, measured: bool
+) -> _Value:
+    if got is None and expected is None:
+        return None
+    return _excess(got, expected, deviation(got, expected, shape), tolerance, measured)
+
+
+def _output(aligned: Aligned, rounding: Rounding | None, step: int, name: str) -> dict[int, _Value]:
+    """Return the value of a module's outputs on each rank."""
+    tolerance = 1.0 if rounding is None else rounding.of_output(step, name)
+    compared = compared_output(aligned, step, name, tolerance)
+    why = compared.why or ("rounding hides everything" if math.isinf(tolerance) else "the rank has no part of it")
+    told = f"the output of {module_name(name)}"
+    found: dict[int, _Value] = {trace.rank: (_MISSED, f"{told}: {why}") for trace in aligned.ranks}
+    for rank, got in compared.here.items() if math.isfinite(tolerance) else ():
+        apart = compared.deviation(rank)
+        excess, words = _excess(got, compared.expected, apart, tolerance, rounding is not None)
+        found[rank] = excess, f"{told}: {words}"
+    return found
+
+
+def _excess(
+    got: TensorSummary | OutputSummary | None,
+    expected: TensorSummary | OutputSummary | None,
+    apart: Deviation,
+    tolerance: float,
+    measured: bool,
+) -> tuple[float, str]:
+    same = got is not None and expected is not None and got.bits == expected.bits
+    excess = apart.size / tolerance or (0.0 if same else _BITS)
+    words = [str(apart) or "equal"]
+    if measured and apart.size:
+        words.append(f"{excess:.3g} tolerances of {tolerance:.2g}")
+    ratio = ratio_of(got, expected)
+    if ratio is not None and abs(ratio - 1) > 1e-3:
+        words.append(f"norm x {ratio:.5g}")
+    return excess, "; ".join(words)
+
+
+_KINDS: tuple[Kind, ...] = ("gradient", "parameter")
+
+
+def curves(done: ScriptComparison) -> dict[str, list[Any]]:
+    """Return losses and largest deviations of gradients and parameters, with one entry per step.
+
+    "one" is the loss on one device, "ranks" the mean over the ranks, and "each" has the loss of each rank. "deviation"
+    is relative to the tensor, and "excess" relative to its tolerance: above 1 it is not rounding. Unknown values are
+    None; both deviations are None from the first step whose values on one device are not finite.
+    """
+    found: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
+    aligned = done.aligned
+    if aligned is None:
+        return found
+    for step in range(aligned.steps):
+        one, mean, each = aligned.losses(step)
+        found["one"].append(one)
+        found["ranks"].append(mean)
+        found["each"].append(each)
+        size, excess = _largest(done, aligned, step) if step < aligned.compared else (None, None)
+        found["deviation"].append(size)
+        found["excess"].append(excess)
+    return found
+
+
+def _largest(done: ScriptComparison, aligned: Aligned, step: int) -> tuple[float, float | None]:
+    largest, excess = 0.0, None if done.rounding is None else 0.0
+    for kind in _KINDS:
+        for name in aligned.names:
+            expected, here = aligned.found(step, kind, name)
+            shape = aligned.parameter(name).shape
+            size = max((deviation(value, expected, shape).size for value in here.values()), default=0.0)
+            largest = max(largest, size)
+            if done.rounding is not None and excess is not None:
+                excess = max(excess, size / done.rounding.tolerance(step, kind, name))
+    return largest, excess
+
+
+def write_json(path: Path, done: ScriptComparison) -> None:
+    """Write the outcome as JSON. Numbers that are not finite become null, because JSON cannot represent them."""
+    verdict = done.verdict
+    report = verdict.report
+    outcome = {
+        "format": "mgpu-check comparison",
+        "version": 1,
+        "mgpu_check": __version__,
+        "script": done.plan.shown,
+        "simulated": done.plan.simulated,
+        "world_size": done.plan.world,
+        "verdict": verdict.kind,
+        "headline": report.headline,
+        "step": verdict.step,
+        "parameter": verdict.parameter,
+        "tensor": verdict.tensor,
+        "ranks": verdict.ranks,
+        "ratio": verdict.ratio,
+        "axes": report.axes,
+        "known": [line for line in report.known if line],
+        "steps_equal": verdict.compared,
+        "not_compared": dict(verdict.not_compared),
+        "replayed": verdict.replayed,
+        "mistakes": report.mistakes,
+        "findings": [{"mistake": one.mistake, "evidence": one.evidence, "site": one.site} for one in report.findings],
+        "remarks": report.remarks,
+        "observables": [
+            {"name": o.name, "relations": o.relations, "detail": o.detail} for o in report.observables
+        ],
+        "runs": [
+            {
+                "label": run.label,
+                "seconds": round(run.seconds, 3),
+                "ranks": [
+                    {"rank": e.rank, "end": e.how, "exit_code": e.exit_code, "steps": e.steps} for e in run.ranks
+                ],
+            }
+            for run in done.runs
+        ],
+        "curves": curves(done),
+    }  # fmt: skip
+    path.write_text(json.dumps(_strict(outcome), indent=1) + "\n", encoding="utf-8")
+
+
+def _strict(value: Any) -> Any:
+    """Return the value with null for numbers that are not finite, as JSON needs."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(part) for part in value]
+    return value
+
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _RANKS = 16  # more curves of single ranks would not be readable

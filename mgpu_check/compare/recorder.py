@@ -1,17 +1,21 @@
 """Record the trace in the script's process, through hooks on optimizers, modules and backward.
 
-The trace covers only calls that the script makes itself; see `docs/reference/compare.md`.
+The trace covers only calls that the script makes itself; see `docs/reference/compare.md`. Recorded are the inputs of
+the first calls of each micro-batch, which show its samples; the outputs of modules in the forward passes of a step; and
+the gradients after backward and after each reduction before the optimizer's step. If a gradient has a wrong factor, one
+of these calls caused it, and the report names the line of the call.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +25,315 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mgpu_check.compare import constants, meeting, meshes, started, watched
-from mgpu_check.compare.described import described, forward_of, has_state, in_training, narrowed
-from mgpu_check.compare.entered import install as install_count
-from mgpu_check.compare.errors import guard_with, watching_errors
-from mgpu_check.compare.flow import Flow
-from mgpu_check.compare.input_recorder import InputRecorder
-from mgpu_check.compare.naming import Names
-from mgpu_check.compare.output_recorder import OutputRecorder
-from mgpu_check.compare.parameters import NumberedPart, Parameters, numbers_of, parameters_of
-from mgpu_check.compare.perturb import Perturbation
-from mgpu_check.compare.placements import Files, read_placements
-from mgpu_check.compare.placing import Placing
-from mgpu_check.compare.states import States
-from mgpu_check.compare.summaries import Numbers, summaries, whole
-from mgpu_check.compare.trace import FORMAT, VERSION, Writer
-from mgpu_check.compare.wholes import read_wholes, write_whole
+from mgpu_check.compare import perturbations, process_groups, process_watch, script_calls
+from mgpu_check.compare.errors import Guard, guard_with, watching_errors
+from mgpu_check.compare.models import Names, described, forward_of, has_state, in_training, narrowed, unwrapped
+from mgpu_check.compare.parameters import NumberedPart, Parameters, States, numbers_of, parameters_of
+from mgpu_check.compare.perturbations import Perturbation
+from mgpu_check.compare.placements import Files, Placing, read_placements, read_wholes, write_whole
+from mgpu_check.compare.process_watch import install_count
+from mgpu_check.compare.summaries import (
+    Numbers,
+    digests,
+    host_copy,
+    inputs_of,
+    on_host_together,
+    short,
+    statistics,
+    summaries,
+    whole,
+)
+from mgpu_check.compare.trace import FORMAT, VERSION, Inputs, OutputSummary, Writer, joined_outputs, total
+from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.python_environment import rank_and_world
+from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.torch_hooks import switches
-from mgpu_check.torch_hooks.nested import named_parameters, tensors_of
+from mgpu_check.torch_hooks.collective_arguments import group_of, option
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, FunctionForm
+from mgpu_check.torch_hooks.nested import leaves, named_modules, named_parameters, tensors_of
 from mgpu_check.torch_hooks.patches import Patches
-from mgpu_check.torch_hooks.tensors import is_capturing, is_transforming, readable
+from mgpu_check.torch_hooks.tensors import (
+    as_real,
+    is_capturing,
+    is_distributed,
+    is_pending,
+    is_transforming,
+    name_of,
+    readable,
+)
 
-_CALLS = 100  # calls of models that are checked for random draws, to bound the time
+_COLUMNS = 2**22  # larger inputs are not hashed along the second dimension, to bound the time
+_DEPTH_OF_CALLS = 8  # nested calls; wrappers are rarely deeper
+
+
+class InputRecorder:
+    """Records the first call of a model in a micro-batch, and the first call within each recorded call.
+
+    One device and the ranks may call a model by another wrapper, so that only an inner call is common.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the inputs since the last step."""
+        self.calls: list[list[Inputs]] = []
+        self.next_micro_batch()
+
+    def next_micro_batch(self) -> None:
+        self._waiting = True  # for the first call of a model
+        self.next_call()
+
+    def next_call(self) -> None:
+        """Forget the calls within a model that has returned, which may not be one with samples."""
+        self._entered = self._open = 0  # depth of the first calls: all of them, and those that have not returned
+        self._found: list[Inputs] = []
+        self._hashed: dict[tuple[int, int], tuple[torch.Tensor, tuple[list[int], list[int]]]] = {}
+
+    def enter(self, depth: int) -> None:
+        """Note that a call begins.
+
+        Args:
+            depth: 1 for a call outside of others.
+        """
+        if depth == 1:
+            self.next_call()
+        if self._waiting and depth <= _DEPTH_OF_CALLS and self._entered == self._open == depth - 1:
+            self._entered = self._open = depth
+
+    def leave(self, module: nn.Module, depth: int, args: Any, kwargs: Any) -> None:
+        """Record the inputs of a call that returns, if it is one of the first ones."""
+        if not self._waiting or depth != self._open:
+            return
+        self._open -= 1
+        given = inputs_of(args, kwargs)
+        computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
+        # FullyShardedDataParallel takes the parameters of the modules within it.
+        trains = in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
+        if computed or not trains:
+            return
+        name = _class_of(module)
+        hashes = [self._hashes(tensor) for tensor in given]
+        inputs = Inputs(name, [rows for rows, _ in hashes], [columns for _, columns in hashes])
+        self._found = [inputs, *(call for call in self._found if call.module != name)]
+        if depth == 1:
+            self.calls.append(self._found)
+            self._waiting = False
+            self.next_call()
+
+    def _hashes(self, tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+        key = id(tensor), -1 if tensor.is_inference() else tensor._version
+        if key not in self._hashed:
+            value = host_copy(tensor)
+            few = value is not None and value.numel() <= _COLUMNS
+            self._hashed[key] = tensor, (digests(value), digests(value, 1) if few else [])  # keeps its id
+        return self._hashed[key][1]
+
+
+def _class_of(module: nn.Module) -> str:
+    """Return the class of the user's module: `fully_shard` puts "FSDP" before its name."""
+    kind = type(unwrapped(module))
+    sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+    return kind.__name__.removeprefix("FSDP") if sharded else kind.__name__
+
+
+_MODULES = 256
+"""Most recorded modules of a model, to bound time and the size of the trace; the deepest are left out first."""
+_KEY = "output"  # takes the place of a parameter's name within its module
+_OUTPUT_CALLS = 4096
+"""Most recorded calls in a step. Further ones are left out, and then the modules have other counts on ranks."""
+
+
+class OutputRecorder:
+    """Sums the outputs of each module until the step of the optimizer."""
+
+    def __init__(self, writer: Writer, names: Names) -> None:
+        self._writer, self._names = writer, names
+        self._models, self._chosen, self._known = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._count = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the outputs since the last step."""
+        self._calls: list[tuple[nn.Module, torch.dtype, int]] = []  # of each part
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Choose the modules of a model to record, before its first call."""
+        if model in self._models:
+            return
+        self._models[model] = True
+        if not has_state(model):
+            return
+        outer_first = sorted(named_modules(model), key=lambda one: one[0].count("."))
+        self._chosen.update((module, True) for _, module in outer_first[:_MODULES])
+
+    def add(self, module: nn.Module, output: Any) -> None:
+        """Add the outputs of a call. Outputs that cannot be summed are left out: they decide no verdict."""
+        if module not in self._chosen or len(self._parts) >= _OUTPUT_CALLS:
+            return
+        with torch.no_grad(), contextlib.suppress(Exception):  # such as a tensor subclass without these operators
+            for value in [output] if isinstance(output, torch.Tensor) else leaves(output):
+                part = _local(value) if isinstance(value, torch.Tensor) else None
+                if part is not None:
+                    numbers = statistics(part)
+                    self._calls.append((module, part.dtype, part.numel()))
+                    self._parts.append(numbers)
+
+    def taken(self) -> dict[int, Numbers]:
+        """Return bits, norm, sum and count of the outputs since the last step, by number of the module."""
+        found: dict[int, list[OutputSummary]] = {}
+        for (module, dtype, count), (bits, own) in zip(self._calls, on_host_together(self._parts), strict=True):
+            number = self._number(module, dtype)
+            if number is not None:
+                found.setdefault(number, []).append(OutputSummary(bits, own[0], total(own[1:]), count))
+        whole = {number: joined_outputs(parts) for number, parts in found.items()}
+        return {number: [own.bits, short(own.norm), short(own.sum), own.count] for number, own in whole.items()}
+
+    def _number(self, module: nn.Module, dtype: torch.dtype) -> int | None:
+        """Return the number of a module, which is recorded on first use; None for a module outside of all models."""
+        if module not in self._known:
+            named = self._names.of_key(module, _KEY)
+            if named is None:
+                self._known[module] = None
+            else:
+                self._known[module], self._count = self._count, self._count + 1
+                name = named[0].removesuffix(_KEY).removesuffix(".")
+                self._writer.write("output", name=name, dtype=name_of(dtype))
+        number: int | None = self._known[module]
+        return number
+
+
+def _local(output: Any) -> torch.Tensor | None:
+    """Return the elements of an output on this rank, flattened; None if they are partial results, or unreadable."""
+    if is_distributed(output):
+        if any(placed.is_partial() for placed in output.placements):
+            return None
+        output = output.to_local()
+    value = readable(output) if output.layout is torch.strided else None
+    if value is None or not (value.is_floating_point() or value.is_complex()):
+        return None
+    return as_real(value).reshape(-1) if value.element_size() > 1 and value.numel() else None
+
+
+_REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
+_JOINING = tuple(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.joins)
+_STEPS = 4
+"""Number of recorded steps: a wrong factor shows from the first step on."""
+_CALLS = 256
+"""Largest number of recorded calls per step, to bound time and the size of the trace."""
+
+
+class Flow:
+    """Records the calls since the last step, with the norms of the gradients after each."""
+
+    def __init__(self, names: Names, guard: Guard, note: Callable[..., None]) -> None:
+        self._names, self._guard, self._note_event = names, guard, note
+        self._steps = 0
+        self._calls: list[tuple[str, dict[int, float]]] = []
+        self._within = False
+        self._cut: set[str] = set()  # calls that join tensors, although gradients flow to them
+
+    def install(self) -> None:
+        """Record reductions from now on."""
+        from torch.distributed import distributed_c10d as c10d
+
+        patches = Patches(among="torch")
+        for name in (*_REDUCTIONS, *_JOINING):
+            function = getattr(c10d, name, None)
+            if function is not None:
+                patches.replace(function, self._watched(function, FunctionForm(function)))
+        patches.apply()
+
+    def after_backward(self) -> None:
+        """Record the gradients after a backward pass."""
+        if self._is_noted():
+            parameters = {id(p): p for module in self._names.modules() for p in module._parameters.values()}
+            self._note("backward", (p for p in parameters.values() if p is not None))
+
+    def taken(self, numbers: Mapping[int, int]) -> list[tuple[str, dict[int, float]]]:
+        """Return the recorded calls of this step in order, and start the next step.
+
+        A call is a backward pass or a reduction. Each has a description with its file and line, and norms of gradients
+        after it, by number of the parameter. A backward pass has the norms of all gradients, a reduction that of the
+        reduced gradient, and an asynchronous reduction none. Only `_STEPS` steps are recorded, and `_CALLS` calls of
+        each.
+
+        Args:
+            numbers: id of a parameter -> its number in the trace; other parameters are left out.
+        """
+        found = [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in self._calls]
+        self._calls = []
+        self._steps += 1
+        return found
+
+    def _is_noted(self) -> bool:
+        return self._steps < _STEPS and len(self._calls) < _CALLS and not self._within
+
+    def _watched(self, function: Callable[..., Any], form: FunctionForm) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def reduced(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_noted():
+                return function(*args, **kwargs)
+            self._within = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._within = False
+            self._guard(self._reduced)(form, result, args, kwargs)
+            return result
+
+        return reduced
+
+    def _reduced(self, form: FunctionForm, result: Any, args: Any, kwargs: Any) -> None:
+        operand = form.argument(form.operand, args, kwargs) if form.operand else None
+        if form.name in _JOINING:
+            if torch.is_grad_enabled() and isinstance(operand, torch.Tensor) and operand.grad_fn is not None:
+                file, line = calling_line()
+                if (told := f"{form.name} at {relative(file)}:{line}") not in self._cut:
+                    self._cut.add(told)
+                    self._note_event("cut", call=told)
+            return
+        group = group_of(form.argument(form.group, args, kwargs))
+        values = ((name, form.argument(name, args, kwargs)) for name in form.options)
+        options = [option(name, value) for name, value in values if value is not None]
+        told = f"{form.name} ({', '.join([*options, f'{len(group.ranks)} ranks' if group else ''])})"
+        # An asynchronous call may not have changed its operand yet.
+        owners = [] if isinstance(result, torch.distributed.Work) else self._owners(operand)
+        self._note(told, owners)
+
+    def _owners(self, operand: Any) -> Sequence[torch.Tensor]:
+        """Return the parameter whose gradient is the operand; empty if there is no such parameter."""
+        if not isinstance(operand, torch.Tensor):
+            return []
+        parameters = (p for module in self._names.modules() for p in module._parameters.values() if p is not None)
+        return [p for p in parameters if p.grad is not None and _is_same(p.grad, operand)][:1]
+
+    def _note(self, told: str, parameters: Iterable[torch.Tensor]) -> None:
+        file, line = calling_line()
+        some = {id(p): value for p in parameters if (value := _plain(p.grad)) is not None}
+        norms = [torch.linalg.vector_norm(value, dtype=torch.float64).cpu() for value in some.values()]
+        found = torch.stack(norms).tolist() if norms else []
+        self._calls.append((f"{told} at {relative(file)}:{line}", dict(zip(some, found, strict=True))))
+
+
+def _is_same(gradient: torch.Tensor, operand: torch.Tensor) -> bool:
+    if gradient is operand or gradient.shape != operand.shape:
+        return gradient is operand
+    own, reduced = _plain(gradient), _plain(operand)
+    return own is not None and reduced is not None and own.data_ptr() == reduced.data_ptr()
+
+
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the floating-point numbers of a strided tensor; None for any other tensor."""
+    if tensor is None or is_distributed(tensor) or is_pending(tensor) or tensor.layout is not torch.strided:
+        return None
+    value = readable(tensor)
+    real = value is not None and bool(value.numel()) and (value.is_floating_point() or value.is_complex())
+    return value if real else None
+
+
+_CHECKED_CALLS = 100  # calls of models that are checked for random draws, to bound the time
 
 
 def install(
@@ -53,7 +343,7 @@ def install(
     taped: int | None,
     moved: int | None,
     store: tuple[str, int],
-    places: meeting.Places,
+    places: process_groups.Places,
     apart: bool,
     files: Files,
 ) -> None:
@@ -66,7 +356,7 @@ def install(
         steps: number of optimizer steps until the process waits to be ended; None: the script runs to its end.
         taped: number of steps that the file `tape` receives; None: the usual number.
         moved: seed of perturbations; None: no perturbations.
-        store, places: see `mgpu_check.compare.meeting.install`.
+        store, places: see `mgpu_check.compare.process_groups.install_meeting`.
         apart: make the elements of constant tensors distinct.
         files: see `mgpu_check.compare.placements.Files`.
     """
@@ -81,16 +371,16 @@ def install(
         recorder.states.shapes = (kept := read_wholes(files.wholes)).states
         recorder.known.placing = Placing(recorder.names, kept.parameters, kept.buffers, placed, files.found)
     if apart:
-        constants.install()
+        perturbations.make_constants_distinct()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     if files.tape is not None or files.replay is not None:
         from mgpu_check.compare import replay
 
         replay.install(recorder, steps if files.tape is None else taped, rank, files.tape, files.replay)
     if files.kept is not None:  # before the hook after a step, which may end the process
-        from mgpu_check.compare.traces import keeping
+        from mgpu_check.compare.traces import attachments
 
-        keeping.install(recorder, files.kept)
+        attachments.install(recorder, files.kept)
     recorder.watch_modules()
     register_optimizer_step_pre_hook(recorder.guard(recorder.before_step))
     register_optimizer_step_post_hook(recorder.guard(recorder.after_step))
@@ -98,10 +388,10 @@ def install(
     raised = recorder.guard(recorder.raised)
     patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(watching_errors, raised=raised))
     patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
-    watched.install(recorder, world)
-    meeting.install(recorder.note, store, places)
-    recorder.known.placing.coordinates = meshes.install(recorder.note)
-    started.install(fd)
+    script_calls.install(recorder, world)
+    process_groups.install_meeting(recorder.note, store, places)
+    recorder.known.placing.coordinates = process_groups.install_meshes(recorder.note)
+    process_watch.install_watch(fd)
     if world > 1 and torch.distributed.is_available():
         recorder.flow = Flow(recorder.names, recorder.guard, recorder.note)
         recorder.flow.install()
@@ -190,8 +480,8 @@ class ScriptRecorder:
                 self.states.begin(module)
         if self._here.recorded:
             self.outputs.begin(module)
-        if trains and self._calls < _CALLS:
-            self._here.drawn = watched.generators()
+        if trains and self._calls < _CHECKED_CALLS:
+            self._here.drawn = script_calls.generators()
 
     def leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch gives no kwargs if forward raises
@@ -215,7 +505,7 @@ class ScriptRecorder:
         """Record the first model that draws random numbers in a call."""
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1
-        if before is not None and "random" not in self._told and before != watched.generators():
+        if before is not None and "random" not in self._told and before != script_calls.generators():
             self._told.add("random")
             self.note("random", **forward_of(module))
 
@@ -229,7 +519,7 @@ class ScriptRecorder:
         if (kind := f"module {type(module).__name__}") not in self._told:
             self._told.add(kind)
             self.note("module", **(found := described(module)))
-            if found["replicas"] > 1 and self.world > 1 and not watched.in_a_group():
+            if found["replicas"] > 1 and self.world > 1 and not script_calls.in_a_group():
                 self.wait("alone")
 
     # backward

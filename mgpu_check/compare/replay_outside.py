@@ -2,25 +2,222 @@
 
 If an operator in the graph of a loss gets a tensor from outside, the ranks record it. One device compares its own, or
 gets the joint tensor in its place. Numbers are not replaced: those of one device must follow from those of the ranks.
+
+The data that a script computes with are followed, operator by operator, from where they enter to the loss. Data are
+*known* if one device and the ranks have the same: parameters and buffers, batches and tensors that a replay has joined,
+and results of operators on these alone. All other data come from *outside*, however the script got them.
+
+Numbers that enter a graph as tensors, such as noise, are data from outside. Dropout and similar operators draw within
+the graph: the random numbers that a rank draws there are recorded, and one device is given those of all ranks.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import contextlib
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, sample_dimension
-from mgpu_check.compare.replay_calls import MOST, Calls, follows, unexplained
-from mgpu_check.compare.replay_origins import OperatorSchema, Origin, Origins, schema_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, is_within_gradients, nearest_line, place
 from mgpu_check.simulated.tensor import tensors_in
-from mgpu_check.torch_hooks.tensors import is_capturing, plain
+from mgpu_check.torch_hooks.tensors import draws, is_capturing, plain
+
+_CONSTANT = (
+    *("aten::arange", "aten::eye", "aten::zeros", "aten::ones", "aten::new_zeros", "aten::new_ones"),
+    *("aten::zeros_like", "aten::ones_like"),
+)
+"""Operators whose results depend on sizes alone, if they get no other numbers."""
+_FORM = ("dim", "dim0", "dim1", "start_dim", "end_dim", "chunks", "split_size", "reduction")
+"""Numbers that say how an operator treats dimensions. Others may be data."""
+
+
+class Origin(enum.Enum):
+    """The origin of the data in a storage."""
+
+    KNOWN = enum.auto()
+    CONSTANT = enum.auto()
+    OUTSIDE = enum.auto()
+
+
+class OperatorSchema(NamedTuple):
+    """The parts of an operator's schema that are used.
+
+    Attributes:
+        arguments: the names of the arguments.
+        written: positions of the arguments that it changes in place.
+        overwrites: it replaces all of their elements.
+        constant: its results depend on sizes alone, if it gets no other numbers.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    written: Sequence[int]
+    overwrites: bool
+    constant: bool
+
+    def changed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors among the arguments that it changes in place."""
+        values = [args[i] if i < len(args) else kwargs.get(self.arguments[i]) for i in self.written]
+        return list(tensors_in(values))
+
+    def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the numbers among the arguments that may be data."""
+        numbers = [
+            value
+            for i, value in enumerate(args)
+            if (type(value) is int or type(value) is float) and self.arguments[i] not in _FORM
+        ]
+        if kwargs:
+            numbers += [value for name, value in kwargs.items() if type(value) in (int, float) and name not in _FORM]
+        return tuple(numbers)
+
+    def indexed(self, args: Sequence[Any]) -> dict[int, int]:
+        """Return the `id` of each tensor that has positions along a dimension of the first one -> its size there."""
+        if self.name.startswith("aten::index_put") or self.name == "aten::index":
+            return {id(part): args[0].shape[i] for i, part in enumerate(args[1]) if part is not None and _counts(part)}
+        if self.arguments[:3] == ("self", "dim", "index") and isinstance(args[2], torch.Tensor) and args[0].dim():
+            return {id(args[2]): args[0].shape[args[1]]}
+        return {}
+
+
+@functools.cache
+def schema_of(func: Any) -> OperatorSchema:
+    """Return the parts of an operator's schema."""
+    arguments = func._schema.arguments
+    name = func._schema.name
+    collective = name.startswith("c10d::")  # their schemas do not say what they change
+    written = [
+        i
+        for i, one in enumerate(arguments)
+        if (one.alias_info is not None and one.alias_info.is_write) or (collective and one.name.startswith("output"))
+    ]
+    overwrites = collective or name == "aten::copy_"
+    return OperatorSchema(name, tuple(one.name for one in arguments), written, overwrites, name in _CONSTANT)
+
+
+def _counts(index: torch.Tensor) -> bool:
+    return index.dtype != torch.bool
+
+
+class Origins:
+    """The origins of storages. Data without an origin come from outside."""
+
+    def __init__(self) -> None:
+        # A weak reference keeps the address of its storage from being used again.
+        self._known: dict[int, tuple[StorageWeakRef, Origin]] = {}
+
+    def of(self, tensor: torch.Tensor) -> Origin | None:
+        """Return the origin of a tensor. Parameters and results of operators with gradients are known."""
+        if tensor.grad_fn is not None:
+            return Origin.KNOWN
+        origin = self.of_storage(tensor)
+        if origin is None and tensor.requires_grad and isinstance(tensor, torch.nn.Parameter):
+            return Origin.KNOWN
+        return origin
+
+    def of_storage(self, tensor: torch.Tensor) -> Origin | None:
+        """Return the origin of the tensor's storage, whether it has gradients or not."""
+        try:
+            found = self._known.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # of a sparse tensor
+            return None
+        return None if found is None else found[1]
+
+    def set(self, tensors: Iterable[torch.Tensor], origin: Origin | None = Origin.KNOWN) -> None:
+        """Set the origin of the storages of tensors."""
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue
+            if origin is None:
+                self._known.pop(storage._cdata, None)
+            else:
+                self._known[storage._cdata] = StorageWeakRef(storage), origin
+
+    def drop_ended(self) -> None:
+        """Forget the storages that no tensor has any more."""
+        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+
+    @contextlib.contextmanager
+    def known(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the storages of tensors be known for a while."""
+        before = [(tensor, self.of_storage(tensor)) for tensor in tensors]
+        self.set(tensors)
+        try:
+            yield
+        finally:
+            for tensor, origin in before:
+                self.set([tensor], origin)
+
 
 _EQUAL = 1e-5  # the relative difference that rounding explains
+MOST = 2**12  # calls of a line and a micro-batch that are kept
+
+Calls = dict[tuple[str, str, bool], list[tuple[float, ...]]]
+"""Operator, line, and whether its result is in a graph -> the numbers of each call in a micro-batch."""
+
+
+def follows(own: float, ranks: Sequence[float], world: int, computed: Iterable[float] = ()) -> bool:
+    """Return whether a number of one device follows from those of the ranks.
+
+    If the ranks agree, it may have the number of ranks as a factor, or its root: the script says so. If they do not, it
+    is their sum or mean, or was computed from known tensors.
+    """
+
+    def near(value: float) -> bool:
+        return math.isclose(own, value, rel_tol=_EQUAL) or (own != own and value != value)
+
+    first = ranks[0]
+    if own in computed:
+        return True
+    if all(value == first or (value != value and first != first) for value in ranks):
+        return any(near(first * world**power) for power in (0, 1, -1, 0.5, -0.5))
+    return near(sum(ranks)) or near(sum(ranks) / len(ranks))
+
+
+def unexplained(
+    operator: str,
+    own: list[tuple[float, ...]] | None,
+    ranks: Sequence[list[tuple[float, ...]] | None],
+    world: int,
+    computed: Iterable[float] = (),
+) -> str:
+    """Return why the calls of an operator on one device do not follow from those of the ranks; "" if they do."""
+    known = [calls for calls in ranks if calls is not None]
+    if not known or (own is None and len(known) == len(ranks)):
+        return ""  # the code depends on the number of ranks
+    if len(known) < len(ranks) or own is None:
+        return "only some ranks run it"
+    joined = [numbers for calls in known for numbers in calls]
+    if own == joined or (len(own) >= MOST and all(len(calls) >= MOST for calls in known)):
+        return ""
+    if len({len(calls) for calls in known}) > 1:
+        return f"ranks run it {', '.join(str(len(calls)) for calls in known)} times"
+    for numbers, *parts in zip(own, *known, strict=False):
+        if operator == "aten::slice" and len(numbers) > 1 and _covers(numbers, parts):
+            continue
+        for value, *values in zip(numbers, *parts, strict=False):
+            if not follows(value, values, world, computed):
+                shown = ", ".join(f"{number:g}" for number in values)
+                return f"its number is {value:g} on one device, and {shown} on the ranks"
+    return ""
+
+
+def _covers(own: Sequence[float], ranks: Sequence[Sequence[float]]) -> bool:
+    """Return whether the slices of the ranks, one after the other, are the slice of one device."""
+    ends = [own[0], *(part[1] for part in ranks)]
+    return [part[0] for part in ranks] == ends[:-1] and ends[-1] == own[1]
+
+
 _OUTSIDE = (None, Origin.OUTSIDE)
 _LARGEST = 2**24  # elements of a sparse tensor
 
@@ -378,3 +575,117 @@ def _agree(own: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
     blocks = [(own[tuple(slice(size) for size in part.shape)].double(), part.double()) for part in parts]
     factors = (1.0, len(parts), 1 / len(parts)) if own.is_floating_point() else (1.0,)
     return any(all(torch.allclose(one * f, rank, rtol=0, atol=scale) for one, rank in blocks) for f in factors)
+
+
+_FUSED = ("attention", "rnn", "lstm", "gru", "rrelu", "_fused_dropout", "alpha_dropout", "flash")
+"""Parts of the names of operators whose results are no random numbers, but computed with them."""
+_ALSO = ("aten::random_", "aten::binomial")  # operators that draw, but lack torch's tag
+
+
+class InterceptedDraws(TorchDispatchMode, abc.ABC):
+    """Passes the draws in a graph to `take`, and other operators to `outside`.
+
+    Args:
+        now: the progress of the script.
+    """
+
+    def __init__(self, now: Now, outside: OutsideData) -> None:
+        super().__init__()
+        self.now, self.outside = now, outside
+        self._drawing: dict[Any, bool] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        drawing = self._drawing.get(func)
+        if drawing is None:
+            drawing = torch.Tag.nondeterministic_seeded in func.tags or func._schema.name in _ALSO
+            self._drawing[func] = drawing
+        if not self.now.active():
+            return func(*args, **kwargs)
+        if drawing and (func._schema.name in _ALSO or draws(func, args, kwargs)):
+            graph = not _name(func).endswith("_like") and any(one.grad_fn is not None for one in tensors_in(args))
+            result = self.take(func, args, kwargs) if graph else func(*args, **kwargs)
+            self.outside.origins.set(tensors_in([result]), None)
+            return result
+        divided = any(hasattr(kind, "full_tensor") for kind in types)  # such models are not replayed
+        follows = self.now.follows() and not divided
+        if not follows:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # a class of the user may override what is read here
+            return self.outside.run(func, args, kwargs)
+
+    @abc.abstractmethod
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a draw: its own, which is recorded, or that of the ranks."""
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
+
+
+def _numbers(func: Any, result: Any) -> Any:
+    """Return the random numbers among the results of an operator; None if they are not among them."""
+    if any(part in _name(func) for part in _FUSED):
+        return None
+    drawn = result[1] if _name(func) == "native_dropout" else result
+    usable = isinstance(drawn, torch.Tensor) and not hasattr(drawn, "full_tensor") and drawn.layout is torch.strided
+    return drawn if usable else None
+
+
+class RecordedDraws(InterceptedDraws):
+    """Writes each draw of a rank to its tape."""
+
+    def __init__(self, now: Now, tape: Tape, outside: OutsideData) -> None:
+        super().__init__(now, outside)
+        self._tape = tape
+
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        drawn = _numbers(func, result)
+        if drawn is None:
+            value: Any = Unstored("the operator does not return its random numbers")
+        else:
+            value = drawn if drawn.numel() <= _LARGEST else Unstored(f"it has {drawn.numel()} elements")
+        self._tape.put("draw", f"{_name(func)} {place()} {self.now.micro()}", value)
+        return result
+
+
+class ReplayedDraws(InterceptedDraws):
+    """Gives one device the draws of the ranks, joined along the samples.
+
+    Args:
+        missing: called with the operator and the reason for each draw that could not be given.
+    """
+
+    outside: ReplayedData
+
+    def __init__(self, now: Now, tapes: Tapes, missing: Callable[[str, str], None], outside: ReplayedData) -> None:
+        super().__init__(now, outside)
+        self._tapes, self._missing = tapes, missing
+
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = self._tapes.turn("draw", f"{_name(func)} {place()}", self.now.micro())
+        result = func(*args, **kwargs)
+        own = _numbers(func, result)
+        guesses: list[str] = []
+        try:
+            if not parts:
+                raise NotJoinedError("not every rank draws there")
+            if unstored := [part for part in parts if isinstance(part, Unstored)]:
+                raise NotJoinedError(unstored[0].why)
+            value = self.outside.joint(own, parts, guesses)
+            if value is not None and value.shape != own.shape:
+                raise NotJoinedError(f"ranks draw the shape {list(parts[0].shape)}, and one device {list(own.shape)}")
+        except NotJoinedError as error:
+            self._missing(_name(func), str(error))
+            return result
+        for guess in guesses:
+            self._missing(_name(func), guess)
+        if value is None:
+            return result
+        if _name(func) == "native_dropout":
+            data, share = args[0], 1 - args[1]
+            return data * value.to(data.device) * (1 / share if share else 0.0), own.copy_(value)
+        return own.copy_(value)

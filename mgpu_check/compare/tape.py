@@ -34,7 +34,13 @@ _AROUND = (
     _TORCH,
     *(
         _OURS + part
-        for part in ("simulated" + os.sep, "torch_hooks" + os.sep, "compare/watched", "compare/replay", "compare/tape")
+        for part in (
+            "simulated" + os.sep,
+            "torch_hooks" + os.sep,
+            "compare/script_calls",
+            "compare/replay",
+            "compare/tape",
+        )
     ),
 )
 """Files whose frames may be between the code of the user and a draw of the user."""

@@ -2,7 +2,10 @@
 
 The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. In the line of another event,
 ``"after"`` is the number of optimizer steps before it. A tensor is stored as a *summary*, a list of numbers: see
-`TensorSummary`.
+`TensorSummary`. A model's inputs are stored as hashes, which are combined into hashes of samples. Outputs of modules
+are summed over the ranks that have divided them.
+
+Tensors beside the batch, such as a mask for all samples, have as many rows on a rank as on one device.
 """
 
 from __future__ import annotations
@@ -10,12 +13,114 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from mgpu_check.compare.inputs import Inputs, samples_of
-from mgpu_check.compare.outputs import OutputSummary, joined_bits, total
+from mgpu_check.processes.rank_lists import grouped
+
+
+class Inputs(NamedTuple):
+    """The tensors that a module received, as hashes of their slices along the first and the second dimension."""
+
+    module: str
+    rows: list[list[int]]
+    columns: list[list[int]]
+
+
+def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None) -> list[int]:
+    """Return a hash of each sample, which consists of its slices in several tensors.
+
+    Args:
+        chosen: positions of these tensors; None: the first tensor that has slices, and all with as many.
+    """
+    if chosen is None:
+        count = next((len(rows) for rows in tensors if rows), 0)
+        chosen = [position for position, rows in enumerate(tensors) if len(rows) == count]
+    parts = [tensors[position] for position in chosen if position < len(tensors)]
+    sums = (sum(part * (2 * n + 1) for n, part in enumerate(sample)) for sample in zip(*parts, strict=False))
+    return [(total + 2**63) % 2**64 - 2**63 for total in sums]
+
+
+def divided_tensors(runs: Sequence[Sequence[list[int]]]) -> list[int] | None:
+    """Return the positions of the tensors that have a slice for each sample; None if the runs have other tensors.
+
+    Args:
+        runs: the tensors on one device, then those on each rank.
+    """
+    if len({len(tensors) for tensors in runs}) > 1:
+        return None
+    counts = [tuple(map(len, tensors)) for tensors in zip(*runs, strict=True)]
+    whole = [count for count in counts if all(count)]
+    split = [count for count in whole if len(set(count)) > 1] or [count for count in whole if count[0] > 1] or whole
+    return [position for position, count in enumerate(counts) if count == split[0]] if split else None
+
+
+@dataclass(frozen=True)
+class OutputSummary:
+    """All outputs of a module in a step, by numbers that parts add up to, no matter how they were cut.
+
+    Attributes:
+        bits: the sum of the bits of the elements in float64 as integers, modulo 2^64.
+        norm: the 2-norm, computed in float64.
+        sum: the sum of the elements, computed in float64.
+        count: number of elements.
+    """
+
+    bits: int
+    norm: float
+    sum: float
+    count: int
+
+    @property
+    def entries(self) -> list[tuple[float, float]]:
+        """The norm and the sum, each with its typical size: the rounding error of a sum is proportional to the norm."""
+        return [(self.norm, self.norm), (self.sum, max(abs(self.sum), self.norm))]
+
+
+def joined_bits(parts: Iterable[int]) -> int:
+    """Return the sum of sums of bits, modulo 2^64, as a signed integer."""
+    return (sum(parts) + 2**63) % 2**64 - 2**63
+
+
+def joined_outputs(parts: Collection[OutputSummary]) -> OutputSummary:
+    """Return the summary of all parts together."""
+    return OutputSummary(
+        joined_bits(part.bits for part in parts),
+        math.hypot(*(part.norm for part in parts)),
+        total(part.sum for part in parts),
+        sum(part.count for part in parts),
+    )
+
+
+def total(numbers: Iterable[float]) -> float:
+    """Return the sum of numbers, exact for finite ones in any order."""
+    found = list(numbers)
+    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
+
+
+def views(parts: Mapping[int, OutputSummary], seen: Mapping[int, Hashable]) -> list[Mapping[int, OutputSummary]]:
+    """Return the whole outputs from the view of each rank, for each possible division among ranks.
+
+    Each rank has the whole; or the ranks have disjoint parts; or ranks with the same samples have copies of a part.
+
+    Args:
+        parts: rank -> the outputs that it has.
+        seen: rank -> a key of its samples.
+    """
+    copies = [ranks for _, ranks in grouped((seen[rank], rank) for rank in parts)]
+    by_samples = {
+        rank: joined_outputs([parts[rank], *(parts[ranks[0]] for ranks in copies if rank not in ranks)])
+        for rank in parts
+    }
+    return [parts, dict.fromkeys(parts, joined_outputs(list(parts.values()))), by_samples]
+
+
+def whole_output(parts: Mapping[int, OutputSummary], seen: Mapping[int, Hashable]) -> OutputSummary:
+    """Return the whole outputs if nothing shows how many elements they have: ranks with equal parts have copies."""
+    each, together, by_samples = (list(view.values()) for view in views(parts, seen))
+    return next((view[0] for view in (each, by_samples) if view.count(view[0]) == len(view)), together[0])
+
 
 FORMAT = "mgpu-check trace"
 VERSION = 1

@@ -14,9 +14,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Restored, UnfinishedCall
+    from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, HashSeeds, Loader, Restored, UnfinishedCall
     from mgpu_check.diagnosis.report import Finding
-    from mgpu_check.diagnosis.samples import EpochSamples, Loader
     from mgpu_check.diagnosis.tensors import Tensors
 
 _PAGES = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/"

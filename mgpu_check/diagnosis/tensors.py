@@ -1,4 +1,8 @@
-"""The results and calls that a gate recorded of a failure, with tests of hypotheses against them."""
+"""The results and calls that a gate recorded of a failure, with tests of hypotheses against them.
+
+Parts are combined in known ways; the weight of each part in a sum is fitted by least squares over all elements, and so
+is the one factor between two changes of tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,105 @@ from functools import cached_property
 
 import torch
 
-from mgpu_check.diagnosis.changes import CLOSE, factor_of_change, has_shapes_of, largest, pairs
-from mgpu_check.diagnosis.left import Left, is_left
-from mgpu_check.diagnosis.observed import (
+from mgpu_check.diagnosis.observations import (
     Alternative,
     CallEvent,
     Change,
     Division,
     Expected,
     Hypotheses,
+    Kind,
+    Left,
     ObservedRun,
     RankTrace,
     Relations,
+    Result,
+    is_left,
 )
-from mgpu_check.diagnosis.results import Kind, Result
-from mgpu_check.diagnosis.weights import COMBINED, LOOSE, fitted, spanned
-from mgpu_check.numerics.factors import common_factor
+from mgpu_check.numerics.factors import common_factor, evenly
+
+CLOSE = 1e-5
+"""Tolerance, as a fraction of the magnitude of a tensor, for values that are computed in the same order."""
+
+
+def factor_of_change(
+    was: Mapping[Result, torch.Tensor],
+    stages: Sequence[Mapping[Result, torch.Tensor]],
+    right: Mapping[Result, torch.Tensor],
+) -> float | None:
+    """Return the factor between the changes of all ranks since `was` and the right one; None if none fits."""
+    found = [
+        pair
+        for stage in stages
+        for name, start in was.items()
+        for pair in pairs(stage[name].double() - start, right[name] - start)
+    ]
+    several = sum(expected != 0 for _, expected in found) > 1  # a factor always fits a single number
+    return common_factor(found, least=0.0, of_largest=CLOSE) if several else None
+
+
+def has_shapes_of(some: Mapping[Result, torch.Tensor], values: Mapping[Result, torch.Tensor]) -> bool:
+    return all(name in values and values[name].shape == value.shape for name, value in some.items())
+
+
+def largest(value: torch.Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
+def pairs(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[float, float]]:
+    some = evenly(got.numel())
+    return list(zip(got.flatten()[some].tolist(), expected.flatten()[some].tolist(), strict=True))
+
+
+COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "own": lambda parts, rank: parts[rank],
+    "first": lambda parts, rank: parts[0],
+    "last": lambda parts, rank: parts[-1],
+    "mean": lambda parts, rank: parts.mean(0),
+    "sum": lambda parts, rank: parts.sum(0),
+    "norm": lambda parts, rank: parts.square().sum(0).sqrt(),
+    "max": lambda parts, rank: parts.amax(0),
+    "min": lambda parts, rank: parts.amin(0),
+}
+"""Ways to combine all parts, which are stacked in rank order, to the result of one rank."""
+LOOSE = 1e-4
+"""Tolerance, as a fraction of the magnitude of a tensor: a hypothesis is summed in another order than the result."""
+_INDEPENDENT = 1e-4
+"""Fraction of the largest singular value below which columns of parts count as linearly dependent."""
+
+
+def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> list[float] | None:
+    """Return the weights of the columns that sum to the values; None if no weights do, or if they are not unique."""
+    system = _system(columns, values)
+    if system is None or int(torch.linalg.matrix_rank(system[0], rtol=_INDEPENDENT)) < len(columns):
+        return None
+    found = _solved(*system)
+    return None if found is None else [float(weight) for weight in found]
+
+
+def spanned(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> bool | None:
+    """Return whether the values are a weighted sum of the columns; None if too few, or not finite."""
+    system = _system(columns, values)
+    return None if system is None else _solved(*system) is not None
+
+
+def _system(
+    columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not values or not all(columns):
+        return None
+    matrix = torch.stack([torch.cat(list(column)) for column in columns], dim=1)
+    right = torch.cat([value.double().flatten() for value in values])
+    if len(matrix) != len(right) or len(right) <= 2 * len(columns):
+        return None
+    return (matrix, right) if bool(matrix.isfinite().all() & right.isfinite().all()) else None
+
+
+def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Return the least-squares weights of the columns; None if their sum does not match `right`."""
+    found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
+    return None if bool(((matrix @ found - right).abs() > LOOSE * right.abs().max()).any()) else found
+
 
 _NEAR = 2e-3
 """Relative tolerance of each element for a common factor: each element has its own rounding errors."""

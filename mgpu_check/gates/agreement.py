@@ -12,8 +12,7 @@ from typing import Literal
 
 import torch
 
-from mgpu_check.diagnosis.observed import Expected, ObservedRun, RankTrace, Relations
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import Expected, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.errors import NotCompared, RankFailure, RankHang
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.gates.measurement import ROUNDOFF, Variation, alike, rounding_seen, run_varied, wide

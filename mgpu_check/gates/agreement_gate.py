@@ -9,9 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mgpu_check.diagnosis.observed import PARITY
+from mgpu_check.diagnosis.observations import KINDS, PARITY
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.results import KINDS
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.agreement import Agreement, Disagreement, OnOneDevice, OnSwitch, PairTrials, WithoutOneDevice
 from mgpu_check.gates.failure_report import Failure, late_hang, report_of

@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_check.diagnosis.observed import CallEvent, Labels, RankTrace
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import CallEvent, Labels, RankTrace, Result
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.program import modules_of
 from mgpu_check.gates.scenarios import samples_in

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Restored
-from mgpu_check.diagnosis.report import Finding, Observable, Report
+from mgpu_check.diagnosis.report import Attempts, Finding, Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of_checkpoint
 from mgpu_check.errors import NotCompared, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.gate_arguments import (

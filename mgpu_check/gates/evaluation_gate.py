@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import Evidence, Start
-from mgpu_check.diagnosis.report import Observable, Report
+from mgpu_check.diagnosis.report import Attempts, Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.errors import RankFailure, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, sizes_of, world_sizes_of

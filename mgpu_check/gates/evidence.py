@@ -8,10 +8,9 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Start, UnfinishedCall
-from mgpu_check.diagnosis.observed import CallEvent, RankTrace
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import CallEvent, RankTrace, Result
+from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenarios import Scenario

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import TYPE_CHECKING, Literal
 
-from mgpu_check.diagnosis.modules import WrongModule
-from mgpu_check.diagnosis.observed import PARITY
-from mgpu_check.diagnosis.parting import Parting
+from mgpu_check.diagnosis.divergence import Parting, WrongModule
+from mgpu_check.diagnosis.observations import PARITY, Result
 from mgpu_check.diagnosis.report import Finding, Observable, Report
-from mgpu_check.diagnosis.results import Result
 from mgpu_check.engine.failures import Account
 from mgpu_check.errors import RankHang
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observed import Expected, Relations
+    from mgpu_check.diagnosis.observations import Expected, Relations
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.diagnosis.observed import Alternative, Division, Hypotheses, Other
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import Alternative, Division, Hypotheses, Other, Result
 from mgpu_check.engine.failures import Account
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankDied, RankFailure, RankHang

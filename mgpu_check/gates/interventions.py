@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_check.diagnosis.observed import Change, ObservedRun, Term
+from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.call_events import site, upstream
 from mgpu_check.gates.program import Program, modules_of

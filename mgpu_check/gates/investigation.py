@@ -14,10 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from mgpu_check.diagnosis.attempts import Attempts
+from mgpu_check.diagnosis.divergence import first_parting, first_wrong_module
 from mgpu_check.diagnosis.evidence import UnfinishedCall
-from mgpu_check.diagnosis.modules import first_wrong_module
-from mgpu_check.diagnosis.observed import (
+from mgpu_check.diagnosis.observations import (
     FINITE,
     REPEATS,
     CallEvent,
@@ -27,9 +26,9 @@ from mgpu_check.diagnosis.observed import (
     ObservedRun,
     RankTrace,
     Relations,
+    Result,
 )
-from mgpu_check.diagnosis.parting import first_parting
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.order import findings_of, findings_of_calls
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import account_of

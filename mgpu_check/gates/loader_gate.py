@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.report import Observable, Report
+from mgpu_check.diagnosis.evidence import Accepted, Loader
+from mgpu_check.diagnosis.report import Attempts, Observable, Report
 from mgpu_check.diagnosis.rules.order import distinct, findings_of_loader
-from mgpu_check.diagnosis.samples import Accepted, Loader
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, world_sizes_of

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mgpu_check.diagnosis.observed import Expected, ObservedRun
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import Expected, ObservedRun, Result
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.program import Program, modules_of

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from mgpu_check.diagnosis.observed import PARITY, Expected, ObservedRun, Relations
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, Relations, Result
 from mgpu_check.errors import NotCompared
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Mesh, Scenario, where_is

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import check_tolerance, innermost
 from mgpu_check.gates.switches import Switch

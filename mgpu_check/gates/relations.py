@@ -6,8 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, ObservedRun, Relations
-from mgpu_check.diagnosis.results import Kind, Result
+from mgpu_check.diagnosis.observations import (
+    AGREE,
+    FINITE,
+    PARITY,
+    REPEATS,
+    Expected,
+    Kind,
+    ObservedRun,
+    Relations,
+    Result,
+)
 from mgpu_check.gates.parameter_coverage import unjudged
 from mgpu_check.numerics.differences import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named

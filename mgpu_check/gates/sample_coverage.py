@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.diagnosis.samples import Accepted, EpochSamples
+from mgpu_check.diagnosis.evidence import Accepted, EpochSamples
 
 ALL_SEEN, ONLY_ONCE, KNOWN, AS_MANY = "all seen", "only once", "known", "as many batches"
 """Relations: each sample is on some rank; no sample is on two ranks; every sample is known at world size 1; all ranks

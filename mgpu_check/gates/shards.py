@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import HeldPiece, ObservedRun, Result
 from mgpu_check.gates.program import Unusable
 from mgpu_check.numerics.placement import (
     Coordinates,

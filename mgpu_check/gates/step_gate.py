@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, world_sizes_of
 from mgpu_check.gates.parameter_coverage import check_unjudged

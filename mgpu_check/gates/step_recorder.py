@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mgpu_check.diagnosis.observed import HeldPiece, ObservedRun, Outside
-from mgpu_check.diagnosis.results import Kind, Result
+from mgpu_check.diagnosis.observations import HeldPiece, Kind, ObservedRun, Outside, Result
 from mgpu_check.gates.shards import Held, Holdings, least_anywhere, named_tensors, parameters_of
 from mgpu_check.torch_hooks.nested import named_buffers
 from mgpu_check.torch_hooks.patches import Patches, around

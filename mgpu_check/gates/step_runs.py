@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_check.diagnosis.observed import CallEvent, ObservedRun, RankTrace
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import CallEvent, ObservedRun, RankTrace, Result
 from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.call_events import NotingLabels, Rows, noting_outputs, noting_seeds, traced

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.diagnosis.observed import PARITY, Expected, ObservedRun, RankTrace, Relations
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.errors import RankDied, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.gates.hash_seeds import with_seeds_apart

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.batches import others_from_the_start
-from mgpu_check.compare.obstacles import FLOAT32, OTHER_START, standing
+from mgpu_check.compare.comparability import FLOAT32, OTHER_START, standing
+from mgpu_check.compare.diagnosis import others_from_the_start
 from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace

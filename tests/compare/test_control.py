@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.control import FURTHER, measured
 from mgpu_check.compare.processes import Ended, ScriptRun
-from mgpu_check.compare.verdict import verdict_of
+from mgpu_check.compare.verdict import FURTHER, measured, verdict_of
 from tests.compare.conftest import script
 from tests.compare.training import Training, gradients
 

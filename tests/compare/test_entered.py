@@ -6,7 +6,7 @@ import os
 import struct
 import tempfile
 
-from mgpu_check.compare.entered import entered
+from mgpu_check.compare.process_watch import entered
 from mgpu_check.processes import collective_records
 
 

@@ -10,16 +10,13 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.factored import entries, flat_parts, statistic
-from mgpu_check.compare.naming import Names
-from mgpu_check.compare.parameters import Parameters
-from mgpu_check.compare.placing import Placing
+from mgpu_check.compare.models import Names
+from mgpu_check.compare.parameters import Parameters, States, entries, flat_parts, statistic
+from mgpu_check.compare.placements import Placing, read_wholes, write_shape, write_whole
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.states import States
 from mgpu_check.compare.summaries import Cut
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, Trace, Writer, read
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
-from mgpu_check.compare.wholes import read_wholes, write_shape, write_whole
 from mgpu_check.numerics.placement import Slice, indexed
 from tests.compare.conftest import script
 from tests.compare.test_assembly import GRADIENT, ONE, WEIGHT, part, summary, trace, trained, verdict

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.__main__ import main
-from mgpu_check.compare import directories
+from mgpu_check.compare import processes
 from mgpu_check.compare.arguments import fitted
-from mgpu_check.compare.directories import fresh_directory
+from mgpu_check.compare.processes import fresh_directory
 from tests.compare.conftest import script
 
 WITH_A_SNAPSHOT = script("with_a_snapshot")
@@ -140,12 +140,12 @@ def test_what_is_beside_a_directory_of_its_own(tmp_path, monkeypatch):
         for path in (copy / "new", copy / "old", made / ".." / "old"):
             path.write_text("new")
     assert not (beside / "new").exists() and (beside / "old").read_text() == (tmp_path / "old").read_text() == "old"
-    monkeypatch.setattr(directories, "_BESIDE_COPIED", 5)
+    monkeypatch.setattr(processes, "_BESIDE_COPIED", 5)
     with fresh_directory(tmp_path / "own") as made:  # the second of two files of three bytes is linked
         assert [(made.parent / name).is_symlink() for name in ("beside/old", "old")] == [False, True]
-    monkeypatch.setattr(directories, "_BESIDE_ENTRIES", 2)
+    monkeypatch.setattr(processes, "_BESIDE_ENTRIES", 2)
     with fresh_directory(tmp_path / "own") as made:
         assert (made.parent / "beside").is_symlink()
-    monkeypatch.setattr(directories, "_ENTRIES", 3)
+    monkeypatch.setattr(processes, "_ENTRIES", 3)
     with fresh_directory(tmp_path / "own") as made:
         assert os.listdir(made.parent) == ["own"]

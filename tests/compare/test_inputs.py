@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from mgpu_check.compare.alignment import Aligned, with_common_samples
-from mgpu_check.compare.inputs import Inputs, divided_tensors, samples_of
-from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.perturbations import Perturbation
 from mgpu_check.compare.summaries import digests
-from mgpu_check.compare.trace import Step, Trace
+from mgpu_check.compare.trace import Inputs, Step, Trace, divided_tensors, samples_of
 from tests.compare.conftest import script
 
 SIMULATED = ("--gpus=2", "--simulate", "--steps=1")

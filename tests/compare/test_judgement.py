@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.compare import diagnosis, evidence
-from mgpu_check.compare.obstacles import NUMBERS
-from mgpu_check.diagnosis.attempts import RAISE
+from mgpu_check.compare import diagnosis
+from mgpu_check.compare.comparability import NUMBERS
+from mgpu_check.diagnosis.report import RAISE
 from tests.compare.training import (
     RATE,
     gradients,
@@ -56,7 +56,7 @@ def test_a_piece_of_evidence_that_fails_leaves_the_verdict(monkeypatch, piece):
 
     fails.__name__ = piece
     monkeypatch.delenv(RAISE)
-    monkeypatch.setattr(evidence if hasattr(evidence, piece) and piece != "evidence_of" else diagnosis, piece, fails)
+    monkeypatch.setattr(diagnosis, piece, fails)
     found = verdict(change)
     assert (found.kind, found.step, found.ranks) == ("differs", 1, (0, 1))
     assert found.report.mistakes == (() if piece in ("_factor", "evidence_of") else ("world-size-factor",))

@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.compare import output_recorder
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.first_difference import first_difference
-from mgpu_check.compare.forward import compared_output, told_outputs
-from mgpu_check.compare.heat import heat_pictures
-from mgpu_check.compare.outputs import OutputSummary, joined_outputs, whole_output
-from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.first_difference import compared_output, first_difference, told_outputs
+from mgpu_check.compare.page import heat_pictures
+from mgpu_check.compare.perturbations import Perturbation
 from mgpu_check.compare.recorder import ScriptRecorder
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.trace import Writer
+from mgpu_check.compare.trace import OutputSummary, Writer, joined_outputs, whole_output
 from tests.compare.training import Training, gradients
 
 WHOLE = OutputSummary(64, 4.0, 3.0, 64)
@@ -184,6 +181,6 @@ def test_which_modules_are_recorded(recorder):
 
 
 def test_outputs_that_cannot_be_read_are_left_out(recorder, monkeypatch):
-    monkeypatch.setattr(output_recorder, "statistics", None)
+    monkeypatch.setattr("mgpu_check.compare.recorder.statistics", None)
     nn.Linear(1, 1)(torch.ones(2, 1))
     assert recorder.outputs.taken() == {}

@@ -13,10 +13,9 @@ import pytest
 from mgpu_check import pages
 from mgpu_check.cli.compare import main
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.heat import heat_pictures, joined_modules, shown_steps
-from mgpu_check.compare.picture import Curve, draw
-from mgpu_check.compare.traces.file import write_run
-from mgpu_check.compare.traces.judging import compare_runs
+from mgpu_check.compare.page import Curve, draw, heat_pictures, joined_modules, shown_steps
+from mgpu_check.compare.traces.files import write_run
+from mgpu_check.compare.traces.run_comparison import compare_runs
 from tests.compare.test_trace_files import rounded, run
 from tests.compare.training import Training, gradients, other
 

@@ -13,10 +13,9 @@ from torch import nn
 
 from mgpu_check.cli.run_options import launched_by
 from mgpu_check.compare.alignment import deviation
-from mgpu_check.compare.naming import Names
-from mgpu_check.compare.parameters import Parameters
-from mgpu_check.compare.perturb import Perturbation
-from mgpu_check.compare.states import States
+from mgpu_check.compare.models import Names
+from mgpu_check.compare.parameters import Parameters, States
+from mgpu_check.compare.perturbations import Perturbation
 from mgpu_check.compare.summaries import inputs_of, summaries
 from mgpu_check.compare.trace import (
     FORMAT,

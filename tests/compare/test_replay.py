@@ -16,11 +16,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from mgpu_check.compare.fingerprint import fingerprint
-from mgpu_check.compare.identities import mistakes_of, remarks_of
 from mgpu_check.compare.joining import NotJoinedError, SampleRows, join, sample_dimension
-from mgpu_check.compare.replay import with_other_seeds
-from mgpu_check.compare.replay_points import tensors_of
-from mgpu_check.compare.replay_recording import epoch_of
+from mgpu_check.compare.replay import epoch_of, tensors_of, with_other_seeds
+from mgpu_check.compare.replay_judgement import mistakes_of, remarks_of
 from mgpu_check.compare.tape import Tape, Tapes, Unstored, place, write_joint
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
@@ -187,7 +185,7 @@ def test_an_endless_sampler_has_no_epoch(monkeypatch):
     epochs = [epoch_of(DataLoader(data, 2, sampler=sampler), 2) for sampler in ([1, 3, 5, 7], Endless())]
     assert [epoch and epoch["indices"] for epoch in epochs] == [[1, 3, 5, 7]] * 2
     assert [epoch and epoch["endless"] for epoch in epochs] == [False, True]
-    monkeypatch.setattr("mgpu_check.compare.replay_recording._LONGEST", 6)  # as of large data
+    monkeypatch.setattr("mgpu_check.compare.replay._LONGEST", 6)  # as of large data
     large = epoch_of(DataLoader(data, 2, sampler=Endless()), 2)
     assert large and large["endless"] and large["indices"] == [1, 3, 5, 7]
 

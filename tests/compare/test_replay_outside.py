@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.compare.replay_calls import follows, unexplained
-from mgpu_check.compare.replay_giving import RankReplaying
-from mgpu_check.compare.replay_points import Points
-from mgpu_check.compare.replay_recording import RankRecording
+from mgpu_check.compare.replay import Points, RankRecording, RankReplaying
+from mgpu_check.compare.replay_outside import follows, unexplained
 from mgpu_check.compare.tape import Tape, Tapes, write_joint
 from tests.compare.conftest import script
 

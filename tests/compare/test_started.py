@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mgpu_check.compare import started
+from mgpu_check.compare import process_watch
 
 
 class Failed(Exception):
@@ -16,8 +16,8 @@ class Failed(Exception):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("there", [False, True])
 def test_the_package_is_on_the_path_that_a_started_process_is_sent(monkeypatch, there, fails):
-    others = [path for path in sys.path if path != started._HOME]
-    before = [*others, *([started._HOME] if there else [])]
+    others = [path for path in sys.path if path != process_watch._HOME]
+    before = [*others, *([process_watch._HOME] if there else [])]
     monkeypatch.setattr(sys, "path", list(before))
     sent = []
 
@@ -28,11 +28,11 @@ def test_the_package_is_on_the_path_that_a_started_process_is_sent(monkeypatch, 
         return "launched"
 
     process = type("Process", (), {"name": "worker"})()
-    watched = started._with_watch(launch, 3)
+    watched = process_watch._with_watch(launch, 3)
     if fails:
         with pytest.raises(Failed):
             watched("popen", process)
     else:
         assert watched("popen", process) == "launched"
-    assert sent == [("popen", [*others, started._HOME], "worker")]
+    assert sent == [("popen", [*others, process_watch._HOME], "worker")]
     assert sys.path == before

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from mgpu_check.__main__ import main
-from mgpu_check.compare.traces.file import read_run, write_run
-from mgpu_check.compare.traces.judging import compare_runs
-from mgpu_check.compare.traces.run import RecordedRun
-from mgpu_check.compare.traces.values import described
+from mgpu_check.compare.traces.files import RecordedRun, described, read_run, write_run
+from mgpu_check.compare.traces.run_comparison import compare_runs
 from tests.compare.training import Training, gradients, other
 
 

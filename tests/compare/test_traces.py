@@ -8,9 +8,8 @@ import subprocess
 
 import pytest
 
-from mgpu_check.compare.traces.file import read_run
-from mgpu_check.compare.traces.judging import compare_runs
-from mgpu_check.compare.traces.run import RecordedRun
+from mgpu_check.compare.traces.files import RecordedRun, read_run
+from mgpu_check.compare.traces.run_comparison import compare_runs
 from tests.compare.conftest import script
 
 CHANGES = {

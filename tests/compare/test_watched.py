@@ -12,7 +12,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils import clip_grad
 
-from mgpu_check.compare import watched
+from mgpu_check.compare import script_calls
 from mgpu_check.compare.errors import guard_with
 
 
@@ -44,7 +44,7 @@ def test_what_is_watched_is_so_under_each_name_that_torch_has_for_it(tmp_path):
     }
     before = {(owner, name): getattr(owner, name) for *owners, name in names.values() for owner in owners}
     witness = Witness()
-    patches = watched.install(witness, 1)
+    patches = script_calls.install(witness, 1)
     try:
         for *owners, name in names.values():
             for owner in owners:

@@ -377,7 +377,7 @@ def test_compiled_code_is_left_alone(tmp_path):
 
 def test_a_gate_reads_functions_and_methods_alike(pool):
     def body(rank):
-        from mgpu_check.diagnosis.observed import RankTrace
+        from mgpu_check.diagnosis.observations import RankTrace
         from mgpu_check.gates.call_events import Rows, traced
 
         group = dist.new_group([1, 3])

@@ -27,7 +27,7 @@ sys.stdin.read()
 # The same with that of a run of `compare` that gives the script a directory of its own.
 COMPARES = """
 import sys
-from mgpu_check.compare.directories import fresh_directory
+from mgpu_check.compare.processes import fresh_directory
 with fresh_directory() as directory:
     print(directory.parent, flush=True)
     sys.stdin.read()

@@ -8,8 +8,9 @@ from collections import Counter
 import torch
 from hypothesis import strategies as st
 
-from mgpu_check.diagnosis.evidence import Restored, UnfinishedCall
-from mgpu_check.diagnosis.observed import (
+from mgpu_check.diagnosis.evidence import Accepted, EpochSamples, Loader, Restored, UnfinishedCall
+from mgpu_check.diagnosis.observations import (
+    KINDS,
     Alternative,
     CallEvent,
     Division,
@@ -18,9 +19,8 @@ from mgpu_check.diagnosis.observed import (
     ObservedRun,
     Other,
     Relations,
+    Result,
 )
-from mgpu_check.diagnosis.results import KINDS, Result
-from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.relations import relations_of
 from mgpu_check.processes.collective_records import Entered

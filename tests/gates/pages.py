@@ -14,7 +14,7 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario

@@ -32,7 +32,7 @@ REWORDED = (
     "mgpu_check.engine.world_processes",
     "mgpu_check.processes.collective_records",
 )
-KEPT = ("mgpu_check.compare.page", "mgpu_check.compare.picture")  # what is between words there is markup
+KEPT = ("mgpu_check.compare.page",)  # what is between words there is markup
 DATA = {"not comparable"}  # a kind of verdict, and a value of --json
 CODE = {"compile", "eval", "exec"}
 OF_TORCH = "_OF_TORCH"

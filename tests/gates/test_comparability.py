@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.diagnosis.observed import Expected, ObservedRun, Relations
+from mgpu_check.diagnosis.observations import Expected, ObservedRun, Relations
 from mgpu_check.errors import NotCompared
 from mgpu_check.gates.parameter_coverage import ParameterCoverage, check_unjudged
 from mgpu_check.gates.scenarios import Scenario

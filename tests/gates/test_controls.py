@@ -12,10 +12,20 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from mgpu_check import ScalingMismatch, assert_step_scales
-from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.observed import CallEvent, Expected, Hypotheses, Labels, ObservedRun, RankTrace, Relations
-from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.diagnosis.observations import (
+    KINDS,
+    CallEvent,
+    Expected,
+    Hypotheses,
+    Labels,
+    ObservedRun,
+    RankTrace,
+    Relations,
+    Result,
+)
+from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.collectives import gradient_cut
+from mgpu_check.diagnosis.rules.data import labels_shifted_after_split
 from mgpu_check.diagnosis.rules.decisions import right_on_one_rank
 from mgpu_check.diagnosis.rules.factors import off_by_world_size
 from mgpu_check.diagnosis.rules.gradients import (
@@ -24,7 +34,6 @@ from mgpu_check.diagnosis.rules.gradients import (
     stays_as_backward_left_it,
 )
 from mgpu_check.diagnosis.rules.optimizers import makes_something_else
-from mgpu_check.diagnosis.rules.sequences import labels_shifted_after_split
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates.evidence import evidence_of
 from mgpu_check.gates.investigation import SecondLook

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.diagnosis.observations import KINDS, Result
 from mgpu_check.errors import RankHang
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.gates.measurement import (

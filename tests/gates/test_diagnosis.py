@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check import ScalingMismatch, assert_step_scales
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.gates.trials import Trials

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mgpu_check import ScalingMismatch, assert_step_scales
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario, size_of
 from mgpu_check.gates.trials import Trials

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.gates.trials import Trials

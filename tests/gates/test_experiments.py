@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
-from mgpu_check.diagnosis.attempts import Attempts
 from mgpu_check.diagnosis.evidence import UnfinishedCall
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
+from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.order import findings_of_calls
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
-from mgpu_check.diagnosis.attempts import RAISE, Attempts
-from mgpu_check.diagnosis.observed import Expected, Hypotheses, ObservedRun
-from mgpu_check.diagnosis.parting import first_parting
-from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.diagnosis.divergence import first_parting
+from mgpu_check.diagnosis.observations import KINDS, Expected, Hypotheses, ObservedRun, Result
+from mgpu_check.diagnosis.report import RAISE, Attempts
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates import checkpoint_gate as restored

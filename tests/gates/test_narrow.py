@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check import NotCompared, assert_step_scales
-from mgpu_check.diagnosis.results import KINDS
+from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import Scenario
 from mgpu_check.gates.trials import Trials

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.diagnosis.observed import CallEvent, Expected, Hypotheses, ObservedRun, RankTrace, Relations
-from mgpu_check.diagnosis.parting import Parting, first_parting
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.divergence import Parting, first_parting
+from mgpu_check.diagnosis.observations import CallEvent, Expected, Hypotheses, ObservedRun, RankTrace, Relations, Result
 from mgpu_check.diagnosis.rules.decisions import right_on_one_rank
 from mgpu_check.diagnosis.tensors import Tensors
 

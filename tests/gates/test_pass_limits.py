@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.diagnosis.observed import Expected, ObservedRun
+from mgpu_check.diagnosis.observations import Expected, ObservedRun
 from mgpu_check.gates.parameter_coverage import PassLimits
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenarios import has_equal_lengths

@@ -7,8 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from mgpu_check.diagnosis.observed import AGREE, FINITE, PARITY, REPEATS, Expected, ObservedRun, Relations
-from mgpu_check.diagnosis.results import KINDS, Result
+from mgpu_check.diagnosis.observations import (
+    AGREE,
+    FINITE,
+    KINDS,
+    PARITY,
+    REPEATS,
+    Expected,
+    ObservedRun,
+    Relations,
+    Result,
+)
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.numerics.placement import Unplaced
 from mgpu_check.torch_hooks.tensors import digest_of

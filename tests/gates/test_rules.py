@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from mgpu_check.diagnosis import rules
-from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Restored, Sampler, Start, UnfinishedCall
+from mgpu_check.diagnosis.evidence import (
+    Accepted,
+    ByRank,
+    EpochSamples,
+    Evidence,
+    Factor,
+    Loader,
+    Restored,
+    Sampler,
+    Start,
+    UnfinishedCall,
+)
 from mgpu_check.diagnosis.registry import (
     Precedence,
     RuleList,
@@ -25,7 +35,8 @@ from mgpu_check.diagnosis.registry import (
     on_hash_seeds,
     on_loader,
 )
-from mgpu_check.diagnosis.rules.calls import waits_for_its_own_group
+from mgpu_check.diagnosis.report import Attempts
+from mgpu_check.diagnosis.rules.hangs import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.order import (
     RULES,
     findings_of,
@@ -33,8 +44,7 @@ from mgpu_check.diagnosis.rules.order import (
     findings_of_checkpoint,
     findings_of_loader,
 )
-from mgpu_check.diagnosis.samples import Accepted, EpochSamples, Loader
-from mgpu_check.diagnosis.weights import fitted, spanned
+from mgpu_check.diagnosis.tensors import fitted, spanned
 from mgpu_check.processes.collective_records import Entered
 
 START = Start("weight differs", "weight differs")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.diagnosis.observed import Expected, Hypotheses, ObservedRun, Relations
-from mgpu_check.diagnosis.results import Result
+from mgpu_check.diagnosis.observations import Expected, Hypotheses, ObservedRun, Relations, Result
 from mgpu_check.diagnosis.rules.data import counted_by_every_rank, samples_several_times
 from mgpu_check.diagnosis.tensors import Tensors
 

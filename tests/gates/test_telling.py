@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mgpu_check.diagnosis.modules import WrongModule
-from mgpu_check.diagnosis.observed import AGREE, PARITY, Expected, ObservedRun, Relations
-from mgpu_check.diagnosis.parting import Parting
+from mgpu_check.diagnosis.divergence import Parting, WrongModule
+from mgpu_check.diagnosis.observations import AGREE, PARITY, Expected, ObservedRun, Relations, Result
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.results import Result
 from mgpu_check.gates.failure_report import Axes, FirstWrong, Mismatch, report_of
 
 WEIGHT, BIAS = Result("params", "0.weight"), Result("params", "0.bias")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.diagnosis.observed import RankTrace
+from mgpu_check.diagnosis.observations import RankTrace
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.call_events import traced
 from mgpu_check.gates.call_events import Rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_check.diagnosis import parting
+from mgpu_check.diagnosis import divergence
 from mgpu_check.diagnosis.rules import collectives
 from mgpu_check.gates import interventions, investigation
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
@@ -25,7 +25,7 @@ def test_each_collective_has_the_kind_of_its_transfer():
 
 
 def test_rules_of_mistakes_follow_the_table():
-    assert set(parting._GIVES_ALL) == {"all_reduce", "broadcast", "all_gather_into_tensor", "all_gather_single"}
+    assert set(divergence._GIVES_ALL) == {"all_reduce", "broadcast", "all_gather_into_tensor", "all_gather_single"}
     assert {"reduce", "gather", "gather_object"} <= collectives._TO_ROOT
     assert not collectives._TO_ROOT & {"all_gather", "scatter", "reduce_scatter", "broadcast"}
     assert {name for name in COLLECTIVES if investigation._reduces(name)} == {

@@ -1,4 +1,9 @@
-"""Detect wrong calls of collectives, mostly from the recorded calls themselves."""
+"""Detect wrong calls of collectives, and mistakes in the use of their results.
+
+Most show in the recorded calls themselves. Calls may be over the wrong ranks, or on tensors whose memory a collective
+cannot use: shared, with gaps, or in another order. A mistake in a single call is proved by a run with that call
+changed, which gives the right results.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.diagnosis.left import is_held
-from mgpu_check.diagnosis.observed import CallEvent, RankTrace
+from mgpu_check.diagnosis.observations import CallEvent, RankTrace, Result, is_held
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.results import Result
-from mgpu_check.processes.rank_lists import few
+from mgpu_check.processes.rank_lists import few, grouped, intervals, named
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 
 if TYPE_CHECKING:
+    import torch
+
     from mgpu_check.diagnosis.tensors import Tensors
+
 
 _WITHOUT_HISTORY = {
     "sync_params_and_buffers",
@@ -199,3 +205,452 @@ def other_reduction(tensors: Tensors) -> Finding | None:
                 told = f"{tensors.names[0]} is the {name} of what ranks have for {division.name}"
                 return Finding("wrong-reduction", told)
     return None
+
+
+_EXACT = 1e-4
+"""Relative tolerance for sums and norms of values that were themselves summed in another order."""
+_MOST_TOGETHER = 4
+"""Most running sums that one loop may reduce in turn: losses and metrics need few."""
+_MOST_SUMS = 16
+"""Most elements whose quotients are all tried: the number of pairs grows as the square."""
+
+mistake(
+    "reduced-again",
+    "a running sum is reduced after each batch although it already contains reduced values",
+    "keep each rank's own sum, and reduce it once, at the end; or reduce only the new values, and add the result",
+)
+
+
+@on_tensors(Precedence.SUMS + 220)
+def written_over(tensors: Tensors) -> Finding | None:
+    """Detect a lost result: a collective gave the values of one device, and the final result is no multiple of them."""
+    if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
+        return None
+    # A result is not lost if it is as near to one device as `_has_given` requires of a collective.
+    everywhere = [
+        name
+        for name in tensors.names
+        if len(tensors.relations.wrong[name]) == tensors.size and not _is_near_in_the_end(tensors, name)
+    ]
+    lost = [
+        (name, [name])
+        for name in everywhere
+        if tensors.expected.exact[name].numel() > 1 and tensors.factor_here([name]) is None
+    ]
+    if everywhere and len(tensors.names) > 1 and tensors.factor_here() is None:
+        lost.append((everywhere[0], tensors.names))  # all results in one flat buffer
+    lost = [(first, names) for first, names in lost if not _are_older(tensors, names)]
+    calls = [trace.of("collective") for trace in tensors.traces]
+    for same in zip(*calls, strict=False):
+        if len({event.name for event in same}) > 1:
+            continue
+        for first, names in lost:
+            if _has_given(same, [tensors.expected.exact[name] for name in names], tensors.size):
+                told = f"{same[0].where} gives the right {few(names)}, but {first} is wrong at the end"
+                return Finding(
+                    "result-discarded", f"{told}: the result was discarded, or overwritten later", site=same[0].site
+                )
+    return None
+
+
+def _are_older(tensors: Tensors, names: Sequence[Result]) -> bool:
+    """Return whether the model had the right values before its last step, as if the step leaves a parameter unchanged.
+
+    Then each collective that copies the model gives them: nothing was computed that could be lost.
+    """
+    initial, stages = tensors.expected.single.initial, tensors.expected.snapshots[:-1]
+    earlier = [{name: initial[name.of] for name in names if name.kind != "grads" and name.of in initial}, *stages]
+    right = _sums([tensors.expected.exact[name] for name in names])
+    known = [[values[name] for name in names if name in values] for values in earlier]
+    return any(len(values) == len(names) and _is_near(_sums(values), right, 1) for values in known)
+
+
+def _sums(values: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return the sum and the norm of several tensors together."""
+    wide = [value.double() for value in values]
+    return math.fsum(float(value.sum()) for value in wide), math.hypot(*(float(value.norm()) for value in wide))
+
+
+def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
+    value, right = tensors.seen[0].values.get(name), tensors.expected.exact[name]
+    if value is None:
+        return False
+    return _is_near(_sums([value]), _sums([right]), 1)
+
+
+def _has_given(same: Sequence[CallEvent], exact: Sequence[torch.Tensor], size: int) -> bool:
+    """Return whether a collective gives these values, as mean or sum, to a rank or in shares to all."""
+    right = _sums(exact)
+    for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
+        shares = (math.fsum(one["sum"] for one in given), math.sqrt(math.fsum(one["norm"] ** 2 for one in given)))
+        seen = [shares, *((one["sum"], one["norm"]) for one in given)]
+        if right[1] and any(_is_near(one, right, factor) for one in seen for factor in (1, size)):
+            return True
+    return False
+
+
+def _is_near(one: tuple[float, float], right: tuple[float, float], factor: int) -> bool:
+    slack = _EXACT * factor * right[1]
+    return all(abs(value - factor * other) <= slack for value, other in zip(one, right, strict=True))
+
+
+@on_tensors(Precedence.CALLS_AND_VALUES + 40)
+def reduces_again(tensors: Tensors) -> Finding | None:
+    """Detect a running sum that is reduced after each batch although it already contains reduced values.
+
+    The evidence is a returned value that follows from these sums, and that would be right with only the new values
+    reduced.
+    """
+    sums = [found for sums in range(1, _MOST_TOGETHER + 1) for found in _running(tensors, sums)]
+    for name in tensors.wrong("returned") if sums else ():
+        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if right is None or got is None or right.shape != got.shape:
+            continue
+        for site, calls, here, should in sums:
+            if _explained(got.double().flatten().tolist(), right.double().flatten().tolist(), here, should):
+                return Finding(
+                    "reduced-again",
+                    f"all_reduce ({site}) was called {calls} times on one sum that still contained its earlier "
+                    f"results: {name} follows from this sum, and would be right if only new values were reduced each "
+                    "time",
+                    site=site,
+                )
+    return None
+
+
+def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], list[float]]]:
+    """Simulate right running sums, on the assumption that all_reduce was called on `sums` of them in turn.
+
+    Returns, for each round from the second on, the line of the calls, the number of rounds, the values of the sums, and
+    their values if only new values had been reduced.
+    """
+    per_rank = [[event for event in trace.of("collective") if event.name == "all_reduce"] for trace in tensors.traces]
+    calls = [
+        [values for event in same if (values := _values(event)) is not None]
+        for same in zip(*per_rank, strict=False)
+        if all(event.details.get("op", "sum") == "sum" for event in same)
+    ]
+    lengths = [{len(part) for values in called for part in values} for called in calls]
+    if not calls or any(len(called) < tensors.size for called in calls) or any(len(each) > 1 for each in lengths):
+        return []  # groups that reduce different tensors, for example
+    found = []
+    for rounds in range(2, len(calls) // sums + 1):
+        here: list[float] = []
+        should: list[float] = []
+        for first in range(sums):
+            total = before = [0.0] * len(calls[first][0][0])
+            for called in calls[first : rounds * sums : sums]:
+                if len(called[0][0]) != len(total):
+                    return []
+                for given, _ in called:
+                    total = [sum_ + value - old for sum_, value, old in zip(total, given, before, strict=True)]
+                before = called[0][1]
+            here += before
+            should += total
+        found.append((per_rank[0][0].site, rounds, here, should))
+    return found
+
+
+def _values(event: CallEvent) -> tuple[list[float], list[float]] | None:
+    """Return the operand before and after the call; None if it has too many elements to be recorded."""
+    before, after = (event.tensors or [{}])[0].get("before", {}), (event.details.get("after") or [{}])[0]
+    return (before["values"], after["values"]) if "values" in before and "values" in after else None
+
+
+def _explained(got: list[float], right: list[float], here: list[float], should: list[float]) -> bool:
+    """Return whether a value is a sum or a quotient of two sums, and right if the sums are right."""
+    if not got or got == right or len(here) != len(should):
+        return False
+    count = len(got)
+    for start in range(len(here) - count + 1):
+        if _equal(got, here[start : start + count]) and _equal(right, should[start : start + count]):
+            return True
+    if count > 1 or len(here) > _MOST_SUMS:
+        return False
+    # A sum divided by a right number.
+    for one, also in zip(here, should, strict=True):
+        if also and right[0] and not _equal([one], [also]) and _equal([got[0] / right[0]], [one / also]):
+            return True
+    return any(
+        here[j] and should[j] and _equal(got, [here[i] / here[j]]) and _equal(right, [should[i] / should[j]])
+        for i in range(len(here))
+        for j in range(len(here))
+        if i != j
+    )
+
+
+def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(abs(value - also) <= _EXACT * abs(also) for value, also in zip(one, other, strict=True))
+
+
+_NEAR = 2e-3
+"""Relative tolerance of a ratio: the results and the hypothesis are summed in different orders."""
+
+mistake(
+    "wrong-process-group",
+    "a collective runs over the wrong ranks, not over those that hold the parts",
+    "pass group= to the collective, and divide by the size of the group, not by the world size",
+)
+
+
+@on_tensors(Precedence.SUMS + 90)
+def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
+    """Detect a result that is off by the number of process groups, its root, or the inverse of either."""
+    groups = [event.details["group"] for _, event in tensors.events("collective") if "group" in event.details]
+    sizes = {len(group) for group in groups if len(group) < tensors.size}
+    made = tensors.first("group")
+    if made is None or not sizes:
+        return None
+    existing = {len(ranks) for trace in tensors.traces for ranks in trace.groups[1:]} or set(range(1, tensors.size))
+    factor = tensors.factor()
+    factors = {name: tensors.factor([name]) if factor is None else factor for name in tensors.names}
+    for name, ratio in factors.items():
+        for size in (size for size in range(1, tensors.size) if tensors.size % size == 0 and size in existing):
+            if (power := _as_power(ratio, tensors.size / size)) is not None:
+                ran = " and ".join(map(str, sorted(sizes)))
+                return Finding(
+                    "wrong-process-group",
+                    f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
+                    f"times what it should be: {power}, the number of groups of {size}",
+                    site=made.site,
+                )
+    return None
+
+
+def _as_power(ratio: float | None, number: float) -> str | None:
+    """Return in words which power of `number` a ratio is: 1, -1, 1/2 or -1/2; None if it is another."""
+    for exponent, words in ((1.0, ""), (-1.0, "1 / "), (0.5, "the root of "), (-0.5, "1 / the root of ")):
+        if ratio and abs(ratio - number**exponent) < _NEAR * number**exponent:
+            return f"{words}{number:g}"
+    return None
+
+
+@on_tensors(Precedence.SUMS + 110)
+def parted_by_group(tensors: Tensors) -> Finding | None:
+    """Detect a wrong process group: ranks agree within groups of one size, and differ between the groups."""
+    split = [name for name in tensors.relations.split if len(tensors.holders(name)) == tensors.size]
+    if not split or len(split) < len(tensors.relations.split) or tensors.size < 4:
+        return None
+    parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(tensors.seen)) for name in split]
+    groups = [ranks for _, ranks in parts[0]]
+    sizes = {len(ranks) for ranks in groups}
+    same = all([ranks for _, ranks in part] == groups for part in parts)
+    # A metric with few possible values may agree on some ranks by chance, but not on the same ranks in every case.
+    always = all(
+        len({other.seen[rank].digests.get(name) for rank in ranks}) == 1
+        for other in tensors.further
+        for name in split
+        for ranks in groups
+    )
+    apart = any(len({one.digests.get(name) for one in other.seen}) > 1 for other in tensors.further for name in split)
+    always &= apart or not tensors.further
+    if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
+        return None
+    together = " and ".join(named(ranks) for ranks in groups)
+    return Finding("wrong-process-group", f"{split[0]} is the same within each of {together}, and differs between them")
+
+
+mistake(
+    "aliased-gather-list",
+    "the list that a collective fills holds one tensor several times",
+    "allocate each entry: [torch.empty_like(x) for _ in range(world_size)]",
+)
+mistake(
+    "strided-view", "a collective ran on a view with gaps", "communicate tensor.contiguous(), and copy the result back"
+)
+mistake(
+    "memory-formats-differ",
+    "ranks hand a collective tensors that lie in memory in another order of dimensions",
+    "give all ranks one memory format, and communicate tensor.contiguous(): a collective combines elements by "
+    "their places in memory, not by their indices",
+)
+
+
+@on_tensors(Precedence.UNDEFINED + 20)
+def aliased_list(tensors: Tensors) -> Finding | None:
+    """Detect a collective that fills a list whose tensors share memory."""
+    for _, event in tensors.events("collective"):
+        if event.details.get("aliased"):
+            count = len(event.details["list"])
+            told = f"the {count} tensors of the list given to {event.where} share memory"
+            return Finding("aliased-gather-list", told, site=event.site)
+    return None
+
+
+@on_tensors(Precedence.UNDEFINED + 30)
+def strided_view(tensors: Tensors) -> Finding | None:
+    """Detect a collective on a view with gaps in memory."""
+    for _, event in tensors.events("collective"):
+        for tensor in event.tensors:
+            if tensor["gaps"]:
+                of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
+                told = f"{event.where} was given a view with gaps in memory, of {of}"
+                return Finding("strided-view", told, site=event.site)
+    return None
+
+
+@on_tensors(Precedence.UNDEFINED + 50)
+def other_layouts(tensors: Tensors) -> Finding | None:
+    """Detect a collective whose tensors have other memory formats on some ranks, or in the list that it fills."""
+    calls = [trace.of("collective") for trace in tensors.traces]
+    for same in zip(*calls, strict=False):
+        for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):
+            unlike = len({one["layout"] for one in given}) > 1 and len({one["shape"] for one in given}) == 1
+            if unlike and len({event.name for event in same}) == 1:
+                told = ", ".join(_in_memory(one["layout"], rank) for rank, one in enumerate(given))
+                of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
+                return Finding(
+                    "memory-formats-differ",
+                    f"{same[0].where} was given {of} with different memory orders of its dimensions on the ranks: "
+                    f"{told}",
+                    site=same[0].site,
+                )
+    for _, event in tensors.events("collective"):
+        if event.details.get("arrived"):
+            continue  # the backend copies element by element, so memory formats may differ
+        parts, own = event.details.get("list", []), event.details.get("tensors", [])
+        for one in own[:1]:
+            odd = next(
+                (part for part in parts if part["shape"] == one["shape"] and part["layout"] != one["layout"]), None
+            )
+            if odd is not None:
+                return Finding(
+                    "memory-formats-differ",
+                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions "
+                    f"{_order(one['layout'])} from the outermost in memory to the innermost, and a list of tensors "
+                    f"with {_order(odd['layout'])}",
+                    site=event.site,
+                )
+    return None
+
+
+def _in_memory(layout: Sequence[int], rank: int) -> str:
+    return f"{_order(layout)} on rank {rank}"
+
+
+def _order(layout: Sequence[int]) -> str:
+    return ">".join(map(str, layout)) or "any"
+
+
+@on_tensors(Precedence.AMBIGUOUS + 140)
+def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
+    """Detect parameters whose memory formats differ between ranks, if the step communicates at all."""
+    firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
+    held = [event.details["layouts"] for event in firsts if event is not None and "layouts" in event.details]
+    if len(held) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
+        return None
+    for name, order in held[0].items():
+        orders = [one[name] for one in held if name in one]  # a stage of a pipeline has parameters of its own
+        if tensors.is_whole(name) and len(orders) == len(held) and any(one != order for one in orders):
+            told = ", ".join(_in_memory(one, rank) for rank, one in enumerate(orders))
+            return Finding(
+                "memory-formats-differ", f"{name} has different memory orders of its dimensions on the ranks: {told}"
+            )
+    return None
+
+
+mistake(
+    "loss-term-factor",
+    "one term of the loss counts once for each rank, or one over the number of ranks, and the others do not",
+    "scale all terms alike: if gradients are summed over ranks, divide an auxiliary loss or a penalty by the "
+    "number of ranks, too; if they are averaged, multiply each term that is divided by a global count",
+    of_ranks=True,
+)
+mistake(
+    "positions-restart",
+    "positions start again on each rank's part of a sequence",
+    "add the offset of the rank's part: torch.arange(length) + index * length",
+)
+
+
+@on_tensors(Precedence.EXPERIMENTS + 10)
+def right_in_another_group(tensors: Tensors) -> Finding | None:
+    """Detect a collective that runs over the wrong ranks."""
+    change = tensors.right_with("group")
+    if change is None:
+        return None
+    told = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
+    return Finding("wrong-process-group", told, site=change.site)
+
+
+@on_tensors(Precedence.AMBIGUOUS + 170)
+def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
+    """Detect a result of a collective that is off by the size of the group."""
+    change = tensors.right_with("divide", "multiply")
+    if change is None:
+        return None
+    how = "divided" if change.kind == "divide" else "multiplied"
+    told = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
+    return Finding("world-size-factor", told, site=change.site)
+
+
+@on_tensors(Precedence.EXPERIMENTS + 50)
+def right_by_another_operation(tensors: Tensors) -> Finding | None:
+    """Detect a reduction with the wrong operation."""
+    change = tensors.right_with("op")
+    if change is None:
+        return None
+    told = f"{change.where} with {str(change.value).upper()} makes the step right"
+    return Finding("wrong-reduction", told, site=change.site)
+
+
+@on_tensors(Precedence.EXPERIMENTS + 60)
+def right_without_a_collective(tensors: Tensors) -> Finding | None:
+    """Detect a superfluous reduction: of a value that was reduced already, or that each rank needs unreduced."""
+    change = tensors.right_with("skip", "new")
+    if change is None:
+        return None
+    if change.kind == "new":
+        told = (
+            f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is "
+            "right"
+        )
+        return Finding("reduced-again", told, site=change.site)
+    # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
+    told = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
+    return Finding("wrong-reduction", told, site=change.site)
+
+
+@on_tensors(Precedence.EXPERIMENTS + 30)
+def right_in_another_order(tensors: Tensors) -> Finding | None:
+    """Detect gathered rows that are in the wrong order."""
+    change = tensors.right_with("reorder")
+    if change is None:
+        return None
+    told = (
+        f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the "
+        "first pieces of all ranks before the next ones, the step is right"
+    )
+    return Finding("gathered-in-other-order", told, site=change.site)
+
+
+@on_tensors(Precedence.EXPERIMENTS + 40)
+def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
+    """Detect one term of the loss that is off by the size of a group; the other terms are right."""
+    change = tensors.right_with("term")
+    if change is None:
+        return None
+    term, times = change.value
+    what = f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
+    how = "multiplied" if times > 1 else "divided"
+    of = "the number of ranks" if change.size == tensors.size else "the size of a group"
+    depends = f"; it affects the gradients of {few(list(term.parameters))}" if term.parameters else ""
+    told = f"with {what} {how} by {change.size}, {of}, and nothing else, gradients are right{depends}"
+    return Finding("loss-term-factor", told, site=(term.paths[0] and term.line) or term.backward)
+
+
+@on_tensors(Precedence.EXPERIMENTS + 20)
+def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
+    """Detect positions that start at 0 on each rank."""
+    change = tensors.right_with("shift")
+    if change is None:
+        return None
+    begins = "counts" if change.name == "arange" else "takes the rows of a parameter"
+    told = (
+        f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
+    )
+    return Finding("positions-restart", told, site=change.site)
+
+
+def _groups(groups: tuple[tuple[int, ...], ...]) -> str:
+    return few([f"ranks {intervals(ranks)}" for ranks in groups], 2)

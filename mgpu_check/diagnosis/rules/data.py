@@ -1,20 +1,28 @@
-"""Detect mistakes in how ranks select samples and in how they gather results per sample."""
+"""Detect mistakes in how ranks select samples, split sequences, and gather results per sample.
+
+Loaders of several ranks may give other samples than the loader of a single rank. Rows may reach the wrong replica, or
+be gathered in the wrong order. How a sequence was split shows in the labels of losses.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observed import CallEvent, Other, RankTrace
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, Loader
+from mgpu_check.diagnosis.observations import CallEvent, Other, RankTrace, Result
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_epoch, on_evidence, on_loader, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.results import Result
-from mgpu_check.processes.rank_lists import few
+from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
     import torch
 
+    from mgpu_check.diagnosis.observations import Labels
     from mgpu_check.diagnosis.tensors import Tensors
+
 
 _EQUAL = 1e-5
 """Relative tolerance for counts and rows: ranks sum them in another order than one device."""
@@ -326,3 +334,263 @@ def of_rank_0_alone(tensors: Tensors) -> Finding | None:
 def _explains(tensors: Tensors, *kinds: Other) -> bool:
     others = (other for other in tensors.hypotheses.alternatives if other.kind in kinds)
     return any(tensors.is_alternative(other) for other in others)
+
+
+# One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
+# rank that reads all samples misses none.
+@on_epoch(10)
+def read_by_each_worker(samples: EpochSamples) -> Finding | None:
+    """Detect a dataset that is not split between workers: each worker of a rank reads the same samples."""
+    if not samples.telling or not samples.per_worker:
+        return None
+    also = ", and every rank all samples" if samples.whole else ""
+    told = f"each of the {samples.workers} workers of a rank reads the same samples{also}"
+    return Finding("dataset-not-split", told)
+
+
+@on_epoch(20)
+def read_by_each_rank(samples: EpochSamples) -> Finding | None:
+    """Detect a dataset that is not split: every rank sees all samples."""
+    if not samples.telling or not samples.whole:
+        return None
+    told = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
+    return Finding("dataset-not-split", told)
+
+
+@on_epoch(30)
+def repeated_to_fill(samples: EpochSamples) -> Finding | None:
+    """Detect padding: not more samples are repeated than fill the last batches."""
+    if not samples.telling or not samples.padded:
+        return None
+    repeated = samples.repeated
+    how = "DistributedSampler" if repeated.total() < len(samples.counts) else "samplers that fill the last batches"
+    return Finding(
+        "padding-counted",
+        f"{repeated.total()} of {samples.expected.total()} samples repeated ({samples.shown(repeated)}), so that each "
+        f"rank has as many, as {how} would do; padding=True accepts it",
+    )
+
+
+@on_epoch(40)  # before repeated samples, which it explains
+def same_on_some(samples: EpochSamples) -> Finding | None:
+    """Detect missed samples: some ranks see exactly the same samples."""
+    if not samples.telling or not samples.missing or not samples.twins:
+        return None
+    same = " and ".join(named(ranks) for ranks in samples.twins)
+    return Finding(
+        "samples-missed",
+        f"{same} see the same samples, and {samples.missing.total()} of {samples.expected.total()} are on no rank: is "
+        "the sampler given each rank's own index, and the number of ranks?",
+        tuple(rank for ranks in samples.twins for rank in ranks[1:]),
+    )
+
+
+@on_epoch(50)
+def shared_out_unlike(samples: EpochSamples) -> Finding | None:
+    """Detect a split that differs between ranks: samples are missing, and others repeated or unknown."""
+    missing, repeated = samples.missing, samples.repeated
+    if not samples.telling or not missing or not (repeated or samples.unknown):
+        return None
+    strange = tuple(rank for rank, share in enumerate(samples.shares_unknown) if share)
+    several = f"{repeated.total()} seen several times ({samples.shown(repeated)})" if repeated else ""
+    other = f"{named(strange)} with samples that world size 1 does not give" if strange else ""
+    none = f"{missing.total()} on none ({samples.shown(missing)})"
+    return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, other, none])), strange)
+
+
+@on_epoch(60)
+def on_no_rank(samples: EpochSamples) -> Finding | None:
+    """Detect samples that are on no rank."""
+    missing = samples.missing
+    if not samples.telling or not missing:
+        return None
+    few = missing.total() <= samples.most_in_tail
+    drop = "; as many as drop_last may drop, which dropped=True accepts" if few else ""
+    told = f"{missing.total()} of {samples.expected.total()} on no rank ({samples.shown(missing)}){drop}"
+    return Finding("samples-missed", told)
+
+
+@on_epoch(70)  # numbers of batches may differ even if each sample is on exactly one rank
+def uneven_batches(samples: EpochSamples) -> Finding | None:
+    """Detect uneven numbers of batches, if no sample is missing or repeated beyond what the user accepts."""
+    return Finding("uneven-steps", samples.told_of_batches) if samples.covered and samples.uneven else None
+
+
+@on_loader(10)
+def order_repeats(loader: Loader) -> Finding | None:
+    """Detect epochs that all have the same order."""
+    return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None
+
+
+"""Relative tolerance for counts and rows: ranks sum them in another order than one device."""
+
+mistake(
+    "not-scattered",
+    "non-tensor arguments reach every replica whole, not split",
+    "make tensors of lists before DataParallel scatters the batch",
+)
+mistake(
+    "gathered-in-other-order",
+    "gathered values are in the order of the ranks, not of the samples",
+    "undo the interleaving of the sampler: torch.stack(parts, dim=1).flatten(0, 1); gather tensors one by one, and "
+    "concatenate them after that",
+)
+
+
+@on_tensors(Precedence.OWN_VALUES + 20)
+def first_shard_for_all(tensors: Tensors) -> Finding | None:
+    """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
+    if any(True for _ in tensors.events("collective", "wrap")):
+        return None
+    for other in tensors.hypotheses.alternatives:
+        if other.kind == "first-part-of-a-tensor" and tensors.is_alternative(other):
+            return Finding(
+                "not-scattered",
+                f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
+                f"{other.index} of the batch",
+            )
+    return None
+
+
+@on_tensors(Precedence.OWN_VALUES + 40)
+def other_order(tensors: Tensors) -> Finding | None:
+    """Detect gathered rows in the wrong order: a result has the rows of one device, but permuted."""
+    for name in tensors.wrong("returned"):
+        right = tensors.expected.exact.get(name)
+        if right is None and name in tensors.expected.single.values:
+            right = tensors.expected.single.values[name].double()
+        got = tensors.seen[tensors.relations.wrong[name][0]].values.get(name)
+        if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
+            continue
+        if _same_rows(got.double(), right):
+            told = f"{name} has the rows of one device in another order"
+            return Finding("gathered-in-other-order", told)
+    return None
+
+
+def _same_rows(got: torch.Tensor, right: torch.Tensor) -> bool:
+    rows, others = got.reshape(len(got), -1), right.reshape(len(right), -1)
+    distance = (rows[:, None] - others[None]).abs().amax(-1)
+    slack = _EQUAL * float(others.abs().max())
+    order = distance.argmin(1).tolist()
+    return bool((distance.amin(1) <= slack).all()) and sorted(order) == list(range(len(rows))) != order
+
+
+_Rows = list[tuple[int, ...]]
+"""Labels, a row for each sample."""
+_BITS = 16.0
+"""Evidence required, in bits: labels match the next tokens by chance with a probability of 2^-16 per layout."""
+
+mistake(
+    "labels-shifted-after-split",
+    "labels are shifted after the sequence is split, so the last token of each part has no label, or a wrong one",
+    "shift labels on the whole sequence, and split inputs and labels after that",
+)
+
+
+@on_tensors(Precedence.SAMPLES + 40)
+def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
+    """Detect labels that each rank shifted within its own part of the sequence.
+
+    Each label of a rank but the last is the next token of its part. At the end of a part the next token of the sequence
+    is on another rank, and the label differs from one device.
+    """
+    alone = [] if tensors.alone is None else tensors.alone.labels
+    ranks = [trace.labels for trace in tensors.traces]
+    if not alone or len(ranks) < 2 or any(len(one) != len(alone) for one in ranks):
+        return None
+    for number, whole in enumerate(alone):
+        of_ranks = [one[number] for one in ranks]
+        rows = _rows_of_labels(whole, tensors.samples)
+        if rows is None or len({labels.site for labels in of_ranks}) > 1:
+            continue
+        for parts, chunks_of in _layouts(tensors.size):
+            if (found := _shifted_within(rows, of_ranks, parts, chunks_of, tensors.samples)) is not None:
+                rank, got, right = found
+                return Finding(
+                    "labels-shifted-after-split",
+                    f"the labels of {of_ranks[0].site} are the next tokens within each of {parts} parts of the "
+                    f"sequence: where a part ends on rank {rank} the label is {got}, and {right} on one device",
+                    site=of_ranks[0].site,
+                )
+    return None
+
+
+def _layouts(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+    """Yield layouts of a sequence: the number of parts, and a function from rank to the chunks that the rank holds.
+
+    A rank holds one chunk, or one from each end, which balances causal attention. With fewer parts than ranks, groups
+    of ranks hold different samples, and either neighbours share a group or neighbours share a part.
+    """
+    for parts in range(size, 1, -1):
+        if size % parts:
+            continue
+        for index in dict.fromkeys(
+            (tuple(r % parts for r in range(size)), tuple(r // (size // parts) for r in range(size)))
+        ):
+            yield parts, [(part,) for part in index]
+            yield parts, [(part, 2 * parts - 1 - part) for part in index]
+
+
+def _shifted_within(
+    rows: _Rows, of_ranks: Sequence[Labels], parts: int, chunks_of: Sequence[tuple[int, ...]], samples: int
+) -> tuple[int, str, int] | None:
+    """Return the first wrong label as rank, label and right label; None without any, or in another layout.
+
+    Return None also if the labels are too few to exclude chance.
+    """
+    size = len(of_ranks)
+    found, bits, counts = None, 0.0, Counter(label for row in rows for label in row)
+    for rank, labels in enumerate(of_ranks):
+        chunks = chunks_of[rank]
+        mine = _rows_of_labels(labels, samples * parts // size) if samples * parts % size == 0 else None
+        if mine is None:
+            return None
+        shown = len(mine[0])  # the last one may be left out
+        whole = len(rows[0])
+        for tokens in {whole, whole + 1}:
+            # The positions whose tokens the rank holds.
+            length, rest = divmod(tokens, parts * len(chunks))
+            places = [place for chunk in chunks for place in range(chunk * length, (chunk + 1) * length)]
+            if not rest and shown in (len(places), len(places) - 1):
+                break
+        else:
+            return None
+        candidates = [rows[start:][: len(mine)] for start in range(0, len(rows), len(mine))]
+        own = next((own for own in candidates if _are_next(own, mine, places)), None)
+        if own is None:
+            return None
+        known = [label for row in mine for label in row[: len(places) - 1]]
+        bits += sum(math.log2(counts.total() / counts[label]) for label in known)
+        odd = _odd(own, mine, places, labels.ignored)
+        found = found or (None if odd is None else (rank, *odd))
+    return found if bits >= _BITS else None
+
+
+def _are_next(rows: _Rows, mine: _Rows, places: Sequence[int]) -> bool:
+    """Return whether each label of a rank but the last is the next token that the rank holds."""
+    # The label of a position is the token of the next one.
+    return all(
+        label == row[following - 1]
+        for row, own in zip(rows, mine, strict=True)
+        for label, following in zip(own[: len(places) - 1], places[1:], strict=True)
+    )
+
+
+def _odd(rows: _Rows, mine: _Rows, places: Sequence[int], ignored: int | None) -> tuple[str, int] | None:
+    """Return the first label that differs from one device, and the right label; None if no label differs."""
+    for row, own in zip(rows, mine, strict=True):
+        for number, place in enumerate(places):
+            if place >= len(row) or row[place] == ignored:
+                continue
+            got = own[number] if number < len(own) else None
+            if got != row[place]:
+                return "left out" if got in (None, ignored) else str(got), row[place]
+    return None
+
+
+def _rows_of_labels(labels: Labels, samples: int) -> _Rows | None:
+    length, rest = divmod(len(labels.values), samples) if samples else (0, 1)
+    if rest or length < 2:
+        return None
+    return [labels.values[start : start + length] for start in range(0, len(labels.values), length)]

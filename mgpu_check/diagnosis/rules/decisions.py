@@ -1,4 +1,7 @@
-"""Detect mistakes in the initial states of ranks, in their decisions, and in their random numbers."""
+"""Detect mistakes in the initial states of ranks, in their decisions, and in their random numbers.
+
+Some show only when every rank evaluates the trained model.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mgpu_check.diagnosis.divergence import has_unlike_results
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.parting import has_unlike_results
+from mgpu_check.diagnosis.observations import Result
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
+
 
 mistake(
     "different-initialization",
@@ -285,3 +289,34 @@ def draws_by_rank(evidence: Evidence) -> Finding | None:
 def may_draw_by_rank(evidence: Evidence) -> Finding | None:
     """Detect random numbers that change wrong results, if ranks may draw other numbers than one device."""
     return Finding("random-numbers-per-rank", evidence.may_draw) if evidence.may_draw else None
+
+
+mistake(
+    "buffers-drift",
+    "buffers differ between ranks",
+    "gather or reduce over all ranks what the forward pass writes to a buffer, such as the keys of a queue or a moving "
+    "average; broadcast_buffers=True only copies the buffers of rank 0",
+)
+mistake(
+    "evaluation-differs",
+    "ranks give different answers in evaluation mode",
+    "synchronize buffers before evaluation, and call eval() on every rank",
+)
+
+
+@on_evidence(Precedence.AMBIGUOUS + 40)  # before answers, which buffers may explain
+def buffers_apart(evidence: Evidence) -> Finding | None:
+    """Detect buffers that differ between ranks after training."""
+    return Finding("buffers-drift", evidence.buffers_apart) if evidence.buffers_apart else None
+
+
+@on_evidence(Precedence.AMBIGUOUS + 50)  # before answers that differ, as those of one rank that change do
+def answers_change(evidence: Evidence) -> Finding | None:
+    """Detect a rank whose answers change when it evaluates the same samples again."""
+    return Finding("evaluation-differs", evidence.answers_change) if evidence.answers_change else None
+
+
+@on_evidence(Precedence.AMBIGUOUS + 60)
+def answers_apart(evidence: Evidence) -> Finding | None:
+    """Detect ranks that answer differently although they have the same trained parameters."""
+    return Finding("evaluation-differs", evidence.answers_apart) if evidence.answers_apart else None

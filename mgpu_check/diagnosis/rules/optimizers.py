@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from mgpu_check.diagnosis.left import is_left
+from mgpu_check.diagnosis.observations import Result, is_left
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
     from mgpu_check.diagnosis.evidence import Evidence
-    from mgpu_check.diagnosis.observed import ObservedRun
+    from mgpu_check.diagnosis.observations import ObservedRun
     from mgpu_check.diagnosis.tensors import Tensors
 
 _RATE = "learning rate of group"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from mgpu_check.diagnosis.attempts import Attempts
-from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Restored, UnfinishedCall
+from mgpu_check.diagnosis.evidence import Evidence, HashSeeds, Loader, Restored, UnfinishedCall
 from mgpu_check.diagnosis.registry import (
     RuleOf,
     known_mistake,
@@ -17,8 +16,7 @@ from mgpu_check.diagnosis.registry import (
     on_hash_seeds,
     on_loader,
 )
-from mgpu_check.diagnosis.report import Finding
-from mgpu_check.diagnosis.samples import Loader
+from mgpu_check.diagnosis.report import Attempts, Finding
 
 _Evidence = TypeVar("_Evidence")
 

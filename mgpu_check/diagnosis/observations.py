@@ -1,11 +1,16 @@
-"""Hold the observations of a gate: results and calls of the ranks, and results of one device. Imports no torch."""
+"""The observations of a gate: results and calls of the ranks, and results of one device. Imports no torch.
+
+A `Result` names a result of a step, as data for comparisons and as text that users read and write. Recorded values are
+recognized by their sums and norms.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from mgpu_check.diagnosis.results import Result
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.torch_hooks.parcels import Parcel
 
@@ -14,7 +19,51 @@ if TYPE_CHECKING:
 
     from mgpu_check.numerics.placement import Slice, Unplaced
 
-    Values = dict[Result, torch.Tensor]
+
+Kind = Literal["grads", "params", "buffers", "optimizer", "returned", "rng"]
+
+KINDS: tuple[Kind, ...] = ("grads", "params", "buffers", "optimizer", "returned", "rng")
+"""The kinds of results that a gate can compare."""
+
+_TEXTS: dict[Kind, str] = {"grads": "gradient of {}", "buffers": "buffer {}", "returned": "returned {}"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The name of one result of a step.
+
+    Attributes:
+        of: for gradients, parameters and buffers the name in the model. For a returned value its keys, "head.loss", or
+            "" for the whole. For the optimizer the state and its owner, "exp_avg of head.weight".
+        step: for a returned value the number of the call that returned it, from 1; None if there was one call only.
+    """
+
+    kind: Kind
+    of: str
+    step: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.of if self.step is None else f"{self.of}, step {self.step}"
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter or buffer; for a state of the optimizer, the parameter that has the state."""
+        if self.kind != "optimizer":
+            return self.of
+        return self.of.partition(" of ")[2].partition(" of optimizer ")[0]
+
+    @property
+    def owner(self) -> str | None:
+        """The name of a parameter, or of a value that the only call returned; None for other results."""
+        return self.of if self.kind in ("params", "returned") and self.step is None else None
+
+    def __str__(self) -> str:
+        """Return the text that users read, such as "gradient of head.weight" or "returned loss"."""
+        if self.kind == "returned" and not self.of:
+            return f"returned{self.label}"
+        return _TEXTS.get(self.kind, "{}").format(self.label)
+
 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 """Relations between results."""
@@ -378,7 +427,7 @@ class Division:
     name: str
     along: int
     windows: int
-    parts: list[list[Values]]
+    parts: list[list[dict[Result, torch.Tensor]]]
     counts: list[int]
 
     @property
@@ -396,7 +445,7 @@ class Alternative:
     """
 
     kind: Other
-    values: Values
+    values: dict[Result, torch.Tensor]
     index: int = 0
     names: tuple[str, ...] = ()
 
@@ -412,3 +461,51 @@ class Hypotheses:
     divisions: list[Division]
     alternatives: list[Alternative]
     padded: bool = False
+
+
+Left = Mapping[str, Mapping[str, float]]
+"""The sum and the norm of each gradient after a backward pass, by the name of the parameter."""
+
+_CLOSE = 1e-5
+"""Tolerance, as a fraction of the norm, for sums that are computed in the same order."""
+_NEAR = 1e-4
+"""Tolerance, as a fraction of the norm, for values that were summed in another order since."""
+
+
+def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
+    """Return whether each rank holds the gradient of its own backward pass, unlike other ranks.
+
+    Args:
+        left: the gradients after the backward pass, by rank.
+        values: the gradients that ranks hold now, by rank.
+    """
+    sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
+    if not len(sums) == len(values) == len(left) or len(set(sums)) == 1:
+        return False
+    wide = [value.double() for value in values]
+    return all(
+        abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
+        for value, (total, norm) in zip(wide, sums, strict=True)
+    )
+
+
+def is_clipped(left: Sequence[Left], norms: Sequence[float | None]) -> bool:
+    """Return whether each rank clips what its own backward pass left, unlike other ranks: clipping finds its norm."""
+    own = [math.hypot(*(one["norm"] for one in gradients.values())) for gradients in left]
+    if len(set(own)) < 2 or len(own) != len(norms):
+        return False
+    return all(norm is not None and abs(norm - total) <= _NEAR * total for norm, total in zip(norms, own, strict=True))
+
+
+def is_held(contents: Mapping[str, float], values: Sequence[torch.Tensor], size: int) -> bool:
+    """Return whether a recorded tensor has these values, or `size` times these values."""
+    if "norm" not in contents or any(not value.is_floating_point() for value in values):
+        return False
+    wide = [value.double() for value in values]
+    total = math.fsum(float(value.sum()) for value in wide)
+    norm = math.hypot(*(float(value.norm()) for value in wide))
+    return bool(norm) and any(
+        abs(contents["sum"] - factor * total) <= _NEAR * factor * norm
+        and abs(contents["norm"] - factor * norm) <= _NEAR * factor * norm
+        for factor in (1, size)
+    )

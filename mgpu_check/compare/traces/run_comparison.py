@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mgpu_check.compare import telling
+from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import KINDS, Aligned, Kind, deviation, of_kind
 from mgpu_check.compare.assembly import assembled
+from mgpu_check.compare.comparability import trained
 from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import FirstDifference, first_difference
-from mgpu_check.compare.judged import trained
 from mgpu_check.compare.rounding import Rounding, roundoff
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.traces.run import RecordedRun, disagreeing, merged, renamed
-from mgpu_check.compare.traces.values import described
+from mgpu_check.compare.traces.files import RecordedRun, described, disagreeing, merged, renamed
 from mgpu_check.compare.verdict import ComparisonVerdict, of_difference, verdict_of
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few
@@ -163,7 +162,7 @@ class _FirstBits(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return telling.TENSORS[self.kind].format(self.name)
+        return reports.TENSORS[self.kind].format(self.name)
 
 
 def _first_bits(aligned: Aligned) -> _FirstBits | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgpu_check.compare import within_step
+from mgpu_check.compare import first_difference
 from mgpu_check.compare.alignment import KINDS, Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
-from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
-from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
-from mgpu_check.compare.options import other_options
+from mgpu_check.compare.comparability import FLOAT32, LOSS, SEEDS, narrow
+from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, other_options
 from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.diagnosis.report import Report
@@ -301,7 +300,7 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
         remarks.append(
             f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
         )
-    remarks += [*_drowned(aligned, rounding, useful), *filter(None, [within_step.remark(aligned, rounding)])]
+    remarks += [*_drowned(aligned, rounding, useful), *filter(None, [first_difference.remark(aligned, rounding)])]
     remarks += [
         f"no gradient flows through {event['call']}, on ranks and on one device: the loss takes the tensors of other "
         "ranks for constants"

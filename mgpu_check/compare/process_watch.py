@@ -1,16 +1,23 @@
-"""Detect ranks among the processes that the script starts by "spawn" or "forkserver".
+"""Watch the processes of a run: the collectives that each has entered, and ranks that a process starts itself.
 
-A process that makes a process group is a rank that the script starts itself. It would wait for other ranks, and its
-parent for it, until the timeout. Its new interpreter is not recorded, so the pickled process object installs the watch
-there.
+On real devices a collective returns at once, and a rank waits later, for example in ``loss.item()``. The runner reads
+the counts of entered collectives while the process hangs, to name the rank that the others wait for.
+
+Ranks are detected among the processes that the script starts by "spawn" or "forkserver": a process that makes a process
+group is a rank that the script starts itself. It would wait for other ranks, and its parent for it, until the timeout.
+Its new interpreter is not recorded, so the pickled process object installs the watch there.
+
+Imports no torch: the runner, and such a process, may do without.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import struct
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
 from pathlib import Path
 from typing import Any
@@ -18,13 +25,50 @@ from typing import Any
 from mgpu_check.compare.trace import Writer
 from mgpu_check.torch_hooks.patches import Patches
 
+_NUMBER = struct.Struct("=Q")
+
+
+def install_count(fd: int) -> Callable[[], None]:
+    """Record each collective that the script's process enters in the file `fd`.
+
+    Returns:
+        A function that also records the operations that the C++ reducer of DistributedDataParallel has entered so far.
+    """
+    from mgpu_check.engine.rank_side.state import operations
+    from mgpu_check.processes import collective_records
+    from mgpu_check.torch_hooks import collectives
+
+    collectives.recorder.attach(fd)
+    collectives.install()
+
+    def count() -> None:
+        os.pwrite(fd, _NUMBER.pack(operations()), collective_records.SIZE)
+
+    return count
+
+
+def entered(fd: int) -> tuple[int, int]:
+    """Read from the file of a process how many operations and collectives it has entered.
+
+    Returns:
+        The number of operations that the backends of the default group had counted when it was last written, with those
+        of DistributedDataParallel's C++ reducer, and the current number of calls of collectives, in any group. Each is
+        0 until the process has written it.
+    """
+    from mgpu_check.processes import collective_records
+
+    data = os.pread(fd, collective_records.SIZE + _NUMBER.size, 0)
+    number = data[collective_records.SIZE :]
+    return (_NUMBER.unpack(number)[0] if number else 0), collective_records.parse(data[: collective_records.SIZE]).total
+
+
 # init_process_group calls one of these first. They are replaced instead of it, because the script may have imported it
 # by name.
 _IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")
 _HOME = str(Path(__file__).parents[2])
 
 
-def install(fd: int) -> None:
+def install_watch(fd: int) -> None:
     """Record "starts" in the trace `fd` for each process that is started from now on and makes a process group."""
     for kind in (popen_spawn_posix.Popen, popen_forkserver.Popen):
         Patches().wrap(kind, "_launch", functools.partial(_with_watch, fd=fd))

@@ -1,0 +1,250 @@
+"""Name the parameters and modules of the models that the script trains, and describe the models for the trace.
+
+Parameters are named in the script's process, from the modules that own them. Modules that are never called are named
+after those that contain called modules. An example is an expert in a `ModuleDict` that received no token. Python's
+garbage collector lists all modules.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.torch_hooks.nested import named_buffers, named_modules, named_parameters
+from mgpu_check.torch_hooks.tensors import is_distributed, name_of
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+class Surroundings:
+    """The modules that exist now, and their relations."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, list[nn.Module]] = defaultdict(list)
+        self._owners: dict[int, nn.Module] = {}
+        kinds = _subclasses(nn.Module)  # a set is faster than `issubclass` for each of a million objects
+        for module in [one for one in gc.get_objects() if type(one) in kinds]:
+            for child in vars(module).get("_modules", {}).values():
+                if child is not None:
+                    self._parents[id(child)].append(module)
+            for parameter in vars(module).get("_parameters", {}).values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), module)
+
+    def roots(self, called: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return the modules that parameters of called modules are named from, each once.
+
+        For a called module, this is the highest module that contains several called ones. If there is no such module,
+        it is the outermost `ModuleList` or `ModuleDict` around it, or the called module itself.
+        """
+        above = [self._ancestors(module) for module in called]
+        counts = Counter(number for some in above for number in some)
+        found: dict[int, nn.Module] = {}
+        for module, some in zip(called, above, strict=True):
+            together = [one for number, one in some.items() if counts[number] > 1]
+            root = together[-1] if together else self._container(module)
+            found.setdefault(id(root), root)
+        return list(found.values())
+
+    def top_of(self, parameter: torch.Tensor) -> nn.Module | None:
+        """Return the highest module that contains a parameter; None if no module has it."""
+        owner = self._owners.get(id(parameter))
+        return None if owner is None else next(reversed(self._ancestors(owner).values()), owner)
+
+    def _container(self, module: nn.Module) -> nn.Module:
+        while (outer := _first(self._parents.get(id(module), ()))) is not None:
+            module = outer
+        return module
+
+    def _ancestors(self, module: nn.Module) -> dict[int, nn.Module]:
+        """Return the modules that contain a module, nearest first, by id."""
+        found: dict[int, nn.Module] = {}
+        next_ = list(self._parents.get(id(module), ()))
+        while next_:
+            fresh = [one for one in next_ if id(one) not in found and one is not module]
+            found.update((id(one), one) for one in fresh)
+            next_ = [outer for one in fresh for outer in self._parents.get(id(one), ())]
+        return found
+
+
+def _subclasses(kind: type) -> set[type]:
+    found, rest = {kind}, [kind]
+    while rest:
+        fresh: set[type] = set(rest.pop().__subclasses__()) - found
+        found |= fresh
+        rest += fresh
+    return found
+
+
+def _first(parents: Iterable[nn.Module]) -> nn.Module | None:
+    return next((one for one in parents if isinstance(one, _NEVER_CALLED)), None)
+
+
+_INNER = {
+    "DistributedDataParallel": ("module",),
+    "DataParallel": ("module",),
+    "FullyShardedDataParallel": ("_fsdp_wrapped_module",),
+    "CheckpointWrapper": ("_checkpoint_wrapped_module",),
+    "OptimizedModule": ("_orig_mod",),
+}
+"""Class name of a wrapper -> the attributes that may hold the wrapped model."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the user's own module without the wrappers of torch."""
+    while True:
+        # Compared with None: the truth value of a module with __len__ would call it.
+        names = _INNER.get(type(module).__name__, ())
+        inner = next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+class Names:
+    """The models that a script calls, and the names of their parameters.
+
+    A parameter has its name in its model. If two models share a name, the name in the later model is preceded by the
+    class of that model.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._seen: set[int] = set()
+        self._names: dict[int, tuple[str, int]] = {}
+        self._owners: dict[int, weakref.ref[nn.Module]] = {}
+        self._prefixes: dict[int, tuple[str, str]] = {}
+        self._of_keys: dict[tuple[int, str], tuple[str, int]] = {}
+        self._taken: set[str] = set()
+        self._around: Surroundings | None = None
+        self._looked_for = 0  # number of models when `_around` was made
+
+    def look_around(self) -> None:
+        """Forget the modules around the called ones. The next missing name makes it find them again."""
+        self._around, self._looked_for = None, 0
+
+    def called(self, module: nn.Module) -> None:
+        """Record that an outermost module was called."""
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self._models.append(weakref.ref(module))
+
+    def name(self, parameter: torch.Tensor, otherwise: str) -> tuple[str, int]:
+        """Return the name of a parameter and its place in the model; `otherwise` if no called module has it."""
+        if id(parameter) not in self._names:
+            self._learn(parameter)
+        if id(parameter) not in self._names:
+            self._names[id(parameter)] = self._unique(otherwise, ""), 10**6 + len(self._names)
+        return self._names[id(parameter)]
+
+    def of_key(self, module: nn.Module, key: str) -> tuple[str, int] | None:
+        """Return name and place of the parameter that a module had under a key; None outside of all models."""
+        if id(module) not in self._prefixes:
+            self._learn()
+        if id(module) not in self._prefixes:
+            return None
+        if (id(module), key) not in self._of_keys:
+            prefix, model = self._prefixes[id(module)]
+            self._of_keys[id(module), key] = self._unique(prefix + key, model), len(self._names) + len(self._of_keys)
+        return self._of_keys[id(module), key]
+
+    def owner(self, parameter: torch.Tensor) -> nn.Module | None:
+        """Return the module that owns a named parameter; None if unknown."""
+        reference = self._owners.get(id(parameter))
+        return None if reference is None else reference()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield all modules of the models, with their wrappers."""
+        for reference in self._models:
+            if (model := reference()) is not None:
+                yield from (module for _, module in named_modules(model))
+
+    def _learn(self, parameter: torch.Tensor | None = None) -> None:
+        if self._around is None or self._looked_for != len(self._models):
+            models = [model for reference in self._models if (model := reference()) is not None]
+            self._around, self._looked_for = Surroundings(), len(self._models)
+            self._learn_of(self._around.roots(models))
+        if parameter is None or id(parameter) in self._names:
+            return
+        if (top := self._around.top_of(parameter)) is not None:
+            self._learn_of([top])
+
+    def _learn_of(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            name = type(unwrapped(model)).__name__
+            for path, module in named_modules(model, unwrapped):
+                prefix = f"{path}." if path else ""
+                self._prefixes.setdefault(id(module), (prefix, name))
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in self._names:
+                        self._names[id(parameter)] = self._unique(prefix + key, name), len(self._names)
+                        self._owners[id(parameter)] = weakref.ref(module)
+
+    def _unique(self, name: str, model: str) -> str:
+        tried = [name, *([f"{model}.{name}"] if model else [])]
+        number = 2
+        while (made := tried.pop(0)) in self._taken:
+            if not tried:
+                tried.append(f"{model or 'parameter'}#{number}.{name}")
+                number += 1
+        self._taken.add(made)
+        return made
+
+
+def in_training(module: nn.Module) -> bool:
+    """Return whether a model is in training mode: its wrapper may have another mode, as that of Lightning."""
+    return unwrapped(module).training
+
+
+def described(module: nn.Module) -> dict[str, Any]:
+    """Return the class of a model, its wrapper, and its layers that use batch statistics or dropout."""
+    model = unwrapped(module)
+    wrapper = type(module).__name__ if model is not module else None
+    return {
+        "model": type(model).__name__,
+        "wrapper": wrapper,
+        "replicas": len(vars(module).get("device_ids") or ()) if wrapper == "DataParallel" else 1,
+        "broadcasts": wrapper == "DistributedDataParallel" and bool(getattr(module, "broadcast_buffers", False)),
+        "batch_norms": sorted({type(m).__name__ for _, m in named_modules(model) if _takes_batch_statistics(m)}),
+        "dropouts": sorted({told for _, m in named_modules(model) if (told := _dropout(m))}),
+    }
+
+
+def has_state(module: nn.Module) -> bool:
+    """Return whether a module has parameters or buffers: transformations of data and losses have neither."""
+    return next(itertools.chain(named_parameters(module), named_buffers(module)), None) is not None
+
+
+def narrowed(module: nn.Module, output: Any) -> dict[str, str]:
+    """Return the dtype of an output that is narrower than float32, and the class of its module; else nothing."""
+    plain = isinstance(output, torch.Tensor) and output.is_floating_point() and not is_distributed(output)
+    if not plain or output.element_size() >= 4:
+        return {}
+    return {"dtype": name_of(output.dtype), "module": type(module).__name__}
+
+
+def forward_of(module: nn.Module) -> dict[str, str]:
+    """Return the name and the line of a model's forward method."""
+    kind = type(unwrapped(module))
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
+    return {"what": f"{kind.__name__}.forward", "line": line}
+
+
+def _dropout(module: nn.Module) -> str:
+    name, p = type(module).__name__, vars(module).get("p")
+    return f"{name}(p={p:g})" if "Dropout" in name and isinstance(p, (int, float)) and p else ""
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "BatchNorm" in name and name != "SyncBatchNorm" and module.training
