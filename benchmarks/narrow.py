@@ -132,7 +132,7 @@ def measured(ranks: Any, step: Any, depth: int, seeds: int) -> dict[str, tuple[f
         for size in (2, 4):
             scenario = Scenario(size, 8, seed=seed)
             expected = trials.expected(scenario)
-            for run in trials.on_ranks(scenario, whole=True):
+            for run in trials.on_ranks(scenario, all_values=True):
                 for name, exact in expected.exact.items():
                     if name.kind in worst:
                         error = (run.values[name].double() - exact).abs()

@@ -292,3 +292,15 @@ def test_what_stands_beside_the_package_imports_what_it_has():
                     if not hasattr(module, alias.name) and not submodule:
                         missing.append(f"{path.name}: {node.module}.{alias.name}")
     assert not missing
+
+
+LIMITS = {"mgpu_check": (440, 110_000), "tests": (380, 60_000)}
+"""Files and lines of Python. A change that needs more removes something first, or gives its reason here."""
+
+
+@pytest.mark.parametrize("top", LIMITS)
+def test_the_house_does_not_grow(top):
+    texts = [path.read_text() for path in HERE.parent.joinpath(top).rglob("*.py")]
+    files, lines = LIMITS[top]
+    assert len(texts) <= files
+    assert sum(text.count("\n") for text in texts) <= lines

@@ -81,32 +81,34 @@ def floors(
         soak: requested seconds of load; None without a soak.
         dcgm: whether results of DCGM's diagnostic were given.
     """
-    glance, place = level == "glance", get_args(Depth).index(depth_of(level))
+    glance, depth_index = level == "glance", get_args(Depth).index(depth_of(level))
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
-    found: dict[str, dict[Subject, Work]] = {}
+    least_work: dict[str, dict[Subject, Work]] = {}
     for name, check in CHECKLIST.items():
         if check.least is not None:
             subjects = _ways(gpus) if name == "links" else each
-            found[name] = dict.fromkeys(subjects, Work(operations=check.glance if glance else check.least[place]))
-    found["memory"] = {
-        subject: Work(bytes=int(gpu.memory * memory_share * _SHARE_OF_MEMORY * _PASSES[place]))
+            least_work[name] = dict.fromkeys(
+                subjects, Work(operations=check.glance if glance else check.least[depth_index])
+            )
+    least_work["memory"] = {
+        subject: Work(bytes=int(gpu.memory * memory_share * _SHARE_OF_MEMORY * _PASSES[depth_index]))
         for subject, gpu in zip(each, gpus, strict=True)
     }
-    found["performance"] = dict.fromkeys(each, Work())
+    least_work["performance"] = dict.fromkeys(each, Work())
     hosts = [Subject("host", (host,)) for host in sorted({gpu.host for gpu in gpus})]
-    found["machine"] = dict.fromkeys(hosts, Work(_HOST_MEMORY, _RESULTS_OF_CORES[place]))
+    least_work["machine"] = dict.fromkeys(hosts, Work(_HOST_MEMORY, _RESULTS_OF_CORES[depth_index]))
     if dcgm:
-        found["dcgm"] = dict.fromkeys(each, Work(operations=1))
+        least_work["dcgm"] = dict.fromkeys(each, Work(operations=1))
     if soak:
-        found["soak"] = dict.fromkeys(each, Work(seconds=0.9 * soak))
-    return found
+        least_work["soak"] = dict.fromkeys(each, Work(seconds=0.9 * soak))
+    return least_work
 
 
 def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
-    ways = [Subject(kind, (gpu.number,)) for gpu in gpus for kind in ("upload", "download")]
-    for one, other in itertools.permutations(gpus, 2):
-        if one.host == other.host:
-            ways.append(Subject("copy", (one.number, other.number)))
+    ways = [Subject(direction, (gpu.number,)) for gpu in gpus for direction in ("upload", "download")]
+    for source, target in itertools.permutations(gpus, 2):
+        if source.host == target.host:
+            ways.append(Subject("copy", (source.number, target.number)))
     return ways
 
 
@@ -152,22 +154,24 @@ def _check_run(
     outcomes: set[Outcome],
     reasons: Sequence[str],
 ) -> CheckRun:
-    seen = {subject: done.get((check, subject)) for subject in subjects}
-    short = [subject for subject, floor in subjects.items() if not _reached(seen[subject], floor)]
+    work_by_subject = {subject: done.get((check, subject)) for subject in subjects}
+    short = [subject for subject, floor in subjects.items() if not _reached(work_by_subject[subject], floor)]
     floor = next(iter(subjects.values()), Work())
     least = min(
-        (work or Work() for work in seen.values()), key=lambda work: (work.operations, work.bytes), default=Work()
+        (work or Work() for work in work_by_subject.values()),
+        key=lambda work: (work.operations, work.bytes),
+        default=Work(),
     )
     if "failed" in outcomes:
         return CheckRun(check, *when, "failed", floor, least)
-    told = reasons[0] + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else "") if reasons else ""
+    explanation = reasons[0] + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else "") if reasons else ""
     if short:
         named = ", ".join(map(str, short[:3])) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
-        gap = _gap(seen[short[0]], subjects[short[0]])
-        why = f"{check} did less than its least work on {named}: {gap}" + (f"; {told}" if told else "")
-        return CheckRun(check, *when, "unknown", floor, least, why)
+        gap = _gap(work_by_subject[short[0]], subjects[short[0]])
+        reason = f"{check} did less than its least work on {named}: {gap}" + (f"; {explanation}" if explanation else "")
+        return CheckRun(check, *when, "unknown", floor, least, reason)
     if "unknown" in outcomes:
-        return CheckRun(check, *when, "unknown", floor, least, f"{check}: {told}")
+        return CheckRun(check, *when, "unknown", floor, least, f"{check}: {explanation}")
     return CheckRun(check, *when, "passed" if "passed" in outcomes else "skipped", floor, least)
 
 
@@ -179,9 +183,9 @@ def _reached(work: Work | None, floor: Work) -> bool:
 
 def _gap(work: Work | None, floor: Work) -> str:
     work = work or Work()
-    parts = [
+    shortfalls = [
         f"{getattr(work, name):g} of {getattr(floor, name):g} {name}"
         for name in ("bytes", "operations", "seconds")
         if getattr(work, name) < getattr(floor, name)
     ]
-    return ", ".join(parts) or "nothing was checked"
+    return ", ".join(shortfalls) or "nothing was checked"

@@ -126,12 +126,12 @@ def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> l
             classes.append(LinkClass(set(mode), set(mode)))
             fast |= mode
             continue
-        known = classes[-1]
-        known.pairs |= mode
-        if topology_known and len(known.reference) < majority * (
+        link_class = classes[-1]
+        link_class.pairs |= mode
+        if topology_known and len(link_class.reference) < majority * (
             majority - 1
         ):  # a few fast links are not a reference for all
-            known.reference |= mode
+            link_class.reference |= mode
             fast |= mode
     for better, worse in pairwise(list(classes)):
         if len(better.reference) <= LEAST_PEERS:  # too few to compare with each other
@@ -141,14 +141,14 @@ def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> l
 
 
 def _cut(speeds: Mapping[Pair, float], least: float) -> list[set[Pair]]:
-    found: list[set[Pair]] = []
+    groups: list[set[Pair]] = []
     last = math.inf
     for pair in sorted(speeds, key=lambda pair: -speeds[pair]):
-        if not found or speeds[pair] < (1 - least) * last:
-            found.append(set())
-        found[-1].add(pair)
+        if not groups or speeds[pair] < (1 - least) * last:
+            groups.append(set())
+        groups[-1].add(pair)
         last = speeds[pair]
-    return found
+    return groups
 
 
 def _slow_to_everyone(gpus: Collection[int], fast: Collection[Pair]) -> set[int]:
@@ -208,24 +208,24 @@ class Comparison:
         return {**mine, "limit": self.limit, "why": self.why, **(self.numbers or {})}
 
 
-def same_memory(one: int, other: int) -> bool:
+def same_memory(memory: int, peer_memory: int) -> bool:
     """Return whether two GPUs of one name are one model, by memory in bytes: firmware reserves up to 1 % of it."""
-    return abs(one - other) <= 0.01 * max(one, other)
+    return abs(memory - peer_memory) <= 0.01 * max(memory, peer_memory)
 
 
 def models(gpus: Iterable[Gpu]) -> dict[int, tuple[str, int]]:
     """Return the model of each GPU by number, as name and memory; all GPUs of one model get the same value."""
-    found: dict[int, tuple[str, int]] = {}
+    model_of: dict[int, tuple[str, int]] = {}
     for gpu in gpus:
-        known = (m for m in found.values() if m[0] == gpu.name and same_memory(m[1], gpu.memory))
-        found[gpu.number] = next(known, (gpu.name, gpu.memory))
-    return found
+        candidates = (m for m in model_of.values() if m[0] == gpu.name and same_memory(m[1], gpu.memory))
+        model_of[gpu.number] = next(candidates, (gpu.name, gpu.memory))
+    return model_of
 
 
-def least_shortfall(kind: MeasuredKind) -> float:
-    if kind.unit == "B/s" and kind.subject in ("upload", "download"):
-        return LEAST_SHORTFALL["pageable B/s" if kind.quantity.startswith("pageable") else "host B/s"]
-    return LEAST_SHORTFALL[kind.unit]
+def least_shortfall(measured_kind: MeasuredKind) -> float:
+    if measured_kind.unit == "B/s" and measured_kind.subject in ("upload", "download"):
+        return LEAST_SHORTFALL["pageable B/s" if measured_kind.quantity.startswith("pageable") else "host B/s"]
+    return LEAST_SHORTFALL[measured_kind.unit]
 
 
 def amount(value: float, unit: str) -> str:
@@ -258,10 +258,10 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
     numbers = {"peers": len(others), "median": middle, "mad": deviation(others) / NORMAL, "noise": noise}
     missing = shortfall(value, middle, unit)
     if missing <= limit and limit > UNUSABLE and limit > least:
-        why = f"values scatter by {scatter / middle:.0%} of their median: a part at half its speed would still pass"
-        return Comparison("peers", "unknown", middle, missing, limit, why, numbers)
-    why = f"median of {len(others)} others"
-    return Comparison("peers", "failed" if missing > limit else "passed", middle, missing, limit, why, numbers)
+        reason = f"values scatter by {scatter / middle:.0%} of their median: a part at half its speed would still pass"
+        return Comparison("peers", "unknown", middle, missing, limit, reason, numbers)
+    reason = f"median of {len(others)} others"
+    return Comparison("peers", "failed" if missing > limit else "passed", middle, missing, limit, reason, numbers)
 
 
 def wrong(measurement: Measurement) -> str:
@@ -307,7 +307,7 @@ def vote(ballots: Mapping[int, Hashable], models: Mapping[int, Hashable]) -> lis
         ballots: value of each GPU by number, not None.
         models: model of each GPU by number; healthy GPUs of one model must have equal values.
     """
-    found = []
+    votes = []
     for _, voters in grouped((models[gpu], gpu) for gpu in sorted(ballots)):
         counts = Counter(ballots[gpu] for gpu in voters)
         if len(counts) == 1:
@@ -315,5 +315,5 @@ def vote(ballots: Mapping[int, Hashable], models: Mapping[int, Hashable]) -> lis
         usual, times = counts.most_common(1)[0]
         majority = usual if 2 * times > len(voters) else None
         odd = tuple(gpu for gpu in voters if majority is None or ballots[gpu] != majority)
-        found.append(Vote(tuple(voters), odd, majority))
-    return found
+        votes.append(Vote(tuple(voters), odd, majority))
+    return votes

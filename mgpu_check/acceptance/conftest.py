@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    order = {f"test_{check}": place for place, check in enumerate(CHECKS)}
+    order = {f"test_{check}": index for index, check in enumerate(CHECKS)}
     items.sort(key=lambda item: order.get(item.path.stem, 0) if _HERE in item.path.parents else 0)
 
 
@@ -189,21 +189,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     run = item.config.stash.get(RUN, None)
     if run is None or not report.failed or not _ours([item]):
         return report
-    if seen := item.stash.get(SEEN, ""):
-        report.longrepr = seen
+    if failure_text := item.stash.get(SEEN, ""):
+        report.longrepr = failure_text
     elif item.name not in run.broken:
         run.broken.append(item.name)
     return report
 
 
 def _lines(failed: list[Observation]) -> list[str]:
-    found = grouped((str(entry.subject), entry) for entry in failed)
+    groups = grouped((str(entry.subject), entry) for entry in failed)
     lines = []
-    for subject, entries in found[:_MOST_LINES]:
+    for subject, entries in groups[:_MOST_LINES]:
         case = f" ({entries[0].case})" if entries[0].case else ""
         lines.append(f"{subject}: {entries[0].seen}{case}" + (f"; and {len(entries) - 1} more" if entries[1:] else ""))
-    if len(found) > _MOST_LINES:
-        lines.append(f"and {len(found) - _MOST_LINES} more subjects")
+    if len(groups) > _MOST_LINES:
+        lines.append(f"and {len(groups) - _MOST_LINES} more subjects")
     return lines
 
 

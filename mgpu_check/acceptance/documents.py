@@ -103,95 +103,95 @@ class DocumentType(Generic[Content]):
 
     def decoded(self, document: Any, file: str) -> Content:
         """Make the content from a parsed JSON document, or raise ValueError that names the key and its valid values."""
-        wrong = _head(self, document)
-        if not wrong:
+        problem = _head(self, document)
+        if not problem:
             document = {**document, "file": file}
             try:
                 content: Content = convert(document, self.content)
                 return content
             except msgspec.ValidationError:
-                wrong = _misfit(self.content, document, "")
-        raise ValueError(f"{file}: {wrong}. {self.origin}")
+                problem = _misfit(self.content, document, "")
+        raise ValueError(f"{file}: {problem}. {self.origin}")
 
     def schema(self, title: str) -> dict[str, Any]:
         """Return the JSON schema of the file. The docstrings of the dataclasses are its descriptions."""
         (_,), kinds = msgspec.json.schema_components((self.content,), schema_hook=_schema_of_number)
-        for kind in kinds.values():
-            _describe(kind)
-        whole = kinds.pop(self.content.__name__)
+        for definition in kinds.values():
+            _describe(definition)
+        root = kinds.pop(self.content.__name__)
         head = {"format": {"const": self.name}, "version": {"const": self.version}}
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
-            **whole,
+            **root,
             "title": title,
-            "properties": {**head, **whole["properties"]},
-            "required": [*head, *whole["required"]],
+            "properties": {**head, **root["properties"]},
+            "required": [*head, *root["required"]],
             "$defs": kinds,
         }
 
 
-def _describe(kind: dict[str, Any]) -> None:
+def _describe(definition: dict[str, Any]) -> None:
     """Give the properties of a class the descriptions that its docstring has under "Attributes:"."""
-    text, _, attributes = inspect.cleandoc(kind["description"]).partition("\n\nAttributes:\n")
-    kind["description"] = text
-    for names, words in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
-        for name in names.split(", "):
-            kind["properties"][name]["description"] = " ".join(words.split())
+    text, _, attributes = inspect.cleandoc(definition["description"]).partition("\n\nAttributes:\n")
+    definition["description"] = text
+    for field_names, words in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+        for name in field_names.split(", "):
+            definition["properties"][name]["description"] = " ".join(words.split())
 
 
 def _head(form: DocumentType[Any], document: Any) -> str:
     if not isinstance(document, dict):
         return f"the whole is {_short(document)}; give an object"
-    for key, right in (("format", form.name), ("version", form.version)):
+    for key, expected in (("format", form.name), ("version", form.version)):
         if key not in document:
-            return f"{key} is missing; give {_short(right)}"
-        if document[key] != right:
-            return f"{key} is {_short(document[key])}; give {_short(right)}, which this version of mgpu-check reads"
+            return f"{key} is missing; give {_short(expected)}"
+        if document[key] != expected:
+            return f"{key} is {_short(document[key])}; give {_short(expected)}, which this version of mgpu-check reads"
     return ""
 
 
-def convert(value: Any, kind: Any) -> Any:
+def convert(value: Any, annotation: Any) -> Any:
     """Convert a parsed JSON value to an annotation, or raise `msgspec.ValidationError`."""
-    return msgspec.convert(value, kind, dec_hook=_number, str_keys=True)
+    return msgspec.convert(value, annotation, dec_hook=_number, str_keys=True)
 
 
-def _number(kind: Any, value: Any) -> Any:
+def _number(number_type: Any, value: Any) -> Any:
     if value not in _NOT_FINITE and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError  # msgspec turns it into a ValidationError
-    return kind(value)
+    return number_type(value)
 
 
-def _schema_of_number(kind: Any) -> dict[str, Any]:
+def _schema_of_number(number_type: Any) -> dict[str, Any]:
     return {"anyOf": [{"type": "number"}, {"enum": list(_NOT_FINITE)}]}
 
 
 # Messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well.
 
 
-def _misfit(kind: Any, value: Any, at: str) -> str:
-    """Return what is wrong with a value that does not fit `kind`: the innermost part that does not fit."""
-    for part, inner, place in _parts(kind, value, at):
+def _misfit(annotation: Any, value: Any, at: str) -> str:
+    """Return what is wrong with a value that does not fit `annotation`: the innermost part that does not fit."""
+    for inner_annotation, inner, path in _parts(annotation, value, at):
         if inner is _ABSENT:
-            return f"{place} is missing; give {_valid(part)}"
+            return f"{path} is missing; give {_valid(inner_annotation)}"
         try:
-            convert(inner, part)
+            convert(inner, inner_annotation)
         except msgspec.ValidationError:
-            return _misfit(part, inner, place)
-    return f"{at} is {_short(value)}; give {_valid(kind)}"
+            return _misfit(inner_annotation, inner, path)
+    return f"{at} is {_short(value)}; give {_valid(annotation)}"
 
 
-def _parts(kind: Any, value: Any, at: str) -> Iterator[tuple[Any, Any, str]]:
+def _parts(annotation: Any, value: Any, at: str) -> Iterator[tuple[Any, Any, str]]:
     """Yield the annotation, the value and the path of each part of a value; the value of a missing key is `_ABSENT`."""
-    arguments = get_args(kind)
-    origin = get_origin(kind)
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
     if origin in (Union, UnionType):
-        for one in arguments:
-            yield from _parts(one, value, at)
+        for alternative in arguments:
+            yield from _parts(alternative, value, at)
     elif origin is Annotated:
         yield from _parts(arguments[0], value, at)
-    elif is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
+    elif is_dataclass(annotation) and isinstance(value, dict):
+        hints = get_type_hints(annotation, include_extras=True)
+        for field in fields(annotation):
             if field.name in value or _needed(field):
                 yield hints[field.name], value.get(field.name, _ABSENT), f"{at}.{field.name}".lstrip(".")
     elif origin is tuple and isinstance(value, list):
@@ -204,21 +204,21 @@ def _needed(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def _valid(kind: Any) -> str:
+def _valid(annotation: Any) -> str:
     """Return in words the values that fit an annotation."""
-    arguments = get_args(kind)
-    origin = get_origin(kind)
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
     if origin in (Union, UnionType):
         return " or ".join(map(_valid, arguments))
     if origin is Annotated:
         return str(arguments[1].description)
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
-    if is_dataclass(kind):
-        return "an object with " + ", ".join(field.name for field in fields(kind) if _needed(field))
+    if is_dataclass(annotation):
+        return "an object with " + ", ".join(field.name for field in fields(annotation) if _needed(field))
     if origin is Mapping:
         return "an object whose names are numbers" if arguments[0] is int else "an object"
-    return "a list" if origin is tuple else _WORDS[kind]
+    return "a list" if origin is tuple else _WORDS[annotation]
 
 
 def _short(value: Any) -> str:

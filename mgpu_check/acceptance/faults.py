@@ -84,24 +84,24 @@ class Planted:
 
     @property
     def text(self) -> str:
-        given = ",".join(f"{name}={value}" for name, value in self.parameters.items())
-        return f"{self.fault.name}:{given}" if given else self.fault.name
+        assignments = ",".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.fault.name}:{assignments}" if assignments else self.fault.name
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return self.fault.parts(self.parameters)
 
 
-def made_by(name: str, **given: Any) -> Callable[[Parameters], Defect]:
-    """Return a function that makes the class `name` of `defects.implementations` from parameters and `given`.
+def made_by(name: str, **arguments: Any) -> Callable[[Parameters], Defect]:
+    """Return a function that makes the class `name` of `defects.implementations` from parameters and `arguments`.
 
     Its call imports torch.
     """
 
     def make(parameters: Parameters) -> Defect:
-        found = importlib.import_module("mgpu_check.simulated.defects.implementations")
-        made: Defect = getattr(found, name)(parameters, **given)
-        return made
+        module = importlib.import_module("mgpu_check.simulated.defects.implementations")
+        defect: Defect = getattr(module, name)(parameters, **arguments)
+        return defect
 
     return make
 
@@ -142,7 +142,7 @@ def all_hardware_faults() -> dict[str, HardwareFault]:
 def planted_from(text: str) -> Planted:
     """Parse a fault of the command line, a name with parameters, or raise ValueError with the valid set."""
     faults = all_hardware_faults()
-    name, _, given = text.partition(":")
+    name, _, assignments = text.partition(":")
     if name not in faults:
         close = difflib.get_close_matches(name, faults, n=3, cutoff=0.4)
         nearest = f"did you mean {' or '.join(close)}? " if close else ""
@@ -151,7 +151,7 @@ def planted_from(text: str) -> Planted:
         )
     fault = faults[name]
     parameters = dict(fault.defaults)
-    for pair in filter(None, given.split(",")):
+    for pair in filter(None, assignments.split(",")):
         key, equals, value = pair.partition("=")
         if key not in parameters or not equals:
             raise ValueError(f"{name}: {pair!r} is not one of its parameters; choose from {', '.join(parameters)}")

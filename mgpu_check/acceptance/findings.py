@@ -123,7 +123,7 @@ class ReportedFinding:
 
 
 def identify(entry: Observation) -> FindingKind:
-    return next(kind for kind in KINDS.values() if kind.matches(entry))
+    return next(finding_kind for finding_kind in KINDS.values() if finding_kind.matches(entry))
 
 
 def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
@@ -133,9 +133,9 @@ def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
     """
     if entry.outcome != "failed":
         return entry
-    kind = identify(entry)
-    ruling = policy.get(kind.id, kind.ruling)
-    return replace(entry, finding=kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
+    finding_kind = identify(entry)
+    ruling = policy.get(finding_kind.id, finding_kind.ruling)
+    return replace(entry, finding=finding_kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
 
 
 _SUITED: Mapping[PartKind, Mapping[Action, Action]] = {
@@ -147,35 +147,47 @@ _SUITED: Mapping[PartKind, Mapping[Action, Action]] = {
 """Actions for parts of another kind -> the action that takes their place, by the kind of the part."""
 
 
-def suited(action: Action, kind: PartKind) -> Action:
+def suited(action: Action, component_kind: PartKind) -> Action:
     """Return the action, or the one that takes its place for a part of this kind."""
-    return _SUITED[kind].get(action, action)
+    return _SUITED[component_kind].get(action, action)
 
 
 def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
     """Return the findings of a run, the most severe first."""
-    found = []
-    for (name, subject), entries in grouped(((one.finding, one.subject), one) for one in observations if one.finding):
-        kind, first = KINDS[name], entries[0]
-        do = kind.do_for_host if kind.do_for_host and subject.kind == "host" else kind.do
-        advice = str(first.evidence.get("advice") or do)
-        action = suited(kind.action, "host") if subject.kind == "host" else kind.action
-        times, ruling = sum(entry.times for entry in entries), first.ruling or kind.ruling
-        found.append(ReportedFinding(name, kind.severity, action, ruling, subject, times, first.seen, advice))
-    return sorted(found, key=lambda one: (-SEVERITIES.index(one.severity), one.id, one.subject))
+    findings = []
+    for (name, subject), entries in grouped(
+        ((observation.finding, observation.subject), observation) for observation in observations if observation.finding
+    ):
+        finding_kind, earliest = KINDS[name], entries[0]
+        do = finding_kind.do_for_host if finding_kind.do_for_host and subject.kind == "host" else finding_kind.do
+        advice = str(earliest.evidence.get("advice") or do)
+        action = suited(finding_kind.action, "host") if subject.kind == "host" else finding_kind.action
+        times, ruling = sum(entry.times for entry in entries), earliest.ruling or finding_kind.ruling
+        findings.append(
+            ReportedFinding(name, finding_kind.severity, action, ruling, subject, times, earliest.seen, advice)
+        )
+    return sorted(findings, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.id, finding.subject))
 
 
 def table() -> str:
     head = ("id", "severity", "action", "verdict", "means", "evidence", "do")
     rows = [
-        (f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, _for_page(kind))
-        for kind in KINDS.values()
+        (
+            f"`{finding_kind.id}`",
+            finding_kind.severity,
+            finding_kind.action,
+            finding_kind.ruling,
+            finding_kind.meaning,
+            finding_kind.evidence,
+            _for_page(finding_kind),
+        )
+        for finding_kind in KINDS.values()
     ]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows]) + "\n"
 
 
-def _for_page(kind: FindingKind) -> str:
-    return f"{kind.do}. For a host: {kind.do_for_host}" if kind.do_for_host else kind.do
+def _for_page(finding_kind: FindingKind) -> str:
+    return f"{finding_kind.do}. For a host: {finding_kind.do_for_host}" if finding_kind.do_for_host else finding_kind.do
 
 
 if __name__ == "__main__":

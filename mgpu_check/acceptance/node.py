@@ -57,11 +57,11 @@ class ErrorObservations:
     lost: set[int] = field(default_factory=set)
 
 
-def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[int]) -> ErrorObservations | None:
+def observations_of(error: BaseException, check: str, call_name: str, gpus: Sequence[int]) -> ErrorObservations | None:
     """Return the observations for an error of a call on ranks or in the node process; None for any other error.
 
     Args:
-        what: name of the function that was called.
+        call_name: name of the function that was called.
         gpus: GPUs of the ranks in their order, or all GPUs that the node process sees.
     """
     trouble = ErrorObservations()
@@ -71,29 +71,37 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     account = getattr(error, "account", None)
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
         return None
-    what = what.strip("_").replace("_", " ")
+    call_name = call_name.strip("_").replace("_", " ")
     # A rank may have waited for others, or died of their data, so a group is accused; the caller then probes each GPU
     # alone.
     alone = len(gpus) == 1 or CHECKLIST[check].alone
     for rank, died in account.died.items():
         whose = "its process" if alone else Who(len(gpus))([rank])
         if died.exit_code is not None and -died.exit_code in FROM_OUTSIDE:
-            seen = f"{whose} was ended from outside in {what}: {died.cause}"
-            _add(trouble, check, rank, gpus, seen, "ended", outcome="unknown")
+            message = f"{whose} was ended from outside in {call_name}: {died.cause}"
+            _add(trouble, check, rank, gpus, message, "ended", outcome="unknown")
             continue
-        seen = f"{whose} died in {what}: {died.cause}"
-        _add(trouble, check, rank if alone else NODE, gpus, seen, "died", lost=alone)
+        message = f"{whose} died in {call_name}: {died.cause}"
+        _add(trouble, check, rank if alone else NODE, gpus, message, "died", lost=alone)
     for rank, raised in account.raised.items():
         failure = raised.failure
-        kind = failure.type.rpartition(".")[2]
-        if kind in _OF_DEVICES:
-            mine = alone or kind != _OF_GROUPS
-            seen = f"{what} raised {failure.headline}"
-            _add(trouble, check, rank if mine else NODE, gpus, seen, "raised", lost=kind == "AcceleratorError")
+        error_type = failure.type.rpartition(".")[2]
+        if error_type in _OF_DEVICES:
+            mine = alone or error_type != _OF_GROUPS
+            message = f"{call_name} raised {failure.headline}"
+            _add(trouble, check, rank if mine else NODE, gpus, message, "raised", lost=error_type == "AcceleratorError")
         else:
-            _add(trouble, check, rank, gpus, f"{what} could not run: {failure.headline}", "raised", outcome="unknown")
+            _add(
+                trouble,
+                check,
+                rank,
+                gpus,
+                f"{call_name} could not run: {failure.headline}",
+                "raised",
+                outcome="unknown",
+            )
     if account.hung is not None:
-        late = f"{what} did not end within {account.hung:g} s"
+        late = f"{call_name} did not end within {account.hung:g} s"
         if (
             alone and len(gpus) > 1 and not account.finished
         ):  # no GPU shows that the time suffices: the host may be busy
@@ -102,17 +110,17 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
             for rank in account.interrupted if alone else [NODE]:
                 _add(trouble, check, rank, gpus, late, "hung", lost=alone)
     if not trouble.observations:
-        seen = f"{what} could not run: {str(error).splitlines()[0]}"
-        _add(trouble, check, NODE, gpus, seen, "raised", outcome="unknown")
+        message = f"{call_name} could not run: {str(error).splitlines()[0]}"
+        _add(trouble, check, NODE, gpus, message, "raised", outcome="unknown")
     return trouble
 
 
 def _refused(trouble: ErrorObservations, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
     """Add observations for ranks that did not start: only a device that refuses every process is at fault."""
-    seen = str(error).splitlines()[0]
+    message = str(error).splitlines()[0]
     for rank in error.ranks or [NODE]:
-        wrong = error.cause in _REFUSALS and rank != NODE
-        _add(trouble, check, rank, gpus, seen, "refused", outcome="failed" if wrong else "unknown", lost=wrong)
+        at_fault = error.cause in _REFUSALS and rank != NODE
+        _add(trouble, check, rank, gpus, message, "refused", outcome="failed" if at_fault else "unknown", lost=at_fault)
 
 
 def _add(
@@ -120,7 +128,7 @@ def _add(
     check: str,
     rank: int,
     gpus: Sequence[int],
-    seen: str,
+    message: str,
     ended: str,
     *,
     outcome: Outcome = "failed",
@@ -134,7 +142,7 @@ def _add(
     else:
         subjects = [Subject("gpu", (number,)) for number in gpus]
     for subject in subjects:
-        trouble.observations.append(Observation(check, subject, outcome, seen, evidence={"ended": ended}))
+        trouble.observations.append(Observation(check, subject, outcome, message, evidence={"ended": ended}))
 
 
 _HURRY = 4
@@ -216,10 +224,14 @@ class Node:
         """Number of each host with an active InfiniBand port -> the name of the port."""
         facts = {host.number: self.kernel_before.get((host.name, host.boot), {}) for host in self.hosts_of_run}
         ports = {
-            host: [one.name for one in found.values() if one.kind == "infiniband" and one.is_up]
-            for host, found in facts.items()
+            host: [
+                component.name
+                for component in components.values()
+                if component.kind == "infiniband" and component.is_up
+            ]
+            for host, components in facts.items()
         }
-        return {host: names[0] for host, names in ports.items() if names}
+        return {host: port_names[0] for host, port_names in ports.items() if port_names}
 
     @property
     def hosts(self) -> dict[int, list[int]]:
@@ -254,15 +266,15 @@ class Node:
                 fn, *args, devices=chosen, environment=environment, timeout=timeout or self._patience(check)
             )
 
-        again = RepeatableCall(check, fn, args, tuple(chosen), timeout, environment or {})
+        repeatable = RepeatableCall(check, fn, args, tuple(chosen), timeout, environment or {})
         return self._looked(
             check,
             fn,
             chosen,
             call,
             lambda index: self._translated(chosen, self.gpus[chosen[index]].host),
-            lambda: self.repeat(again, chosen[::-1]),
-            again,
+            lambda: self.repeat(repeatable, chosen[::-1]),
+            repeatable,
         )
 
     def repeat(
@@ -274,8 +286,8 @@ class Node:
         if call.host is None:
             self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=variables, timeout=call.timeout)
         else:
-            again = replace(call, gpus=tuple(gpus), environment=variables)
-            self._on_host(again, lambda: self.repeat(call, gpus[::-1]))
+            repeatable = replace(call, gpus=tuple(gpus), environment=variables)
+            self._on_host(repeatable, lambda: self.repeat(call, gpus[::-1]))
         return self._log.sections[-1].observations[before:]
 
     def repeat_in_fresh_processes(self, call: RepeatableCall) -> list[Observation]:
@@ -305,23 +317,25 @@ class Node:
             results += self._on_host(RepeatableCall(check, fn, args, gpus, timeout, host=host), measure)
         return results
 
-    def _on_host(self, again: RepeatableCall, measure: Callable[[], object]) -> list[Any]:
+    def _on_host(self, repeatable: RepeatableCall, measure: Callable[[], object]) -> list[Any]:
         """Make a call in the node process of its host."""
-        host, indices = again.host or 0, [self.gpus[number].index for number in again.gpus]
+        host, indices = repeatable.host or 0, [self.gpus[number].index for number in repeatable.gpus]
 
         def call() -> list[Any]:
             return self._pool.call(
                 self._pool.function(_with_devices),
-                (again.fn, indices, again.args),
+                (repeatable.fn, indices, repeatable.args),
                 {},
                 size=0,
-                timeout=again.timeout or seconds_for_a_call(),
+                timeout=repeatable.timeout or seconds_for_a_call(),
                 host=host,
-                environment=again.environment,
+                environment=repeatable.environment,
             )
 
-        translation = self._translated(again.gpus, host)
-        return self._looked(again.check, again.fn, again.gpus, call, lambda _: translation, measure, again)
+        translation = self._translated(repeatable.gpus, host)
+        return self._looked(
+            repeatable.check, repeatable.fn, repeatable.gpus, call, lambda _: translation, measure, repeatable
+        )
 
     def measurements(self) -> list[Measurement]:
         return list(self._log.measurements())
@@ -335,7 +349,9 @@ class Node:
         Returns:
             The new measurements. They are in the log, too.
         """
-        calls = dict.fromkeys(self._measuring[one.kind] for one in slow if one.kind in self._measuring)
+        calls = dict.fromkeys(
+            self._measuring[measurement.kind] for measurement in slow if measurement.kind in self._measuring
+        )
         before = len(self.measurements())
         for call in calls:
             if not until():
@@ -358,7 +374,7 @@ class Node:
         call: Callable[[], list[Any]],
         translation: Callable[[int], Callable[[Any], Any]],
         measure: Callable[[], object],
-        again: RepeatableCall,
+        repeatable: RepeatableCall,
     ) -> list[Any]:
         """Make a call and record its results.
 
@@ -368,28 +384,32 @@ class Node:
         try:
             results = call()
         except BaseException as error:
-            found = observations_of(error, check, getattr(fn, "__name__", str(fn)), gpus)
-            if found is None:
+            trouble = observations_of(error, check, getattr(fn, "__name__", str(fn)), gpus)
+            if trouble is None:
                 raise
-            self._log.add(found.observations)
-            self.lost |= found.lost
-            wrong = isinstance(error, StartupFailure) or any(one.outcome == "failed" for one in found.observations)
+            self._log.add(trouble.observations)
+            self.lost |= trouble.lost
+            has_failed = isinstance(error, StartupFailure) or any(
+                observation.outcome == "failed" for observation in trouble.observations
+            )
             if isinstance(error, RankHang):
                 self._hung.add(check)
-            if (wrong or isinstance(error, RankHang)) and not self._probing:
+            if (has_failed or isinstance(error, RankHang)) and not self._probing:
                 self._probe(check)
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]
         failed: list[Observation] = []
         for result in translated:
             new = _subject_results(result)
-            self._log.add(new, again)
-            self._measuring.update({one.kind: measure for one in new if isinstance(one, Measurement)})
+            self._log.add(new, repeatable)
+            self._measuring.update(
+                {measurement.kind: measure for measurement in new if isinstance(measurement, Measurement)}
+            )
             failed += [entry for entry in new if isinstance(entry, Observation) and entry.outcome == "failed"]
         if failed and not self._controlling:
             self._controlling = True
             try:
-                self.on_failed(again, failed)
+                self.on_failed(repeatable, failed)
             finally:
                 self._controlling = False
         return translated

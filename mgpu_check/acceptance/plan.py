@@ -48,9 +48,9 @@ class Selection:
         """Return the selection of this run; `package` is the directory of the acceptance."""
         files = []
         for word in config.getoption("file_or_dir", None) or ():
-            path, separator, names = os.fspath(word).partition("::")
+            path, separator, test_name = os.fspath(word).partition("::")
             if path.endswith(".py") and package in Path(path).absolute().parents:
-                files.append(Path(path).name + separator + names)
+                files.append(Path(path).name + separator + test_name)
         return cls(
             config.getoption("keyword", None) or "",
             config.getoption("markexpr", None) or "",
@@ -64,7 +64,7 @@ class Selection:
 
     def added_to(self, command: str) -> str:
         words = [*(("-k", self.keyword) if self.keyword else ()), *(("-m", self.mark) if self.mark else ())]
-        words += [f"--deselect={one}" for one in self.left_out]
+        words += [f"--deselect={deselected}" for deselected in self.left_out]
         return shlex.join([*shlex.split(command), *words, *self.files])
 
 
@@ -105,12 +105,12 @@ class Plan:
         option = "accept_plant"
         try:
             planted = tuple(planted_from(text) for text in settings.accept_plant)
-            for one in planted:
-                _check_places(one, settings.gpus or 0)
-                if one.fault.defect is not None and settings.simulate != "cpu":
+            for planted_fault in planted:
+                _check_places(planted_fault, settings.gpus or 0)
+                if planted_fault.fault.defect is not None and settings.simulate != "cpu":
                     raise ValueError(
-                        f"{one.text}: hardware is simulated on the CPU only, not on {settings.simulate}; give "
-                        "--simulate"
+                        f"{planted_fault.text}: hardware is simulated on the CPU only, not on {settings.simulate}; "
+                        "give --simulate"
                     )
             option = "accept_baseline"
             baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None
@@ -184,19 +184,19 @@ def read_policy(path: Path) -> dict[str, Ruling]:
         ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}. Give a TOML file with {_EXAMPLE}") from error
-    if other := sorted(set(document) - {_TABLE}):
-        raise ValueError(f"{path}: {other[0]} is not known here; give {_EXAMPLE}")
+    if unknown_keys := sorted(set(document) - {_TABLE}):
+        raise ValueError(f"{path}: {unknown_keys[0]} is not known here; give {_EXAMPLE}")
     rows = document.get(_TABLE)
     if not isinstance(rows, dict):
         raise ValueError(f"{path}: [{_TABLE}] is missing; give {_EXAMPLE}")
-    found: dict[str, Ruling] = {}
+    rulings: dict[str, Ruling] = {}
     for name, value in rows.items():
         if name not in KINDS:
             close = difflib.get_close_matches(name.upper(), KINDS, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(KINDS)}."
             raise ValueError(f"{path}: {_TABLE}.{name} is not the id of a finding; {hint} {_PAGE}")
-        ruling = next((one for one in _RULINGS if one == value), None)
+        ruling = next((choice for choice in _RULINGS if choice == value), None)
         if ruling is None:
             raise ValueError(f"{path}: {_TABLE}.{name} is {value!r}; choose one of {', '.join(_RULINGS)}")
-        found[name] = ruling
-    return found
+        rulings[name] = ruling
+    return rulings

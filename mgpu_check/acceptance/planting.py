@@ -20,12 +20,12 @@ def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
 
 @functools.lru_cache(maxsize=1)
 def _hardware(text: str) -> Hardware:
-    started, _, names = text.partition(";")
+    started, _, fault_texts = text.partition(";")
     defects = []
-    for name in filter(None, names.split(";")):
-        found = planted_from(name)
-        if found.fault.defect is not None:
-            defect = found.fault.defect(found.parameters)
-            defect.since = float(started) + float(found.parameters.get("after", 0))
+    for name in filter(None, fault_texts.split(";")):
+        fault = planted_from(name)
+        if fault.fault.defect is not None:
+            defect = fault.fault.defect(fault.parameters)
+            defect.since = float(started) + float(fault.parameters.get("after", 0))
             defects.append(defect)
     return Hardware(defects, MEMORY)

@@ -107,15 +107,15 @@ class Baseline:
     entries: tuple[Entry, ...]
 
     def of(self, gpu: Gpu) -> list[Entry]:
-        found = [entry for entry in self.entries if entry.name == gpu.name and same_memory(entry.memory, gpu.memory)]
-        return sorted(found, key=lambda entry: entry.recorded, reverse=True)
+        entries = [entry for entry in self.entries if entry.name == gpu.name and same_memory(entry.memory, gpu.memory)]
+        return sorted(entries, key=lambda entry: entry.recorded, reverse=True)
 
     def entry(self, gpu: Gpu, software: Mapping[str, str]) -> tuple[Entry | None, str]:
         """Return the entry of the same model and software and "", or None and why the file has no such entry."""
         entries = self.of(gpu)
         if not entries:
-            names = sorted({f"{entry.name} ({entry.memory} B)" for entry in self.entries})
-            return None, f"{self.file} has no {gpu.name} ({gpu.memory} B), only {', '.join(names) or 'nothing'}"
+            gpu_names = sorted({f"{entry.name} ({entry.memory} B)" for entry in self.entries})
+            return None, f"{self.file} has no {gpu.name} ({gpu.memory} B), only {', '.join(gpu_names) or 'nothing'}"
         differences = [_differences(entry.software, software) for entry in entries]
         for entry, difference in zip(entries, differences, strict=True):
             if not difference:
@@ -134,9 +134,9 @@ class Baseline:
         if len(kinds) != 1:
             return {}, f"the host has GPUs of {len(kinds)} models, and facts are recorded of one"
         gpu = gpus[0]
-        same, why = self.entry(gpu, software or {})
+        same, reason = self.entry(gpu, software or {})
         entries = self.of(gpu)
-        return (dict((same or entries[0]).facts), "") if entries else ({}, why)
+        return (dict((same or entries[0]).facts), "") if entries else ({}, reason)
 
     def count(self, gpus: Sequence[Gpu]) -> int | None:
         """Return how many GPUs one host had when this model was last recorded; None if the file does not say."""
@@ -156,36 +156,36 @@ class Baseline:
         members = [gpus[member] for member in subject.members] if subject.kind != "host" else list(gpus.values())
         if len(set(models(members).values())) != 1:
             return Comparison("baseline", "unknown", why="it is of GPUs of several models")
-        entry, why = self.entry(members[0], software.get(members[0].host, {}))
+        entry, reason = self.entry(members[0], software.get(members[0].host, {}))
         if entry is None:
-            return Comparison("baseline", "unknown", why=why)
+            return Comparison("baseline", "unknown", why=reason)
         key = (subject.kind, measurement.quantity, measurement.unit, measurement.size)
-        place = place_of(measurement, gpus)
+        position = place_of(measurement, gpus)
         same = [r for r in entry.measurements if (r.subject, r.quantity, r.unit, r.size) == key]
-        recorded = next((r for r in same if place in r.places), next(iter(same), None))
+        recorded = next((r for r in same if position in r.places), next(iter(same), None))
         if recorded is None:
             return Comparison(
                 "baseline", "unknown", why=f"{self.file} has no {measurement.quantity} of size {measurement.size}"
             )
         least = least_shortfall(measurement.kind)
         scatter = DEVIATIONS * NORMAL * recorded.spread / recorded.value
-        at_place = recorded.places.get(place)
+        at_place = recorded.places.get(position)
         if at_place is None and (scatter > UNUSABLE or subject.kind == "group"):
             return Comparison(
-                "baseline", "unknown", why=f"{self.file} has no {subject.kind} at {place}, and its others differ"
+                "baseline", "unknown", why=f"{self.file} has no {subject.kind} at {position}, and its others differ"
             )
         reference = recorded.value if at_place is None else at_place
         # A value at the same place has no scatter between places; the least share covers the noise of a run.
         limit = least if at_place is not None else max(least, scatter)
         missing = shortfall(measurement.value, reference, measurement.unit)
-        why = f"recorded at {entry.recorded}" + ("" if at_place is None else f" at {place}")
+        reason = f"recorded at {entry.recorded}" + ("" if at_place is None else f" at {position}")
         numbers = {
             "recorded": recorded.value,
             "spread": recorded.spread,
-            "place": place if at_place is not None else None,
+            "place": position if at_place is not None else None,
         }
         outcome: Any = "failed" if missing > limit else "passed"
-        return Comparison("baseline", outcome, reference, missing, limit, why, numbers)
+        return Comparison("baseline", outcome, reference, missing, limit, reason, numbers)
 
 
 FORM = DocumentType("mgpu-check baseline", 1, Baseline, "`mgpu-check accept --record-baseline=FILE` writes such a file")
@@ -233,7 +233,7 @@ def entries_of(
         visible: number of GPUs of each host, including those outside the run; by default all are in the run.
     """
     by_number = {gpu.number: gpu for gpu in gpus}
-    found = []
+    entries = []
     model = models(gpus)
     for name, memory in sorted(set(model.values())):
         mine = [gpu for gpu in gpus if model[gpu.number] == (name, memory)]
@@ -242,12 +242,14 @@ def entries_of(
         usable = [
             m for m in measurements if m.subject.kind != "host" and set(m.subject.members) <= numbers and not useless(m)
         ]
-        whole = visible is None or all(visible.get(host) == sum(gpu.host == host for gpu in gpus) for host in hosts)
-        count = max(sum(gpu.host == host for gpu in mine) for host in hosts) if whole else 0
-        known = {fact: value for fact, value in software.items() if fact in SOFTWARE and value}
+        is_complete = visible is None or all(
+            visible.get(host) == sum(gpu.host == host for gpu in gpus) for host in hosts
+        )
+        count = max(sum(gpu.host == host for gpu in mine) for host in hosts) if is_complete else 0
+        versions = {fact: value for fact, value in software.items() if fact in SOFTWARE and value}
         facts = _facts(mine)
-        found.append(Entry(name, memory, recorded, count, facts, _recorded(usable, by_number), known))
-    return found
+        entries.append(Entry(name, memory, recorded, count, facts, _recorded(usable, by_number), versions))
+    return entries
 
 
 def _facts(gpus: Sequence[Gpu]) -> dict[str, Value]:
@@ -258,35 +260,35 @@ def _facts(gpus: Sequence[Gpu]) -> dict[str, Value]:
             values[name].append(gpu.facts.get(name))
         for name in names("pair"):
             values[name] += [gpu.facts.get(pair_field(name, peer)) for peer in numbers - {gpu.number}]
-    found: dict[str, Value] = {}
+    facts: dict[str, Value] = {}
     for name, several in values.items():
         if several and several[0] is not None and all(value == several[0] for value in several):
-            found[name] = several[0]
-    return found
+            facts[name] = several[0]
+    return facts
 
 
 def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> tuple[Recorded, ...]:
     groups: defaultdict[tuple[Any, ...], list[Measurement]] = defaultdict(list)
     for m in measurements:
         groups[(m.subject.kind, m.quantity, m.unit, m.size, len(m.subject.members))].append(m)
-    found = []
-    for (kind, quantity, unit, size, _), group in sorted(groups.items()):
+    recorded = []
+    for (subject_kind, quantity, unit, size, _), group in sorted(groups.items()):
         values = [m.value for m in group]
         middle, spread = median_and_spread(values)
         places: defaultdict[str, list[float]] = defaultdict(list)
         for m in group:
             places[place_of(m, gpus)].append(m.value)
-        by_place = {place: median(several) for place, several in sorted(places.items())}
+        by_place = {position: median(several) for position, several in sorted(places.items())}
         repeats = min(m.repeats for m in group)
-        found.append(Recorded(kind, quantity, unit, size, middle, spread, len(by_place), repeats, by_place))
-    return tuple(found)
+        recorded.append(Recorded(subject_kind, quantity, unit, size, middle, spread, len(by_place), repeats, by_place))
+    return tuple(recorded)
 
 
 def record(path: Path, entries: Sequence[Entry]) -> None:
     """Add entries to a baseline file, or create it. They replace entries of the same model and software."""
-    there = read_baseline(path).entries if path.exists() else ()
+    existing = read_baseline(path).entries if path.exists() else ()
     new = {entry.key for entry in entries}
-    write(path, Baseline(str(path), (*(entry for entry in there if entry.key not in new), *entries)))
+    write(path, Baseline(str(path), (*(entry for entry in existing if entry.key not in new), *entries)))
 
 
 def write(path: Path, baseline: Baseline) -> None:
@@ -376,12 +378,12 @@ class Sku:
     nominal: Nominal | None = None
 
     def facts(self, gpus: int) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+        facts: dict[str, Value] = {}
         if self.pcie is not None:
-            found |= {"pcie_generation_max": self.pcie.generation, "pcie_width_max": self.pcie.width}
+            facts |= {"pcie_generation_max": self.pcie.generation, "pcie_width_max": self.pcie.width}
         if self.nominal is not None:
-            found |= {**self.nominal.facts, **(self.nominal.of_several if gpus > 1 else {})}
-        return found
+            facts |= {**self.nominal.facts, **(self.nominal.of_several if gpus > 1 else {})}
+        return facts
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -429,26 +431,26 @@ class Floors:
         members = [] if subject.kind == "host" else [gpus[member] for member in subject.members]
         if not members or len({gpu.host for gpu in members}) > 1:
             return []  # data sheets of GPUs do not cover the network
-        found = [self._floor(measurement, gpu) for gpu in members]
-        known = [floor for floor in found if floor is not None]
-        if len(known) < len(found):
+        candidates = [self._floor(measurement, gpu) for gpu in members]
+        floors = [floor for floor in candidates if floor is not None]
+        if len(floors) < len(candidates):
             return []
-        ats = [(floor.at(measurement.size), floor) for floor in known]
+        ats = [(floor.at(measurement.size), floor) for floor in floors]
         pick = max if measurement.unit == "s" else min
         at, floor = pick(ats, key=lambda pair: pair[0])
         missing = shortfall(measurement.value, at, measurement.unit)
-        why = f"{floor.fraction:.0%} of the data sheet ({self.sources.get(floor.source, floor.source)})"
+        reason = f"{floor.fraction:.0%} of the data sheet ({self.sources.get(floor.source, floor.source)})"
         numbers = {"data_sheet": floor.data_sheet, "fraction": floor.fraction, "source": floor.source}
         outcome: Any = "failed" if missing > 0 else "passed"
-        return [Comparison("floor", outcome, at, missing, 0.0, why, numbers)]
+        return [Comparison("floor", outcome, at, missing, 0.0, reason, numbers)]
 
     def _floor(self, measurement: Measurement, gpu: Gpu) -> Floor | None:
         sku = self.sku(gpu)
         name, comma, rest = measurement.quantity.partition(",")
-        name = next((quantity for quantity, names in self.measured_by.items() if name in names), name)
-        kind = (measurement.subject.kind, name + comma + rest, measurement.unit)
+        name = next((quantity for quantity, aliases in self.measured_by.items() if name in aliases), name)
+        signature = (measurement.subject.kind, name + comma + rest, measurement.unit)
         for floor in sku.floors if sku is not None else ():
-            if kind == (floor.subject, floor.quantity, floor.unit) and measurement.size >= floor.least_size:
+            if signature == (floor.subject, floor.quantity, floor.unit) and measurement.size >= floor.least_size:
                 return floor
         return None
 

@@ -131,7 +131,9 @@ class Run:
     def _watch(self, gpus: Sequence[Gpu]) -> Watch:
         simulated = None
         if self.plan.simulate:
-            overrides = [other for one in self.plan.planted for other in one.fault.telemetry(one.parameters)]
+            overrides = [
+                override for planted in self.plan.planted for override in planted.fault.telemetry(planted.parameters)
+            ]
             simulated = SimulatedTelemetry({"memory": gpus[0].memory, "name": gpus[0].name}, overrides)
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
@@ -143,24 +145,24 @@ class Run:
         """
         pool = self.session.pool
         if not self.plan.simulate:
-            found: _FirstLook = pool.in_fresh_process(_look, host)
+            first_look: _FirstLook = pool.in_fresh_process(_look, host)
         else:
-            (found,) = pool.run_in_node_process(_look, host=host)
-        return found
+            (first_look,) = pool.run_in_node_process(_look, host=host)
+        return first_look
 
     def _identified(self, gpu: Gpu) -> Gpu:
         """Return `gpu` with the serial number, PCI bus id and facts that the driver gives."""
         assert self.node is not None
-        first = self.node.boundaries[0].snapshot if self.node.boundaries else Snapshot()
-        facts = dict(first.facts.get(gpu.number, {}))
-        known = {**facts, **first.identity.get(gpu.number, {})}
+        snapshot = self.node.boundaries[0].snapshot if self.node.boundaries else Snapshot()
+        facts = dict(snapshot.facts.get(gpu.number, {}))
+        driver_values = {**facts, **snapshot.identity.get(gpu.number, {})}
         facts = {name: value for name, value in facts.items() if name not in ("serial", "pci")}
-        serial, pci, uuid = (str(known.get(name) or "") for name in ("serial", "pci", "uuid"))
+        serial, pci, uuid = (str(driver_values.get(name) or "") for name in ("serial", "pci", "uuid"))
         return dataclasses.replace(gpu, uuid=gpu.uuid or uuid, serial=serial, pci=pci or gpu.pci, facts=facts)
 
     def _past_xids(self, gpu: Gpu) -> dict[int, int]:
-        seen = self._logs.get(gpu.host, {})
-        return {xid: times for (pci, xid), times in seen.items() if gpu.pci and pci == gpu.pci.upper()}
+        logged = self._logs.get(gpu.host, {})
+        return {xid: times for (pci, xid), times in logged.items() if gpu.pci and pci == gpu.pci.upper()}
 
     def _with_driver(self, host: Host) -> Host:
         assert self.node is not None
@@ -173,19 +175,19 @@ class Run:
 
     def write(self, report: RunReport) -> list[str]:
         """Write the reports, and the baseline unless a check failed. Return a line per file: written, or why not."""
-        said = []
+        lines = []
         if self.plan.verdict_file is not None:
             try:
                 write_whole(self.plan.verdict_file, "\n".join(verdict_lines(report, self.interrupted)) + "\n")
             except OSError as error:
-                said.append(f"NOT written: {self.plan.verdict_file}: {error}")
+                lines.append(f"NOT written: {self.plan.verdict_file}: {error}")
         for path in self.plan.reports:
             try:
                 files.write(path, report if self.plan.evidence else files.shortened(path, report))
-                said.append(f"written: {path}")
+                lines.append(f"written: {path}")
             except OSError as error:
-                said.append(f"NOT written: {path}: {error}")
-        return said + ([self._recorded(report, self.plan.record)] if self.plan.record else [])
+                lines.append(f"NOT written: {path}: {error}")
+        return lines + ([self._recorded(report, self.plan.record)] if self.plan.record else [])
 
     def _recorded(self, report: RunReport, path: Path) -> str:
         if self.interrupted:
@@ -214,7 +216,7 @@ class Run:
             self.session.end_test(failed=False)
 
     def _gpus(self) -> list[Gpu]:
-        found: list[Gpu] = []
+        gpus: list[Gpu] = []
         hosts: list[Host] = []
         for host in sorted({slot.host for slot in self.session.pool.slots}):
             indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
@@ -225,10 +227,10 @@ class Run:
             self._kernel[name, boot] = kernel
             for index in indices:
                 device = inventory.devices[index]
-                self._slots[len(found)] = device.pci
-                found.append(Gpu(len(found), host, index, device.name, device.uuid, device.memory, pci=device.pci))
+                self._slots[len(gpus)] = device.pci
+                gpus.append(Gpu(len(gpus), host, index, device.name, device.uuid, device.memory, pci=device.pci))
         self.hosts = tuple(hosts)
-        return found
+        return gpus
 
     def look_again(self) -> None:
         assert self.node is not None
@@ -297,16 +299,16 @@ class Run:
         if not done:
             unknown.append("no check ran")
         accusations = tuple(
-            self._accusation(part, numbers, explanation.others(part), observations)
-            for part, numbers in explanation.parts.items()
+            self._accusation(component, numbers, explanation.others(component), observations)
+            for component, numbers in explanation.parts.items()
         )
-        kind: Kind = "ACCEPTED"
+        verdict_kind: Kind = "ACCEPTED"
         if accusations or explanation.unexplained:
-            kind = "REJECTED"
+            verdict_kind = "REJECTED"
         elif unknown:
-            kind = "INCONCLUSIVE"
+            verdict_kind = "INCONCLUSIVE"
         rivals = (explanation.rivals,) if explanation.rivals else ()
-        return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial, rivals)
+        return Verdict(verdict_kind, accusations, tuple(unknown), explanation.unexplained, partial, rivals)
 
     def _explained(self, observations: Sequence[Observation]) -> Explanation:
         software = {(look.check, look.case) for look in self.looks if look.follows_rank}
@@ -321,18 +323,18 @@ class Run:
 
     def _accusation(
         self,
-        part: Part,
+        component: Part,
         numbers: tuple[int, ...],
         others: Mapping[int, Sequence[Part]],
         observations: Sequence[Observation],
     ) -> Accusation:
         failed = [observations[number] for number in numbers]
-        remedy = remedy_for(part, failed)
+        remedy = remedy_for(component, failed)
         return Accusation(
-            part,
+            component,
             tuple(evidence_lines(observations, numbers, others)),
             numbers,
-            arm=self._arm(part, failed),
+            arm=self._arm(component, failed),
             advice=remedy.advice,
             repeat=self._repeat(failed),
             findings=tuple(dict.fromkeys(finding.id for finding in listed(failed))),
@@ -341,9 +343,11 @@ class Run:
             shared=tuple(others),
         )
 
-    def _arm(self, part: Part, failed: Sequence[Observation]) -> str:
+    def _arm(self, component: Part, failed: Sequence[Observation]) -> str:
         mine = {id(entry) for entry in failed}
-        return found_about(part, [call for entry, call in self.log.failed_calls() if id(entry) in mine], self.looks)
+        return found_about(
+            component, [call for entry, call in self.log.failed_calls() if id(entry) in mine], self.looks
+        )
 
     def _repeat(self, failed: Sequence[Observation]) -> str:
         # The check of performance judges measurements that other checks made, so repeat those as well.
@@ -364,10 +368,10 @@ class Run:
                 else mine & set(accusation.part.members)
             )
         )
-        kind: Kind = (
+        verdict_kind: Kind = (
             "REJECTED" if accusations else "INCONCLUSIVE" if verdict.unknown or verdict.unexplained else "ACCEPTED"
         )
-        return dataclasses.replace(verdict, kind=kind, accusations=accusations)
+        return dataclasses.replace(verdict, kind=verdict_kind, accusations=accusations)
 
 
 def _look() -> _FirstLook:

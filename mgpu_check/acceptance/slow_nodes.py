@@ -87,7 +87,7 @@ def among_nodes(report: RunReport) -> AmongNodes:
     model = models(report.gpus)
     host_of = {gpu.number: gpu.host for gpu in report.gpus}
     software = {host.number: tuple(host.software.get(name, "") for name in SOFTWARE) for host in report.hosts}
-    names = {host.number: host.name for host in report.hosts}
+    host_names = {host.number: host.name for host in report.hosts}
     for m in report.measurements:
         if m.subject.kind == "host" or useless(m):
             continue
@@ -100,11 +100,11 @@ def among_nodes(report: RunReport) -> AmongNodes:
     undecided: dict[str, None] = {}
     for group in groups.values():
         if len(group) <= LEAST_PEERS:
-            alone.update((names.get(host, f"host {host}"), None) for host in group)
+            alone.update((host_names.get(host, f"host {host}"), None) for host in group)
             continue
-        standing, why = _stand_out(names, group)
+        standing, reasons = _stand_out(host_names, group)
         outliers += standing
-        undecided.update(dict.fromkeys(why))
+        undecided.update(dict.fromkeys(reasons))
     lines = [
         f"{name}: fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
         for name in alone
@@ -112,21 +112,34 @@ def among_nodes(report: RunReport) -> AmongNodes:
     return AmongNodes(tuple(outliers), (*lines, *undecided))
 
 
-def _stand_out(names: Mapping[int, str], group: Mapping[int, Sequence[Measurement]]) -> tuple[list[Outlier], list[str]]:
+def _stand_out(
+    host_names: Mapping[int, str], group: Mapping[int, Sequence[Measurement]]
+) -> tuple[list[Outlier], list[str]]:
     """Return the nodes of a group that are too slow, and why others are undecided."""
     values = {host: median(m.value for m in several) for host, several in group.items()}
-    kind = next(iter(group.values()))[0].kind
-    what = f"{kind.quantity} of size {kind.size}"
-    found, why = [], []
+    measured_kind = next(iter(group.values()))[0].kind
+    label = f"{measured_kind.quantity} of size {measured_kind.size}"
+    outliers, reasons = [], []
     for host, value in values.items():
-        name = names.get(host, f"host {host}")
-        others = [value for other, value in values.items() if other != host]
-        comparison = beside_peers(value, others, kind.unit, least_shortfall(kind))
+        name = host_names.get(host, f"host {host}")
+        others = [value for peer, value in values.items() if peer != host]
+        comparison = beside_peers(value, others, measured_kind.unit, least_shortfall(measured_kind))
         if comparison.outcome == "unknown":
-            why.append(f"{name}: {what}: {comparison.why}")
+            reasons.append(f"{name}: {label}: {comparison.why}")
         if comparison.outcome == "failed":
-            found.append(Outlier(host, name, kind.quantity, kind.unit, kind.size, value, comparison, len(others)))
-    if 2 * len(found) < len(group):
-        return found, [] if found else why  # a named node explains why the others scatter
-    half = ", ".join(one.name for one in found)
-    return [], [*why, f"{what}: half of the nodes are slow, none is named: {half}"]
+            outliers.append(
+                Outlier(
+                    host,
+                    name,
+                    measured_kind.quantity,
+                    measured_kind.unit,
+                    measured_kind.size,
+                    value,
+                    comparison,
+                    len(others),
+                )
+            )
+    if 2 * len(outliers) < len(group):
+        return outliers, [] if outliers else reasons  # a named node explains why the others scatter
+    half = ", ".join(outlier.name for outlier in outliers)
+    return [], [*reasons, f"{label}: half of the nodes are slow, none is named: {half}"]

@@ -76,9 +76,9 @@ class Watch:
         self._pool = pool
         self._simulated = simulated
         self._of = dict(grouped((gpu.host, (gpu.number, gpu.uuid)) for gpu in gpus))
-        self.hosts = {host: [number for number, _ in here] for host, here in self._of.items()}
-        first = self._of.pop(0, [])
-        self._sampler = TelemetrySampler(first, simulated, interval, epoch=epoch)
+        self.hosts = {host: [number for number, _ in host_gpus] for host, host_gpus in self._of.items()}
+        local_gpus = self._of.pop(0, [])
+        self._sampler = TelemetrySampler(local_gpus, simulated, interval, epoch=epoch)
         self._visited: dict[int, float] = {}
         self._answering: set[int] = set()
         self._samples: list[TelemetrySample] = []
@@ -90,12 +90,12 @@ class Watch:
 
     def snapshot(self, *, full: bool = True) -> Snapshot:
         """Take a snapshot now. Skip other hosts that were read less than `_EVERY` seconds ago, unless it is `full`."""
-        taken = self._sampler.snapshot(_PATIENCE, full=full)
+        snapshot = self._sampler.snapshot(_PATIENCE, full=full)
         for host, gpus in self._of.items():
             if full or self.now() - self._visited[host] >= _EVERY:
-                taken = _joined(taken, self._looked(host, gpus, full))
-        self._answering = set(taken.facts)
-        return taken
+                snapshot = _joined(snapshot, self._looked(host, gpus, full))
+        self._answering = set(snapshot.facts)
+        return snapshot
 
     def under_load(self, node: Node, check: str, seconds: float) -> list[TelemetrySample]:
         """Keep the GPUs of all hosts busy for `seconds`, and return the new samples.
@@ -114,9 +114,9 @@ class Watch:
         numbers = node.numbers
         guests = {}
         for gpus in self._of.values():
-            place = next((numbers.index(number) for number, _ in gpus if number in numbers), None)
-            if place is not None:
-                guests[place] = (gpus, self._made_of(), self.interval)
+            index = next((numbers.index(number) for number, _ in gpus if number in numbers), None)
+            if index is not None:
+                guests[index] = (gpus, self._made_of(), self.interval)
         for result in node.on_ranks(check, busy_and_listening, seconds, guests):
             if isinstance(result, Visit):
                 self._note(result)
@@ -140,22 +140,23 @@ class Watch:
                 _look, gpus, self._made_of(), self.interval, full, host=host, timeout=2 * _PATIENCE
             )
         except (RankFailure, RankHang) as error:
-            why = f"telemetry could not be read: {str(error).splitlines()[0]}"
-            return Snapshot(at=self.now(), missing={number: why for number, _ in gpus})
+            reason = f"telemetry could not be read: {str(error).splitlines()[0]}"
+            return Snapshot(at=self.now(), missing={number: reason for number, _ in gpus})
         return self._note(result)
 
     def _made_of(self) -> SimulatedTelemetry | None:
         return None if self._simulated is None else replace(self._simulated, elapsed=self.now())
 
-    def _note(self, seen: Visit) -> Snapshot:
+    def _note(self, host_visit: Visit) -> Snapshot:
         """Store the samples and troubles of a visit with times of the run's clock, and return its snapshot."""
-        latest = max([seen.snapshot.at, *(sample.at for sample in seen.samples)])  # some follow the snapshot
+        # Some samples follow the snapshot.
+        latest = max([host_visit.snapshot.at, *(sample.at for sample in host_visit.samples)])
         ahead = self.now() - latest
-        self._samples += [replace(sample, at=sample.at + ahead) for sample in seen.samples]
-        for trouble in seen.troubles:
+        self._samples += [replace(sample, at=sample.at + ahead) for sample in host_visit.samples]
+        for trouble in host_visit.troubles:
             same = (trouble.kind, trouble.gpu, trouble.field, trouble.code)
             self._troubles.setdefault(same, replace(trouble, at=trouble.at + ahead))
-        return replace(seen.snapshot, at=self.now())
+        return replace(host_visit.snapshot, at=self.now())
 
 
 def _look(gpus: Sequence[tuple[int, str]], simulated: SimulatedTelemetry | None, interval: float, full: bool) -> Visit:
@@ -170,15 +171,15 @@ def busy_and_listening(rank: Rank, seconds: float, guests: Mapping[int, tuple[An
     return None
 
 
-def _joined(one: Snapshot, other: Snapshot) -> Snapshot:
-    if other.absent:  # on one host only
-        other = replace(other, absent="")
+def _joined(base: Snapshot, addition: Snapshot) -> Snapshot:
+    if addition.absent:  # on one host only
+        addition = replace(addition, absent="")
     return replace(
-        one,
-        facts={**one.facts, **other.facts},
-        counters={**one.counters, **other.counters},
-        gauges={**one.gauges, **other.gauges},
-        unknown={**one.unknown, **other.unknown},
-        missing={**one.missing, **other.missing},
-        identity={**one.identity, **other.identity},
+        base,
+        facts={**base.facts, **addition.facts},
+        counters={**base.counters, **addition.counters},
+        gauges={**base.gauges, **addition.gauges},
+        unknown={**base.unknown, **addition.unknown},
+        missing={**base.missing, **addition.missing},
+        identity={**base.identity, **addition.identity},
     )

@@ -60,14 +60,18 @@ def smallest_sets(
         return [frozenset()]
     # A failure with more suspects than another one, and among them all of the other, adds nothing.
     distinct = sorted(set(explaining), key=len)
-    needed = [one for number, one in enumerate(distinct) if not any(other < one for other in distinct[:number])]
+    needed = [
+        suspects
+        for number, suspects in enumerate(distinct)
+        if not any(smaller < suspects for smaller in distinct[:number])
+    ]
     search = _Search(price, alike)
     try:
         search.extend(frozenset(), 0.0, needed, frozenset())
     except _TooLong:
         return None
-    found = sorted(search.found.items(), key=lambda item: item[1])
-    return [some for some, cost in found if cost <= search.least + alike]
+    by_cost = sorted(search.found.items(), key=lambda item: item[1])
+    return [solution for solution, cost in by_cost if cost <= search.least + alike]
 
 
 class _TooLong(Exception):
@@ -82,33 +86,33 @@ class _Search(Generic[S]):
         self.found: dict[frozenset[S], float] = {}
         self.steps = 0
 
-    def extend(self, chosen: frozenset[S], cost: float, left: list[frozenset[S]], barred: frozenset[S]) -> None:
+    def extend(self, chosen: frozenset[S], cost: float, unexplained: list[frozenset[S]], barred: frozenset[S]) -> None:
         """Add suspects to `chosen` until nothing is left. `barred` are suspects that other branches have tried."""
         self.steps += 1
         if self.steps > _MOST_STEPS:
             raise _TooLong
-        if not left:
+        if not unexplained:
             self.found[chosen] = cost
             self.least = min(self.least, cost)
             return
-        open_: list[frozenset[S]] = [one - barred for one in left]
+        open_: list[frozenset[S]] = [suspects - barred for suspects in unexplained]
         if not all(open_) or cost + self.at_least(open_) > self.least + self.alike + 1e-9:
             return
         tried = barred
         fewest: frozenset[S] = min(open_, key=len)
         for suspect in sorted(fewest, key=self.price.__getitem__):
-            rest = [one for one in left if suspect not in one]
+            rest = [suspects for suspects in unexplained if suspect not in suspects]
             self.extend(chosen | {suspect}, cost + self.price[suspect], rest, tried)
             tried |= {suspect}
 
-    def at_least(self, left: Sequence[frozenset[S]]) -> float:
-        """Return a price that every explanation of `left` exceeds or has: of failures without a common suspect."""
-        seen: frozenset[S] = frozenset()
+    def at_least(self, unexplained: Sequence[frozenset[S]]) -> float:
+        """Return a price that any explanation of `unexplained` has or exceeds: of failures without a common suspect."""
+        counted: frozenset[S] = frozenset()
         total = 0.0
-        for one in left:
-            if seen.isdisjoint(one):
-                seen |= one
-                total += min(self.price[suspect] for suspect in one)
+        for suspects in unexplained:
+            if counted.isdisjoint(suspects):
+                counted |= suspects
+                total += min(self.price[suspect] for suspect in suspects)
         return total
 
 
@@ -130,11 +134,11 @@ explanation."""
 class Suspect:
     """Parts that are accused together: a single part, or both directions of a link."""
 
-    parts: tuple[Part, ...]
+    components: tuple[Part, ...]
     cost: float
 
     def explains(self, key: Key, hosts: Sequence[int]) -> bool:
-        return any(_explains(part, *key, hosts) for part in self.parts)
+        return any(_explains(component, *key, hosts) for component in self.components)
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,14 @@ class Explanation:
     shared: tuple[int, ...] = ()
     rivals: tuple[tuple[Part, ...], ...] = ()
 
-    def others(self, part: Part) -> dict[int, list[Part]]:
+    def others(self, component: Part) -> dict[int, list[Part]]:
         """Return, for each shared observation of a part, the other parts that explain it."""
-        mine = [number for number in self.parts[part] if number in self.shared]
-        same = {part, Part(part.kind, part.members[::-1])}
-        return {number: [one for one in self.parts if one not in same and number in self.parts[one]] for number in mine}
+        mine = [number for number in self.parts[component] if number in self.shared]
+        same = {component, Part(component.kind, component.members[::-1])}
+        return {
+            number: [rival for rival in self.parts if rival not in same and number in self.parts[rival]]
+            for number in mine
+        }
 
 
 def explain(
@@ -173,17 +180,17 @@ def explain(
             shown. Only the host, with its software, explains them.
         needs_history: indices of observations that a control in fresh processes does not repeat. No part explains them.
     """
-    parts: dict[Part, list[int]] = {}
+    explained: dict[Part, list[int]] = {}
     keys: dict[Key, list[int]] = {}
     for number, entry in enumerate(observations):
         if entry.outcome != "failed" or number in needs_history:
             continue
         if number in follows_rank:
-            for part in _hosts_of(entry.subject, hosts):
-                parts.setdefault(part, []).append(number)
+            for component in _hosts_of(entry.subject, hosts):
+                explained.setdefault(component, []).append(number)
         elif _of_driver(entry):
-            kind: PartKind = "host" if entry.subject.kind == "host" else "gpu"
-            parts.setdefault(Part(kind, entry.subject.members), []).append(number)
+            component_kind: PartKind = "host" if entry.subject.kind == "host" else "gpu"
+            explained.setdefault(Part(component_kind, entry.subject.members), []).append(number)
         else:
             keys.setdefault(_key(entry), []).append(number)
     passed = [_key(entry) for entry in observations if entry.outcome == "passed" and not _of_driver(entry)]
@@ -193,15 +200,22 @@ def explain(
     shared: list[int] = []
     for key, numbers in keys.items():
         explaining = [suspect for suspect in sorted(named) if suspect.explains(key, hosts)]
-        for part in (part for suspect in explaining for part in suspect.parts if _explains(part, *key, hosts)):
-            parts.setdefault(part, []).extend(numbers)
+        for component in (
+            component for suspect in explaining for component in suspect.components if _explains(component, *key, hosts)
+        ):
+            explained.setdefault(component, []).extend(numbers)
         unexplained += numbers if not explaining else ()
         shared += numbers if len(explaining) > 1 else ()
     return Explanation(
-        {part: tuple(sorted(numbers)) for part, numbers in parts.items()},
+        {component: tuple(sorted(numbers)) for component, numbers in explained.items()},
         tuple(sorted(unexplained)),
         tuple(sorted(shared)),
-        tuple(tuple(sorted({part for one in some - named for part in one.parts})) for some in sets) if sets[1:] else (),
+        tuple(
+            tuple(sorted({component for suspect in chosen - named for component in suspect.components}))
+            for chosen in sets
+        )
+        if sets[1:]
+        else (),
     )
 
 
@@ -222,23 +236,28 @@ def _hosts_of(subject: Subject, hosts: Sequence[int]) -> set[Part]:
 
 
 def _explains(
-    part: Part, check: str, subject: Subject, suspects: tuple[int, ...], exchanged: bool, hosts: Sequence[int]
+    component: Part, check: str, subject: Subject, suspects: tuple[int, ...], exchanged: bool, hosts: Sequence[int]
 ) -> bool:
     members = subject.members
-    if part.kind == "host":
-        return part in _hosts_of(subject, hosts)
+    if component.kind == "host":
+        return component in _hosts_of(subject, hosts)
     if subject.kind == "host":
         return False
-    if part.kind == "gpu":
-        return part.members[0] in (suspects or members)
-    if part.kind == "host-link":
+    if component.kind == "gpu":
+        return component.members[0] in (suspects or members)
+    if component.kind == "host-link":
         if subject.kind in ("upload", "download"):
-            return members == part.members
-        return CHECKLIST[check].over_the_host and subject.kind in ("gpu", "group") and part.members[0] in members
+            return members == component.members
+        return CHECKLIST[check].over_the_host and subject.kind in ("gpu", "group") and component.members[0] in members
     if subject.kind == "copy":
-        return members == part.members
-    both = set(part.members) <= set(members)
-    return subject.kind == "group" and exchanged and both and (not suspects or bool(set(suspects) & set(part.members)))
+        return members == component.members
+    both = set(component.members) <= set(members)
+    return (
+        subject.kind == "group"
+        and exchanged
+        and both
+        and (not suspects or bool(set(suspects) & set(component.members)))
+    )
 
 
 class _Candidates:
@@ -251,16 +270,21 @@ class _Candidates:
     def sets(self) -> list[frozenset[Suspect]]:
         """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
         candidates = self.candidates
-        explained = [frozenset(one for one in candidates if one.explains(key, self.hosts)) for key in self.failed]
-        price = {one: self._price(one) for one in candidates}
-        for link in (one for one in candidates if len(one.parts) == 2):
-            pair = link.parts[0].members
+        explained = [
+            frozenset(candidate for candidate in candidates if candidate.explains(key, self.hosts))
+            for key in self.failed
+        ]
+        price = {candidate: self._price(candidate) for candidate in candidates}
+        for link in (candidate for candidate in candidates if len(candidate.components) == 2):
+            pair = link.components[0].members
             ends = {(Part("gpu", (member,)),) for member in pair}
             if not self._controlled(pair):
-                price[link] = max(price[link], min(price[one] for one in candidates if one.parts in ends))
-        for suspect in (one for one in candidates if one.parts[0].kind == "host"):
-            if failing := self._all_that_fail(suspect.parts[0].members[0]):
-                together = sum(price[one] for one in candidates if one.parts in failing)
+                price[link] = max(
+                    price[link], min(price[candidate] for candidate in candidates if candidate.components in ends)
+                )
+        for suspect in (candidate for candidate in candidates if candidate.components[0].kind == "host"):
+            if failing := self._all_that_fail(suspect.components[0].members[0]):
+                together = sum(price[candidate] for candidate in candidates if candidate.components in failing)
                 price[suspect] = min(price[suspect], together * (_ONE_CAUSE if len(failing) > 2 else 1.0))
         return smallest_sets(explained, price, _ALIKE) or []
 
@@ -271,7 +295,7 @@ class _Candidates:
         for check, subject, _, _ in self.failed:
             if subject.kind == "gpu":
                 failing.setdefault(check, set()).update(subject.members)
-        if len(gpus) < 2 or not any(gpus <= some for some in failing.values()):
+        if len(gpus) < 2 or not any(gpus <= failing_gpus for failing_gpus in failing.values()):
             return set()
         return {(Part("gpu", (gpu,)),) for gpu in gpus}
 
@@ -287,23 +311,23 @@ class _Candidates:
 
     @cached_property
     def candidates(self) -> list[Suspect]:
-        parts: set[Part] = set()
+        components: set[Part] = set()
         copies: set[tuple[int, ...]] = set()
         groups: dict[tuple[int, ...], float] = {}
         for _, subject, suspects, exchanged in self.failed:
-            parts |= _hosts_of(subject, self.hosts)
+            components |= _hosts_of(subject, self.hosts)
             if subject.kind == "host":
                 continue
-            parts |= {Part("gpu", (member,)) for member in suspects or subject.members}
+            components |= {Part("gpu", (member,)) for member in suspects or subject.members}
             if subject.kind in ("upload", "download"):
-                parts.add(Part("host-link", subject.members))
+                components.add(Part("host-link", subject.members))
             elif subject.kind == "copy":
-                parts.add(Part("link", subject.members))
+                components.add(Part("link", subject.members))
                 copies.add(subject.members)
             elif subject.kind == "group" and exchanged and len(subject.members) == 2:
                 pair = tuple(sorted(subject.members))
                 groups[pair] = min(groups.get(pair, _AGAINST_DATA), _AGAINST_DATA if suspects else _COST["link"])
-        alone = [Suspect((part,), _COST[part.kind]) for part in parts]
+        alone = [Suspect((component,), _COST[component.kind]) for component in components]
         # A failed group does not show which direction of the link is wrong.
         both = {pair: cost for pair, cost in groups.items() if not copies & {pair, pair[::-1]}}
         both |= {pair: _BOTH_WAYS for pair in copies if pair < pair[::-1] and pair[::-1] in copies}
@@ -313,9 +337,9 @@ class _Candidates:
 
     def _price(self, suspect: Suspect) -> float:
         """Return the cost of a suspect, with a surcharge for the share of its observations that passed."""
-        wrong = sum(suspect.explains(key, self.hosts) for key in self.failed)
-        right = sum(suspect.explains(key, self.hosts) for key in self.passed)
-        return suspect.cost + _SPOILED * right / max(1, right + wrong)
+        failures = sum(suspect.explains(key, self.hosts) for key in self.failed)
+        passes = sum(suspect.explains(key, self.hosts) for key in self.passed)
+        return suspect.cost + _SPOILED * passes / max(1, passes + failures)
 
 
 LOCALISATION_SECONDS = {"quick": 60.0, "standard": 300.0, "long": 1800.0}
@@ -369,10 +393,10 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
         try:
             look = _SecondRun(node, call, lambda: clock() > until).look()
         except _TimeIsOver:
-            seen = (
+            message = (
                 f"a second look did not end: the time for all of them, {LOCALISATION_SECONDS[node.depth]:g} s, was over"
             )
-            look = Look(call.case, call.check, call.gpus, (seen,))
+            look = Look(call.case, call.check, call.gpus, (message,))
         finally:
             section.ended = log.now()
         yield look
@@ -389,29 +413,29 @@ def control(node: Node, call: RepeatableCall) -> Look:
     def fails(repeat: Callable[[], list[Observation]]) -> bool:
         return any(entry.outcome == "failed" for entry in repeat())
 
-    fresh, used = partial(node.repeat_in_fresh_processes, call), partial(node.repeat, call, call.gpus)
-    if any(fails(fresh) for _ in range(repeats)) or not all(fails(used) for _ in range(repeats)):
+    fresh, in_run = partial(node.repeat_in_fresh_processes, call), partial(node.repeat, call, call.gpus)
+    if any(fails(fresh) for _ in range(repeats)) or not all(fails(in_run) for _ in range(repeats)):
         return Look(call.case, call.check, call.gpus, ())
-    seen = (
+    message = (
         f"a failure on GPUs {_list(sorted(call.gpus))} does not come again in {repeats} fresh processes, and comes "
         f"{repeats} times in those of the run: it needs what ran before, so it accuses no part"
     )
-    return Look(call.case, call.check, call.gpus, (seen,), needs_history=True)
+    return Look(call.case, call.check, call.gpus, (message,), needs_history=True)
 
 
 class _TimeIsOver(Exception):
     """The time for second looks is over, so nothing more can be concluded from the one that runs."""
 
 
-def found_about(part: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
-    """Return in one line the findings of the repeats that concern `part` or calls that it explains."""
+def found_about(component: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
+    """Return in one line the findings of the repeats that concern `component` or calls that it explains."""
     cases = {(call.check, call.case) for call in calls}
-    found = [
+    related = [
         look
         for look in looks
-        if (look.check, look.case) in cases and (part.kind == "host" or set(part.members) <= set(look.group))
+        if (look.check, look.case) in cases and (component.kind == "host" or set(component.members) <= set(look.group))
     ]
-    return "; ".join(dict.fromkeys(line for look in found for line in look.seen))
+    return "; ".join(dict.fromkeys(line for look in related for line in look.seen))
 
 
 class _SecondRun:
@@ -426,17 +450,17 @@ class _SecondRun:
         if len(group) < 2 or not self._fails(group):
             return self._end(group, f"did not fail again in {self._repeats_of(group)} repeats on the same GPUs")
         smallest = self._narrowed(group)
-        seen = [] if set(smallest) == set(group) else [f"fails on GPUs {_list(sorted(smallest))} alone"]
+        findings = [] if set(smallest) == set(group) else [f"fails on GPUs {_list(sorted(smallest))} alone"]
         if len(smallest) == 2:
-            seen += self._around(smallest, group)
+            findings += self._around(smallest, group)
         follows = self._permuted(group)
         if follows:
-            seen.append(follows)
-        seen += self._arms(smallest)
-        return self._end(smallest, *seen, follows_rank=follows == _FOLLOWS_RANK)
+            findings.append(follows)
+        findings += self._arms(smallest)
+        return self._end(smallest, *findings, follows_rank=follows == _FOLLOWS_RANK)
 
-    def _end(self, group: tuple[int, ...], *seen: str, follows_rank: bool = False) -> Look:
-        return Look(self.call.case, self.call.check, group, seen, follows_rank)
+    def _end(self, group: tuple[int, ...], *findings: str, follows_rank: bool = False) -> Look:
+        return Look(self.call.case, self.call.check, group, findings, follows_rank)
 
     def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
         """Repeat the case on a group until it fails, and return the GPUs in the order that failed; empty if none did.
@@ -473,14 +497,14 @@ class _SecondRun:
     def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
         """Pair each GPU of a failing pair with other GPUs: a GPU that fails with them too is at fault."""
         others = [gpu for gpu in group if gpu not in pair][:2]
-        seen = []
+        findings = []
         for gpu in pair:
-            failing = [other for other in others if self._fails((gpu, other))]
+            failing = [peer for peer in others if self._fails((gpu, peer))]
             if failing:
-                seen.append(f"GPU {gpu} fails with GPU {_list(failing)}, too")
+                findings.append(f"GPU {gpu} fails with GPU {_list(failing)}, too")
             elif others:
-                seen.append(f"GPU {gpu} is right with GPU {_list(others)}")
-        return seen
+                findings.append(f"GPU {gpu} is right with GPU {_list(others)}")
+        return findings
 
     def _permuted(self, group: tuple[int, ...]) -> str:
         """Run with each device at each rank, and return whether the fault follows the device or the rank, or "".
@@ -494,10 +518,10 @@ class _SecondRun:
             for _ in range(self.repeats):
                 if failed := self._failed(order):
                     break
-            found = {gpu for entry in failed for gpu in entry.suspects}
-            devices.append(found)
-            ranks.append({order.index(gpu) for gpu in found})
-        pointing = [found for found in devices if found]
+            suspects = {gpu for entry in failed for gpu in entry.suspects}
+            devices.append(suspects)
+            ranks.append({order.index(gpu) for gpu in suspects})
+        pointing = [suspects for suspects in devices if suspects]
         if len(pointing) < 2:
             return ""
         if set.intersection(*pointing):
@@ -505,15 +529,15 @@ class _SecondRun:
         return _FOLLOWS_RANK if set.intersection(*ranks) else "follows neither the device nor the rank"
 
     def _arms(self, group: tuple[int, ...]) -> list[str]:
-        seen = []
+        findings = []
         if self._fails(group, _NO_PEERS):
-            seen.append("fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too")
+            findings.append("fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too")
         else:
-            seen.append("only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1")
+            findings.append("only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1")
         if self.node.depth in _ARMS_FROM:
             for name, environment in _ARMS.items():
-                seen.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
-        return seen
+                findings.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
+        return findings
 
 
 _FOLLOWS_DEVICE = "follows the device to another rank"
@@ -554,21 +578,21 @@ _SUBJECTS = {"gpu": ("gpu",), "link": ("copy",), "host-link": ("upload", "downlo
 """The subjects whose findings are about a part of each kind itself."""
 
 
-def remedy_for(part: Part, failed: Sequence[Observation]) -> Remedy:
-    """Return what to do about `part`, given the failed observations that it explains.
+def remedy_for(component: Part, failed: Sequence[Observation]) -> Remedy:
+    """Return what to do about `component`, given the failed observations that it explains.
 
     A finding about another subject is a symptom: its severity and its action are not those of the part.
     """
-    remedy = Remedy("isolate", _ACTIONS[part.kind], _ADVICE[part.kind])
-    known = listed(entry for entry in failed if _names_the_defect(entry))
-    own = listed(entry for entry in failed if _is_about(entry.subject, part))
-    if finding := next(iter(known or own), None):
-        remedy = replace(remedy, severity=finding.severity, action=suited(finding.action, part.kind))
-    if known:  # its finding gives better advice than the kind of the part
-        return replace(remedy, advice=f"drain the node; {known[0].advice}")
+    remedy = Remedy("isolate", _ACTIONS[component.kind], _ADVICE[component.kind])
+    defects = listed(entry for entry in failed if _names_the_defect(entry))
+    own = listed(entry for entry in failed if _is_about(entry.subject, component))
+    if finding := next(iter(defects or own), None):
+        remedy = replace(remedy, severity=finding.severity, action=suited(finding.action, component.kind))
+    if defects:  # its finding gives better advice than the kind of the part
+        return replace(remedy, advice=f"drain the node; {defects[0].advice}")
     if {entry.check for entry in failed} == {"performance"}:
-        where = "look at clocks, throttle reasons, power and cooling, and at the width of its links"
-        return replace(remedy, advice=f"{where}; {remedy.advice}")
+        instruction = "look at clocks, throttle reasons, power and cooling, and at the width of its links"
+        return replace(remedy, advice=f"{instruction}; {remedy.advice}")
     return remedy
 
 
@@ -589,8 +613,8 @@ def of_symptoms(
         yield replace(finding, severity="isolate", action="inspect-node", advice=advice)
 
 
-def _is_about(subject: Subject, part: Part) -> bool:
-    return subject.kind in _SUBJECTS[part.kind] and subject.members == part.members
+def _is_about(subject: Subject, component: Part) -> bool:
+    return subject.kind in _SUBJECTS[component.kind] and subject.members == component.members
 
 
 def _names_the_defect(entry: Observation) -> bool:
@@ -615,7 +639,7 @@ def evidence_lines(
     for (check, subject, _), mine in failed.items():
         entry = observations[mine[0]]
         case = f" ({entry.case})" if entry.case else ""
-        also = dict.fromkeys(str(part) for number in mine for part in others.get(number, ()))
+        also = dict.fromkeys(str(component) for number in mine for component in others.get(number, ()))
         shared = f"; shared: {' and '.join(also)} may explain it alone" if also else ""
         count = f"{len(mine)} of {looks[check, subject]} looks failed"
         yield f"{check}: {entry.subject}: {entry.seen}{case}; {count}{shared}"

@@ -59,7 +59,7 @@ def index_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def columns(batch: Any, shards: Sequence[Any], where: str = "batch") -> Iterator[tuple[str, Any, list[Any]]]:
+def columns(batch: Any, shards: Sequence[Any], location: str = "batch") -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield each tensor or other leaf of `batch`: its name, the leaf, and the leaf at the same place in every shard.
 
     Raises:
@@ -67,43 +67,43 @@ def columns(batch: Any, shards: Sequence[Any], where: str = "batch") -> Iterator
     """
     if isinstance(batch, Mapping):
         for key in batch:
-            yield from columns(batch[key], _parts(batch, shards, key, where), f"{where}[{key!r}]")
-        _require_same_length(batch, shards, where)
+            yield from columns(batch[key], _parts(batch, shards, key, location), f"{location}[{key!r}]")
+        _require_same_length(batch, shards, location)
     elif isinstance(batch, (tuple, list)) and len(batch) > 0:
-        _require_same_length(batch, shards, where)
-        names = getattr(batch, "_fields", None)
-        for index, part in enumerate(batch):
-            name = f"{where}.{names[index]}" if names else f"{where}[{index}]"
-            yield from columns(part, _parts(batch, shards, index, where), name)
+        _require_same_length(batch, shards, location)
+        field_names = getattr(batch, "_fields", None)
+        for index, entry in enumerate(batch):
+            name = f"{location}.{field_names[index]}" if field_names else f"{location}[{index}]"
+            yield from columns(entry, _parts(batch, shards, index, location), name)
     else:
         for index, shard in enumerate(shards):
             if isinstance(batch, torch.Tensor) != isinstance(shard, torch.Tensor):
-                _fail(where, index, type(batch).__name__, type(shard).__name__)
-        yield where, batch, list(shards)
+                _fail(location, index, type(batch).__name__, type(shard).__name__)
+        yield location, batch, list(shards)
 
 
-def _parts(batch: Any, shards: Sequence[Any], key: Any, where: str) -> list[Any]:
-    parts = []
+def _parts(batch: Any, shards: Sequence[Any], key: Any, location: str) -> list[Any]:
+    entries = []
     for index, shard in enumerate(shards):
         if type(shard) is not type(batch):
-            _fail(where, index, type(batch).__name__, type(shard).__name__)
+            _fail(location, index, type(batch).__name__, type(shard).__name__)
         try:
-            parts.append(shard[key])
+            entries.append(shard[key])
         except (KeyError, IndexError):
-            _fail(where, index, f"an entry {key!r}", "none")
-    return parts
+            _fail(location, index, f"an entry {key!r}", "none")
+    return entries
 
 
-def _require_same_length(batch: Any, shards: Sequence[Any], where: str) -> None:
+def _require_same_length(batch: Any, shards: Sequence[Any], location: str) -> None:
     for index, shard in enumerate(shards):
         if type(shard) is not type(batch):
-            _fail(where, index, type(batch).__name__, type(shard).__name__)
+            _fail(location, index, type(batch).__name__, type(shard).__name__)
         if len(shard) != len(batch):
-            _fail(where, index, f"{len(batch)} entries", f"{len(shard)}")
+            _fail(location, index, f"{len(batch)} entries", f"{len(shard)}")
 
 
-def _fail(where: str, index: int, expected: str, got: str) -> None:
-    raise ShardError(f"{where}: shard {index} is nested differently: expected {expected}, got {got}", ranks=(index,))
+def _fail(location: str, index: int, expected: str, got: str) -> None:
+    raise ShardError(f"{location}: shard {index} is nested differently: expected {expected}, got {got}", ranks=(index,))
 
 
 def assert_allreduce_matches(
@@ -132,47 +132,52 @@ def assert_allreduce_matches(
     """
     __tracebackhide__ = True
     should = reduced(contributions, operation)
-    count = len(should.parts)
-    held = dict(results) if isinstance(results, Mapping) else dict(enumerate(results))
-    strangers = sorted(rank for rank in held if not 0 <= rank < count)
+    count = len(should.contributions)
+    results_by_rank = dict(results) if isinstance(results, Mapping) else dict(enumerate(results))
+    strangers = sorted(rank for rank in results_by_rank if not 0 <= rank < count)
     if strangers:
         raise ValueError(
             f"assert_allreduce_matches: results name ranks {strangers}, but contributions are of {count} ranks only"
         )
-    if not isinstance(results, Mapping) and len(held) != count:
-        raise AllreduceMismatch(f"{what}: {len(held)} results for {count} contributions", ranks=range(len(held), count))
+    if not isinstance(results, Mapping) and len(results_by_rank) != count:
+        raise AllreduceMismatch(
+            f"{what}: {len(results_by_rank)} results for {count} contributions",
+            ranks=range(len(results_by_rank), count),
+        )
     texts = (
-        (_difference(result, should.value, should.tolerance, should.parts, rank, count), rank)
-        for rank, result in sorted(held.items())
+        (_difference(result, should.value, should.tolerance, should.contributions, rank, count), rank)
+        for rank, result in sorted(results_by_rank.items())
     )
-    found = grouped((text, rank) for text, rank in texts if text)
-    if not found:
+    failures = grouped((text, rank) for text, rank in texts if text)
+    if not failures:
         return
-    wrong = sorted(rank for _, ranks in found for rank in ranks)
-    first = should.parts[0]
-    kind = f"{operation} of {count} x {tuple(first.shape)} {name_of(first.dtype)}"
-    head = f"{what}: {kind} is wrong on {named(wrong)}" + (f" (of {len(held)})" if len(held) > 1 else "")
-    lines = [f"  {named(ranks)}: {text}" for text, ranks in found[:4]]
-    raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong)
+    wrong_ranks = sorted(rank for _, ranks in failures for rank in ranks)
+    contribution = should.contributions[0]
+    description = f"{operation} of {count} x {tuple(contribution.shape)} {name_of(contribution.dtype)}"
+    head = f"{what}: {description} is wrong on {named(wrong_ranks)}" + (
+        f" (of {len(results_by_rank)})" if len(results_by_rank) > 1 else ""
+    )
+    lines = [f"  {named(ranks)}: {text}" for text, ranks in failures[:4]]
+    raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong_ranks)
 
 
 def _difference(
     result: torch.Tensor,
     value: torch.Tensor,
     tolerance: torch.Tensor,
-    parts: Sequence[torch.Tensor],
+    contributions: Sequence[torch.Tensor],
     rank: int,
     count: int,
 ) -> str:
-    if result.dtype != parts[0].dtype:
-        return f"has dtype {result.dtype}, expected {parts[0].dtype}"
+    if result.dtype != contributions[0].dtype:
+        return f"has dtype {result.dtype}, expected {contributions[0].dtype}"
     if result.shape != value.shape:
         return f"has shape {tuple(result.shape)}, expected {tuple(value.shape)}"
-    wrong = difference(result, value, tolerance)
-    if wrong is None:
+    deviation = difference(result, value, tolerance)
+    if deviation is None:
         return ""
-    looks = diagnose(result, value, tolerance, parts=parts, rank=rank, constants={"world size": count})
-    return "; ".join([str(wrong), *looks])
+    looks = diagnose(result, value, tolerance, contributions=contributions, rank=rank, constants={"world size": count})
+    return "; ".join([str(deviation), *looks])
 
 
 def assert_contributions_kept(
@@ -190,7 +195,9 @@ def assert_contributions_kept(
     """
     __tracebackhide__ = True
     changed = [
-        rank for rank, (one, part) in enumerate(zip(placed, contributions, strict=True)) if not same_bits(part, one)
+        rank
+        for rank, (placed_tensor, contribution) in enumerate(zip(placed, contributions, strict=True))
+        if not same_bits(contribution, placed_tensor)
     ]
     if changed:
         raise AllreduceMismatch(
@@ -201,15 +208,15 @@ def assert_contributions_kept(
 Device = torch.device | str | int
 
 
-def chunk_sizes(total: int, parts: int) -> list[int]:
-    """Return the sizes of the shards into which torch splits `total` samples for `parts` devices.
+def chunk_sizes(total: int, devices: int) -> list[int]:
+    """Return the sizes of the shards into which torch splits `total` samples for that many devices.
 
-    All but the last have ceil(total / parts), so there can be fewer shards than devices (10 over 8 is 2+2+2+2+2). An
+    All but the last have ceil(total / devices), so there can be fewer shards than devices (10 over 8 is 2+2+2+2+2). An
     empty batch gives every device an empty shard. Source: documentation of `torch.chunk`, which `scatter` uses.
     """
     if total == 0:
-        return [0] * parts
-    size = -(-total // parts)
+        return [0] * devices
+    size = -(-total // devices)
     full, rest = divmod(total, size)
     return [size] * full + [rest] * (rest > 0)
 
@@ -231,17 +238,18 @@ def assert_shards_cover(batch: Any, shards: Sequence[Any], devices: Sequence[Dev
         ValueError: there are no devices, or a tensor of the batch has no dimension `dim`.
     """
     __tracebackhide__ = True
-    where = _devices(devices)
-    if len(shards) > len(where):
+    torch_devices = _devices(devices)
+    if len(shards) > len(torch_devices):
         raise ShardError(
-            f"{len(shards)} shards for {len(where)} devices; shards from {len(where)} on have no device",
-            ranks=range(len(where), len(shards)),
+            f"{len(shards)} shards for {len(torch_devices)} devices; "
+            f"shards from {len(torch_devices)} on have no device",
+            ranks=range(len(torch_devices), len(shards)),
         )
-    for name, whole, parts in columns(batch, shards):
-        if isinstance(whole, torch.Tensor):
-            _assert_tensor_covered(name, whole, parts, where, dim)
+    for name, leaf, pieces in columns(batch, shards):
+        if isinstance(leaf, torch.Tensor):
+            _assert_tensor_covered(name, leaf, pieces, torch_devices, dim)
         else:
-            _assert_replicated(name, whole, parts, where)
+            _assert_replicated(name, leaf, pieces, torch_devices)
 
 
 def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequence[Device]) -> None:
@@ -253,10 +261,10 @@ def assert_leaves_replicated(batch: Any, shards: Sequence[Any], devices: Sequenc
         ShardError: naming the leaf, the shard and its device.
     """
     __tracebackhide__ = True
-    where = _devices(devices)
-    for name, whole, parts in columns(batch, shards):
-        if not isinstance(whole, torch.Tensor):
-            _assert_replicated(name, whole, parts, where)
+    torch_devices = _devices(devices)
+    for name, leaf, pieces in columns(batch, shards):
+        if not isinstance(leaf, torch.Tensor):
+            _assert_replicated(name, leaf, pieces, torch_devices)
 
 
 def assert_shard_sizes(shards: Sequence[Any], sizes: Sequence[int], devices: Sequence[Device], dim: int = 0) -> None:
@@ -266,18 +274,18 @@ def assert_shard_sizes(shards: Sequence[Any], sizes: Sequence[int], devices: Seq
         ShardError: with the expected and the actual sizes, and the device of the first wrong shard.
     """
     __tracebackhide__ = True
-    where = _devices(devices)
+    torch_devices = _devices(devices)
     if not shards:
         raise ShardError(f"no shards; expected sizes {_sum(sizes)}")
-    for name, _, parts in columns(shards[0], shards, "shard"):
-        if not isinstance(parts[0], torch.Tensor):
+    for name, _, pieces in columns(shards[0], shards, "shard"):
+        if not isinstance(pieces[0], torch.Tensor):
             continue
-        got = [part.shape[dim] for part in parts]
+        got = [piece.shape[dim] for piece in pieces]
         if got != list(sizes):
             pairs = zip(got, sizes, strict=False)
-            wrong = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(sizes)))
-            first = f", first wrong on {where[wrong]}" if wrong < len(where) else ""
-            raise ShardError(f"{name}: expected sizes {_sum(sizes)}, got {_sum(got)}{first}", ranks=(wrong,))
+            mismatch = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(sizes)))
+            remark = f", first wrong on {torch_devices[mismatch]}" if mismatch < len(torch_devices) else ""
+            raise ShardError(f"{name}: expected sizes {_sum(sizes)}, got {_sum(got)}{remark}", ranks=(mismatch,))
 
 
 def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
@@ -288,100 +296,102 @@ def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
     """
     __tracebackhide__ = True
     (wanted,) = _devices([device])
-    for name, whole, (got,) in columns(batch, [gathered]):
-        if not isinstance(whole, torch.Tensor):
-            if got is not whole and (type(got) is not type(whole) or got != whole):  # 1, 1.0 and True are equal
-                raise ShardError(f"gathered {name}: expected {whole!r}, got {got!r}")
+    for name, leaf, (got,) in columns(batch, [gathered]):
+        if not isinstance(leaf, torch.Tensor):
+            if got is not leaf and (type(got) is not type(leaf) or got != leaf):  # 1, 1.0 and True are equal
+                raise ShardError(f"gathered {name}: expected {leaf!r}, got {got!r}")
             continue
         if got.device != wanted:
             raise ShardError(f"gathered {name}: expected it on {wanted}, got it on {got.device}")
-        if got.shape != whole.shape or got.dtype != whole.dtype:
-            raise ShardError(f"gathered {name}: expected {_looks(whole)}, got {_looks(got)}")
-        if not same_bits(whole, got):
-            at = first_difference(whole, got)
-            raise ShardError(f"gathered {name}: element {list(at)}: expected {whole[at].item()}, got {got[at].item()}")
+        if got.shape != leaf.shape or got.dtype != leaf.dtype:
+            raise ShardError(f"gathered {name}: expected {_looks(leaf)}, got {_looks(got)}")
+        if not same_bits(leaf, got):
+            at = first_difference(leaf, got)
+            raise ShardError(f"gathered {name}: element {list(at)}: expected {leaf[at].item()}, got {got[at].item()}")
 
 
 def _devices(devices: Sequence[Device]) -> list[torch.device]:
     if len(devices) == 0:
         raise ValueError("devices=() is empty; give at least one device")
     # torch.device(int) would need an accelerator, and take its type.
-    return [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in devices]
+    return [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
 
 
-def _assert_replicated(name: str, leaf: Any, parts: Sequence[Any], devices: Sequence[torch.device]) -> None:
-    for index, part in enumerate(parts):
+def _assert_replicated(name: str, leaf: Any, pieces: Sequence[Any], devices: Sequence[torch.device]) -> None:
+    for index, piece in enumerate(pieces):
         # 1, 1.0 and True are equal.
-        if part is not leaf and (type(part) is not type(leaf) or part != leaf):
+        if piece is not leaf and (type(piece) is not type(leaf) or piece != leaf):
             raise ShardError(
                 f"{name} is not a tensor and must reach every device unchanged, but shard {index}, for "
-                f"{devices[index]}, got {part!r} instead of {leaf!r}",
+                f"{devices[index]}, got {piece!r} instead of {leaf!r}",
                 ranks=(index,),
             )
 
 
 def _assert_tensor_covered(
-    name: str, whole: torch.Tensor, parts: Sequence[torch.Tensor], devices: Sequence[torch.device], dim: int
+    name: str, full_tensor: torch.Tensor, pieces: Sequence[torch.Tensor], devices: Sequence[torch.device], dim: int
 ) -> None:
-    if not -whole.dim() <= dim < whole.dim():
-        raise ValueError(f"{name}: dim={dim} is not valid for shape {tuple(whole.shape)}")
-    axis = dim % whole.dim()
-    total = whole.shape[axis]
-    source = plain(whole)
+    if not -full_tensor.dim() <= dim < full_tensor.dim():
+        raise ValueError(f"{name}: dim={dim} is not valid for shape {tuple(full_tensor.shape)}")
+    axis = dim % full_tensor.dim()
+    total = full_tensor.shape[axis]
+    source = plain(full_tensor)
     landed = 0
-    for index, part in enumerate(parts):
+    for index, piece in enumerate(pieces):
         shard = f"{name}: shard {index}"
-        if part.device != devices[index]:
-            raise ShardError(f"{shard} is on {part.device}, expected on {devices[index]}", ranks=(index,))
-        shape = list(whole.shape)
-        shape[axis] = part.shape[axis] if part.dim() == whole.dim() else -1
-        if list(part.shape) != shape or part.dtype != whole.dtype:
+        if piece.device != devices[index]:
+            raise ShardError(f"{shard} is on {piece.device}, expected on {devices[index]}", ranks=(index,))
+        shape = list(full_tensor.shape)
+        shape[axis] = piece.shape[axis] if piece.dim() == full_tensor.dim() else -1
+        if list(piece.shape) != shape or piece.dtype != full_tensor.dtype:
             raise ShardError(
-                f"{shard}, on {part.device}, is {_looks(part)}, expected a part of {_looks(whole)} along dim {dim}",
+                f"{shard}, on {piece.device}, is {_looks(piece)}, expected a part of "
+                f"{_looks(full_tensor)} along dim {dim}",
                 ranks=(index,),
             )
-        rows = min(part.shape[axis], total - landed)
-        expected, got = source.narrow(axis, landed, rows), plain(part).narrow(axis, 0, rows)
+        rows = min(piece.shape[axis], total - landed)
+        expected, got = source.narrow(axis, landed, rows), plain(piece).narrow(axis, 0, rows)
         if not same_bits(expected, got):
             at = first_difference(expected, got)
             row = landed + at[axis]
             raise ShardError(
-                f"{shard}, on {part.device}: row {at[axis]} along dim {dim} (row {row} of the batch), element "
-                f"{list(at)}: expected {expected[at].item()}, got {got[at].item()}{_origins(whole, parts, axis)}",
+                f"{shard}, on {piece.device}: row {at[axis]} along dim {dim} (row {row} of the batch), "
+                f"element {list(at)}: expected {expected[at].item()}, got {got[at].item()}"
+                f"{_origins(full_tensor, pieces, axis)}",
                 ranks=(index,),
             )
-        if rows < part.shape[axis]:
+        if rows < piece.shape[axis]:
             raise ShardError(
-                f"{shard}, on {part.device}: {part.shape[axis] - rows} rows more than the batch has "
-                f"({total} along dim {dim}){_origins(whole, parts, axis)}",
+                f"{shard}, on {piece.device}: {piece.shape[axis] - rows} rows more than the batch has "
+                f"({total} along dim {dim}){_origins(full_tensor, pieces, axis)}",
                 ranks=(index,),
             )
         landed += rows
     if landed < total:
         raise ShardError(
             f"{name}: rows {_ranges(range(landed, total))} of {total} along dim {dim} are in no shard; "
-            f"the shards have {_sum([part.shape[axis] for part in parts])} rows{_origins(whole, parts, axis)}"
+            f"the shards have {_sum([piece.shape[axis] for piece in pieces])} rows{_origins(full_tensor, pieces, axis)}"
         )
 
 
-def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> str:
+def _origins(full_tensor: torch.Tensor, pieces: Sequence[torch.Tensor], axis: int) -> str:
     """List the rows of the batch that each shard holds, for a message; "" if two rows are equal."""
-    rows = _row_keys(whole, axis)
+    rows = _row_keys(full_tensor, axis)
     if len(set(rows)) != len(rows):
         return ""
     row_of = {key: index for index, key in enumerate(rows)}
     lines, counts, strange = [], dict.fromkeys(range(len(rows)), 0), 0
-    for index, part in enumerate(parts):
-        if part.shape[:axis] + part.shape[axis + 1 :] != whole.shape[:axis] + whole.shape[axis + 1 :]:
+    for index, piece in enumerate(pieces):
+        if piece.shape[:axis] + piece.shape[axis + 1 :] != full_tensor.shape[:axis] + full_tensor.shape[axis + 1 :]:
             return ""
-        found = [row_of.get(key) for key in _row_keys(part, axis)]
-        known = [row for row in found if row is not None]
-        for row in known:
+        origins = [row_of.get(key) for key in _row_keys(piece, axis)]
+        recognized = [row for row in origins if row is not None]
+        for row in recognized:
             counts[row] += 1
-        unknown = len(found) - len(known)
+        unknown = len(origins) - len(recognized)
         strange += unknown
         aside = f", {unknown} that the batch does not hold" if unknown else ""
-        lines.append(f"\n  shard {index} on {part.device} holds rows {_ranges(known)}{aside}")
+        lines.append(f"\n  shard {index} on {piece.device} holds rows {_ranges(recognized)}{aside}")
     missing = [row for row, count in counts.items() if count == 0]
     repeated = [row for row, count in counts.items() if count > 1]
     if missing:

@@ -26,9 +26,9 @@ def first_suffices() -> Iterator[None]:
         _first_suffices.reset(token)
 
 
-def enough(found: Sequence[object]) -> bool:
+def enough(findings: Sequence[object]) -> bool:
     """Return whether a check may end with these findings. Ranks must not end before their last collective."""
-    return bool(found) and _first_suffices.get()
+    return bool(findings) and _first_suffices.get()
 
 
 class Findings:
@@ -45,7 +45,7 @@ class Findings:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         __tracebackhide__ = True
         if self.found and (error is None or isinstance(error, Exception)):
@@ -59,9 +59,9 @@ class Findings:
         except CheckFailure as failure:
             self.found.append(failure)
 
-    def require(self, right: bool, message: str, *, ranks: Sequence[int] = ()) -> None:
-        """Keep a finding with this message, unless `right`."""
-        if not right:
+    def require(self, holds: bool, message: str, *, ranks: Sequence[int] = ()) -> None:
+        """Keep a finding with this message, unless `holds`."""
+        if not holds:
             self.found.append(GradientMismatch(message, ranks=ranks))
 
     def anywhere(self, rank: Rank) -> bool:

@@ -50,10 +50,10 @@ class Hearing(Generic[T]):
         finally:
             self._hear = before
 
-    def tell(self, what: T) -> None:
+    def tell(self, entry: T) -> None:
         """Pass a fact to the listener, if there is one."""
         if self._hear is not None:
-            self._hear(what)
+            self._hear(entry)
 
 
 _cases = Hearing[tuple[str, str]]()
@@ -62,9 +62,9 @@ heard_by = _cases.heard_by
 """Call a function with the cases that checks in this process leave out, for the time of the context."""
 
 
-def left_out(case: str, why: str) -> None:
+def left_out(case: str, reason: str) -> None:
     """Report a case that was left out, and why. Equal reports of several ranks count once."""
-    _cases.tell((case, why))
+    _cases.tell((case, reason))
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class KnownDefect:
 
     def is_in(self, version: str) -> bool:
         """Return whether this version of torch has the defect."""
-        here = _numbers(version)
-        return _numbers(self.since) <= here and (not self.fixed or here < _numbers(self.fixed))
+        numbers = _numbers(version)
+        return _numbers(self.since) <= numbers and (not self.fixed or numbers < _numbers(self.fixed))
 
 
 _TABLE = (

@@ -35,7 +35,7 @@ def devices_named(message: str) -> set[str]:
     if indexed := _INDEXED.search(message):
         return {indexed[1]}
     if types := _TYPES.search(message):
-        return {"cuda" if kind else "cpu" for kind in types.groups()}
+        return {"cuda" if gpu_index else "cpu" for gpu_index in types.groups()}
     if indices := _INDICES.search(message):
         return {f"cuda:{index}" for index in indices.groups()}
     return set(_NAMES.findall(message))
@@ -71,45 +71,47 @@ def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusal(pair: tuple[torch.device, torch.device], names: tuple[str, ...], operator: str = "") -> Iterator[None]:
+def refusal(
+    pair: tuple[torch.device, torch.device], allowed_names: tuple[str, ...], operator: str = ""
+) -> Iterator[None]:
     """Assert that the block raises torch's error for operands on the devices of `pair`.
 
     Args:
-        names: what the error may name: "both" devices, the "types" of tensors, the "indexed" tensor's device.
+        allowed_names: what the error may name: "both" devices, the "types" of tensors, the "indexed" tensor's device.
         operator: the operator of the block, for the message.
 
     Raises:
         DeviceMismatch: as in `raises_device_mismatch`.
     """
     __tracebackhide__ = True
-    where = f"{operator or 'the block'}, with operands on {pair[0]} and {pair[1]},"
+    subject = f"{operator or 'the block'}, with operands on {pair[0]} and {pair[1]},"
     ranks = indices_of(*pair)
     try:
         yield
     except RuntimeError as error:
-        missing = [str(device) for device in pair if not _is_named(device, str(error), pair, names)]
+        missing = [str(device) for device in pair if not _is_named(device, str(error), pair, allowed_names)]
         if missing:
             raise DeviceMismatch(
-                f"{where} raised an error that does not name {' and '.join(missing)}: {error}", ranks=ranks
+                f"{subject} raised an error that does not name {' and '.join(missing)}: {error}", ranks=ranks
             ) from error
         return
     except Exception as error:
         raise DeviceMismatch(
-            f"{where} must raise RuntimeError, but raised {type(error).__name__}: {error}", ranks=ranks
+            f"{subject} must raise RuntimeError, but raised {type(error).__name__}: {error}", ranks=ranks
         ) from error
-    raise DeviceMismatch(f"{where} must raise RuntimeError, but raised nothing", ranks=ranks)
+    raise DeviceMismatch(f"{subject} must raise RuntimeError, but raised nothing", ranks=ranks)
 
 
 def _is_named(
-    device: torch.device, message: str, pair: tuple[torch.device, torch.device], names: tuple[str, ...]
+    device: torch.device, message: str, pair: tuple[torch.device, torch.device], allowed_names: tuple[str, ...]
 ) -> bool:
-    if _INDEXED.search(message) and "indexed" in names:
+    if _INDEXED.search(message) and "indexed" in allowed_names:
         # The index is not on the CPU, so the device other than the indexed tensor's is that of the index.
         (indexed,) = devices_named(message)
-        others = [one for one in pair if not _matches(one, indexed)]
+        others = [operand_device for operand_device in pair if not _matches(operand_device, indexed)]
         return len(others) == 1 and others[0].type != "cpu"
-    if _TYPES.search(message) and "types" in names:
-        return devices_named(message) == {one.type for one in pair}
+    if _TYPES.search(message) and "types" in allowed_names:
+        return devices_named(message) == {operand_device.type for operand_device in pair}
     return any(_matches(device, name) for name in devices_named(message) if name != "cuda")
 
 

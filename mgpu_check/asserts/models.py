@@ -52,8 +52,8 @@ def assert_replicas_agree(
     model = prints.index(usual)
     odd = [index for index, values in enumerate(prints) if values != usual]
     if odd:
-        found = _first_difference(states[odd[0]], states[model], f"replica {model}")
-        raise ReplicaMismatch(f"{what}: {_named(odd, 'replica')} differ{'s' * (len(odd) == 1)}: {found}", ranks=odd)
+        deviation = _first_difference(states[odd[0]], states[model], f"replica {model}")
+        raise ReplicaMismatch(f"{what}: {_named(odd, 'replica')} differ{'s' * (len(odd) == 1)}: {deviation}", ranks=odd)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -80,7 +80,7 @@ def _fingerprints(state: State) -> list[int]:
     return [layout, *(fingerprint(value) for value in state.values())]
 
 
-def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | None, what: str) -> None:
+def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | None, subject: str) -> None:
     device = next((value.device for value in state.values()), torch.device("cpu"))
     own = _fingerprints(state)
     combined = fingerprint(torch.tensor(own[1:], dtype=torch.int64))
@@ -91,21 +91,21 @@ def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | Non
     usual = max(rows, key=rows.count)
     model = rows.index(usual)
     odd = [index for index, row in enumerate(rows) if row != usual]
-    head = f"{what}: {_named(odd, 'rank')} of {len(rows)} differ{'s' * (len(odd) == 1)} from rank {model}"
+    head = f"{subject}: {_named(odd, 'rank')} of {len(rows)} differ{'s' * (len(odd) == 1)} from rank {model}"
     if any(row[0] != usual[0] for row in rows):
         if rank in odd:
             raise ReplicaMismatch(f"{head} in names, shapes or dtypes; here: {_listed(state)}", ranks=odd)
         return
     # All ranks have found the difference, so all take part in this broadcast, which locates it.
     source = model if group is None else dist.get_global_rank(group, model)
-    found = ""
+    deviation = ""
     for name, value in state.items():
         reference = value.detach().clone().contiguous()
         dist.broadcast(reference, source, group=group)
-        if not found and fingerprint(reference) != fingerprint(value):
-            found = _first_difference({name: value}, {name: reference}, f"rank {model}")
-    if found:
-        raise ReplicaMismatch(f"{head}: {found}", ranks=odd)
+        if not deviation and fingerprint(reference) != fingerprint(value):
+            deviation = _first_difference({name: value}, {name: reference}, f"rank {model}")
+    if deviation:
+        raise ReplicaMismatch(f"{head}: {deviation}", ranks=odd)
 
 
 def _gathered(values: torch.Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
@@ -118,15 +118,15 @@ def _first_difference(state: State, reference: State, owner: str) -> str:
     if state.keys() != reference.keys():
         return f"it has {', '.join(state)}; {owner} has {', '.join(reference)}"
     for name, value in state.items():
-        other = reference[name]
-        if value.shape != other.shape or value.dtype != other.dtype:
-            return f"{name!r} is {_kind(value)}, on {owner} {_kind(other)}"
-        if fingerprint(value) == fingerprint(other):
+        expected = reference[name]
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            return f"{name!r} is {_kind(value)}, on {owner} {_kind(expected)}"
+        if fingerprint(value) == fingerprint(expected):
             continue
-        off = difference(value, other)
+        off = difference(value, expected)
         if off is None:
             return f"{name!r} differs from {owner} in the sign of zeros or the bits of NaN only"
-        looks = "".join(f"; {line}" for line in diagnose(value, other))
+        looks = "".join(f"; {line}" for line in diagnose(value, expected))
         return f"{name!r} is not that of {owner}: {off}{looks}"
     return f"nothing by value; compare the layouts with {owner}"
 
@@ -136,8 +136,8 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _listed(state: State) -> str:
-    names = [f"{name} {_kind(value)}" for name, value in state.items()]
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+    entries = [f"{name} {_kind(value)}" for name, value in state.items()]
+    return ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
 
 
 def _named(indices: Sequence[int], noun: str) -> str:
@@ -196,50 +196,50 @@ def assert_gradients_agree(
             f"assert_gradients_agree: tolerance has no entry for {', '.join(without)}; give one for each name"
         )
     ranks = () if rank is None else (rank,)
-    where = f"{what}: " if rank is None else f"{what}, rank {rank}: "
+    prefix = f"{what}: " if rank is None else f"{what}, rank {rank}: "
     missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or unknown:
         text = "; ".join(
-            f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("has unknown", unknown)) if names
+            f"{verb} {', '.join(labels)}" for verb, labels in (("lacks", missing), ("has unknown", unknown)) if labels
         )
-        raise GradientMismatch(where + text, ranks=ranks)
+        raise GradientMismatch(prefix + text, ranks=ranks)
     lines: list[str] = []
-    wrong = 0
+    wrong_count = 0
     for name, value in expected.items():
         if got[name].shape != value.shape:
-            found = f"has shape {tuple(got[name].shape)}, expected {tuple(value.shape)}"
+            finding = f"has shape {tuple(got[name].shape)}, expected {tuple(value.shape)}"
         else:
             off = difference(got[name], value, tolerance[name])
             if off is None:
                 continue
-            found = f"{_describe(off)}; {_kind_of(got[name])}" + _looks(
+            finding = f"{_describe(off)}; {_kind_of(got[name])}" + _looks(
                 diagnose(
                     got[name],
                     value,
                     tolerance[name],
-                    parts=(parts or {}).get(name, ()),
+                    contributions=(parts or {}).get(name, ()),
                     rank=rank,
                     constants=constants,
                     previous=(previous or {}).get(name),
                 )
             )
-        wrong += 1
+        wrong_count += 1
         if len(lines) < _SHOWN:
-            lines.append(f"{name}: {found}")
-    if not wrong:
+            lines.append(f"{name}: {finding}")
+    if not wrong_count:
         return
-    if wrong > len(lines):
-        lines.append(f"… and {wrong - len(lines)} more")
-    first, *others = lines
-    count = f"{wrong} of {len(expected)} results differ from those of one device"
-    rest = [count, *others, *_common(got, expected, wrong)]
-    raise GradientMismatch("\n  ".join([where + first, *rest]), ranks=ranks)
+    if wrong_count > len(lines):
+        lines.append(f"… and {wrong_count - len(lines)} more")
+    head, *others = lines
+    count = f"{wrong_count} of {len(expected)} results differ from those of one device"
+    rest = [count, *others, *_common(got, expected, wrong_count)]
+    raise GradientMismatch("\n  ".join([prefix + head, *rest]), ranks=ranks)
 
 
 def assert_same(
     got: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
-    what: str,
+    subject: str,
     rank: int | None = None,
     constants: Mapping[str, float] | None = None,
 ) -> None:
@@ -250,7 +250,7 @@ def assert_same(
     """
     __tracebackhide__ = True
     tolerance = dict.fromkeys(expected, 0.0)
-    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank, constants=constants, what=what)
+    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank, constants=constants, what=subject)
 
 
 def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -265,17 +265,17 @@ def _describe(off: Difference) -> str:
 
 def _kind_of(got: torch.Tensor) -> str:
     """Return dtype and shape, and the device of a tensor that is still there: results are often copied to the CPU."""
-    where = f" on {got.device}" if got.device.type == "cuda" else ""
-    return f"{name_of(got.dtype)}{list(got.shape)}{where}"
+    device = f" on {got.device}" if got.device.type == "cuda" else ""
+    return f"{name_of(got.dtype)}{list(got.shape)}{device}"
 
 
-def _looks(found: Sequence[str]) -> str:
-    return "".join(f"; {line}" for line in found)
+def _looks(findings: Sequence[str]) -> str:
+    return "".join(f"; {line}" for line in findings)
 
 
-def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], wrong: int) -> list[str]:
+def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], wrong_count: int) -> list[str]:
     """Return a line about a common factor of all results, which is stronger evidence than a factor for each."""
-    if wrong < len(expected) or wrong < 2:
+    if wrong_count < len(expected) or wrong_count < 2:
         return []
     ratios = torch.cat(
         [(plain(got[name]).double() / plain(value).double()).flatten() for name, value in expected.items()]
@@ -283,7 +283,7 @@ def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     ratios = ratios[ratios.isfinite()]
     if not len(ratios):
         return []
-    low, middle, high = (float(ratios.quantile(part)) for part in (0.1, 0.5, 0.9))
+    low, middle, high = (float(ratios.quantile(quantile)) for quantile in (0.1, 0.5, 0.9))
     # Four fifths of all elements are within a thousandth of the median; gradients of another batch would scatter more.
     if high - low > 1e-3 * abs(middle) or abs(middle - 1) <= 1e-3:
         return []

@@ -65,11 +65,11 @@ def _merge_parser() -> argparse.ArgumentParser:
 def merge_reports(argv: Sequence[str]) -> int:
     """Join the reports of `argv`, write the result, and return the exit code of the worst verdict."""
     parser = _merge_parser()
-    given = parser.parse_args(list(argv))
+    options = parser.parse_args(list(argv))
     try:
-        check_paths(given.report)
+        check_paths(options.report)
         reports: dict[str, RunReport] = {}
-        for path in given.files:
+        for path in options.files:
             if str(path) in reports:
                 raise ValueError(f"{path} is given twice; give the report of each node once")
             reports[str(path)] = read(path)
@@ -77,7 +77,7 @@ def merge_reports(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     print("\n".join(summary.lines(report)))
-    for path in given.report:
+    for path in options.report:
         try:
             write(path, report)
         except OSError as error:
@@ -207,20 +207,20 @@ def _list_faults() -> int:
 def _remove_old_verdict(arguments: Sequence[str]) -> None:
     """Remove the verdict of an earlier run, so that it is not mistaken for that of a run that cannot start."""
     option = OPTIONS["accept_verdict_file"]
-    found = [os.environ.get(option.variable, "")]
+    candidates = [os.environ.get(option.variable, "")]
     for word, following in itertools.pairwise([*arguments, "-"]):
         flag, equals, value = word.partition("=")
         if flag in ("--verdict-file", option.flag):
-            found.append(value if equals else following)
-    path = Path(found[-1])
-    if found[-1] and not found[-1].startswith("-") and path.is_file():
+            candidates.append(value if equals else following)
+    path = Path(candidates[-1])
+    if candidates[-1] and not candidates[-1].startswith("-") and path.is_file():
         path.unlink()
 
 
 def in_pytests_words(arguments: Sequence[str]) -> list[str]:
     """Translate the options of this command into those of the plugin: ``--report=F`` into ``--accept-report=F``."""
-    found = []
+    words = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        found.append(f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OURS else argument)
-    return found
+        words.append(f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OURS else argument)
+    return words

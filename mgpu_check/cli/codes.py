@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not arg_string and action.type in (None, Path):
-            what = action.metavar or action.dest
-            raise argparse.ArgumentError(action, f"'' is empty; give {what}, or leave it out")
+            label = action.metavar or action.dest
+            raise argparse.ArgumentError(action, f"'' is empty; give {label}, or leave it out")
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
@@ -44,8 +44,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG_USAGE, f"{self.prog}: error: {message}\n")
 
 
-def number(least: int, what: str) -> Callable[[str], int]:
-    """Return a type for `argparse`: an integer of at least `least`, which `what` names, as in "number of GPUs"."""
+def number(least: int, description: str) -> Callable[[str], int]:
+    """Return a type for `argparse`: an integer of at least `least`.
+
+    Args:
+        description: what the integer is, as in "number of GPUs".
+    """
 
     def parse(text: str) -> int:
         try:
@@ -53,7 +57,7 @@ def number(least: int, what: str) -> Callable[[str], int]:
         except ValueError:
             n = least - 1
         if n < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give an integer of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {description}; give an integer of at least {least}")
         return n
 
     return parse

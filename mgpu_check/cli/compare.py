@@ -43,15 +43,17 @@ def are_files(words: Sequence[str]) -> bool:
     return any(is_run(Path(word)) for word in words[:2])
 
 
-def of_files(given: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
+def of_files(options: argparse.Namespace, files: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if len(files) != 2:
         parser.error(f"{len(files)} traces given: {', '.join(files)}; give two: compare A.trace B.trace")
-    why = "two traces are compared without running a script; only --unjudged, --html and --json go with them"
-    refuse(given, OF_RUNS, why, parser)
-    one, other = (_read(Path(file), parser) for file in files)
-    print(f"mgpu-check compare: {files[1]} ({_told(other)}) with {files[0]} ({_told(one)})", flush=True)
-    plan = ComparisonPlan([], shlex.join(files), other.world, {}, {}, "", 0.0, None, unjudged=dict(given.unjudged))
-    return _judge(given, ScriptComparison(plan), one, other)
+    reason = "two traces are compared without running a script; only --unjudged, --html and --json go with them"
+    refuse(options, OF_RUNS, reason, parser)
+    reference, candidate = (_read(Path(file), parser) for file in files)
+    print(f"mgpu-check compare: {files[1]} ({_told(candidate)}) with {files[0]} ({_told(reference)})", flush=True)
+    plan = ComparisonPlan(
+        [], shlex.join(files), candidate.world, {}, {}, "", 0.0, None, unjudged=dict(options.unjudged)
+    )
+    return _judge(options, ScriptComparison(plan), reference, candidate)
 
 
 def _read(path: Path, parser: argparse.ArgumentParser) -> RecordedRun:
@@ -66,39 +68,39 @@ def _told(run: RecordedRun) -> str:
 
 
 def _judge(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     done: ScriptComparison,
-    one: RecordedRun,
-    other: RecordedRun,
+    reference: RecordedRun,
+    candidate: RecordedRun,
     remarks: Sequence[str] = (),
 ) -> int:
-    found = compare_runs(one, other, done.plan.unjudged)
-    report = replace(found.verdict.report, remarks=[*found.verdict.report.remarks, *remarks])
-    done.aligned, done.rounding, done.verdict = found.aligned, found.rounding, replace(found.verdict, report=report)
-    return _written(given, done, one.name)
+    judged = compare_runs(reference, candidate, done.plan.unjudged)
+    report = replace(judged.verdict.report, remarks=[*judged.verdict.report.remarks, *remarks])
+    done.aligned, done.rounding, done.verdict = judged.aligned, judged.rounding, replace(judged.verdict, report=report)
+    return _written(options, done, reference.name)
 
 
-def _written(given: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
-    if given.html:
-        write_page(given.html, done, reference)
-    return conclude(done, json=given.json)
+def _written(options: argparse.Namespace, done: ScriptComparison, reference: str) -> int:
+    if options.html:
+        write_page(options.html, done, reference)
+    return conclude(done, json=options.json)
 
 
-def compare_two_runs(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
+def compare_two_runs(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
     """Run the script twice, or once beside a golden trace, and compare the runs."""
-    if given.golden:
-        return _golden(given, plan, parser)
+    if options.golden:
+        return _golden(options, plan, parser)
     values = VALUES_OF_COMPARISON if installed() else 0
     with interruptible(), ExitStack() as undo:
-        one, other, notes = _recordings(given, plan, values, undo, parser)
-        print(f"mgpu-check compare: {plan.shown}: {other.name} with {one.name}{plan.note}", flush=True)
+        reference, candidate, notes = _recordings(options, plan, values, undo, parser)
+        print(f"mgpu-check compare: {plan.shown}: {candidate.name} with {reference.name}{plan.note}", flush=True)
         for line in notes:
             tell(line)
-        return _both(given, plan, one, other)
+        return _both(options, plan, reference, candidate)
 
 
 def _recordings(
-    given: argparse.Namespace, plan: ComparisonPlan, values: int, undo: ExitStack, parser: argparse.ArgumentParser
+    options: argparse.Namespace, plan: ComparisonPlan, values: int, undo: ExitStack, parser: argparse.ArgumentParser
 ) -> tuple[RunRecording, RunRecording, Sequence[str]]:
     """Return the two runs of --against, or of --a and --b, and what the user should know of them.
 
@@ -107,14 +109,17 @@ def _recordings(
         undo: removes the files of the commit.
     """
     try:
-        if given.against:
-            revision = undo.enter_context(checked_out(given.against))
+        if options.against:
+            revision = undo.enter_context(checked_out(options.against))
             root, own = str(revision.root), revision.own
-            one = RunRecording(revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own)
-            return one, RunRecording("the working tree", ScriptComparison(plan), values, rounding=False), revision.notes
-        one = RunRecording("--a", ScriptComparison(_with(plan, "--a", given.a)), values)
-        other = RunRecording("--b", ScriptComparison(_with(plan, "--b", given.b)), values, rounding=False)
-        return one, other, [f"{side.name}: {side.made.plan.shown}" for side in (one, other)]
+            reference = RunRecording(
+                revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own
+            )
+            candidate = RunRecording("the working tree", ScriptComparison(plan), values, rounding=False)
+            return reference, candidate, revision.notes
+        reference = RunRecording("--a", ScriptComparison(_with(plan, "--a", options.a)), values)
+        candidate = RunRecording("--b", ScriptComparison(_with(plan, "--b", options.b)), values, rounding=False)
+        return reference, candidate, [f"{side.name}: {side.made.plan.shown}" for side in (reference, candidate)]
     except ValueError as error:
         parser.error(str(error))
 
@@ -129,36 +134,36 @@ def _with(plan: ComparisonPlan, flag: str, words: str) -> ComparisonPlan:
     return replace(plan, command=command, shown=f"{plan.shown} {words}")
 
 
-def _both(given: argparse.Namespace, plan: ComparisonPlan, one: RunRecording, other: RunRecording) -> int:
+def _both(options: argparse.Namespace, plan: ComparisonPlan, reference: RunRecording, candidate: RunRecording) -> int:
     done = ScriptComparison(plan)
-    share = not given.against  # slices of one run may be found in the other run
-    found: list[RecordedRun] = []
-    for side, another in ((one, other), (other, one)):
+    share = not options.against  # slices of one run may be found in the other run
+    runs: list[RecordedRun] = []
+    for side, another in ((reference, candidate), (candidate, reference)):
         own = UndividedRun("one device", side.made, 1)
         shared = [UndividedRun(f"the ranks of {another.name}", another.made, plan.world)] if share else []
         stopped = None
         try:
-            found.append(record(side, tell, [own, *shared]))
+            runs.append(record(side, tell, [own, *shared]))
         except NotRecorded as error:
             stopped = error
-        for made in (side.made, another.made):  # the runs of both, if slices were found in the other run
-            done.runs += made.runs
-            made.runs = []
+        for script in (side.made, another.made):  # the runs of both, if slices were found in the other run
+            done.runs += script.runs
+            script.runs = []
         if stopped is not None:
-            done.verdict = stopped.verdict(f"{side.name}: ", beside=bool(found))
-            return _written(given, done, one.name)
-    return _judge(given, done, found[0], found[1], [*one.remarks, *other.remarks])
+            done.verdict = stopped.verdict(f"{side.name}: ", beside=bool(runs))
+            return _written(options, done, reference.name)
+    return _judge(options, done, runs[0], runs[1], [*reference.remarks, *candidate.remarks])
 
 
-def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
-    path: Path = given.golden
-    if given.update_golden:
+def _golden(options: argparse.Namespace, plan: ComparisonPlan, parser: argparse.ArgumentParser) -> int:
+    path: Path = options.golden
+    if options.update_golden:
         print(f"mgpu-check compare: {plan.shown}: the golden trace {path}{plan.note}", flush=True)
         return write_recorded(RunRecording(path.name, ScriptComparison(plan)), path)
     if not path.exists():
         parser.error(f"--golden={path}: there is no such file; write it with --update-golden")
     golden = _read(path, parser)
-    if given.steps == 0 and golden.limit:
+    if options.steps == 0 and golden.limit:
         do = "leave --steps out, or write the file again with --update-golden"
         parser.error(f"--steps=all: the golden trace {path} ends after {golden.limit} steps, as recorded; {do}")
     plan = plan if plan.steps else replace(plan, steps=golden.limit)
@@ -167,11 +172,11 @@ def _golden(given: argparse.Namespace, plan: ComparisonPlan, parser: argparse.Ar
     print(f"mgpu-check compare: {plan.shown}: this run with {path} ({_told(golden)}){plan.note}", flush=True)
     with interruptible():
         try:
-            found = record(run, tell)
+            recorded = record(run, tell)
         except NotRecorded as stopped:
             run.made.verdict = stopped.verdict(beside=True)
-            return _written(given, run.made, golden.name)
-        return _judge(given, run.made, golden, found, run.remarks)
+            return _written(options, run.made, golden.name)
+        return _judge(options, run.made, golden, recorded, run.remarks)
 
 
 def write_recorded(recording: RunRecording, path: Path) -> int:
@@ -185,7 +190,7 @@ def write_recorded(recording: RunRecording, path: Path) -> int:
         write_run(path, run)
     kept = f"values up to {len(run.values):,} bytes" if run.values is not None else "no values"
     print(f"\nrecorded: {_told(run)}: {path}, {path.stat().st_size:,} bytes, {kept}")
-    for line in (*recording.remarks, *(f"not whole: {name}: {why}" for name, why in run.reasons.items())):
+    for line in (*recording.remarks, *(f"not whole: {name}: {reason}" for name, reason in run.reasons.items())):
         print(f"  {line}")
     return RIGHT
 
@@ -289,17 +294,17 @@ def _word(text: str) -> str:
     return text
 
 
-def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Check that the options go together. Return whether two runs of several ranks are compared."""
-    modes = {"--against": given.against, "--a and --b": given.a or given.b, "--golden": given.golden}
+    modes = {"--against": options.against, "--a and --b": options.a or options.b, "--golden": options.golden}
     chosen = [flag for flag, value in modes.items() if value]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} say what to compare with; give one of them")
-    if bool(given.a) != bool(given.b):
+    if bool(options.a) != bool(options.b):
         parser.error("--a and --b are the arguments of two runs; give both, or leave both out")
-    if given.update_golden and not given.golden:
+    if options.update_golden and not options.golden:
         parser.error("--update-golden writes the file of --golden; give --golden=FILE")
-    if not chosen and given.gpus < 2:
+    if not chosen and options.gpus < 2:
         parser.error("argument --gpus: '1' is not a number of ranks to compare with one device; give at least 2")
     return bool(chosen)
 
@@ -308,27 +313,27 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
-        given = parser.parse_args(own)
+        options = parser.parse_args(own)
         if "--" not in argv and are_files(program):
-            given, files = parser.parse_known_args(program, given)  # options may follow the files
+            options, files = parser.parse_known_args(program, options)  # options may follow the files
             if unknown := [word for word in files if word.startswith("-")]:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            return of_files(given, files, parser)
-        of_runs = _check(given, parser)
+            return of_files(options, files, parser)
+        of_runs = _check(options, parser)
         command = script_command(program, parser)
-        count = counted(given, command, [given.gpus] if of_runs else [1, given.gpus], parser)
-        plan = replace(plan_of(given, program, command, count), unjudged=dict(given.unjudged))
-        return compare_two_runs(given, plan, parser) if of_runs else _compare(given, plan)
+        count = counted(options, command, [options.gpus] if of_runs else [1, options.gpus], parser)
+        plan = replace(plan_of(options, program, command, count), unjudged=dict(options.unjudged))
+        return compare_two_runs(options, plan, parser) if of_runs else _compare(options, plan)
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED
 
 
-def _compare(given: argparse.Namespace, plan: ComparisonPlan) -> int:
-    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{plan.note}", flush=True)
-    plan = replace(plan, limit=_LIMIT if given.steps is None else None)
+def _compare(options: argparse.Namespace, plan: ComparisonPlan) -> int:
+    print(f"mgpu-check compare: {plan.shown}: one device, and {options.gpus} ranks{plan.note}", flush=True)
+    plan = replace(plan, limit=_LIMIT if options.steps is None else None)
     with interruptible():
         done = comparison.compare(plan, tell)
-    if given.html:
-        write_page(given.html, done)
-    return conclude(done, json=given.json)
+    if options.html:
+        write_page(options.html, done)
+    return conclude(done, json=options.json)

@@ -22,19 +22,19 @@ def main(argv: Sequence[str]) -> int:
 
     cuda = torch.version.cuda or "none (a CPU build)"
     print(f"torch {torch.__version__}, built for CUDA {cuda}")
-    found = take_inventory()
-    masked = os.environ.get(found.mask)
+    inventory = take_inventory()
+    masked = os.environ.get(inventory.mask)
     if masked is not None:
-        print(f"{found.mask}={masked!r}")
-    if found.trouble:
-        print(found.trouble)
+        print(f"{inventory.mask}={masked!r}")
+    if inventory.trouble:
+        print(inventory.trouble)
         return 4
-    if not found.devices:
+    if not inventory.devices:
         print("no GPU is visible; to simulate some: mgpu-check --gpus=4 --simulate")
         return 0
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         print("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
-    for device in found.devices:
+    for device in inventory.devices:
         capability = ".".join(map(str, device.capability))
         print(
             f"cuda:{device.index}  {device.name}  {device.memory / 2**30:.1f} GiB  compute {capability}  {device.uuid}"

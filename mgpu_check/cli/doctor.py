@@ -49,14 +49,14 @@ class GpuFacts:
         nccl: version of NCCL; "" without it.
         cuda: version of CUDA, or of ROCm, that torch was built for; "" for a CPU build.
         driver: version of NVIDIA's driver; "" if it is unknown.
-        apart: pairs of devices that cannot read each other's memory directly.
+        separate_pairs: pairs of devices that cannot read each other's memory directly.
     """
 
     inventory: Inventory
     nccl: str = ""
     cuda: str = ""
     driver: str = ""
-    apart: tuple[tuple[int, int], ...] = ()
+    separate_pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ def of_devices() -> GpuFacts:
 
     inventory = take_inventory()
     count = len(inventory.devices)
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    pairs = [(source, target) for source in range(count) for target in range(count) if source != target]
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return GpuFacts(
         inventory,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
         cuda=torch.version.cuda or torch.version.hip or "",
         driver=_driver(),
-        apart=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
+        separate_pairs=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
     )
 
 
@@ -140,8 +140,8 @@ def _version(name: str) -> str:
         return ""
 
 
-def _limit(kind: int) -> int | None:
-    soft, _ = resource.getrlimit(kind)
+def _limit(limit_type: int) -> int | None:
+    soft, _ = resource.getrlimit(limit_type)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
@@ -159,13 +159,13 @@ def _driver() -> str:
 
 def version_of_driver(text: str) -> str:
     """Return the version in the text of NVIDIA's kernel module, such as "580.159.04"; "" without one."""
-    found = re.search(r"Module .*?\b(\d+\.\d[\d.]*)", text)
-    return found[1] if found else ""
+    match = re.search(r"Module .*?\b(\d+\.\d[\d.]*)", text)
+    return match[1] if match else ""
 
 
-def _taken(given: str) -> int | None:
-    """Return a port if another process listens there: `given`, or the default of torchrun."""
-    port = int(given) if given.isdecimal() and 0 < int(given) < 1 << 16 else _PORT_OF_TORCHRUN
+def _taken(text: str) -> int | None:
+    """Return a port if another process listens there: `text`, or the default of torchrun."""
+    port = int(text) if text.isdecimal() and 0 < int(text) < 1 << 16 else _PORT_OF_TORCHRUN
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -225,7 +225,7 @@ def _versions(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judg
     torch = facts.versions["torch"]
     if not torch:
         yield Judgement("bad", "versions", f"torch is not installed ({shown})", "pip install torch")
-    elif tuple(int(part) for part in torch.split("+")[0].split(".")[:2]) < _LEAST_TORCH:
+    elif tuple(int(component) for component in torch.split("+")[0].split(".")[:2]) < _LEAST_TORCH:
         yield Judgement("bad", "versions", shown, "mgpu-check needs torch 2.11 or newer: pip install -U torch")
     else:
         yield Judgement("ok", "versions", f"Python {facts.python}, {shown}")
@@ -248,18 +248,18 @@ def _plugin(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgem
 
 
 def _gpus(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
-    found, mask = devices.inventory, devices.inventory.mask
+    inventory, mask = devices.inventory, devices.inventory.mask
     masked = f", {mask}={facts.environment[mask]!r}" if mask in facts.environment else ""
-    if found.trouble:
-        fact, _, advice = found.trouble.partition("\n")
+    if inventory.trouble:
+        fact, _, advice = inventory.trouble.partition("\n")
         yield Judgement("bad", "GPUs", fact + masked, advice.strip())
-    elif not found.devices:
+    elif not inventory.devices:
         build = f"torch is built for CUDA {devices.cuda}" if devices.cuda else "torch is a CPU build"
         yield Judgement("ok", "GPUs", f"none is visible{masked}; {build}; --gpus=N --simulate works")
     else:
-        names = ", ".join(sorted({device.name for device in found.devices}))
+        models = ", ".join(sorted({device.name for device in inventory.devices}))
         driver = f", with driver {devices.driver}" if devices.driver else ""
-        fact = f"{len(found.devices)} x {names}{driver}{masked}; torch is built for {devices.cuda}"
+        fact = f"{len(inventory.devices)} x {models}{driver}{masked}; torch is built for {devices.cuda}"
         yield Judgement("ok", "GPUs", fact)
         if not devices.nccl:
             yield Judgement("bad", "NCCL", "this build of torch has no NCCL", "install a CUDA build of torch from PyPI")
@@ -268,13 +268,13 @@ def _gpus(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement
 
 
 def _peers(_facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
-    if devices.apart:
-        pairs = ", ".join(f"{one} to {other}" for one, other in devices.apart[:6])
-        more = f" and {len(devices.apart) - 6} more" if len(devices.apart) > 6 else ""
+    if devices.separate_pairs:
+        pairs = ", ".join(f"{source} to {target}" for source, target in devices.separate_pairs[:6])
+        remainder = f" and {len(devices.separate_pairs) - 6} more" if len(devices.separate_pairs) > 6 else ""
         yield Judgement(
             "warn",
             "peer access",
-            f"copies go through the host: {pairs}{more}",
+            f"copies go through the host: {pairs}{remainder}",
             "expected on GPUs without NVLink or behind different PCIe roots; else look at nvidia-smi topo -m, and at "
             "ACS in the firmware",
         )
@@ -480,15 +480,15 @@ def _sum(session: GpuSession, who: str) -> list[Judgement]:
     started = time.perf_counter()
     try:
         session.begin_test("mgpu-check doctor")
-        found = session.pool.run(_all_reduce)
+        sums = session.pool.run(_all_reduce)
         session.end_test(failed=False)
     except (RankFailure, RankHang) as error:
         return [Judgement("bad", "ranks", f"{who}: {_first_line(error)}", "the whole report: mgpu-check -k fixtures")]
     seconds = time.perf_counter() - started
-    size = len(found)
+    size = len(sums)
     expected = [float(size * (size + 1) // 2)] * size
-    if found != expected:
-        return [Judgement("bad", "ranks", f"{who} add up to {found}, and should to {expected}", "mgpu-check accept")]
+    if sums != expected:
+        return [Judgement("bad", "ranks", f"{who} add up to {sums}, and should to {expected}", "mgpu-check accept")]
     return [Judgement("ok", "ranks", f"{who} started, and added up a tensor, in {seconds:.1f} s")]
 
 

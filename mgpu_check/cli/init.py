@@ -41,16 +41,16 @@ class Command:
     """A command that starts a script.
 
     Attributes:
-        place: file and line, as "README.md:85".
+        location: file and line, as "README.md:85".
         script: path of the script, relative to the repository.
         arguments: of the script, with spaces between them.
-        first: where users look first: the README of the repository, a Makefile or a shell script.
+        prominent: where users look first: the README of the repository, a Makefile or a shell script.
     """
 
-    place: str
+    location: str
     script: Path
     arguments: str
-    first: bool
+    prominent: bool
 
 
 def is_document(name: str) -> bool:
@@ -74,13 +74,13 @@ def commands(root: Path, documents: Iterable[Path], modules: Mapping[str, Path])
     """
     for document in sorted(documents, key=lambda path: (len(path.parts), path)):
         text = text_of(root / document)
-        for found in _STARTER.finditer(text):
-            words = found[0].replace("\\\n", " ").split()
+        for match in _STARTER.finditer(text):
+            words = match[0].replace("\\\n", " ").split()
             for index, word in enumerate(words[1:], 1):
                 if script := _script(word, words[index - 1], document, modules):
-                    line = text.count("\n", 0, found.start()) + 1
-                    first = len(document.parts) == 1 or not document.name.startswith("README")
-                    yield Command(f"{document}:{line}", script, " ".join(words[index + 1 :]), first)
+                    line = text.count("\n", 0, match.start()) + 1
+                    prominent = len(document.parts) == 1 or not document.name.startswith("README")
+                    yield Command(f"{document}:{line}", script, " ".join(words[index + 1 :]), prominent)
                     break
 
 
@@ -89,21 +89,21 @@ def _script(word: str, before: str, document: Path, modules: Mapping[str, Path])
         return modules.get(word) or modules.get(f"{word}.__main__")
     if not word.endswith(".py"):
         return None
-    parts = Path(word).parts
-    ending = [path for path in modules.values() if path.parts[-len(parts) :] == parts]
+    segments = Path(word).parts
+    ending = [path for path in modules.values() if path.parts[-len(segments) :] == segments]
     exact = [path for path in ending if path in (Path(word), document.parent / word)]
     return exact[0] if exact else ending[0] if len(ending) == 1 else None
 
 
 def console_scripts(root: Path, modules: Mapping[str, Path]) -> dict[Path, str]:
     """Return path -> name of the programs that the package installs, as "train" of `train = "package.cli:main"`."""
-    found: dict[Path, str] = {}
+    scripts: dict[Path, str] = {}
     for program, target in _programs(root):
         module = target.partition(":")[0]
         path = modules.get(module) or modules.get(f"src.{module}") or modules.get(f"{module}.__init__")
         if path is not None:
-            found.setdefault(path, program)
-    return found
+            scripts.setdefault(path, program)
+    return scripts
 
 
 def _programs(root: Path) -> Iterator[tuple[str, str]]:
@@ -132,26 +132,26 @@ _ENTRY = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:#.*)?")
 
 
 def configured(
-    root: Path, name: str, groups: Sequence[str] = (), seen: set[Path] | None = None
+    root: Path, name: str, groups: Sequence[str] = (), visited: set[Path] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield key and value of the entries of a configuration, as "data.batch_size" and "64".
 
     Args:
         root: the directory of the whole configuration.
         groups: the directories from there to this file, which are the package of its entries.
-        seen: files that were read.
+        visited: files that were read.
     """
     path = root.joinpath(*groups, name if name.endswith(".yaml") else f"{name}.yaml")
-    seen = set() if seen is None else seen
-    if path in seen:
+    visited = set() if visited is None else visited
+    if path in visited:
         return
-    seen.add(path)
+    visited.add(path)
     above: list[tuple[int, str]] = []
     for line in text_of(path).splitlines():
         if above and above[0][1] == "defaults" and (default := _DEFAULT.fullmatch(line)):
             wanted = "/".join(filter(None, default.groups()))  # "data/images"; "/data/images" starts at the root
             *directories, file = wanted.strip("/").split("/")
-            yield from configured(root, file, [*(() if wanted[0] == "/" else groups), *directories], seen)
+            yield from configured(root, file, [*(() if wanted[0] == "/" else groups), *directories], visited)
         elif entry := _ENTRY.fullmatch(line):
             while above and above[-1][0] >= len(entry[1]):
                 above.pop()
@@ -270,11 +270,13 @@ def survey(root: Path, named: str = "") -> Survey:
         else:
             unread += 1
     modules = {".".join(path.with_suffix("").parts): path for path in files}
-    found = _Repository(root, files, modules, console_scripts(root, modules), list(commands(root, documents, modules)))
-    entries = [found.entry(path) for path in files if found.is_entry(path)]
-    order = {command.script: place for place, command in reversed([*enumerate(found.documented)])}
+    repository = _Repository(
+        root, files, modules, console_scripts(root, modules), list(commands(root, documents, modules))
+    )
+    entries = [repository.entry(path) for path in files if repository.is_entry(path)]
+    order = {command.script: index for index, command in reversed([*enumerate(repository.documented)])}
     entries.sort(key=lambda it: (-it.rank, -len(it.documented), order.get(it.path, 0), str(it.path)))
-    return Survey(len(files), tuple(entries), found.named(named), unread)
+    return Survey(len(files), tuple(entries), repository.named(named), unread)
 
 
 def _read(path: Path) -> SourceFile | None:
@@ -288,15 +290,15 @@ def _read(path: Path) -> SourceFile | None:
 def _files(root: Path) -> Iterator[Path]:
     """Yield the Python files of a repository, and the documents that may show how to start them."""
     count = 0
-    for directory, names, found in os.walk(root):
-        names[:] = sorted(
+    for directory, folders, file_names in os.walk(root):
+        folders[:] = sorted(
             name
-            for name in names
+            for name in folders
             if not name.startswith(".")
             and name not in _NO_CODE_OF_THE_USER
             and not Path(directory, name, "pyvenv.cfg").exists()
         )
-        for name in sorted(found):
+        for name in sorted(file_names):
             path = Path(directory, name)
             wanted = (name.endswith(".py") or is_document(name)) and path.is_file()
             if wanted and path.stat().st_size <= _MOST_BYTES and count < _MOST_FILES:
@@ -316,19 +318,19 @@ class _Repository:
         if _NO_SCRIPTS.fullmatch(path.name) or "tests" in path.parts:
             return False
         starts = self.files[path].starts or path in self.programs
-        return starts and trains(set().union(*(self.files[other].calls for other in self._used(path))))
+        return starts and trains(set().union(*(self.files[used_path].calls for used_path in self._used(path))))
 
     def named(self, name: str) -> TrainingScript | None:
         """Return the script of a name that the user gave, whether or not it seems to train."""
         if name.startswith("-m "):
             module = name[3:]
-            here = [path for end in ("", ".__main__") if (path := self.modules.get(f"{module}{end}"))]
+            matches = [path for end in ("", ".__main__") if (path := self.modules.get(f"{module}{end}"))]
             installed = [path for end in ("", ".__main__") if (path := self.modules.get(f"src.{module}{end}"))]
         else:
-            here = []
+            matches = []
             installed = [path for path, program in self.programs.items() if program == name]
-        for path in [*here, *installed]:
-            return replace(self.entry(path), started=name, needs="" if here else _top(path))
+        for path in [*matches, *installed]:
+            return replace(self.entry(path), started=name, needs="" if matches else _top(path))
         path = Path(os.path.relpath(self.root / name, self.root))
         if path in self.files:
             return self.entry(path)
@@ -342,8 +344,8 @@ class _Repository:
 
     def entry(self, path: Path) -> TrainingScript:
         script = self.files[path]
-        used = self._used(path)
-        near = [self.files[other] for other, away in used.items() if away <= _NEAR]
+        distances = self._used(path)
+        near = [self.files[used_path] for used_path, away in distances.items() if away <= _NEAR]
         calls = set().union(*(file.calls for file in near))
         own = set().union(*(file.classes for file in near))  # a Trainer of the repository may train on one device
         foreign = calls - own - ({"trainer.fit"} if "Trainer" in own else set())
@@ -356,15 +358,15 @@ class _Repository:
             needs,
             tuple(parallel),
             tuple(script.variables or self._configured(path)),
-            frozenset().union(*(self.files[other].divided for other in used)),
-            parses=any(not self.files[other].calls.isdisjoint(_PARSERS) for other in used),
+            frozenset().union(*(self.files[used_path].divided for used_path in distances)),
+            parses=any(not self.files[used_path].calls.isdisjoint(_PARSERS) for used_path in distances),
             hydra=script.configuration is not None,
             autocast=not calls.isdisjoint({"autocast", "GradScaler"}),
             documented=documented,
             rank=4 * bool(parallel)
             + 2 * (path in self.programs or trains(script.calls))
             + 2 * bool(_LIKELY_NAME.search(path.stem))
-            + 3 * (path in self.programs or any(command.first for command in documented))
+            + 3 * (path in self.programs or any(command.prominent for command in documented))
             - 2 * (not _ASIDE.isdisjoint(path.parts))
             - ("spawn" in script.calls)
             - len(path.parts),
@@ -374,10 +376,10 @@ class _Repository:
         return [ScriptArgument(key, integer=value.isdecimal()) for key, value in self._configuration(path)]
 
     def _configuration(self, path: Path) -> list[tuple[str, str]]:
-        place = self.files[path].configuration
-        if place is None:
+        configuration = self.files[path].configuration
+        if configuration is None:
             return []
-        directory, name = place
+        directory, name = configuration
         if directory.endswith(".yaml"):  # as Hydra before 1.2 took it
             directory, name = os.path.split(directory)
         return list(configured(self.root / path.parent / directory, name))
@@ -385,19 +387,21 @@ class _Repository:
     def _used(self, path: Path) -> dict[Path, int]:
         """Return the files that a script uses, itself first, each with its distance in imports."""
         targets = {value.rpartition(".")[0] for key, value in self._configuration(path) if key.endswith("_target_")}
-        found: dict[Path, int] = {}
+        distances: dict[Path, int] = {}
         waiting = [(0, path)]
         while waiting:
             away, at = heappop(waiting)
-            if at in found:
+            if at in distances:
                 continue
-            found[at] = away
+            distances[at] = away
             for name in sorted(self.files[at].imports | (targets if at == path else set())):
-                other, place = self._resolved(at, name)
-                if other is not None and other not in found:
+                imported, import_root = self._resolved(at, name)
+                if imported is not None and imported not in distances:
                     # A package that is installed is a library of the script: only its first files are near.
-                    heappush(waiting, (away + (1 if place == Path() or place in at.parents else 2), other))
-        return found
+                    heappush(
+                        waiting, (away + (1 if import_root == Path() or import_root in at.parents else 2), imported)
+                    )
+        return distances
 
     def _resolved(self, path: Path, name: str) -> tuple[Path | None, Path]:
         """Return the file that an import means, and the directory that must be on the path for it."""
@@ -405,8 +409,8 @@ class _Repository:
         # Beside the file, and in each directory above it: a script's own directory is on its path.
         for directory in [*(package[:depth] for depth in range(len(package), -1, -1)), ("src",)]:
             module = ".".join([*directory, name])
-            if (other := self.modules.get(module) or self.modules.get(f"{module}.__init__")) is not None:
-                return other, Path(*directory)
+            if (resolved := self.modules.get(module) or self.modules.get(f"{module}.__init__")) is not None:
+                return resolved, Path(*directory)
         return None, Path()
 
     def _started(self, path: Path) -> tuple[str, str]:
@@ -414,22 +418,22 @@ class _Repository:
         own = self.files[path]
         if path in self.programs and not own.starts:
             return self.programs[path], _top(path)
-        found = [self._resolved(path, name) for name in own.imports]
-        places = {place for other, place in found if other not in (None, path)}
-        away = sorted(places - {path.parent}, key=lambda place: len(place.parts))
+        resolutions = [self._resolved(path, name) for name in own.imports]
+        places = {import_root for imported, import_root in resolutions if imported not in (None, path)}
+        away = sorted(places - {path.parent}, key=lambda root: len(root.parts))
         if own.relative and not away:
             away = [Path("src") if path.parts[0] == "src" else Path()]
         if not away or not _CHANGES_PATH.isdisjoint(own.calls):
             return str(path), ""
         outside = away[0] not in path.parents
         if outside or (path.parent in places and not own.relative):
-            needed = next(other for other, place in found if other and place == away[0])
+            needed = next(imported for imported, import_root in resolutions if imported and import_root == away[0])
             return str(path), needed.relative_to(away[0]).parts[0].removesuffix(".py")
-        parts = path.relative_to(away[0]).with_suffix("").parts
-        if not all(map(str.isidentifier, parts)):
+        segments = path.relative_to(away[0]).with_suffix("").parts
+        if not all(map(str.isidentifier, segments)):
             return str(path), ""
-        module = ".".join(parts).removesuffix(".__main__")
-        return f"-m {module}", "" if away[0] == Path() else parts[0]
+        module = ".".join(segments).removesuffix(".__main__")
+        return f"-m {module}", "" if away[0] == Path() else segments[0]
 
 
 def _top(path: Path) -> str:
@@ -516,15 +520,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-run", action="store_true", help="write the test, and do not run it")
     at = list(argv).index("--") if "--" in argv else len(argv)
     own, program = list(argv[:at]), list(argv[at + 1 :])
-    given = parser.parse_args(own)
-    if os.path.lexists(given.output) and not _unchanged(given.output):
-        parser.error(f"{given.output} exists; remove it, or name another file with --output=FILE")
+    parsed = parser.parse_args(own)
+    if os.path.lexists(parsed.output) and not _unchanged(parsed.output):
+        parser.error(f"{parsed.output} exists; remove it, or name another file with --output=FILE")
     script, arguments = _named_script(program)
-    found = survey(Path.cwd(), script)
-    print(f"mgpu-check init: {found.files} Python files" + (f", {found.unread} not readable" if found.unread else ""))
-    if script and found.named is None:
+    surveyed = survey(Path.cwd(), script)
+    print(
+        f"mgpu-check init: {surveyed.files} Python files"
+        + (f", {surveyed.unread} not readable" if surveyed.unread else "")
+    )
+    if script and surveyed.named is None:
         parser.error(f"there is no script {script} in {Path.cwd()}; give its path, with its arguments")
-    entry = found.named or next(iter(found.entries), None)
+    entry = surveyed.named or next(iter(surveyed.entries), None)
     if entry is None:
         print(
             "no script that trains was found: none that starts by itself calls backward() and step(), or a Trainer\n"
@@ -538,7 +545,7 @@ def main(argv: Sequence[str]) -> int:
     words, assumed = fitted_arguments(entry, arguments)
     if entry.autocast:
         assumed.append("autocast and GradScaler are off: rounding to narrower dtypes hides mistakes")
-    _tell(entry, found, assumed, unknown)
+    _tell(entry, surveyed, assumed, unknown)
     example = f"mgpu-check init -- {shlex.join(program) or f'{entry.started} {_example(entry)}'}"
     if missing := _missing(entry, words):
         print(f"nothing was written: the script needs {', '.join(missing)}")
@@ -548,19 +555,19 @@ def main(argv: Sequence[str]) -> int:
         text = _test(entry.started, words, assumed, entry.autocast)
     except UnicodeEncodeError as error:
         parser.error(f"the command has bytes that are no UTF-8 text: {error.object[error.start : error.end]!a}")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(text, encoding="utf-8")
-    print(f"wrote {given.output}")
-    command = ["pytest", f"--gpus={given.gpus}", "--simulate", str(given.output)]
-    if given.no_run:
+    parsed.output.parent.mkdir(parents=True, exist_ok=True)
+    parsed.output.write_text(text, encoding="utf-8")
+    print(f"wrote {parsed.output}")
+    command = ["pytest", f"--gpus={parsed.gpus}", "--simulate", str(parsed.output)]
+    if parsed.no_run:
         print(f"run it: {shlex.join(command)}")
         return RIGHT
     print(f"running: {shlex.join(command)}", flush=True)
-    seen = _ComparisonWatch()
-    code = int(pytest.main(command[1:], plugins=[seen]))
-    if (code == RIGHT and seen.passed) or (code == WRONG and seen.compared):
+    watch = _ComparisonWatch()
+    code = int(pytest.main(command[1:], plugins=[watch]))
+    if (code == RIGHT and watch.passed) or (code == WRONG and watch.compared):
         return code
-    print(f"no verdict: nothing was compared, for the reason above, and {given.output} is no test yet")
+    print(f"no verdict: nothing was compared, for the reason above, and {parsed.output} is no test yet")
     print("do: install or give what the script lacks, and call init again, which replaces the test if it is unchanged:")
     print(f"    {example}")
     print(f"see: {_HOW_TO}/compare.md")
@@ -601,16 +608,16 @@ def _named_script(program: Sequence[str]) -> tuple[str, list[str]]:
     return (words[0].removeprefix("./"), words[1:]) if words else ("", [])
 
 
-def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[str], list[str]]:
+def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments of the test's script, and what they assume.
 
     Args:
-        given: the user's arguments, which are kept.
+        user_arguments: the user's arguments, which are kept.
     """
-    sizes = [] if entry.training_arguments else _sizes(entry, given)
-    words, assumed, fits = list(given), [], [*sizes, *_others(entry)]
+    sizes = [] if entry.training_arguments else _sizes(entry, user_arguments)
+    words, assumed, fits = list(user_arguments), [], [*sizes, *_others(entry)]
     for option, row in fits:
-        if not option.is_in(given) and (option.name.startswith("--") or entry.hydra):
+        if not option.is_in(user_arguments) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
             assumed.append(row.assumes.format(option.name))
     devices = next((option.name for option, row in fits if row is _DEVICES), "")
@@ -622,8 +629,8 @@ def fitted_arguments(entry: TrainingScript, given: Sequence[str]) -> tuple[list[
         words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
         assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")
     elif not any(row in _SIZES for _, row in fits):
-        why = "its code does so" if any(map(_divides, entry.divided)) else "no argument for its size was found"
-        assumed.append(f"the script itself divides a global batch among its ranks: {why}")
+        reason = "its code does so" if any(map(_divides, entry.divided)) else "no argument for its size was found"
+        assumed.append(f"the script itself divides a global batch among its ranks: {reason}")
     return words, assumed
 
 
@@ -631,11 +638,11 @@ def _divides(variable: str) -> bool:
     return re.fullmatch(_GLOBAL_BATCH.name, variable) is not None
 
 
-def _sizes(entry: TrainingScript, given: Sequence[str]) -> list[tuple[ScriptArgument, _Fit]]:
+def _sizes(entry: TrainingScript, user_arguments: Sequence[str]) -> list[tuple[ScriptArgument, _Fit]]:
     """Return the options that set the size of the global batch, each with its row."""
     split = [option for option in entry.options if option.variable in entry.divided]
     accumulated, batch = _fitting(_ACCUMULATION, split), _fitting(_BATCH, entry.options)
-    if accumulated and batch and not (accumulated.is_in(given) or batch.is_in(given)):
+    if accumulated and batch and not (accumulated.is_in(user_arguments) or batch.is_in(user_arguments)):
         # So that one device, with as many micro-batches as a rank, can be given their samples.
         return [(accumulated, _MICRO_BATCHES), (batch, _BATCH)]
     fits = [
@@ -656,17 +663,17 @@ def _fitting(row: _Fit, options: Sequence[ScriptArgument]) -> ScriptArgument | N
     return min(filter(row.fits, options), key=lambda option: len(option.name), default=None)
 
 
-def _tell(entry: TrainingScript, found: Survey, assumed: Sequence[str], unknown: str) -> None:
+def _tell(entry: TrainingScript, surveyed: Survey, assumed: Sequence[str], unknown: str) -> None:
     print(f"script: {entry.path}, which uses {', '.join(entry.parallel) or 'one device, as far as its source shows'}")
     if not entry.parallel:
         print("  the test fails until ranks share the work, as with DistributedDataParallel")
-    others = [str(other.path) for other in found.entries if other.path != entry.path]
+    others = [str(candidate.path) for candidate in surveyed.entries if candidate.path != entry.path]
     if others:
-        more = f", and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        print(f"  not chosen: {', '.join(others[:_NAMED])}{more}; name one after -- to choose it")
+        remainder = f", and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        print(f"  not chosen: {', '.join(others[:_NAMED])}{remainder}; name one after -- to choose it")
     if command := _documented(entry):
         text = command.arguments
-        print(f"  {command.place} starts it with {text if len(text) <= _LONGEST else f'{text[:_LONGEST]}…'}")
+        print(f"  {command.location} starts it with {text if len(text) <= _LONGEST else f'{text[:_LONGEST]}…'}")
     for line in assumed:
         print(f"  assumed: {line}")
     if entry.needs:
@@ -701,10 +708,12 @@ def _example(entry: TrainingScript) -> str:
     return " ".join(f"{name}={value}" if name.startswith("-") else value for name, value in words) or "--args"
 
 
-def _missing(entry: TrainingScript, given: Sequence[str]) -> list[str]:
+def _missing(entry: TrainingScript, user_arguments: Sequence[str]) -> list[str]:
     """Return the names of the arguments that the script needs, and that were not given."""
-    positional = sum(not word.startswith("-") for word in given)
-    options = [option.name for option in entry.required if option.name.startswith("-") and not option.is_in(given)]
+    positional = sum(not word.startswith("-") for word in user_arguments)
+    options = [
+        option.name for option in entry.required if option.name.startswith("-") and not option.is_in(user_arguments)
+    ]
     return options + [option.name for option in entry.required if not option.name.startswith("-")][positional:]
 
 
@@ -740,5 +749,5 @@ def _unchanged(path: Path) -> bool:
         text = path.read_text(encoding="utf-8")
     except (ValueError, OSError):
         return False
-    found = _DIGEST.search(text)
-    return found is not None and found[1] == _digest(text)
+    match = _DIGEST.search(text)
+    return match is not None and match[1] == _digest(text)

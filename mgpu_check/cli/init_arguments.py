@@ -51,10 +51,11 @@ class ScriptArgument:
 
     def is_in(self, words: Sequence[str]) -> bool:
         """Return whether a command line sets this argument."""
-        names = {self.name, *self.names}
-        short = tuple(name for name in names if len(name) == 2 and name[0] == "-")  # their values need no space: -b32
+        spellings = {self.name, *self.names}
+        # Their values need no space: -b32.
+        short = tuple(name for name in spellings if len(name) == 2 and name[0] == "-")
         # Hydra adds a key by + or ++.
-        return any(word.lstrip("+").partition("=")[0] in names or word.startswith(short) for word in words)
+        return any(word.lstrip("+").partition("=")[0] in spellings or word.startswith(short) for word in words)
 
     @property
     def variable(self) -> str:
@@ -90,55 +91,57 @@ def facts(source: bytes) -> SourceFile:
     Raises:
         SyntaxError, ValueError, RecursionError: the file is of another Python, or no text.
     """
-    made, tree = SourceFile(), ast.parse(source)
+    source_file, tree = SourceFile(), ast.parse(source)
     own = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     guarded, outside = False, set()
-    for node, place in _nodes(tree):
+    for node, scope in _nodes(tree):
         if isinstance(node, ast.Import):
-            made.imports |= {name.name for name in node.names}
+            source_file.imports |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            made.imports |= {module} | {f"{module}.{name.name}".lstrip(".") for name in node.names}
-            made.relative |= node.level > 0
+            source_file.imports |= {module} | {f"{module}.{name.name}".lstrip(".") for name in node.names}
+            source_file.relative |= node.level > 0
         elif isinstance(node, ast.ClassDef):
-            made.classes.add(node.name)
+            source_file.classes.add(node.name)
         elif isinstance(node, ast.Call):
             name = _name(node.func)
-            made.calls |= {name, name.rpartition(".")[2]}
-            if place != "function":
+            source_file.calls |= {name, name.rpartition(".")[2]}
+            if scope != "function":
                 outside.add(name.rpartition(".")[2])
             if name == "hydra.main":
-                given = {word.arg: _text(word.value) for word in node.keywords}
-                made.configuration = (given.get("config_path") or "", given.get("config_name") or "config")
+                keywords = {word.arg: _text(word.value) for word in node.keywords}
+                source_file.configuration = (keywords.get("config_path") or "", keywords.get("config_name") or "config")
         elif isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
             numerator, by = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
             if _RANKS.search(_name(by)):
-                made.divided.add(_name(numerator).rpartition(".")[2].lower())
-        guarded |= place == "main"
-    made.imports.discard("")
-    made.starts = guarded or (trains(made.calls) and not outside.isdisjoint({*own, "backward", "fit", "train"}))
-    if "exec" in made.calls:  # of a file that sets module variables from the command line, as nanoGPT's configurator
-        made.variables += [
+                source_file.divided.add(_name(numerator).rpartition(".")[2].lower())
+        guarded |= scope == "main"
+    source_file.imports.discard("")
+    source_file.starts = guarded or (
+        trains(source_file.calls) and not outside.isdisjoint({*own, "backward", "fit", "train"})
+    )
+    if "exec" in source_file.calls:  # sets module variables from the command line, as nanoGPT's configurator
+        source_file.variables += [
             ScriptArgument(f"--{name.id}")
             for node in tree.body
             if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.BinOp))
             for name in node.targets
             if isinstance(name, ast.Name)
         ]
-    return made
+    return source_file
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
     """Yield all nodes in their order, each with its place: "module", "main" in its block, or "function"."""
     waiting: list[tuple[ast.AST, str]] = [(tree, "module")]
     while waiting:
-        node, place = waiting.pop()
-        yield node, place
+        node, scope = waiting.pop()
+        yield node, scope
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            place = "function"
-        elif isinstance(node, ast.If) and place == "module" and _is_main(node.test):
-            place = "main"
-        waiting += [(child, place) for child in reversed(list(ast.iter_child_nodes(node)))]
+            scope = "function"
+        elif isinstance(node, ast.If) and scope == "module" and _is_main(node.test):
+            scope = "main"
+        waiting += [(child, scope) for child in reversed(list(ast.iter_child_nodes(node)))]
 
 
 def _is_main(test: ast.expr) -> bool:
@@ -164,12 +167,12 @@ _FILE = "_MGPU_CHECK_ARGUMENTS"
 _TIMEOUT = 60.0  # seconds: imports from a cold disk take long
 
 
-def learned(started: str, given: Sequence[str]) -> tuple[tuple[ScriptArgument, ...], str]:
+def learned(started: str, arguments: Sequence[str]) -> tuple[tuple[ScriptArgument, ...], str]:
     """Run a script up to its first parser.
 
     Args:
         started: the script, as "train.py", "-m package.train" or an installed program.
-        given: its arguments.
+        arguments: its arguments.
 
     Returns:
         The arguments that its parser takes; and why they are unknown, or "".
@@ -181,7 +184,7 @@ def learned(started: str, given: Sequence[str]) -> tuple[tuple[ScriptArgument, .
         file = Path(directory, "arguments")
         code = with_this_package("from mgpu_check.cli.init_arguments import main; main()")
         environment[_FILE] = str(file)
-        command = [sys.executable, "-P", "-c", code, *words, *given]
+        command = [sys.executable, "-P", "-c", code, *words, *arguments]
         try:
             ran = subprocess.run(
                 command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT, check=False
@@ -272,6 +275,6 @@ def _of_click(command: Any) -> Iterator[ScriptArgument]:
             yield _argument(parameter.opts, parameter.required, parameter.type.name == "integer")
 
 
-def _argument(names: Sequence[str], required: bool, integer: bool) -> ScriptArgument:
-    name = max(names, key=lambda word: (word.startswith("--"), len(word)))
-    return ScriptArgument(name, required, integer, tuple(names))
+def _argument(spellings: Sequence[str], required: bool, integer: bool) -> ScriptArgument:
+    name = max(spellings, key=lambda word: (word.startswith("--"), len(word)))
+    return ScriptArgument(name, required, integer, tuple(spellings))

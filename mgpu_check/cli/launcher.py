@@ -65,9 +65,9 @@ def _key(settings: Settings) -> Key | None:
 
     if settings.trust_network:
         return None
-    given = settings.agent_key_file
-    path = default_path(os.environ) if given is None else Path(os.path.abspath(os.path.expanduser(given)))
-    return Key(secret_in(path, make_directory=given is None), str(path))
+    key_file = settings.agent_key_file
+    path = default_path(os.environ) if key_file is None else Path(os.path.abspath(os.path.expanduser(key_file)))
+    return Key(secret_in(path, make_directory=key_file is None), str(path))
 
 
 class _Found(BaseException):
@@ -81,9 +81,9 @@ class _Found(BaseException):
 class _LaunchQuestion:
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> None:
-        given = early_config.known_args_namespace
+        options = early_config.known_args_namespace
         ini = {name: value for name in OPTIONS if (value := early_config.getini(name)) is not None}
-        raise _Found(resolve({name: getattr(given, name, None) for name in OPTIONS}, os.environ, ini))
+        raise _Found(resolve({name: getattr(options, name, None) for name in OPTIONS}, os.environ, ini))
 
 
 def settings_of(arguments: Sequence[str]) -> Settings:

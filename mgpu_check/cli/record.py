@@ -73,18 +73,18 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, ("--gpus", "--steps", "--timeout", "--out", "--values"))
-        given = parser.parse_args(own)
+        options = parser.parse_args(own)
         command = script_command(program, parser)
-        if given.out is None:
+        if options.out is None:
             parser.error("--out is missing: give the trace to write, as in --out=a.trace")
-        count = counted(given, command, [given.gpus], parser)
-        values = given.values if given.values is not None else _VALUES * installed()
-        plan = plan_of(given, program, command, count)
-        print(f"mgpu-check record: {plan.shown}: {given.gpus} rank{'s' * (given.gpus > 1)}{plan.note}", flush=True)
-        if given.values is None and not values:
+        count = counted(options, command, [options.gpus], parser)
+        values = options.values if options.values is not None else _VALUES * installed()
+        plan = plan_of(options, program, command, count)
+        print(f"mgpu-check record: {plan.shown}: {options.gpus} rank{'s' * (options.gpus > 1)}{plan.note}", flush=True)
+        if options.values is None and not values:
             print(f"  values are not recorded without safetensors: {INSTALL}", flush=True)
-        recording = RunRecording(given.out.name, ScriptComparison(plan), values, rounding=not given.no_rounding)
-        return write_recorded(recording, given.out)
+        recording = RunRecording(options.out.name, ScriptComparison(plan), values, rounding=not options.no_rounding)
+        return write_recorded(recording, options.out)
     except KeyboardInterrupt:
         print("mgpu-check record: interrupted; all processes are ended", file=sys.stderr)
         return INTERRUPTED

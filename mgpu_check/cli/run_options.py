@@ -96,14 +96,16 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str, default: str = 
     )
 
 
-def refuse(given: argparse.Namespace, names: Sequence[str], why: str, parser: argparse.ArgumentParser) -> None:
+def refuse(
+    options: argparse.Namespace, attributes: Sequence[str], reason: str, parser: argparse.ArgumentParser
+) -> None:
     """Refuse options that would have no effect.
 
     Args:
-        names: attributes of `given`.
+        attributes: attributes of `options`.
     """
-    if wrong := [name for name in names if getattr(given, name) != parser.get_default(name)]:
-        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in wrong)}: {why}")
+    if conflicting := [name for name in attributes if getattr(options, name) != parser.get_default(name)]:
+        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in conflicting)}: {reason}")
 
 
 def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
@@ -117,10 +119,10 @@ def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
         return [], "torchrun"
     row = _LAUNCHERS.get(name, "torchrun")
     modules = ("-m", "--module") if row == "torchrun" else ()  # other launchers have another option -m
-    found = [i for i in range(max(module, 1) + bool(module), len(program)) if _starts(program[i], modules)]
-    while len(found) > 1 and _is_value(program, found[0], found[1]):
-        del found[0]
-    return list(program[: next(iter(found), len(program))]), row
+    indices = [i for i in range(max(module, 1) + bool(module), len(program)) if _starts(program[i], modules)]
+    while len(indices) > 1 and _is_value(program, indices[0], indices[1]):
+        del indices[0]
+    return list(program[: next(iter(indices), len(program))]), row
 
 
 def _starts(word: str, modules: Sequence[str]) -> bool:
@@ -203,11 +205,11 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
     import torch
 
     several = dict(os.environ)
-    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    mask_variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
     visible = next(
-        (several[name] for name in names if name in several), "0"
+        (several[name] for name in mask_variables if name in several), "0"
     )  # the first variable that is set takes effect
-    return {**several, names[0]: visible.split(",")[0]}, several
+    return {**several, mask_variables[0]: visible.split(",")[0]}, several
 
 
 def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
@@ -244,7 +246,7 @@ def interruptible() -> Iterator[None]:
 
 
 def counted(
-    given: argparse.Namespace, command: Sequence[str], worlds: Sequence[int], parser: argparse.ArgumentParser
+    options: argparse.Namespace, command: Sequence[str], worlds: Sequence[int], parser: argparse.ArgumentParser
 ) -> int:
     """Check that the arguments of the script have values for each number of ranks. Return the number of devices."""
     for world in worlds:
@@ -252,29 +254,29 @@ def counted(
             fitted(command, world)
         except ValueError as error:
             parser.error(str(error))
-    return given.gpus if given.simulate else _count(given.gpus, parser)
+    return options.gpus if options.simulate else _count(options.gpus, parser)
 
 
-def plan_of(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> ComparisonPlan:
+def plan_of(options: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> ComparisonPlan:
     """Return the plan of runs.
 
     Args:
         count: number of devices; 0: torch sees none.
     """
     single, several = (
-        {**own, FLOAT32: "1"} if given.float32 else own for own in _environments(given.gpus, given.simulate)
+        {**own, FLOAT32: "1"} if options.float32 else own for own in _environments(options.gpus, options.simulate)
     )
     launcher, variables = launched_by(program)
     return ComparisonPlan(
         command,
         shlex.join(program[len(launcher) :]),
-        given.gpus,
+        options.gpus,
         single,
         several,
-        f"SIMULATED {given.simulate}" if given.simulate else "",
-        given.timeout,
-        given.steps or None,
-        given.fresh_directory,
+        f"SIMULATED {options.simulate}" if options.simulate else "",
+        options.timeout,
+        options.steps or None,
+        options.fresh_directory,
         without_gpus=not count,
         launcher=variables,
         replaced=shlex.join(launcher),

@@ -60,13 +60,13 @@ class PropertyMatrix:
     def caught(self, fault: Fault, check: str) -> bool:
         """Return whether the check catches the fault; with several seeds, on at least 19 of 20."""
         tries = self.cells.get((fault.name, check), [])
-        least, of = _OF_SEEDS
-        return bool(tries) and tries.count(CAUGHT) * of >= least * len(tries)
+        least, total = _OF_SEEDS
+        return bool(tries) and tries.count(CAUGHT) * total >= least * len(tries)
 
     def caught_alone(self, fault: Fault, check: str) -> bool:
         """Return whether all checks of the property were tried on the fault, and only this check catches it."""
         all_tried = self.all_pairs and not any(fault.name == name for name, _ in self.deselected)
-        return all_tried and [one for one in self.checks if self.caught(fault, one)] == [check]
+        return all_tried and [candidate for candidate in self.checks if self.caught(fault, candidate)] == [check]
 
     @property
     def pairs_caught(self) -> int:
@@ -116,25 +116,27 @@ class PropertyMatrix:
                     yield f"{check} does not catch the fault {fault.name}, which it must{often}"
             if not partly and not any(self.caught(fault, check) for check in self.checks):
                 yield f"no check of {self.name} catches the fault {fault.name}"
-        some = {check for _, check in self.deselected}
+        deselected = {check for _, check in self.deselected}
         for check in self.checks if self.complete else ():
-            if check in some:
+            if check in deselected:
                 continue
             if not any(self.caught(fault, check) for fault in self.faults):
                 yield f"{check} catches no fault of {self.name}"
-            elif self.all_pairs and not some and not any(self.caught_alone(fault, check) for fault in self.faults):
+            elif (
+                self.all_pairs and not deselected and not any(self.caught_alone(fault, check) for fault in self.faults)
+            ):
                 yield f"{check} catches no fault of {self.name} that no other check catches"
 
 
 def of_properties(
-    names: Sequence[str], faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
+    property_names: Sequence[str], faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
 ) -> dict[str, PropertyMatrix]:
-    found = {}
-    for name in names:
+    matrices = {}
+    for name in property_names:
         all_of_it = [fault for fault in faults.values() if fault.property == name]
-        some = [fault for fault in all_of_it if fault.name in chosen]
-        found[name] = PropertyMatrix(name, some, complete=len(some) == len(all_of_it), all_pairs=all_pairs)
-    return found
+        selected = [fault for fault in all_of_it if fault.name in chosen]
+        matrices[name] = PropertyMatrix(name, selected, complete=len(selected) == len(all_of_it), all_pairs=all_pairs)
+    return matrices
 
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
@@ -181,8 +183,8 @@ def main(argv: Sequence[str]) -> int:
     own = tuple(word for word in argv if word not in arguments)
     seeds = [word.partition("=")[2] for word in own if word.startswith(_SEEDS)]
     if _SEEDS in arguments or any(not text.isdecimal() or int(text) < 1 for text in seeds):
-        given = f"={seeds[-1]}" if seeds else ""
-        print(f"mgpu-check selftest: {_SEEDS}{given}: give the number of seeds, such as {_SEEDS}=20", file=sys.stderr)
+        suffix = f"={seeds[-1]}" if seeds else ""
+        print(f"mgpu-check selftest: {_SEEDS}{suffix}: give the number of seeds, such as {_SEEDS}=20", file=sys.stderr)
         return WRONG_USAGE
     if not asks_for_gpus(arguments):
         arguments = ["--gpus=4", "--simulate", *arguments]
@@ -318,10 +320,10 @@ class Selftest:
         from mgpu_check.suite.common import budget
 
         function: Any = getattr(item, "function", None)
-        made = self._settings.setdefault(function, getattr(function, "_hypothesis_internal_use_settings", None))
-        if made is None:
+        own_settings = self._settings.setdefault(function, getattr(function, "_hypothesis_internal_use_settings", None))
+        if own_settings is None:
             return
-        few = budget.at_level(made, "quick") if tried.fault is None else made
+        few = budget.at_level(own_settings, "quick") if tried.fault is None else own_settings
         function._hypothesis_internal_use_settings = settings(few, phases=(Phase.explicit, Phase.generate))
         function._hypothesis_internal_use_seed = tried.seed
 
@@ -381,24 +383,25 @@ class Selftest:
             f"\n{CAUGHT} caught, {alone}{PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is not a finding; "
             f"{caught} of {pairs} pairs are caught{how}"
         )
-        wrong = [line for matrix in tried for line in matrix.not_proven()]
+        failures = [line for matrix in tried for line in matrix.not_proven()]
         if not tried:
-            wrong.append("no check was run")
-        for line in wrong:
+            failures.append("no check was run")
+        for line in failures:
             print(f"NOT PROVEN: {line}")
         if self.out_of_reach:
             most = max(fault.least_gpus for fault in self.out_of_reach)
-            names = ", ".join(fault.name for fault in self.out_of_reach)
+            fault_names = ", ".join(fault.name for fault in self.out_of_reach)
             print(
-                f"left out, because they occur in larger worlds only: {names}; plant them with --gpus={most} --simulate"
+                f"left out, because they occur in larger worlds only: {fault_names}; "
+                f"plant them with --gpus={most} --simulate"
             )
         planted, every = sum(len(matrix.planted) for matrix in tried), len(self.faults)
-        some = f"{every} faults" if planted == every else f"{planted} of {every} faults"
-        counts = f"{some}, {sum(len(matrix.checks) for matrix in tried)} checks"
+        fault_count = f"{every} faults" if planted == every else f"{planted} of {every} faults"
+        counts = f"{fault_count}, {sum(len(matrix.checks) for matrix in tried)} checks"
         each = "every fault is caught" + ("" if self.quick else ", every check catches one")
-        print(f"selftest: {counts}: " + (each if not wrong else "FAILED"))
+        print(f"selftest: {counts}: " + (each if not failures else "FAILED"))
         sys.stdout.flush()
-        return not wrong
+        return not failures
 
 
 def _is_finding(error: BaseException) -> bool:
@@ -406,7 +409,7 @@ def _is_finding(error: BaseException) -> bool:
     if isinstance(error, FirstFailure):
         return _is_finding(error.failure)
     if isinstance(error, BaseExceptionGroup):
-        return any(_is_finding(part) for part in error.exceptions)
+        return any(_is_finding(nested) for nested in error.exceptions)
     if isinstance(error, (RankDied, RankHang)):
         return True
     if isinstance(error, RankFailure):
@@ -421,5 +424,5 @@ def _check_of(item: pytest.Item) -> tuple[str, str]:
 
 def _try_of(item: pytest.Item) -> _Try | None:
     callspec = getattr(item, "callspec", None)
-    found = callspec.params.get(_PARAMETER) if callspec is not None else None
-    return found if isinstance(found, _Try) else None
+    parameter = callspec.params.get(_PARAMETER) if callspec is not None else None
+    return parameter if isinstance(parameter, _Try) else None

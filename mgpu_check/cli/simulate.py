@@ -34,8 +34,8 @@ _NOT_SIMULATED = (
 
 def backing_device(text: str) -> str:
     """Return `text` if a device of this name can back simulated ones: "cpu" or "cuda:I". A type for `argparse`."""
-    kind, _, index = text.partition(":")
-    if text == "cpu" or (kind == "cuda" and index.isdecimal()):
+    device_type, _, index = text.partition(":")
+    if text == "cpu" or (device_type == "cuda" and index.isdecimal()):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a backing device; give cpu, or cuda:I of a real GPU")
 
@@ -109,8 +109,8 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hin
     if (path / "__main__.py").exists() if path.is_dir() else path.exists():
         # Keep the name as given, for `sys.argv`.
         command = [str(path.absolute())] if _runs_by_itself(path) else [sys.executable, program[0]]
-    elif found := shutil.which(program[0], path=_search_path()):
-        command = [found] if _runs_by_itself(Path(found)) else [sys.executable, found]
+    elif executable := shutil.which(program[0], path=_search_path()):
+        command = [executable] if _runs_by_itself(Path(executable)) else [sys.executable, executable]
     else:
         parser.error(f"no such script: {program[0]}{hint}")
     return [*command, *program[1:]]
@@ -126,8 +126,8 @@ def _runs_by_itself(path: Path) -> bool:
     if not path.is_file() or not os.access(path, os.X_OK):
         return False
     with path.open("rb") as file:
-        first = file.readline(256)
-    return first.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first)
+        head = file.readline(256)
+    return head.startswith(b"\x7fELF") or (head.startswith(b"#!") and b"python" not in head)
 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
@@ -139,14 +139,14 @@ def main(argv: list[str]) -> int:
     """Run the program of ``argv``, and return its exit code (128 + N if signal N ended it); 4 on wrong usage."""
     parser = _parser()
     own, program = split_program(argv, ("--gpus",))
-    given = parser.parse_args(own)
+    options = parser.parse_args(own)
     command = program_command(
         program, parser, "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
     )
-    notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.simulate}; this says nothing about hardware"
+    notice = f"mgpu-check: SIMULATED node, {options.gpus} GPUs on {options.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
     with tempfile.TemporaryFile() as entered:
-        variables = environment(given.gpus, given.simulate)
+        variables = environment(options.gpus, options.simulate)
         # A path, because processes that inherit no file descriptors, such as those of mpiexec, must reach the file.
         variables["_MGPU_CHECK_ENTERED"] = f"/proc/{os.getpid()}/fd/{entered.fileno()}"
         try:

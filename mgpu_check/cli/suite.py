@@ -45,7 +45,7 @@ def command_line(
     words: tuple[str, ...], arguments: Sequence[str], typed: Sequence[str], omits: str = ""
 ) -> CommandLine:
     """Return the command line of ``mgpu-check WORDS``: the user typed `typed`, and pytest gets `arguments`."""
-    flags, theirs = ({word.partition("=")[0] for word in some} for some in (arguments, typed))
+    flags, theirs = ({word.partition("=")[0] for word in command_words} for command_words in (arguments, typed))
     return CommandLine(words, tuple(arguments), omits, frozenset(flags - theirs))
 
 
@@ -111,8 +111,8 @@ def at_standard(arguments: Sequence[str]) -> list[str]:
 def _gives(name: str, arguments: Sequence[str]) -> bool:
     option = OPTIONS[name]
     also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
-    given = any(argument.partition("=")[0] == option.flag for argument in [*arguments, *also])
-    return given or option.variable in os.environ
+    present = any(argument.partition("=")[0] == option.flag for argument in [*arguments, *also])
+    return present or option.variable in os.environ
 
 
 _VALUED = {

@@ -20,11 +20,11 @@ from mgpu_check.compare.trace import (
     samples_of,
 )
 
-Kind = Literal["before", "gradient", "parameter", "state"]
-"""A kind of tensor at a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
+Quantity = Literal["before", "gradient", "parameter", "state"]
+"""A quantity of a step: a parameter before the first step, a gradient, a parameter after the step, or a state of
 the optimizer or a buffer after the step."""
 
-KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter", "state")
+QUANTITIES: tuple[Quantity, ...] = ("before", "gradient", "parameter", "state")
 """In the order of a step."""
 
 
@@ -34,19 +34,19 @@ class Deviation:
 
     Attributes:
         size: the largest deviation of a number of the summary, relative to the tensor (see `TensorSummary.entries`).
-        what: name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]".
+        number: name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]".
         got, expected: its two values.
     """
 
     size: float
-    what: str = ""
+    number: str = ""
     got: float = 0.0
     expected: float = 0.0
 
     def __str__(self) -> str:
-        if not self.what:
+        if not self.number:
             return "the tensor is missing" if math.isinf(self.size) else ""
-        return f"{self.what}: {self.got:.7g} instead of {self.expected:.7g}"
+        return f"{self.number}: {self.got:.7g} instead of {self.expected:.7g}"
 
 
 def deviation(got: TensorSummary | None, expected: TensorSummary | None, shape: Sequence[int]) -> Deviation:
@@ -60,23 +60,23 @@ def deviation(got: TensorSummary | None, expected: TensorSummary | None, shape: 
 
 
 def largest_deviation(
-    names: Sequence[tuple[str, bool]], got: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
+    labels: Sequence[tuple[str, bool]], got: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> Deviation:
     """Return the largest deviation among numbers, each with its typical size (see `TensorSummary.entries`).
 
     Args:
-        names: the name of each number, and whether it is an element of the tensor.
+        labels: the name of each number, and whether it is an element of the tensor.
     """
     worst = Deviation(0.0)
-    for (name, is_element), (value, size_here), (wanted, size) in zip(names, got, expected, strict=True):
+    for (name, is_element), (value, size_here), (wanted, size) in zip(labels, got, expected, strict=True):
         if value == wanted or (math.isnan(value) and math.isnan(wanted)):
             continue
         # If the expected tensor is zero, the deviation is relative to the tensor found.
-        apart = abs(value - wanted) / (size or size_here)
-        apart = apart if math.isfinite(apart) else math.inf
+        difference = abs(value - wanted) / (size or size_here)
+        difference = difference if math.isfinite(difference) else math.inf
         # A report that names an element is more useful, so an element wins unless its deviation is much smaller.
-        if apart > worst.size or (apart >= worst.size / 2 and is_element):
-            worst = Deviation(max(apart, worst.size), name, value, wanted)
+        if difference > worst.size or (difference >= worst.size / 2 and is_element):
+            worst = Deviation(max(difference, worst.size), name, value, wanted)
     return worst
 
 
@@ -90,11 +90,11 @@ def output_deviation(got: OutputSummary, expected: OutputSummary | None) -> Devi
 def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
     """Return the name of each entry of a summary, and whether the entry is an element."""
     count = math.prod(shape)
-    names, start = [("norm", False)], 0
+    labels, start = [("norm", False)], 0
     for size in chunk_sizes(count):
-        names.append((f"sum of elements {start} to {start + size - 1} of {count}" if size > 1 else "sum", False))
+        labels.append((f"sum of elements {start} to {start + size - 1} of {count}" if size > 1 else "sum", False))
         start += size
-    return [*names, *((f"element {_index(position, shape)}", True) for position in positions(count))]
+    return [*labels, *((f"element {_index(position, shape)}", True) for position in positions(count))]
 
 
 def _index(position: int, shape: Sequence[int]) -> list[int]:
@@ -105,15 +105,15 @@ def _index(position: int, shape: Sequence[int]) -> list[int]:
     return index[::-1]
 
 
-def of_kind(step: Step, kind: Kind) -> Mapping[str, TensorSummary | None]:
-    """Return the tensors of one kind in a step, by parameter."""
-    found: Mapping[str, Mapping[str, TensorSummary | None]] = {
+def of_quantity(step: Step, quantity: Quantity) -> Mapping[str, TensorSummary | None]:
+    """Return the tensors of one quantity in a step, by parameter."""
+    tensors: Mapping[str, Mapping[str, TensorSummary | None]] = {
         "before": step.before,
         "gradient": step.gradients,
         "parameter": step.parameters,
         "state": step.states,
     }
-    return found[kind]
+    return tensors[quantity]
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ class Samples:
     @property
     def together(self) -> Counter[int]:
         total: Counter[int] = Counter()
-        seen: list[Counter[int]] = []
-        for part in self.ranks:
-            if not self.divided or part not in seen:
-                total += part
-                seen.append(part)
+        distinct: list[Counter[int]] = []
+        for samples in self.ranks:
+            if not self.divided or samples not in distinct:
+                total += samples
+                distinct.append(samples)
         return total
 
     @property
@@ -169,12 +169,12 @@ class Samples:
             len(self.ranks) > 1
             and not self.divided
             and (len(self.ranks[0]) > 1 or self.ranks[0].total() == 1)
-            and all(part == self.ranks[0] for part in self.ranks)
+            and all(samples == self.ranks[0] for samples in self.ranks)
         )
 
     @property
     def counts(self) -> list[int]:
-        return [part.total() for part in self.ranks]
+        return [samples.total() for samples in self.ranks]
 
 
 def with_common_samples(traces: Sequence[Trace]) -> list[Trace]:
@@ -183,9 +183,9 @@ def with_common_samples(traces: Sequence[Trace]) -> list[Trace]:
     One device and the ranks may call another outermost module: Lightning calls the module itself on one device, and its
     wrapper on ranks.
     """
-    steps = [_with_common_samples(some) for some in zip(*(trace.steps for trace in traces), strict=False)]
+    steps = [_with_common_samples(aligned) for aligned in zip(*(trace.steps for trace in traces), strict=False)]
     return [
-        replace(trace, steps=[*(some[index] for some in steps), *trace.steps[len(steps) :]])
+        replace(trace, steps=[*(aligned[index] for aligned in steps), *trace.steps[len(steps) :]])
         for index, trace in enumerate(traces)
     ]
 
@@ -193,20 +193,24 @@ def with_common_samples(traces: Sequence[Trace]) -> list[Trace]:
 def _with_common_samples(steps: Sequence[Step]) -> Sequence[Step]:
     if sorted(steps[0].seen) == sorted(sample for step in steps[1:] for sample in step.seen):
         return steps
-    found = [[{call.module: call for call in calls} for calls in step.inputs] for step in steps]
-    chains = [calls for some in found for calls in some]
-    name = next((name for name in found[0][0] if all(name in calls for calls in chains)), None) if all(found) else None
+    calls_by_module = [[{call.module: call for call in calls} for calls in step.inputs] for step in steps]
+    chains = [calls for own in calls_by_module for calls in own]
+    name = (
+        next((name for name in calls_by_module[0][0] if all(name in calls for calls in chains)), None)
+        if all(calls_by_module)
+        else None
+    )
     if name is None:
         return steps
-    rows = divided_tensors([some[0][name].rows for some in found])
-    columns = divided_tensors([some[0][name].columns for some in found])
+    rows = divided_tensors([own[0][name].rows for own in calls_by_module])
+    columns = divided_tensors([own[0][name].columns for own in calls_by_module])
     return [
         replace(
             step,
-            samples=[samples_of(calls[name].rows, rows) for calls in some],
-            columns=[samples_of(calls[name].columns, columns) for calls in some],
+            samples=[samples_of(calls[name].rows, rows) for calls in own],
+            columns=[samples_of(calls[name].columns, columns) for calls in own],
         )
-        for step, some in zip(steps, found, strict=True)
+        for step, own in zip(steps, calls_by_module, strict=True)
     ]
 
 
@@ -244,17 +248,17 @@ class Aligned:
     def __post_init__(self) -> None:
         self.world = self.world or len(self.ranks)
         self.one, *self.ranks = with_common_samples([self.one, *self.ranks])
-        there = {name for trace in self.ranks for name in trace.parameters}
+        trained = {name for trace in self.ranks for name in trace.parameters}
         ordered = sorted(self.one.parameters.values(), key=lambda parameter: parameter.order)
-        self.names = [p.name for p in ordered if p.name in there]
-        self.missing = [p.name for p in ordered if p.name not in there]
-        self.extra = sorted(there - self.one.parameters.keys())
+        self.names = [p.name for p in ordered if p.name in trained]
+        self.missing = [p.name for p in ordered if p.name not in trained]
+        self.extra = sorted(trained - self.one.parameters.keys())
         changing = {
             name for trace in (self.one, *self.ranks) for name, state in trace.states.items() if not state.constant
         }
         kept = sorted(self.one.states.values(), key=lambda state: (state.order, state.key))
-        held = {name for trace in self.ranks for name in trace.states}
-        self.states = [state.name for state in kept if state.name in held & changing]
+        kept_states = {name for trace in self.ranks for name in trace.states}
+        self.states = [state.name for state in kept if state.name in kept_states & changing]
 
     @property
     def where(self) -> str:
@@ -276,20 +280,22 @@ class Aligned:
         """Return the parameter, state or buffer of one device with this name."""
         return self.one.parameters.get(name) or self.one.states[name]
 
-    def named(self, kind: Kind) -> list[str]:
-        """Return the names of the tensors of one kind that both runs have."""
-        return self.states if kind == "state" else self.names
+    def named(self, quantity: Quantity) -> list[str]:
+        """Return the names of the tensors of one quantity that both runs have."""
+        return self.states if quantity == "state" else self.names
 
-    def found(self, step: int, kind: Kind, name: str) -> tuple[TensorSummary | None, dict[int, TensorSummary | None]]:
+    def found(
+        self, step: int, quantity: Quantity, name: str
+    ) -> tuple[TensorSummary | None, dict[int, TensorSummary | None]]:
         """Return a tensor of a step on one device, and by rank on each rank that has it with the same shape."""
-        expected = of_kind(self.one.steps[step], kind).get(name)
+        expected = of_quantity(self.one.steps[step], quantity).get(name)
         shape = self.parameter(name).shape
-        here = {}
+        by_rank = {}
         for trace in self.ranks:
-            values = of_kind(trace.steps[step], kind)
+            values = of_quantity(trace.steps[step], quantity)
             if name in values and (own := trace.entry(name)) is not None and own.shape == shape:
-                here[trace.rank] = values[name]
-        return expected, here
+                by_rank[trace.rank] = values[name]
+        return expected, by_rank
 
     @property
     def held(self) -> list[str]:
@@ -298,35 +304,38 @@ class Aligned:
             name
             for name in self.names
             if any(
-                expected is not None and any(here.values())
-                for expected, here in (self.found(step, "parameter", name) for step in range(self.steps))
+                expected is not None and any(by_rank.values())
+                for expected, by_rank in (self.found(step, "parameter", name) for step in range(self.steps))
             )
         ]
 
     def samples(self, step: int) -> Samples:
         """Return the rows of the model's inputs, or the columns if only columns equal those of one device."""
         steps = [trace.steps[step] for trace in self.ranks]
-        one = self.one.steps[step]
-        rows = self._samples(one.seen, [here.seen for here in steps])
+        reference = self.one.steps[step]
+        rows = self._samples(reference.seen, [step_on_rank.seen for step_on_rank in steps])
         if rows.same:
             return rows
-        columns = self._samples(one.seen_columns, [here.seen_columns for here in steps])
+        columns = self._samples(reference.seen_columns, [step_on_rank.seen_columns for step_on_rank in steps])
         return columns if columns.known and columns.same else rows
 
-    def _samples(self, one: Sequence[int], ranks: Sequence[Sequence[int]]) -> Samples:
-        expected, seen = Counter(one), [Counter(rank) for rank in ranks]
-        if self.divided and any(part & expected for part in seen):
-            held = [set(trace.parameters) for trace in self.ranks]
-            first = [index for index, part in enumerate(seen) if part & expected]
+    def _samples(self, reference: Sequence[int], ranks: Sequence[Sequence[int]]) -> Samples:
+        expected, observed = Counter(reference), [Counter(rank) for rank in ranks]
+        if self.divided and any(samples & expected for samples in observed):
+            trained = [set(trace.parameters) for trace in self.ranks]
+            first_stages = [index for index, samples in enumerate(observed) if samples & expected]
             # Later stages receive outputs of the first stage. They hold other parameters than the first stage.
-            seen = [
-                part
-                if any(2 * len(held[index] & held[other]) >= min(len(held[index]), len(held[other])) for other in first)
+            observed = [
+                samples
+                if any(
+                    2 * len(trained[index] & trained[stage]) >= min(len(trained[index]), len(trained[stage]))
+                    for stage in first_stages
+                )
                 else Counter()
-                for index, part in enumerate(seen)
+                for index, samples in enumerate(observed)
             ]
-            return Samples(expected, tuple(seen), divided=True, staged=not all(seen))
-        return Samples(expected, tuple(seen), self.divided)
+            return Samples(expected, tuple(observed), divided=True, staged=not all(observed))
+        return Samples(expected, tuple(observed), self.divided)
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
         """Return the loss on one device, the mean loss of the ranks, and the loss of each rank.
@@ -334,12 +343,12 @@ class Aligned:
         The mean is weighted by the number of samples of each rank if all numbers are known. It is None if a loss is
         unknown.
         """
-        here = [trace.steps[step].loss for trace in self.ranks]
-        known = [loss for loss in here if loss is not None]
-        if len(known) < len(here):
-            return self.one.steps[step].loss, None, here
+        rank_losses = [trace.steps[step].loss for trace in self.ranks]
+        finite_losses = [loss for loss in rank_losses if loss is not None]
+        if len(finite_losses) < len(rank_losses):
+            return self.one.steps[step].loss, None, rank_losses
         weights = self.samples(step).counts
         if not all(weights):
-            weights = [1] * len(known)
-        mean = math.fsum(w * loss for w, loss in zip(weights, known, strict=True)) / sum(weights)
-        return self.one.steps[step].loss, mean, here
+            weights = [1] * len(finite_losses)
+        mean = math.fsum(w * loss for w, loss in zip(weights, finite_losses, strict=True)) / sum(weights)
+        return self.one.steps[step].loss, mean, rank_losses

@@ -38,7 +38,7 @@ def accepted(text: str) -> tuple[str, str]:
     Raises:
         ValueError: the pattern or the reason is missing.
     """
-    pattern, _, reason = (part.strip() for part in text.partition("="))
+    pattern, _, reason = (piece.strip() for piece in text.partition("="))
     if not pattern or not reason:
         raise ValueError(
             f"{text!r} lacks a pattern or a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
@@ -73,6 +73,6 @@ def _evaluate(node: ast.expr, world: int) -> Fraction:
         value = _evaluate(node.operand, world)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        found: Fraction = _OPERATORS[type(node.op)](_evaluate(node.left, world), _evaluate(node.right, world))
-        return Fraction(found)
+        result: Fraction = _OPERATORS[type(node.op)](_evaluate(node.left, world), _evaluate(node.right, world))
+        return Fraction(result)
     raise TypeError("no number")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_check.compare.alignment import Aligned, Kind, of_kind
+from mgpu_check.compare.alignment import Aligned, Quantity, of_quantity
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import TensorSummary, Trace
 from mgpu_check.processes.rank_lists import few, named
@@ -41,7 +41,7 @@ LOSS = (
 class Obstacle:
     """A reason why runs cannot be compared, and the remedy."""
 
-    why: str
+    reason: str
     todo: str
 
 
@@ -64,12 +64,12 @@ def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
     dropouts = sorted({name for event in events if event["event"] == "module" for name in event["dropouts"]})
     draws = [event for event in events if event["event"] == "random"]
     if dropouts or (draws and not draws[0]["line"]):
-        what = ", ".join(dropouts) or draws[0]["what"]
-        return Obstacle(f"{what} drops different elements on ranks than on one device", DROPOUT)
+        subject = ", ".join(dropouts) or draws[0]["what"]
+        return Obstacle(f"{subject} drops different elements on ranks than on one device", DROPOUT)
     if not draws:
         return None
-    what, line = draws[0]["what"], draws[0]["line"]
-    return Obstacle(f"{what} ({line}) draws random numbers, which differ between ranks and one device", NUMBERS)
+    subject, line = draws[0]["what"], draws[0]["line"]
+    return Obstacle(f"{subject} ({line}) draws random numbers, which differ between ranks and one device", NUMBERS)
 
 
 def narrow(trace: Trace) -> str:
@@ -80,7 +80,7 @@ def narrow(trace: Trace) -> str:
     return next((f"{name} is {dtype}" for dtype, name in dtypes.items()), "")
 
 
-def standing(one: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[Obstacle]:
+def standing(reference: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[Obstacle]:
     """Yield the obstacles that the run on one device shows, and those of the ranks if they have run.
 
     Report them only if the runs are not comparable for another reason: a script without seeds is comparable if it loads
@@ -89,27 +89,27 @@ def standing(one: Trace, ranks: Sequence[Trace], own: Path | None) -> Iterator[O
     Args:
         own: a directory of the run on one device alone.
     """
-    if (random := drawing(one)) is not None:
+    if (random := drawing(reference)) is not None:
         yield random
-    if low := narrow(one):
+    if low := narrow(reference):
         yield Obstacle(f"{low}: rounding may mask the differences", FLOAT32)
-    gradients = [gradient for step in one.steps for gradient in step.gradients.values()]
+    gradients = [gradient for step in reference.steps for gradient in step.gradients.values()]
     if gradients and not any(gradient is not None and gradient.norm for gradient in gradients):
         yield Obstacle("the gradients of all parameters are zero on one device", LOSS)
-    if not one.of("seed"):
+    if not reference.of("seed"):
         yield Obstacle("torch.manual_seed was never called on one device", SEEDS)
-    if (file := _snapshot(one)) and not (own and Path(file).is_relative_to(own)):
+    if (file := _snapshot(reference)) and not (own and Path(file).is_relative_to(own)):
         yield Obstacle(
             f"the script checks for {file}, and saves it later: does each run resume the run before?", SNAPSHOT
         )
-    batch = len(one.steps[0].seen) if one.steps else 0
-    whole = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)
+    batch = len(reference.steps[0].seen) if reference.steps else 0
+    same_batches = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)
     in_parts = any(
-        parameter.sharded or parameter.held or parameter.unplaced or len(trace.parameters) < len(one.parameters)
+        parameter.sharded or parameter.held or parameter.unplaced or len(trace.parameters) < len(reference.parameters)
         for trace in ranks
         for parameter in trace.parameters.values()
     )
-    if batch and len(ranks) > 1 and whole and not in_parts:
+    if batch and len(ranks) > 1 and same_batches and not in_parts:
         yield Obstacle(f"each rank has a batch as large as that of one device ({batch})", divided(batch))
 
 
@@ -121,9 +121,9 @@ def divided(batch: int) -> str:
     )
 
 
-def _snapshot(one: Trace) -> str | None:
+def _snapshot(reference: Trace) -> str | None:
     """Return a file that the script did not find at first, and saved later; None if there is no such file."""
-    return next((event["file"] for event in one.of("save") if event["missed"]), None)
+    return next((event["file"] for event in reference.of("save") if event["missed"]), None)
 
 
 _WIDE = 0.1
@@ -152,24 +152,24 @@ def trained(trace: Trace) -> set[str]:
 
 def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
     """Return the trained parameters, states and buffers that were never compared, each with the reason."""
-    found: dict[str, str] = {}
-    one = trained(aligned.one)
+    reasons: dict[str, str] = {}
+    reference_trained = trained(aligned.one)
     for name in aligned.one.parameters:
-        if name not in one:
+        if name not in reference_trained:
             continue
         if name in aligned.missing:
-            found[name] = aligned.reasons.get(name, _NOWHERE)
+            reasons[name] = aligned.reasons.get(name, _NOWHERE)
         elif not any(_found(aligned, name)):
-            found[name] = aligned.reasons.get(name) or _shapes(aligned, name)
-        elif not any(_tells(aligned, rounding, step, kind, name) for step, kind in _found(aligned, name)):
-            found[name] = _DROWNED
+            reasons[name] = aligned.reasons.get(name) or _shapes(aligned, name)
+        elif not any(_tells(aligned, rounding, step, quantity, name) for step, quantity in _found(aligned, name)):
+            reasons[name] = _DROWNED
     ranks: dict[str, list[int]] = defaultdict(list)
     for trace in aligned.ranks:
         for name in sorted(trained(trace) & set(aligned.extra)):
             ranks[name].append(trace.rank)
-    found |= {f"{name} ({named(some)})": aligned.reasons.get(name, _OF_RANKS) for name, some in ranks.items()}
-    judged = one - found.keys()
-    return found | _states(aligned, rounding, judged) | _unread(aligned, judged)
+    reasons |= {f"{name} ({named(holders)})": aligned.reasons.get(name, _OF_RANKS) for name, holders in ranks.items()}
+    judged = reference_trained - reasons.keys()
+    return reasons | _states(aligned, rounding, judged) | _unread(aligned, judged)
 
 
 def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
@@ -177,8 +177,8 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
 
     If one device has none, those of ranks count.
     """
-    here = [event for event in aligned.one.of("unread") if not event["of"] or event["of"] in judged]
-    events = here or [event for trace in aligned.ranks for event in trace.of("unread")]
+    on_reference = [event for event in aligned.one.of("unread") if not event["of"] or event["of"] in judged]
+    events = on_reference or [event for trace in aligned.ranks for event in trace.of("unread")]
     states = "its type {} is neither a number nor a tensor that compare can read"
     return {
         event["name"]: (states if event["of"] else "compare cannot read the values of its type {}").format(
@@ -190,22 +190,22 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
 
 def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
     """Return the states of compared parameters, and the changing buffers, that were never compared."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, state in aligned.one.states.items():
         if state.of not in judged if state.key else state.constant:
             continue
         steps = list(_compared(aligned, name))
         if not steps:
-            there = any(name in trace.states for trace in aligned.ranks)
-            found[name] = aligned.reasons.get(name) or (_shapes(aligned, name) if there else _NOT_KEPT)
+            on_ranks = any(name in trace.states for trace in aligned.ranks)
+            reasons[name] = aligned.reasons.get(name) or (_shapes(aligned, name) if on_ranks else _NOT_KEPT)
         elif not any(_is_measured(aligned, rounding, step, name) for step in steps):
-            found[name] = _UNMEASURED
+            reasons[name] = _UNMEASURED
     for trace in aligned.ranks:
         for name, state in trace.states.items():
             if name in aligned.one.states or (state.of not in judged if state.key else state.constant):
                 continue
-            found[name] = aligned.reasons.get(name, _KEPT_BY_RANKS)
-    return found
+            reasons[name] = aligned.reasons.get(name, _KEPT_BY_RANKS)
+    return reasons
 
 
 def _is_measured(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
@@ -217,22 +217,22 @@ def _is_measured(aligned: Aligned, rounding: Rounding, step: int, name: str) -> 
 def _compared(aligned: Aligned, name: str) -> Iterator[int]:
     """Yield each step at which some rank's state was compared with one device."""
     for step in range(aligned.compared):
-        expected, here = aligned.found(step, "state", name)
-        if expected is not None and any(here.values()):
+        expected, by_rank = aligned.found(step, "state", name)
+        if expected is not None and any(by_rank.values()):
             yield step
 
 
-def left_over(aligned: Aligned, left: Sequence[str]) -> str:
+def left_over(aligned: Aligned, missed: Sequence[str]) -> str:
     """Describe how many trained parameters, states and buffers were not compared."""
     kept = {name for trace in (aligned.one, *aligned.ranks) for name in trace.states}
     unread = {event["name"]: event["of"] for trace in (aligned.one, *aligned.ranks) for event in trace.of("unread")}
-    kept |= {name for name, of in unread.items() if of}
-    names = [name for name in left if name not in kept]
-    total = len(trained(aligned.one)) + sum(n in unread or n.partition(" (")[0] in aligned.extra for n in names)
-    told = [f"{len(names)} of {total} trained parameters"] if names else []
-    count = len(left) - len(names)
-    told += [f"{count} state{'s' * (count > 1)} of optimizers or buffer{'s' * (count > 1)}"] if count else []
-    return f"{' and '.join(told)} {'was' if len(left) == count == 1 else 'were'} not compared with one device"
+    kept |= {name for name, owner in unread.items() if owner}
+    parameters = [name for name in missed if name not in kept]
+    total = len(trained(aligned.one)) + sum(n in unread or n.partition(" (")[0] in aligned.extra for n in parameters)
+    clauses = [f"{len(parameters)} of {total} trained parameters"] if parameters else []
+    count = len(missed) - len(parameters)
+    clauses += [f"{count} state{'s' * (count > 1)} of optimizers or buffer{'s' * (count > 1)}"] if count else []
+    return f"{' and '.join(clauses)} {'was' if len(missed) == count == 1 else 'were'} not compared with one device"
 
 
 def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
@@ -245,39 +245,41 @@ def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[lis
     Returns:
         The names that no pattern accepts; report lines, one for each reason and each used pattern; the unused patterns.
     """
-    left: dict[str, list[str]] = defaultdict(list)
+    remaining: dict[str, list[str]] = defaultdict(list)
     accepted: dict[str, list[str]] = defaultdict(list)
     for name, reason in missed.items():
         patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name.partition(" (")[0], pattern)]
         for pattern in patterns:
             accepted[pattern].append(name)
         if not patterns:
-            left[reason].append(name)
-    lines = [f"not compared: {few(names, _SHOWN)}: {reason}" for reason, names in left.items()]
+            remaining[reason].append(name)
+    lines = [f"not compared: {few(group, _SHOWN)}: {reason}" for reason, group in remaining.items()]
     lines += [
-        f"not compared, accepted by --unjudged: {few(names, _SHOWN)}: {unjudged[pattern]}"
-        for pattern, names in accepted.items()
+        f"not compared, accepted by --unjudged: {few(group, _SHOWN)}: {unjudged[pattern]}"
+        for pattern, group in accepted.items()
     ]
     idle = [pattern for pattern in unjudged if pattern not in accepted]
-    return [name for names in left.values() for name in names], lines, idle
+    return [name for group in remaining.values() for name in group], lines, idle
 
 
-def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Kind]]:
-    """Yield each step and kind at which some rank's tensor was compared with one device."""
-    kinds: tuple[Kind, ...] = ("gradient", "parameter")
+def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Quantity]]:
+    """Yield each step and quantity at which some rank's tensor was compared with one device."""
+    quantities: tuple[Quantity, ...] = ("gradient", "parameter")
     for step in range(aligned.compared):
-        for kind in kinds:
-            expected, here = aligned.found(step, kind, name)
-            if expected is not None and any(here.values()):
-                yield step, kind
+        for quantity in quantities:
+            expected, by_rank = aligned.found(step, quantity, name)
+            if expected is not None and any(by_rank.values()):
+                yield step, quantity
 
 
-def _tells(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str) -> bool:
+def _tells(aligned: Aligned, rounding: Rounding, step: int, quantity: Quantity, name: str) -> bool:
     """Return whether the tolerance is narrow enough to detect a mistake."""
-    here = of_kind(aligned.one.steps[step], kind)
-    own = _size(here[name], aligned.parameter(name).count)
-    largest = max((_size(value, aligned.parameter(other).count) for other, value in here.items()), default=0.0)
-    width = rounding.tolerance(step, kind, name) * own
+    tensors = of_quantity(aligned.one.steps[step], quantity)
+    own = _size(tensors[name], aligned.parameter(name).count)
+    largest = max(
+        (_size(value, aligned.parameter(other_name).count) for other_name, value in tensors.items()), default=0.0
+    )
+    width = rounding.tolerance(step, quantity, name) * own
     return math.isfinite(width) and width <= _WIDE * max(own, _SMALL * largest)
 
 
@@ -288,5 +290,5 @@ def _size(summary: TensorSummary | None, count: int) -> float:
 
 def _shapes(aligned: Aligned, name: str) -> str:
     shapes = sorted({str(list(own.shape)) for t in aligned.ranks if (own := t.entry(name)) is not None})
-    whole = list(aligned.parameter(name).shape)
-    return f"its shape is {few(shapes, 3)} on ranks, and {whole} on one device"
+    full_shape = list(aligned.parameter(name).shape)
+    return f"its shape is {few(shapes, 3)} on ranks, and {full_shape} on one device"

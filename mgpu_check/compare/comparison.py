@@ -86,8 +86,8 @@ class ComparisonPlan:
     @property
     def note(self) -> str:
         """The end of a line: the launcher that was replaced, and the kind of simulated devices."""
-        said = f"; in place of “{self.replaced}”, with the variables of {self.launcher}" if self.replaced else ""
-        return said + (f"; {self.simulated} x{self.world}: proves code, never hardware" if self.simulated else "")
+        suffix = f"; in place of “{self.replaced}”, with the variables of {self.launcher}" if self.replaced else ""
+        return suffix + (f"; {self.simulated} x{self.world}: proves code, never hardware" if self.simulated else "")
 
 
 @dataclass
@@ -109,29 +109,34 @@ def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparis
     Args:
         tell: called with a line about each run after it has ended.
     """
-    made = ScriptComparison(plan)
+    comparison = ScriptComparison(plan)
     with contextlib.ExitStack() as undo:
         tapes = [temporary(undo).fileno() for _ in range(plan.world)]
-        verdict = _verdict(made, tell, tapes)
-        if verdict.inputs_differ and made.assembly is not None:
-            verdict = _replay(made, tell, tapes, verdict)
-    remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *crashes_at_exit(made.runs)]
-    if plan.limit and verdict.kind == "equal" and not verdict.replayed and _stopped(made.runs):
+        verdict = _verdict(comparison, tell, tapes)
+        if verdict.inputs_differ and comparison.assembly is not None:
+            verdict = _replay(comparison, tell, tapes, verdict)
+    remarks = [
+        *verdict.report.remarks,
+        *_also(comparison, verdict),
+        *_led(comparison.runs),
+        *crashes_at_exit(comparison.runs),
+    ]
+    if plan.limit and verdict.kind == "equal" and not verdict.replayed and _stopped(comparison.runs):
         remarks.insert(0, f"compared {verdict.compared} steps, where the runs were ended; --steps=all compares all")
-    if plan.without_gpus and any(run.failed for run in made.runs):
+    if plan.without_gpus and any(run.failed for run in comparison.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
-    made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
-    return made
+    comparison.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
+    return comparison
 
 
 def _stopped(runs: Sequence[ScriptRun]) -> bool:
     """Return whether the first runs on one device and on the ranks were ended. Some later ones are ended earlier."""
-    first = [runs[0], *[run for run in runs if len(run.ranks) > 1][:1]]
-    return any(ended.how == "stopped" for run in first for ended in run.ranks)
+    earliest_runs = [runs[0], *[run for run in runs if len(run.ranks) > 1][:1]]
+    return any(ended.how == "stopped" for run in earliest_runs for ended in run.ranks)
 
 
 def _replay(
-    made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int], refusal: ComparisonVerdict
+    comparison: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int], refusal: ComparisonVerdict
 ) -> ComparisonVerdict:
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
     from mgpu_check.compare.replay_judgement import (
@@ -139,25 +144,28 @@ def _replay(
     )
 
     def run(label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun:
-        return run_script(made, tell, label, 1, moved=moved, files=files, until=steps)
+        return run_script(comparison, tell, label, 1, moved=moved, files=files, until=steps)
 
-    plan, assembly = made.plan, made.assembly
+    plan, assembly = comparison.plan, comparison.assembly
     assert assembly is not None
-    found = replayed(refusal, made.runs[0].traces[0], assembly, tapes, plan.steps, plan.unjudged, run)
-    made.aligned, made.rounding = found.aligned or made.aligned, found.rounding or made.rounding
-    return found.verdict
+    replay = replayed(refusal, comparison.runs[0].traces[0], assembly, tapes, plan.steps, plan.unjudged, run)
+    comparison.aligned, comparison.rounding = (
+        replay.aligned or comparison.aligned,
+        replay.rounding or comparison.rounding,
+    )
+    return replay.verdict
 
 
-def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ComparisonVerdict:
-    plan = made.plan
-    one = run_script(made, tell, "one device", 1)
-    if one.has("starts"):
+def _verdict(comparison: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ComparisonVerdict:
+    plan = comparison.plan
+    reference = run_script(comparison, tell, "one device", 1)
+    if reference.has("starts"):
         return starts_its_own(one_device=True)
-    if one.failed:
-        return of_failure(one, one.failed, one_device=True)
-    if not one.traces[0].steps:
-        return without_steps(one, one.ranks)
-    several = _several(made, tell, tapes)
+    if reference.failed:
+        return of_failure(reference, reference.failed, one_device=True)
+    if not reference.traces[0].steps:
+        return without_steps(reference, reference.ranks)
+    several = _several(comparison, tell, tapes)
     if several.has("starts"):
         return starts_its_own(one_device=False)
     if several.failed:
@@ -165,34 +173,39 @@ def _verdict(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequenc
     silent = [ended for ended in several.ranks if not ended.steps]
     if silent:
         return without_steps(several, silent)
-    assembly = assembled(one.traces[0], several.traces)
+    assembly = assembled(reference.traces[0], several.traces)
     if len(several.ranks) == plan.world:
-        made.assembly = assembly
-    made.aligned = aligned = _aligned(one, assembly, plan.world)
-    if found := _found_what_was_left(made.runs):
-        return found
+        comparison.assembly = assembly
+    comparison.aligned = aligned = _aligned(reference, assembly, plan.world)
+    if refusal := _found_what_was_left(comparison.runs):
+        return refusal
     if others := others_from_the_start(aligned):
-        why = " and ".join(dict.fromkeys(one.why for one in others))
-        return of_inputs(why, [one.todo for one in others], step=1)
-    if (random := drawing(one.traces[0])) and made.assembly and not assembly.open and aligned.samples(0).same:
-        return of_inputs(random.why, [random.todo])
-    again, stopped = _again(made, tell, assembly.open and len(several.ranks) == plan.world)
+        reason = " and ".join(dict.fromkeys(obstacle.reason for obstacle in others))
+        return of_inputs(reason, [obstacle.todo for obstacle in others], step=1)
+    if (
+        (random := drawing(reference.traces[0]))
+        and comparison.assembly
+        and not assembly.open
+        and aligned.samples(0).same
+    ):
+        return of_inputs(random.reason, [random.todo])
+    repeated, stopped = _again(comparison, tell, assembly.open and len(several.ranks) == plan.world)
     if stopped is not None:
         return stopped
-    aligned = made.aligned
-    repeat = repeatability(one.traces[0], again.traces[0])
+    aligned = comparison.aligned
+    repeat = repeatability(reference.traces[0], repeated.traces[0])
     if repeat is not None and repeat.step == 0:
         return verdict_of(aligned, None, repeat)
-    moved = run_script(made, tell, "one device, moved by roundoffs", 1, moved=SEED)
+    moved = run_script(comparison, tell, "one device, moved by roundoffs", 1, moved=SEED)
     if moved.failed:
         return of_failure(moved, moved.failed, one_device=True)
-    further = functools.partial(run_script, made, tell, "one device, moved by other roundoffs", 1)
-    made.rounding = measured(aligned, [moved.traces[0], again.traces[0]], further)
-    return verdict_of(aligned, made.rounding, repeat, plan.unjudged)
+    further = functools.partial(run_script, comparison, tell, "one device, moved by other roundoffs", 1)
+    comparison.rounding = measured(aligned, [moved.traces[0], repeated.traces[0]], further)
+    return verdict_of(aligned, comparison.rounding, repeat, plan.unjudged)
 
 
 def _again(
-    made: ScriptComparison, tell: Callable[[str], None], divided: bool
+    comparison: ScriptComparison, tell: Callable[[str], None], divided: bool
 ) -> tuple[ScriptRun, ComparisonVerdict | None]:
     """Run on one device again. Return the run, and the verdict if the comparison ends here.
 
@@ -200,27 +213,29 @@ def _again(
         divided: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one
             device.
     """
-    world = made.plan.world
+    world = comparison.plan.world
     with contextlib.ExitStack() as undo:
         wholes = temporary(undo)
-        again = run_script(made, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {})
-        if again.failed:
-            return again, of_failure(again, again.failed, one_device=True)
-        found = _found_what_was_left(made.runs)
-        if found is not None or not divided:
-            return again, found
+        repeated = run_script(
+            comparison, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {}
+        )
+        if repeated.failed:
+            return repeated, of_failure(repeated, repeated.failed, one_device=True)
+        refusal = _found_what_was_left(comparison.runs)
+        if refusal is not None or not divided:
+            return repeated, refusal
         files = {"wholes": wholes.fileno()}
-        several = run_script(made, tell, f"{world} ranks, with slices", world, files=files)
+        several = run_script(comparison, tell, f"{world} ranks, with slices", world, files=files)
         if several.failed:
-            return again, of_failure(several, several.failed, one_device=False)
-        one = made.runs[0]
-        assembly = assembled(one.traces[0], several.traces)
-        if assembly.same_elsewhere and (placed := constants_placed(made, tell, files, undo)):
-            several = run_script(made, tell, f"{world} ranks, with all slices", world, files=placed)
+            return repeated, of_failure(several, several.failed, one_device=False)
+        reference = comparison.runs[0]
+        assembly = assembled(reference.traces[0], several.traces)
+        if assembly.same_elsewhere and (placed := constants_placed(comparison, tell, files, undo)):
+            several = run_script(comparison, tell, f"{world} ranks, with all slices", world, files=placed)
             if not several.failed:
-                assembly = assembled(one.traces[0], several.traces)
-    made.aligned = _aligned(one, assembly, world)
-    return again, _found_what_was_left(made.runs)
+                assembly = assembled(reference.traces[0], several.traces)
+    comparison.aligned = _aligned(reference, assembly, world)
+    return repeated, _found_what_was_left(comparison.runs)
 
 
 def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
@@ -229,53 +244,53 @@ def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
 
 
 def constants_placed(
-    made: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int], undo: contextlib.ExitStack
+    comparison: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int], undo: contextlib.ExitStack
 ) -> Mapping[str, int | Sequence[int]]:
     """Find the places of constants by runs with distinct values. Return the files of a run with them; empty on failure.
 
     Args:
         undo: closes the files.
     """
-    world = made.plan.world
-    wholes, *found = (temporary(undo).fileno() for _ in range(1 + world))
+    world = comparison.plan.world
+    wholes, *placements = (temporary(undo).fileno() for _ in range(1 + world))
     label = "with constants moved apart, until the first step"
-    if run_script(made, tell, f"one device, {label}", 1, files={"keep": wholes}, apart=True).failed:
+    if run_script(comparison, tell, f"one device, {label}", 1, files={"keep": wholes}, distinct=True).failed:
         return {}
-    placing: Mapping[str, int | Sequence[int]] = {"wholes": wholes, "found": found}
-    if run_script(made, tell, f"{world} ranks, {label}", world, files=placing, apart=True).failed:
+    placing: Mapping[str, int | Sequence[int]] = {"wholes": wholes, "found": placements}
+    if run_script(comparison, tell, f"{world} ranks, {label}", world, files=placing, distinct=True).failed:
         return {}
-    return {**files, "placed": found}
+    return {**files, "placed": placements}
 
 
-def _aligned(one: ScriptRun, found: Assembly, world: int) -> Aligned:
+def _aligned(reference: ScriptRun, assembly: Assembly, world: int) -> Aligned:
     return Aligned(
-        one.traces[0],
-        with_rows_together(one.traces[0], found.ranks),
+        reference.traces[0],
+        with_rows_together(reference.traces[0], assembly.ranks),
         world,
-        found.divided,
-        found.reasons,
-        found.placements,
-        found.holders,
-        found.parts,
-        found.partial,
+        assembly.divided,
+        assembly.reasons,
+        assembly.placements,
+        assembly.holders,
+        assembly.parts,
+        assembly.partial,
     )
 
 
-def _several(made: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ScriptRun:
+def _several(comparison: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ScriptRun:
     """Return the run on several devices: a rank per device, or one process that divides the work.
 
     A script that never makes a process group trains the same model on each rank. That is a mistake unless one process
     uses several devices, through DataParallel or with layers on several devices.
     """
-    world = made.plan.world
-    ranks = run_script(made, tell, f"{world} ranks", world, files={"tape": tapes})
+    world = comparison.plan.world
+    ranks = run_script(comparison, tell, f"{world} ranks", world, files={"tape": tapes})
     if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
         return ranks
     # A script that fails or hangs before it makes its group may still be one for several ranks.
     several = ranks.failed is None and any(_on_several(trace) for trace in ranks.traces)
     if not several and not all(ended.has("alone") for ended in ranks.ranks):
         return ranks
-    return run_script(made, tell, f"one process with {world} GPUs", 1, environment=made.plan.several)
+    return run_script(comparison, tell, f"one process with {world} GPUs", 1, environment=comparison.plan.several)
 
 
 def _on_several(trace: Trace) -> bool:
@@ -285,14 +300,14 @@ def _on_several(trace: Trace) -> bool:
 
 
 def run_script(
-    made: ScriptComparison,
+    comparison: ScriptComparison,
     tell: Callable[[str], None],
     label: str,
     world: int,
     moved: int | None = None,
     environment: Mapping[str, str] | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
-    apart: bool = False,
+    distinct: bool = False,
     until: int | None = None,
 ) -> ScriptRun:
     """Run the script once, and add the run to the others.
@@ -301,9 +316,9 @@ def run_script(
         label: name of the run in reports.
         environment: None: the environment of the plan for this number of processes.
         moved, files: see `mgpu_check.compare.processes.run`.
-        apart: make the elements of constant tensors distinct, and stop after the first step.
+        distinct: make the elements of constant tensors distinct, and stop after the first step.
     """
-    plan = made.plan
+    plan = comparison.plan
     environment = environment or (plan.single if world == 1 else plan.several)
     with fresh_directory(plan.directory) if plan.fresh else nullcontext(plan.directory) as directory:
         done = run(
@@ -312,15 +327,15 @@ def run_script(
             environment,
             world,
             timeout=plan.timeout,
-            steps=1 if apart else until or plan.steps or plan.limit,
+            steps=1 if distinct else until or plan.steps or plan.limit,
             taped=plan.steps,
             moved=moved,
             directory=directory,
             files=files,
-            apart=apart,
+            distinct=distinct,
             launcher=plan.launcher,
         )
-    made.runs.append(done)
+    comparison.runs.append(done)
     for broken in (event for trace in done.traces for event in trace.of("broken")):
         raise RecorderError(
             f"mgpu-check could not record the script in the run “{label}”: {broken['error']} at {broken['place']}; "
@@ -334,40 +349,48 @@ def run_script(
 
 def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
     """Report the line that gave the ranks another address than the store of the comparison."""
-    for one in runs:
-        if one.has("spawned"):  # the script is its own launcher
+    for script_run in runs:
+        if script_run.has("spawned"):  # the script is its own launcher
             return
-        for event in [event for trace in one.traces for event in trace.of("led")][:1]:
-            place = f"{relative(one.shown(event['file']))}:{event['line']}"
-            what = f"sets {event['variable']}" if event["variable"] else "names an address"
+        for event in [event for trace in script_run.traces for event in trace.of("led")][:1]:
+            location = f"{relative(script_run.shown(event['file']))}:{event['line']}"
+            action = f"sets {event['variable']}" if event["variable"] else "names an address"
             yield (
-                f"{place} {what}: the ranks met at the store of compare instead of {event['address']}; do: leave the "
-                "address to the launcher: torchrun also holds the store, and ranks that try another address wait "
+                f"{location} {action}: the ranks met at the store of compare instead of {event['address']}; do: leave "
+                "the address to the launcher: torchrun also holds the store, and ranks that try another address wait "
                 "until they time out"
             )
             return
 
 
 def crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
-    for one in runs:
-        crashed = [ended for ended in one.ranks if ended.crashed_at_exit]
+    for script_run in runs:
+        crashed = [ended for ended in script_run.ranks if ended.crashed_at_exit]
         if crashed:
             yield (
-                f"{named([ended.rank for ended in crashed])} of the run “{one.label}” ended with "
+                f"{named([ended.rank for ended in crashed])} of the run “{script_run.label}” ended with "
                 f"{describe_exit(crashed[0].exit_code)} after the script had ended, which torchrun reports as a "
                 "failure; do: call torch.distributed.destroy_process_group() at the script's end"
             )
 
 
-def _also(made: ScriptComparison, verdict: ComparisonVerdict) -> Iterator[str]:
+def _also(comparison: ScriptComparison, verdict: ComparisonVerdict) -> Iterator[str]:
     """Return the other obstacles of runs that could not be compared."""
-    if verdict.kind != "not comparable" or not made.runs or (one := made.runs[0].traces[0]).steps == []:
+    if (
+        verdict.kind != "not comparable"
+        or not comparison.runs
+        or (reference := comparison.runs[0].traces[0]).steps == []
+    ):
         return
-    ranks = next((run.traces for run in made.runs[1:] if len(run.ranks) > 1), [])
-    scratch = made.runs[0].directory.parent.resolve() if made.plan.fresh and made.runs[0].directory else None
-    for obstacle in standing(one, ranks, scratch):
+    ranks = next((run.traces for run in comparison.runs[1:] if len(run.ranks) > 1), [])
+    scratch = (
+        comparison.runs[0].directory.parent.resolve()
+        if comparison.plan.fresh and comparison.runs[0].directory
+        else None
+    )
+    for obstacle in standing(reference, ranks, scratch):
         if (line := f"do: {obstacle.todo}") not in verdict.report.remarks:
-            yield f"also: {obstacle.why}"
+            yield f"also: {obstacle.reason}"
             yield line
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mgpu_check.compare.alignment import Aligned, Kind, deviation
+from mgpu_check.compare.alignment import Aligned, Quantity, deviation
 from mgpu_check.compare.comparability import OTHER_START, OTHER_START_OF_PARTS, Obstacle, divided, drawing
 from mgpu_check.compare.first_difference import (
     UPDATE_RULE,
@@ -45,7 +45,7 @@ _FEWEST = 2
 def call_at_fault(difference: FirstDifference) -> str:
     """Name the call that gave the most wrong gradient its final norm, or the call that left it right; "" if unknown."""
     main = difference.main
-    if main is None or difference.kind != "gradient":
+    if main is None or difference.quantity != "gradient":
         return ""
     expected, _ = difference.aligned.found(difference.step, "gradient", main.name)
     return "" if expected is None else _call(difference, main.name, main.worst_rank, expected.norm)
@@ -58,22 +58,24 @@ def told_slice(difference: FirstDifference) -> str:
     """
     main = difference.main
     holders = difference.aligned.holders.get(main.name) if main is not None else None
-    if main is None or holders is None or difference.kind != "gradient":
+    if main is None or holders is None or difference.quantity != "gradient":
         return ""
-    expected, here = difference.aligned.found(difference.step, "gradient", main.name)
+    expected, by_rank = difference.aligned.found(difference.step, "gradient", main.name)
     rank = main.ranks[0]
-    got = here.get(rank)
-    wrong = [any(holder in main.ranks for holder in ranks) for ranks in holders]
-    if got is None or expected is None or all(wrong):
+    got = by_rank.get(rank)
+    mismatches = [any(holder in main.ranks for holder in ranks) for ranks in holders]
+    if got is None or expected is None or all(mismatches):
         return ""
-    elements = zip(wrong, got.samples, expected.samples, strict=True)
+    elements = zip(mismatches, got.samples, expected.samples, strict=True)
     pairs = [(g, e) for is_wrong, g, e in elements if is_wrong and e]
     factor = common_factor(pairs, least=_LEAST, of_largest=_NEAR_FACTOR) if len(pairs) >= _FEWEST else None
     if factor is None:
         return ""
-    where = _call(difference, main.name, rank, got.norm / factor)
-    told = f"on {named(main.ranks)} the slice of the gradient of {main.name} is {factor:.4g} times that of one device"
-    return f"{told}, and the other slices are right{f'; {where}' if where else ''}"
+    call = _call(difference, main.name, rank, got.norm / factor)
+    message = (
+        f"on {named(main.ranks)} the slice of the gradient of {main.name} is {factor:.4g} times that of one device"
+    )
+    return f"{message}, and the other slices are right{f'; {call}' if call else ''}"
 
 
 def _call(difference: FirstDifference, name: str, rank: int, expected: float) -> str:
@@ -81,25 +83,27 @@ def _call(difference: FirstDifference, name: str, rank: int, expected: float) ->
     trace = next((trace for trace in difference.aligned.ranks if trace.rank == rank), None)
     got = difference.aligned.found(difference.step, "gradient", name)[1].get(rank)
     calls = [] if trace is None else trace.steps[difference.step].calls
-    known = [(index, told, norms[name]) for index, (told, norms) in enumerate(calls) if name in norms]
-    if got is None or not known:
+    norms_by_call = [
+        (index, description, norms[name]) for index, (description, norms) in enumerate(calls) if name in norms
+    ]
+    if got is None or not norms_by_call:
         return ""
-    if _near(known[-1][2], got.norm):
-        first = len(known) - 1
-        while first and _near(known[first - 1][2], got.norm):
-            first -= 1
-        return f"{known[first][1]} leaves it so"
-    last, told, norm = known[-1]
-    later = list(dict.fromkeys(told for told, _ in calls[last + 1 :]))
+    if _near(norms_by_call[-1][2], got.norm):
+        earliest = len(norms_by_call) - 1
+        while earliest and _near(norms_by_call[earliest - 1][2], got.norm):
+            earliest -= 1
+        return f"{norms_by_call[earliest][1]} leaves it so"
+    last, description, norm = norms_by_call[-1]
+    later = list(dict.fromkeys(description for description, _ in calls[last + 1 :]))
     if len(later) == 1:
-        return f"{later[0]} runs between {told} and the step of the optimizer"
+        return f"{later[0]} runs between {description} and the step of the optimizer"
     if _near(norm, expected):
-        return f"{told} leaves the gradient of one device, and a later operation changes it"
+        return f"{description} leaves the gradient of one device, and a later operation changes it"
     return ""
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= _NEAR_FACTOR * max(abs(one), abs(other))
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= _NEAR_FACTOR * max(abs(a), abs(b))
 
 
 _SHOWN = 4  # more names or ranks would make a line too long
@@ -118,24 +122,24 @@ def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
         attempts: records the pieces of evidence that raised an error; the result lacks them.
     """
     world = difference.aligned.world
-    if difference.kind == "before":
-        told = attempts.piece(_apart_after_the_step, difference, "")
-        return Evidence(world, start=_start(difference), loads=_loads(difference), gradients_apart=told)
+    if difference.quantity == "before":
+        message = attempts.piece(_apart_after_the_step, difference, "")
+        return Evidence(world, start=_start(difference), loads=_loads(difference), gradients_apart=message)
     skips = skipped_steps(difference)
     if skips.apart:
         return Evidence(world, decisions=[skips])
     if difference.others_seen:
         return of_samples(difference.aligned, difference.step)
-    if difference.kind == "gradient":
+    if difference.quantity == "gradient":
         return _of_gradient(difference, attempts)
-    return _of_state(difference) if difference.kind == "state" else _of_update(difference)
+    return _of_state(difference) if difference.quantity == "state" else _of_update(difference)
 
 
 def skipped_steps(difference: FirstDifference) -> ByRank:
     """Return the skips of GradScaler on each rank, each as the number of optimizer steps before it."""
     skips = [skips_of(trace, difference.step) for trace in difference.aligned.ranks]
-    said = ", ".join(f"{len(found)} on rank {rank}" for rank, found in list(enumerate(skips))[:_SHOWN])
-    return ByRank(skips, f"GradScaler skipped steps: {said}")
+    counts = ", ".join(f"{len(skipped)} on rank {rank}" for rank, skipped in list(enumerate(skips))[:_SHOWN])
+    return ByRank(skips, f"GradScaler skipped steps: {counts}")
 
 
 def skips_of(trace: Trace, step: int) -> list[int]:
@@ -173,10 +177,10 @@ def _repeated_epoch(aligned: Aligned, step: int) -> str:
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
             epochs.setdefault(event["sampler"], []).append(event)
     for iterations in epochs.values():
-        first, last = iterations[0]["after"], iterations[-1]["after"]
-        if last == first:
+        start, last = iterations[0]["after"], iterations[-1]["after"]
+        if last == start:
             continue
-        twin = first + step - last
+        twin = start + step - last
         if aligned.samples(twin).ranks == aligned.samples(step).ranks:
             return (
                 f"epoch {len(iterations)} begins at step {last + 1}; at step {step + 1} the ranks saw the samples "
@@ -186,11 +190,11 @@ def _repeated_epoch(aligned: Aligned, step: int) -> str:
 
 
 def _start(difference: FirstDifference) -> Start | None:
-    apart = difference.apart["before"]
-    if not apart:
+    differing = difference.differing["before"]
+    if not differing:
         return None
     ranks = named(range(len(difference.aligned.ranks)))
-    return Start(f"before its first step, {ranks} differ in {few(apart, 3)}", "ranks start from other parameters")
+    return Start(f"before its first step, {ranks} differ in {few(differing, 3)}", "ranks start from other parameters")
 
 
 def _apart_after_the_step(difference: FirstDifference) -> str:
@@ -200,13 +204,17 @@ def _apart_after_the_step(difference: FirstDifference) -> str:
     """
     aligned = difference.aligned
     holders = [index for index, trace in enumerate(aligned.ranks) if trace.parameters]
-    apart = []
-    for name in difference.apart["gradient"] if difference.apart["before"] else ():
+    differing = []
+    for name in difference.differing["gradient"] if difference.differing["before"] else ():
         changes = [changes_of(difference, name, index) for index in holders if name in aligned.ranks[index].parameters]
-        size = max((abs(change) for some in changes for change in some), default=0.0)
-        if any(abs(a - b) > _NEAR * size for some in changes for a, b in zip(some, changes[0], strict=False)):
-            apart.append(name)
-    return _GRADIENTS_APART.format(difference.step + 1, few(apart, 3)) if apart else ""
+        size = max((abs(change) for rank_changes in changes for change in rank_changes), default=0.0)
+        if any(
+            abs(a - b) > _NEAR * size
+            for rank_changes in changes
+            for a, b in zip(rank_changes, changes[0], strict=False)
+        ):
+            differing.append(name)
+    return _GRADIENTS_APART.format(difference.step + 1, few(differing, 3)) if differing else ""
 
 
 def _loads(difference: FirstDifference) -> ByRank:
@@ -214,18 +222,18 @@ def _loads(difference: FirstDifference) -> ByRank:
     ranks = difference.aligned.ranks
     counts = [len([event for event in trace.of("restore") if event["after"] <= difference.step]) for trace in ranks]
     groups = grouped((count, trace.rank) for count, trace in zip(counts, ranks, strict=True))
-    parts = [f"{count} time{'s' * (count != 1)} on {named(some)}" for count, some in groups]
-    return ByRank(counts, "load_state_dict was called " + ", ".join(parts))
+    clauses = [f"{count} time{'s' * (count != 1)} on {named(group)}" for count, group in groups]
+    return ByRank(counts, "load_state_dict was called " + ", ".join(clauses))
 
 
 def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
-    world, apart = difference.aligned.world, difference.apart["gradient"]
-    factor = attempts.piece(_factor_within if apart else _factor, difference, None)
+    world, differing = difference.aligned.world, difference.differing["gradient"]
+    factor = attempts.piece(_factor_within if differing else _factor, difference, None)
     micro_batches = attempts.piece(_micro_batches, difference, 1)
     undivided = attempts.piece(_undivided, difference, 1.0)
-    if apart:
+    if differing:
         if factor is None:
-            return Evidence(world, gradients_apart=_GRADIENTS_APART.format(difference.step + 1, few(apart, 3)))
+            return Evidence(world, gradients_apart=_GRADIENTS_APART.format(difference.step + 1, few(differing, 3)))
         return Evidence(world, factor=factor, micro_batches=micro_batches, undivided=undivided)
     return Evidence(
         world,
@@ -241,29 +249,29 @@ def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
 
 def _factor(difference: FirstDifference) -> Factor | None:
     pairs = []
-    for wrong in difference.wrong["gradient"]:
-        expected, here = difference.aligned.found(difference.step, "gradient", wrong.name)
-        got = here[wrong.worst_rank]
+    for tensor in difference.mismatches["gradient"]:
+        expected, by_rank = difference.aligned.found(difference.step, "gradient", tensor.name)
+        got = by_rank[tensor.worst_rank]
         if got is not None and expected is not None and expected.norm:
             both = zip(got.samples, expected.samples, strict=True)
             pairs += [(g / expected.norm, e / expected.norm) for g, e in both]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
     if not factor:
         return None
-    told = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device"
-    return Factor(factor, _NEAR, told, rough=True, where=call_at_fault(difference))
+    message = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device"
+    return Factor(factor, _NEAR, message, rough=True, where=call_at_fault(difference))
 
 
 def _factor_within(difference: FirstDifference) -> Factor | None:
-    apart = difference.apart["gradient"]
-    factor = factor_within(difference.aligned, difference.step, apart, least=_NEAR, of_largest=_LEFT)
+    differing = difference.differing["gradient"]
+    factor = factor_within(difference.aligned, difference.step, differing, least=_NEAR, of_largest=_LEFT)
     if not factor:
         return None
-    told = (
+    message = (
         f"ranks have different gradients before step {difference.step + 1} and equal parameters after it; the mean of "
         f"these gradients is {factor:.4g} times the gradient of one device"
     )
-    return Factor(factor, _NEAR, told, rough=True)
+    return Factor(factor, _NEAR, message, rough=True)
 
 
 def _norms(difference: FirstDifference) -> ByRank:
@@ -275,9 +283,11 @@ def _norms(difference: FirstDifference) -> ByRank:
     for call in zip(*calls, strict=False):
         norms = [event["norm"] for event in call]
         if max(norms) - min(norms) > difference.rounding.margin * 2.0**-22 * max(norms):
-            said = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
+            listing = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
             most = f"clip_grad_norm_(…, {call[0]['most']:g})"
-            return ByRank(norms, f"{most} returned the norms {said}: it clips gradients before they are synchronized")
+            return ByRank(
+                norms, f"{most} returned the norms {listing}: it clips gradients before they are synchronized"
+            )
     return ByRank()
 
 
@@ -289,12 +299,12 @@ def _undivided(difference: FirstDifference) -> float:
     """Return the micro-batches of a rank relative to one device, if their losses add up to as much; else 1."""
     number, aligned = difference.step, difference.aligned
     counts = {len(trace.steps[number].losses) for trace in aligned.ranks}
-    one, mean, _ = aligned.losses(number)
+    reference_loss, mean, _ = aligned.losses(number)
     of_one = len(aligned.one.steps[number].losses)
-    if len(counts) > 1 or not one or mean is None or not of_one:
+    if len(counts) > 1 or not reference_loss or mean is None or not of_one:
         return 1.0
     ratio = counts.pop() / of_one
-    return ratio if abs(mean / one - ratio) <= _NEAR * ratio else 1.0
+    return ratio if abs(mean / reference_loss - ratio) <= _NEAR * ratio else 1.0
 
 
 def _normalizes(difference: FirstDifference) -> str:
@@ -303,64 +313,70 @@ def _normalizes(difference: FirstDifference) -> str:
     if not norms:
         return ""
     several = len(difference.aligned.ranks) > 1
-    part = f"{difference.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
-    return f"the model has {', '.join(norms)} in training mode, over {part}"
+    extent = f"{difference.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
+    return f"the model has {', '.join(norms)} in training mode, over {extent}"
 
 
 def _may_draw(difference: FirstDifference) -> str:
     random = None if difference.aligned.replayed else drawing(difference.aligned.ranks[0], difference.step)
-    return "" if random is None else random.why
+    return "" if random is None else random.reason
 
 
 def _uneven(difference: FirstDifference) -> str:
     """Describe counts of samples or labels of the ranks that their mean losses need as weights; "" if none fit."""
     step, ranks = difference.step, difference.aligned.ranks
-    one, _, losses = difference.aligned.losses(step)
-    known = [loss for loss in losses if loss is not None]
-    if one is None or len(known) < len(ranks) or len(ranks) < 2:
+    reference_loss, _, losses = difference.aligned.losses(step)
+    finite_losses = [loss for loss in losses if loss is not None]
+    if reference_loss is None or len(finite_losses) < len(ranks) or len(ranks) < 2:
         return ""
-    mean, tolerance = math.fsum(known) / len(known), difference.rounding.of_loss(step) * abs(one)
+    mean, tolerance = (
+        math.fsum(finite_losses) / len(finite_losses),
+        difference.rounding.of_loss(step) * abs(reference_loss),
+    )
     labels = [sum(trace.steps[step].labels) for trace in ranks]
-    for what, counts in (("labels", labels), ("samples", difference.samples.counts)):
-        if not all(counts) or abs(mean - one) <= tolerance:
+    for subject, counts in (("labels", labels), ("samples", difference.samples.counts)):
+        if not all(counts) or abs(mean - reference_loss) <= tolerance:
             continue
-        weighted = math.fsum(count * loss for count, loss in zip(counts, known, strict=True)) / sum(counts)
-        if abs(weighted - one) <= min(tolerance, _NEAR * abs(mean - one)):
-            told = ", ".join(f"{count:g}" for count in counts[:8])
+        weighted = math.fsum(count * loss for count, loss in zip(counts, finite_losses, strict=True)) / sum(counts)
+        if abs(weighted - reference_loss) <= min(tolerance, _NEAR * abs(mean - reference_loss)):
+            listing = ", ".join(f"{count:g}" for count in counts[:8])
             return (
-                f"at step {step + 1} the ranks have {told} {what}, and their losses and gradients have equal weight: "
-                f"the mean of their losses is {mean:.7g}; weighted by the {what} it is {weighted:.7g}, as on one device"
+                f"at step {step + 1} the ranks have {listing} {subject}, and their losses and gradients have "
+                f"equal weight: the mean of their losses is {mean:.7g}; weighted by the {subject} it is "
+                f"{weighted:.7g}, as on one device"
             )
     return ""
 
 
 def _of_update(difference: FirstDifference) -> Evidence:
     """Return the evidence of a step with correct gradients and wrong parameters after the update."""
-    world, step, apart = difference.aligned.world, difference.step + 1, difference.apart["parameter"]
+    world, step, differing = difference.aligned.world, difference.step + 1, difference.differing["parameter"]
     loads, parted = _loads(difference), "the same gradient led to different parameters"
     if loads.apart:
         return Evidence(world, loads=loads, parted=parted)
-    if apart:
-        told = f"at step {step} all ranks have the gradient of one device, but change {apart[0]} by different amounts"
-        if states := difference.apart["state"]:
-            told += f", with different values of {few(states, _SHOWN)}"
-        _, updated = difference.aligned.found(difference.step, "parameter", apart[0])
-        return Evidence(world, decisions=[ByRank(list(updated.values()), told)], updates=_updates(difference))
+    if differing:
+        message = (
+            f"at step {step} all ranks have the gradient of one device, but change {differing[0]} by different amounts"
+        )
+        if states := difference.differing["state"]:
+            message += f", with different values of {few(states, _SHOWN)}"
+        _, updated = difference.aligned.found(difference.step, "parameter", differing[0])
+        return Evidence(world, decisions=[ByRank(list(updated.values()), message)], updates=_updates(difference))
     pairs = []
-    for wrong in difference.wrong["parameter"]:
-        changes = updates(difference, wrong.name)
+    for tensor in difference.mismatches["parameter"]:
+        changes = updates(difference, tensor.name)
         size = max((abs(wanted) for _, wanted in changes), default=0.0)
         pairs += [(got / size, wanted / size) for got, wanted in changes if size]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
     if factor is None:
         return Evidence(world, updates=_updates(difference))
-    told = (
+    message = (
         f"at step {step} the gradient equals that of one device, but the update is {factor:.4g} times as large (does "
         "the learning rate depend on the world size?)"
     )
     return Evidence(
         world,
-        factor=Factor(factor, _NEAR, told, rough=True),
+        factor=Factor(factor, _NEAR, message, rough=True),
         micro_batches=_micro_batches(difference),
         updates=_updates(difference),
     )
@@ -368,22 +384,22 @@ def _of_update(difference: FirstDifference) -> Evidence:
 
 def _updates(difference: FirstDifference) -> str:
     """Describe a wrong update from correct gradients, and name the options or states of the optimizer that differ."""
-    names = [wrong.name for wrong in difference.wrong["parameter"]] or difference.apart["parameter"]
-    told = (
-        f"the gradients of step {difference.step + 1} are right, but it updates {few(names, _SHOWN)} differently than "
-        "on one device"
+    tensors = [tensor.name for tensor in difference.mismatches["parameter"]] or difference.differing["parameter"]
+    message = (
+        f"the gradients of step {difference.step + 1} are right, but it updates {few(tensors, _SHOWN)} differently "
+        "than on one device"
     )
     if options := other_options(difference.aligned, difference.step):
-        return f"{told}: {'; '.join(options)}"
-    states = [wrong.name for wrong in difference.wrong["state"]]
+        return f"{message}: {'; '.join(options)}"
+    states = [tensor.name for tensor in difference.mismatches["state"]]
     if states:
-        told += f", and leaves different values in {few(states, _SHOWN)}"
-    return f"{told}; {_of_slices(difference.aligned, names) or UPDATE_RULE}"
+        message += f", and leaves different values in {few(states, _SHOWN)}"
+    return f"{message}; {_of_slices(difference.aligned, tensors) or UPDATE_RULE}"
 
 
-def _of_slices(aligned: Aligned, names: Sequence[str]) -> str:
+def _of_slices(aligned: Aligned, parameters: Sequence[str]) -> str:
     """Describe the statistics of parameters that each rank computes from its own slice; "" if there are none."""
-    kept = [name for name, state in aligned.one.states.items() if state.of in names]
+    kept = [name for name, state in aligned.one.states.items() if state.of in parameters]
     partial = [name for name in kept if name in aligned.partial]
     if not partial:
         return ""
@@ -397,27 +413,27 @@ def _of_slices(aligned: Aligned, names: Sequence[str]) -> str:
 def _of_state(difference: FirstDifference) -> Evidence:
     """Return the evidence of a step with correct parameters, but wrong states of the optimizer or wrong buffers."""
     world, aligned, step = difference.aligned.world, difference.aligned, difference.step + 1
-    names = [*(wrong.name for wrong in difference.wrong["state"]), *difference.apart["state"]]
-    states = [name for name in dict.fromkeys(names) if aligned.one.states[name].key]
+    tensors = [*(tensor.name for tensor in difference.mismatches["state"]), *difference.differing["state"]]
+    states = [name for name in dict.fromkeys(tensors) if aligned.one.states[name].key]
     if states:
-        ranks = sorted({r for wrong in difference.wrong["state"] if wrong.name in states for r in wrong.ranks})
-        where = f" on {named(ranks)}" if ranks else ""
-        told = (
+        ranks = sorted({r for tensor in difference.mismatches["state"] if tensor.name in states for r in tensor.ranks})
+        location = f" on {named(ranks)}" if ranks else ""
+        message = (
             f"after step {step} gradients and parameters are right, but {few(states, _SHOWN)} {_is(states)} "
-            f"wrong{where}"
+            f"wrong{location}"
         )
-        return Evidence(world, updates=told)
-    apart = [name for name in difference.apart["state"] if not aligned.one.states[name].key]
-    if apart:
-        told = f"after step {step} {few(apart, _SHOWN)} differ{'s' * (len(apart) == 1)} between ranks"
+        return Evidence(world, updates=message)
+    differing = [name for name in difference.differing["state"] if not aligned.one.states[name].key]
+    if differing:
+        message = f"after step {step} {few(differing, _SHOWN)} differ{'s' * (len(differing) == 1)} between ranks"
         if any(event.get("broadcasts") for event in aligned.ranks[0].of("module")):
-            told += ", and DistributedDataParallel keeps the values of rank 0 only (broadcast_buffers is on)"
-        return Evidence(world, buffers_apart=told)
+            message += ", and DistributedDataParallel keeps the values of rank 0 only (broadcast_buffers is on)"
+        return Evidence(world, buffers_apart=message)
     return Evidence(world)
 
 
-def _is(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+def _is(subjects: Sequence[str]) -> str:
+    return "is" if len(subjects) == 1 else "are"
 
 
 _FAR = 1e-3
@@ -448,9 +464,9 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
 
 def _start_elsewhere(aligned: Aligned) -> bool:
     for name in aligned.held:
-        expected, here = aligned.found(0, "before", name)
+        expected, by_rank = aligned.found(0, "before", name)
         shape = aligned.parameter(name).shape
-        if any(deviation(value, expected, shape).size > _FAR for value in here.values()):
+        if any(deviation(value, expected, shape).size > _FAR for value in by_rank.values()):
             return True
     return False
 
@@ -464,35 +480,38 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
     if any(finding.mistake in _OF_THE_SCRIPT for finding in findings):
         return []
     samples, world = aligned.samples(number), len(aligned.ranks)
-    together, one = samples.together, samples.one
-    why = (
+    together, reference = samples.together, samples.one
+    reason = (
         f"step {number + 1}: the ranks together saw {together.total()} samples; {samples.common} of them are among the "
-        f"{one.total()} samples of one device{_again(together, one)}: the script is not comparable without changes"
+        f"{reference.total()} samples of one device{_again(together, reference)}: the script is not comparable "
+        "without changes"
     )
-    if together.total() == world * one.total():
-        return [Obstacle(why, divided(one.total()))]
+    if together.total() == world * reference.total():
+        return [Obstacle(reason, divided(reference.total()))]
     if findings:
         padded = (
             "for the comparison, take a multiple of the global batch as the dataset, or pass drop_last=True to "
             "sampler and loader"
         )
-        return [Obstacle(why, padded)]
+        return [Obstacle(reason, padded)]
     return [
         Obstacle(
-            why,
+            reason,
             "use the same global batch on one device and on the ranks at each step: one seed for the order of the "
             f"samples on all ranks, and a sampler that splits the batch ({_SAMPLER}), also at world size 1",
         ),
-        Obstacle(why, "for the comparison, seed augmentation with the index of the sample, or switch augmentation off"),
+        Obstacle(
+            reason, "for the comparison, seed augmentation with the index of the sample, or switch augmentation off"
+        ),
     ]
 
 
-def _again(together: Counter[int], one: Counter[int]) -> str:
+def _again(together: Counter[int], reference: Counter[int]) -> str:
     """Describe, in a clause, how many samples of one device the ranks saw too often; "" if they saw none too often."""
-    again = sum(count for sample, count in (together - one).items() if sample in one)
-    if not again:
+    repeated = sum(count for sample, count in (together - reference).items() if sample in reference)
+    if not repeated:
         return ""
-    return f"; {again} came a second time or to several ranks, and {(one - together).total()} are on no rank"
+    return f"; {repeated} came a second time or to several ranks, and {(reference - together).total()} are on no rank"
 
 
 """Relative distance at which a factor counts as the size of an axis: summaries and rounding blur the factor by less."""
@@ -519,102 +538,109 @@ class Axis:
 
 def axes_of(ranks: Sequence[Trace]) -> list[Axis]:
     """Return the axes with more than one rank, first the axes of meshes, then those of other groups."""
-    found: dict[tuple[tuple[int, ...], ...], Axis] = {}
+    axes_by_lines: dict[tuple[tuple[int, ...], ...], Axis] = {}
     for number in range(min((len(trace.of("mesh")) for trace in ranks), default=0)):
         meshes = {trace.rank: trace.of("mesh")[number]["axes"] for trace in ranks}
-        names = {tuple(name for name, _, _ in axes) for axes in meshes.values()}
-        for axis, name in enumerate(names.pop() if len(names) == 1 else ()):
+        axis_names = {tuple(name for name, _, _ in axes) for axes in meshes.values()}
+        for axis, name in enumerate(axis_names.pop() if len(axis_names) == 1 else ()):
             lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank, axes in meshes.items():
-                lines[tuple(index for other, (_, index, _) in enumerate(axes) if other != axis)].append(rank)
+                lines[tuple(index for position, (_, index, _) in enumerate(axes) if position != axis)].append(rank)
             places = {rank: axes[axis][1] for rank, axes in meshes.items()}
-            _add(found, Axis(name, tuple(tuple(line) for line in lines.values()), places))
+            _add(axes_by_lines, Axis(name, tuple(tuple(line) for line in lines.values()), places))
     for lines_ in _partitions(ranks):
         groups = " and of ".join(named(line) for line in lines_)
-        _add(found, Axis(f"the groups of {groups}", lines_, {}))
-    return list(found.values())
+        _add(axes_by_lines, Axis(f"the groups of {groups}", lines_, {}))
+    return list(axes_by_lines.values())
 
 
-def _add(found: dict[tuple[tuple[int, ...], ...], Axis], axis: Axis) -> None:
+def _add(axes_by_lines: dict[tuple[tuple[int, ...], ...], Axis], axis: Axis) -> None:
     if len({len(line) for line in axis.lines}) == 1 and axis.size > 1:
-        found.setdefault(tuple(sorted(axis.lines)), axis)
+        axes_by_lines.setdefault(tuple(sorted(axis.lines)), axis)
 
 
 def _partitions(ranks: Sequence[Trace]) -> list[tuple[tuple[int, ...], ...]]:
     """Return each sequence of groups that the script makes one after the other and that contains each rank once."""
-    found: list[tuple[tuple[int, ...], ...]] = []
+    partitions: list[tuple[tuple[int, ...], ...]] = []
     lines: list[tuple[int, ...]] = []
     for event in ranks[0].of("subgroup"):
         line = tuple(event["ranks"])
-        if {rank for other in lines for rank in other} & set(line):
+        if {rank for earlier in lines for rank in earlier} & set(line):
             lines = []
         lines.append(line)
-        if sorted(rank for other in lines for rank in other) == [trace.rank for trace in ranks] and len(lines) > 1:
-            found.append(tuple(lines))
+        if sorted(rank for earlier in lines for rank in earlier) == [trace.rank for trace in ranks] and len(lines) > 1:
+            partitions.append(tuple(lines))
             lines = []
-    return found
+    return partitions
 
 
 def told_axes(difference: FirstDifference) -> str:
     """Describe the axes along which ranks agree or differ about the first wrong tensor; "" if unknown."""
-    kind, axes = difference.kind, axes_of(difference.aligned.ranks)
-    if kind is None or not axes:
+    quantity, axes = difference.quantity, axes_of(difference.aligned.ranks)
+    if quantity is None or not axes:
         return ""
     main = difference.main
-    name = main.name if main else difference.apart[kind][0]
-    clauses = [*_agreement(difference, kind, name, axes), *_place(difference, kind, name, axes)]
+    name = main.name if main else difference.differing[quantity][0]
+    clauses = [*_agreement(difference, quantity, name, axes), *_place(difference, quantity, name, axes)]
     if not clauses and main is not None:
-        clauses = _clauses_of_factor(difference, kind, name, axes)
+        clauses = _clauses_of_factor(difference, quantity, name, axes)
     return "; ".join(clauses)
 
 
-def _agreement(difference: FirstDifference, kind: Kind, name: str, axes: Sequence[Axis]) -> list[str]:
+def _agreement(difference: FirstDifference, quantity: Quantity, name: str, axes: Sequence[Axis]) -> list[str]:
     agree: list[str] = []
     differ: list[str] = []
     for axis in axes:
-        told = _agrees(difference, kind, name, axis)
-        if told is not None:
-            (agree if told else differ).append(axis.name)
+        agrees = _agrees(difference, quantity, name, axis)
+        if agrees is not None:
+            (agree if agrees else differ).append(axis.name)
     if not differ:
         return []
     return [f"ranks {f'agree along {_and(agree)}, and ' if agree else ''}differ along {_and(differ)}"]
 
 
-def _agrees(difference: FirstDifference, kind: Kind, name: str, axis: Axis) -> bool | None:
+def _agrees(difference: FirstDifference, quantity: Quantity, name: str, axis: Axis) -> bool | None:
     """Return whether ranks of a line with the same part of a tensor agree; None if no two ranks share one."""
     aligned = difference.aligned
-    _, here = aligned.found(difference.step, kind, name)
+    _, by_rank = aligned.found(difference.step, quantity, name)
     entries = {trace.rank: trace.entry(name) for trace in aligned.ranks}
-    parts, shape = aligned.parts.get(name, {}), aligned.parameter(name).shape
-    tolerance = difference.rounding.tolerance(difference.step, kind, name)
+    shards, shape = aligned.parts.get(name, {}), aligned.parameter(name).shape
+    tolerance = difference.rounding.tolerance(difference.step, quantity, name)
     agrees: bool | None = None
     for line in axis.lines:
-        there = [rank for rank in line if rank in here]
-        for one, other in itertools.pairwise(there):
-            entry = entries[one]
-            if parts.get(one) != parts.get(other) or (entry is not None and axis.name in entry.over):
+        holders = [rank for rank in line if rank in by_rank]
+        for holder, neighbor in itertools.pairwise(holders):
+            entry = entries[holder]
+            if shards.get(holder) != shards.get(neighbor) or (entry is not None and axis.name in entry.over):
                 continue
-            same = here[one] == here[other] or deviation(here[one], here[other], shape).size <= tolerance
+            same = (
+                by_rank[holder] == by_rank[neighbor]
+                or deviation(by_rank[holder], by_rank[neighbor], shape).size <= tolerance
+            )
             agrees = same and agrees is not False
     return agrees
 
 
-def _place(difference: FirstDifference, kind: Kind, name: str, axes: Sequence[Axis]) -> list[str]:
+def _place(difference: FirstDifference, quantity: Quantity, name: str, axes: Sequence[Axis]) -> list[str]:
     """Name the index along an axis that all wrong ranks have and no correct rank has."""
-    wrong = next((set(wrong.ranks) for wrong in difference.wrong[kind] if wrong.name == name), set())
-    _, here = difference.aligned.found(difference.step, kind, name)
-    if not wrong or wrong == set(here):
+    wrong_ranks = next((set(tensor.ranks) for tensor in difference.mismatches[quantity] if tensor.name == name), set())
+    _, by_rank = difference.aligned.found(difference.step, quantity, name)
+    if not wrong_ranks or wrong_ranks == set(by_rank):
         return []
     for axis in axes:
-        places = {axis.places.get(rank) for rank in wrong}
-        if len(places) == 1 and None not in places and wrong == {r for r in here if axis.places.get(r) in places}:
+        places = {axis.places.get(rank) for rank in wrong_ranks}
+        if (
+            len(places) == 1
+            and None not in places
+            and wrong_ranks == {r for r in by_rank if axis.places.get(r) in places}
+        ):
             return [f"it is wrong where the index along {axis.name} is {places.pop()}"]
     return []
 
 
-def _clauses_of_factor(difference: FirstDifference, kind: Kind, name: str, axes: Sequence[Axis]) -> list[str]:
+def _clauses_of_factor(difference: FirstDifference, quantity: Quantity, name: str, axes: Sequence[Axis]) -> list[str]:
     """Name the axis whose size equals the factor of the wrong tensor, unless the world has the same size."""
-    ratio = difference.ratio(kind, name)
+    ratio = difference.ratio(quantity, name)
     if ratio is None or not ratio:
         return []
     larger = max(ratio, 1 / ratio)
@@ -624,12 +650,12 @@ def _clauses_of_factor(difference: FirstDifference, kind: Kind, name: str, axes:
     return [f"{larger:.3g}, the size of {_or(sizes)}, is the factor{' inverted' * (ratio < 1)}"]
 
 
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(names)
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(words)
 
 
-def _or(names: Sequence[str]) -> str:
-    return " or ".join(names)
+def _or(words: Sequence[str]) -> str:
+    return " or ".join(words)
 
 
 def diagnose(difference: FirstDifference) -> Diagnosis:
@@ -640,33 +666,33 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     findings = findings_of(evidence, 2 if evidence.start else 1, attempts)
     findings = [replace(finding, also=number > 0) for number, finding in enumerate(findings)]
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
-    why = list(dict.fromkeys(one.why for one in obstacles))
-    todo = [one.todo for one in obstacles]
+    reasons = list(dict.fromkeys(obstacle.reason for obstacle in obstacles))
+    todo = [obstacle.todo for obstacle in obstacles]
     axes = "" if obstacles else attempts.of("the search for axes", "", told_axes, difference)
     of_slices = "" if obstacles else attempts.of("the factor of a slice", "", told_slice, difference)
     outputs = "" if obstacles else attempts.of("the outputs of modules", "", told_outputs, difference)
-    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks, axes, of_slices, outputs)
+    return Diagnosis(not obstacles, findings, " and ".join(reasons), todo, attempts.remarks, axes, of_slices, outputs)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
     """Return why the difference lies in the inputs of the training step; empty if it lies in the step itself."""
     mistakes = {finding.mistake for finding in findings}
-    if difference.kind == "before":
-        if difference.apart["before"]:
+    if difference.quantity == "before":
+        if difference.differing["before"]:
             return []
         samples = difference.samples
         others = (
             other_samples(difference.aligned, difference.step, findings) if samples.known and not samples.same else []
         )
         return [OTHER_START_OF_PARTS if difference.aligned.divided else OTHER_START, *others]
-    one, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
+    reference_skips, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
     if ranks.apart:
         return []
-    if (here := skips_of(difference.aligned.ranks[0], difference.step)) != one:
+    if (rank_skips := skips_of(difference.aligned.ranks[0], difference.step)) != reference_skips:
         return [
             Obstacle(
-                f"step {difference.step + 1}: GradScaler skipped {len(one)} steps on one device, and {len(here)} on "
-                "each rank",
+                f"step {difference.step + 1}: GradScaler skipped {len(reference_skips)} steps on one device, and "
+                f"{len(rank_skips)} on each rank",
                 "for the comparison, start with a smaller scale: GradScaler(init_scale=1024.0)",
             )
         ]
@@ -674,5 +700,5 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
         return other_samples(difference.aligned, difference.step, findings)
     random = drawing(difference.aligned.ranks[0], difference.step)
     if "random-numbers-per-rank" in mistakes and random is not None:
-        return [Obstacle(f"step {difference.step + 1}: {random.why}", random.todo)]
+        return [Obstacle(f"step {difference.step + 1}: {random.reason}", random.todo)]
     return []

@@ -17,7 +17,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, Samples, deviation, of_kind, output_deviation
+from mgpu_check.compare.alignment import (
+    QUANTITIES,
+    Aligned,
+    Deviation,
+    Quantity,
+    Samples,
+    deviation,
+    of_quantity,
+    output_deviation,
+)
 from mgpu_check.compare.assembly import mean_of
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import OutputSummary, TensorSummary, Trace, views
@@ -29,14 +38,14 @@ _NEAR_ROWS = 1e-2
 """Relative deviation of a state's norm and sum: other rows than supposed almost always cause more."""
 
 
-def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Collection[str]) -> list[str]:
+def reduced_within(aligned: Aligned, rounding: Rounding, step: int, differing: Collection[str]) -> list[str]:
     """Return the parameters whose gradients differ between ranks, but that the step changes alike.
 
     Args:
-        apart: parameters and states that differ between ranks after the step.
+        differing: parameters and states that differ between ranks after the step.
     """
     states = {name: aligned.one.states[name] for name in aligned.states}
-    off = {states[name].of if name in states else name for name in apart}
+    off = {states[name].of if name in states else name for name in differing}
     in_states = {state.of for state in states.values() if state.count > 1}
     return [
         name
@@ -49,25 +58,25 @@ def reduced_within(aligned: Aligned, rounding: Rounding, step: int, apart: Colle
 
 
 def factor_within(
-    aligned: Aligned, step: int, apart: Collection[str], *, least: float, of_largest: float
+    aligned: Aligned, step: int, differing: Collection[str], *, least: float, of_largest: float
 ) -> float | None:
     """Return the factor of the mean gradient over the ranks, relative to one device; None without a common factor.
 
     It is also None if the ranks do not reduce these gradients within the step.
 
     Args:
-        apart: parameters whose gradients differ between ranks.
+        differing: parameters whose gradients differ between ranks.
         least, of_largest: see `mgpu_check.numerics.factors.common_factor`.
     """
     pairs: list[tuple[float, float]] = []
-    for name in apart:
-        expected, here = aligned.found(step, "gradient", name)
-        known = [value for value in here.values() if value is not None]
-        if expected is None or len(known) < aligned.world or not _alike(aligned, step, name):
+    for name in differing:
+        expected, by_rank = aligned.found(step, "gradient", name)
+        gradients = [value for value in by_rank.values() if value is not None]
+        if expected is None or len(gradients) < aligned.world or not _alike(aligned, step, name):
             return None
         if not _changed(aligned, step, name):
             return None
-        mean = mean_of(known, [1 / len(known)] * len(known))
+        mean = mean_of(gradients, [1 / len(gradients)] * len(gradients))
         if expected.norm:
             pairs += [
                 (g / expected.norm, e / expected.norm) for g, e in zip(mean.samples, expected.samples, strict=True)
@@ -80,54 +89,56 @@ def _alike(aligned: Aligned, step: int, name: str) -> bool:
 
     A step smaller than the tolerance of the parameter would hide gradients that stay on each rank.
     """
-    _, here = aligned.found(step, "parameter", name)
-    return len({value.bits for value in here.values() if value is not None}) == 1
+    _, by_rank = aligned.found(step, "parameter", name)
+    return len({value.bits for value in by_rank.values() if value is not None}) == 1
 
 
 def _changed(aligned: Aligned, step: int, name: str) -> bool:
     """Return whether a step changed a parameter, so that its result shows the gradient as a state would."""
     trace = aligned.one
-    kinds = [trace.steps[step].before, *(earlier.parameters for earlier in reversed(trace.steps[:step]))]
-    before = next((values[name] for values in kinds if name in values), None)
+    sources = [trace.steps[step].before, *(earlier.parameters for earlier in reversed(trace.steps[:step]))]
+    before = next((values[name] for values in sources if name in values), None)
     after = trace.steps[step].parameters.get(name)
     return before is not None and after is not None and before.bits != after.bits
 
 
 def _is_mean(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
     """Return whether ranks have different gradients, whose mean is the gradient of one device."""
-    expected, here = aligned.found(step, "gradient", name)
-    known = [value for value in here.values() if value is not None]
-    if expected is None or len(known) < max(aligned.world, 2) or all(value == known[0] for value in known):
+    expected, by_rank = aligned.found(step, "gradient", name)
+    gradients = [value for value in by_rank.values() if value is not None]
+    if expected is None or len(gradients) < max(aligned.world, 2) or all(value == gradients[0] for value in gradients):
         return False
-    mean = replace(mean_of(known, [1 / len(known)] * len(known)), norm=expected.norm)
+    mean = replace(mean_of(gradients, [1 / len(gradients)] * len(gradients)), norm=expected.norm)
     # Parts that cancel have larger rounding errors than their mean.
-    cancelled = max(value.norm for value in known) / (expected.norm or math.inf)
+    cancelled = max(value.norm for value in gradients) / (expected.norm or math.inf)
     tolerance = rounding.tolerance(step, "gradient", name) * max(cancelled, 1.0)
     return deviation(mean, expected, aligned.parameter(name).shape).size <= tolerance
 
 
-def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
+def with_rows_together(reference: Trace, ranks: Sequence[Trace]) -> list[Trace]:
     """Return the ranks with the states of all rows, in place of states that each rank keeps of its own rows.
 
     The rows of a rank follow those of the rank before; the last rank may pad its rows with zeros. The norm and the sum
     of all rows are known. The other numbers of the summary are those of one device.
     """
-    whole = {name: found for name in one.states if (found := _rows(one, ranks, name))}
-    if not whole:
+    joint_states = {name: rows for name in reference.states if (rows := _rows(reference, ranks, name))}
+    if not joint_states:
         return list(ranks)
     return [
         replace(
             trace,
             states={
-                name: replace(one.states[name], dtype=own.dtype, device=own.device) if name in whole else own
+                name: replace(reference.states[name], dtype=own.dtype, device=own.device)
+                if name in joint_states
+                else own
                 for name, own in trace.states.items()
             },
             steps=[
                 replace(
                     step,
-                    states={name: value for name, value in step.states.items() if name not in whole}
+                    states={name: value for name, value in step.states.items() if name not in joint_states}
                     # If some rank lacks a state at a step, the others have only rows of it.
-                    | {name: found[i] for name, found in whole.items() if i in found},
+                    | {name: rows[i] for name, rows in joint_states.items() if i in rows},
                 )
                 for i, step in enumerate(trace.steps)
             ],
@@ -136,69 +147,84 @@ def with_rows_together(one: Trace, ranks: Sequence[Trace]) -> list[Trace]:
     ]
 
 
-def _rows(one: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
+def _rows(reference: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
     """Return a state of all rows by step; empty if ranks do not keep it in this way.
 
     A single row is on one rank. The others keep zeros, as padding.
     """
-    whole, own = one.states[name], [trace.states.get(name) for trace in ranks]
-    if len(ranks) < 2 or not whole.key or not whole.shape:
+    reference_state, own = reference.states[name], [trace.states.get(name) for trace in ranks]
+    if len(ranks) < 2 or not reference_state.key or not reference_state.shape:
         return {}
-    shape = (-(-whole.shape[0] // len(ranks)), *whole.shape[1:])
+    shape = (-(-reference_state.shape[0] // len(ranks)), *reference_state.shape[1:])
     if any(state is None or state.shape != shape for state in own):
         return {}
     values = [[step.states.get(name) for step in trace.steps] for trace in ranks]
-    if shape == whole.shape and sum(any(v is not None and v.norm for v in some) for some in values) != 1:
+    if (
+        shape == reference_state.shape
+        and sum(any(v is not None and v.norm for v in rank_values) for rank_values in values) != 1
+    ):
         return {}
-    steps = range(min(len(one.steps), *(len(some) for some in values)))
+    steps = range(min(len(reference.steps), *(len(rank_values) for rank_values in values)))
     # A state whose gradient is off by the number of ranks still has these rows.
     for factor in (1.0, float(len(ranks)), 1 / len(ranks)):
-        expected = {i: _times(one.steps[i].states[name], factor) for i in steps if name in one.steps[i].states}
-        rows = {
-            i: _together(expected[i], parts) for i in expected if None not in (parts := [some[i] for some in values])
+        expected = {
+            i: _times(reference.steps[i].states[name], factor) for i in steps if name in reference.steps[i].states
         }
-        first = min(rows, default=None)
-        if first is not None and deviation(rows[first], expected[first], whole.shape).size <= _NEAR_ROWS:
+        rows = {
+            i: _together(expected[i], shards)
+            for i in expected
+            if None not in (shards := [rank_values[i] for rank_values in values])
+        }
+        earliest = min(rows, default=None)
+        if (
+            earliest is not None
+            and deviation(rows[earliest], expected[earliest], reference_state.shape).size <= _NEAR_ROWS
+        ):
             return rows
     return {}
 
 
-def _together(expected: TensorSummary, parts: Sequence[TensorSummary | None]) -> TensorSummary:
-    known = [part for part in parts if part is not None]
-    off = math.fsum(sum(part.sums) for part in known) - math.fsum(expected.sums)
+def _together(expected: TensorSummary, shards: Sequence[TensorSummary | None]) -> TensorSummary:
+    available = [shard for shard in shards if shard is not None]
+    off = math.fsum(sum(shard.sums) for shard in available) - math.fsum(expected.sums)
     sums = tuple(value + off / len(expected.sums) for value in expected.sums)
-    return TensorSummary(0, math.hypot(*(part.norm for part in known)), sums, expected.samples)
+    return TensorSummary(0, math.hypot(*(shard.norm for shard in available)), sums, expected.samples)
 
 
 def _times(value: TensorSummary, factor: float) -> TensorSummary:
     if factor == 1:
         return value
-    sums, samples = (tuple(number * factor for number in some) for some in (value.sums, value.samples))
+    sums, samples = (tuple(number * factor for number in numbers) for numbers in (value.sums, value.samples))
     return TensorSummary(0, value.norm * factor, sums, samples)
 
 
 def remark(aligned: Aligned, rounding: Rounding) -> str:
     """Report gradients that are reduced within the step; "" without such gradients."""
-    found = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
-    if not found:
+    parameters = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
+    if not parameters:
         return ""
     return (
-        f"the gradients of {len(found)} parameters differ between ranks before the step, and their mean is that of one "
-        "device: the optimizer reduces them"
+        f"the gradients of {len(parameters)} parameters differ between ranks before the step, and their mean is that "
+        "of one device: the optimizer reduces them"
     )
 
 
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
 
 
-_SHOWN: dict[Kind, str] = {"before": "before: ", "gradient": "gradient: ", "parameter": "after: ", "state": "after: "}
+_SHOWN: dict[Quantity, str] = {
+    "before": "before: ",
+    "gradient": "gradient: ",
+    "parameter": "after: ",
+    "state": "after: ",
+}
 
 
 @dataclass(frozen=True)
 class WrongTensor:
     """A tensor that differs from one device: the ranks, and the deviation on the worst rank."""
 
-    kind: Kind
+    quantity: Quantity
     name: str
     ranks: tuple[int, ...]
     worst: Deviation
@@ -210,29 +236,31 @@ class FirstDifference:
     """A step (counted from 0) with wrong tensors.
 
     Attributes:
-        wrong: by kind, the tensors that differ from one device, in the order of the model.
-        apart: by kind, the names of the tensors that differ between ranks.
+        mismatches: by quantity, the tensors that differ from one device, in the order of the model.
+        differing: by quantity, the names of the tensors that differ between ranks.
     """
 
     aligned: Aligned
     rounding: Rounding
     step: int
-    wrong: dict[Kind, list[WrongTensor]]
-    apart: dict[Kind, list[str]]
+    mismatches: dict[Quantity, list[WrongTensor]]
+    differing: dict[Quantity, list[str]]
 
     @property
-    def kind(self) -> Kind | None:
-        """The first wrong kind of tensor, in the order of `KINDS`; None if only the samples are wrong."""
-        return next((kind for kind in KINDS if self.wrong[kind] or self.apart[kind]), None)
+    def quantity(self) -> Quantity | None:
+        """The first wrong quantity, in the order of `QUANTITIES`; None if only the samples are wrong."""
+        return next(
+            (quantity for quantity in QUANTITIES if self.mismatches[quantity] or self.differing[quantity]), None
+        )
 
     @property
     def main(self) -> WrongTensor | None:
-        """The tensor of the first wrong kind with the largest deviation; among equals, the first in the model."""
-        kind = self.kind
-        if kind is None or not self.wrong[kind]:
+        """The tensor of the first wrong quantity with the largest deviation; among equals, the first in the model."""
+        quantity = self.quantity
+        if quantity is None or not self.mismatches[quantity]:
             return None
-        largest = max(wrong.worst.size for wrong in self.wrong[kind])
-        return next(wrong for wrong in self.wrong[kind] if wrong.worst.size >= _SAME_SIZE * largest)
+        largest = max(tensor.worst.size for tensor in self.mismatches[quantity])
+        return next(tensor for tensor in self.mismatches[quantity] if tensor.worst.size >= _SAME_SIZE * largest)
 
     @property
     def samples(self) -> Samples:
@@ -245,34 +273,38 @@ class FirstDifference:
         Hidden samples that led to correct gradients count as the same.
         """
         samples = self.samples
-        right = self.kind in ("parameter", "state")
-        return samples.known and (not samples.same or self.kind is None) and not (right and samples.hidden)
+        has_right_gradients = self.quantity in ("parameter", "state")
+        return (
+            samples.known
+            and (not samples.same or self.quantity is None)
+            and not (has_right_gradients and samples.hidden)
+        )
 
-    def ratio(self, kind: Kind, name: str) -> float | None:
+    def ratio(self, quantity: Quantity, name: str) -> float | None:
         """Return the norm of a wrong tensor relative to one device, on the worst rank; None if unknown."""
-        expected, here = self.aligned.found(self.step, kind, name)
-        worst = next((wrong.worst_rank for wrong in self.wrong[kind] if wrong.name == name), None)
-        return None if worst is None else ratio_of(here.get(worst), expected)
+        expected, by_rank = self.aligned.found(self.step, quantity, name)
+        worst = next((tensor.worst_rank for tensor in self.mismatches[quantity] if tensor.name == name), None)
+        return None if worst is None else ratio_of(by_rank.get(worst), expected)
 
     def observables(self) -> list[Observable]:
         """Return each tensor of the step: whether it equals that of one device, and whether ranks agree about it."""
-        found = []
-        for kind in KINDS:
-            wrong = {entry.name: entry for entry in self.wrong[kind]}
-            for name in self.aligned.named(kind):
-                expected, here = self.aligned.found(self.step, kind, name)
-                if not here or (expected is None and not any(here.values())):
+        observables = []
+        for quantity in QUANTITIES:
+            mismatches = {entry.name: entry for entry in self.mismatches[quantity]}
+            for name in self.aligned.named(quantity):
+                expected, by_rank = self.aligned.found(self.step, quantity, name)
+                if not by_rank or (expected is None and not any(by_rank.values())):
                     continue
-                entry = wrong.get(name)
-                ratio = ratio_of(here[entry.worst_rank], expected) if entry else None
-                found.append(
+                entry = mismatches.get(name)
+                ratio = ratio_of(by_rank[entry.worst_rank], expected) if entry else None
+                observables.append(
                     Observable(
-                        _SHOWN[kind] + name,
-                        {"one device": entry is None, "ranks agree": name not in self.apart[kind]},
+                        _SHOWN[quantity] + name,
+                        {"one device": entry is None, "ranks agree": name not in self.differing[quantity]},
                         "" if entry is None else f"{entry.worst}{f'; norm x {ratio:.4g}' if ratio else ''}",
                     )
                 )
-        return found
+        return observables
 
 
 @dataclass
@@ -281,7 +313,7 @@ class Diagnosis:
 
     Attributes:
         comparable: the difference lies in the training step, not in its inputs.
-        why: how the inputs of the step differ, in a clause; "" if the runs are comparable.
+        reason: how the inputs of the step differ, in a clause; "" if the runs are comparable.
         todo: a line for each remedy.
         failed: a line for each part of the diagnosis that raised an error.
         axes: see `mgpu_check.compare.diagnosis.told_axes`.
@@ -291,7 +323,7 @@ class Diagnosis:
 
     comparable: bool = True
     findings: list[Finding] = field(default_factory=list)
-    why: str = ""
+    reason: str = ""
     todo: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     axes: str = ""
@@ -313,50 +345,50 @@ def first_difference(aligned: Aligned, rounding: Rounding) -> FirstDifference | 
     """
     for step in range(min(aligned.compared + 1, aligned.steps)):
         difference = _difference_at(aligned, rounding, step)
-        if difference.kind is not None or _whole_batch_on_each_rank(difference):
+        if difference.quantity is not None or _whole_batch_on_each_rank(difference):
             return difference
     return None
 
 
 def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDifference:
-    wrong: dict[Kind, list[WrongTensor]] = {kind: [] for kind in KINDS}
-    apart: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
-    for kind in KINDS:
-        for name in aligned.named(kind):
-            worst, ranks_differ = _compared(aligned, rounding, step, kind, name)
+    mismatches: dict[Quantity, list[WrongTensor]] = {quantity: [] for quantity in QUANTITIES}
+    differing: dict[Quantity, list[str]] = {quantity: [] for quantity in QUANTITIES}
+    for quantity in QUANTITIES:
+        for name in aligned.named(quantity):
+            worst, ranks_differ = _compared(aligned, rounding, step, quantity, name)
             if worst is not None:
-                wrong[kind].append(worst)
+                mismatches[quantity].append(worst)
             if ranks_differ:
-                apart[kind].append(name)
-    if apart["gradient"]:
-        right = reduced_within(aligned, rounding, step, {*apart["parameter"], *apart["state"]})
-        wrong["gradient"] = [entry for entry in wrong["gradient"] if entry.name not in right]
-        apart["gradient"] = [name for name in apart["gradient"] if name not in right]
-    return FirstDifference(aligned, rounding, step, wrong, apart)
+                differing[quantity].append(name)
+    if differing["gradient"]:
+        reduced = reduced_within(aligned, rounding, step, {*differing["parameter"], *differing["state"]})
+        mismatches["gradient"] = [entry for entry in mismatches["gradient"] if entry.name not in reduced]
+        differing["gradient"] = [name for name in differing["gradient"] if name not in reduced]
+    return FirstDifference(aligned, rounding, step, mismatches, differing)
 
 
 def _compared(
-    aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str
+    aligned: Aligned, rounding: Rounding, step: int, quantity: Quantity, name: str
 ) -> tuple[WrongTensor | None, bool]:
     """Return the difference of a tensor from one device, if any, and whether the tensor differs between ranks."""
-    expected, here = aligned.found(step, kind, name)
-    tolerance = rounding.tolerance(step, kind, name)
+    expected, by_rank = aligned.found(step, quantity, name)
+    tolerance = rounding.tolerance(step, quantity, name)
     shape = aligned.parameter(name).shape
     if expected is not None and not expected.finite:
-        if rounding.leaves_numbers(step, kind, name):
+        if rounding.leaves_numbers(step, quantity, name):
             return None, False
         # Ranks with non-finite values agree with one device. Finite values have an infinite deviation.
-        here = {rank: value for rank, value in here.items() if value is None or value.finite}
+        by_rank = {rank: value for rank, value in by_rank.items() if value is None or value.finite}
         tolerance = 0.0
-    found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
-    off = {rank: one for rank, one in found.items() if one.size > tolerance}
+    deviations = {rank: deviation(value, expected, shape) for rank, value in by_rank.items()}
+    off = {rank: difference for rank, difference in deviations.items() if difference.size > tolerance}
     rank = max(off, key=lambda r: off[r].size, default=None)
     worst = None
     if rank is not None:
-        at_fault = _at_fault(aligned, name, expected, here[rank], tolerance) & off.keys()
-        worst = WrongTensor(kind, name, tuple(r for r in off if not at_fault or r in at_fault), off[rank], rank)
-    first = next(iter(here.values()), None)
-    return worst, any(value != first and deviation(value, first, shape).size > tolerance for value in here.values())
+        at_fault = _at_fault(aligned, name, expected, by_rank[rank], tolerance) & off.keys()
+        worst = WrongTensor(quantity, name, tuple(r for r in off if not at_fault or r in at_fault), off[rank], rank)
+    head = next(iter(by_rank.values()), None)
+    return worst, any(value != head and deviation(value, head, shape).size > tolerance for value in by_rank.values())
 
 
 def _at_fault(
@@ -391,8 +423,10 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
     ):
         return False
     _, _, losses = aligned.losses(difference.step)
-    known = [loss for loss in losses if loss is not None]
-    return not known or max(known) - min(known) <= difference.rounding.of_loss(difference.step) * max(map(abs, known))
+    finite_losses = [loss for loss in losses if loss is not None]
+    return not finite_losses or max(finite_losses) - min(finite_losses) <= difference.rounding.of_loss(
+        difference.step
+    ) * max(map(abs, finite_losses))
 
 
 def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
@@ -405,7 +439,7 @@ def changes_of(difference: FirstDifference, name: str, rank: int | None) -> list
     """Return the changes of a parameter's kept elements in this step on a rank, or on one device for None."""
     trace = difference.aligned.one if rank is None else difference.aligned.ranks[rank]
     now = trace.steps[difference.step].parameters.get(name)
-    earlier = [of_kind(trace.steps[difference.step], "before").get(name)]
+    earlier = [of_quantity(trace.steps[difference.step], "before").get(name)]
     earlier += [step.parameters.get(name) for step in reversed(trace.steps[: difference.step])]
     before = next((summary for summary in earlier if summary is not None), None)
     if now is None or before is None:
@@ -424,7 +458,7 @@ _NEAR_OPTION = 1e-9
 def other_options(aligned: Aligned, step: int) -> list[str]:
     """Return a clause for each optimizer option that differs between ranks and one device at a step."""
     expected = aligned.one.steps[step].options
-    found: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    differences: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for trace in aligned.ranks:
         for name, options in trace.steps[step].options.items():
             own = expected.get(name)
@@ -432,12 +466,13 @@ def other_options(aligned: Aligned, step: int) -> list[str]:
                 continue
             for key in sorted(own.keys() | options.keys()):
                 if not _same(own.get(key), options.get(key)):
-                    found[key, _told(own, key), _told(options, key)][name].append(trace.rank)
+                    differences[key, _told(own, key), _told(options, key)][name].append(trace.rank)
     clauses = []
-    for (key, one, there), names in found.items():
-        ranks = sorted({rank for some in names.values() for rank in some})
+    for (key, on_reference, on_rank), ranks_by_name in differences.items():
+        ranks = sorted({rank for holders in ranks_by_name.values() for rank in holders})
         clauses.append(
-            f"{_WORDS.get(key, key)} of {few(list(names), 3)} is {there} on {named(ranks)}, and {one} on one device"
+            f"{_WORDS.get(key, key)} of {few(list(ranks_by_name), 3)} is {on_rank} on {named(ranks)}, "
+            f"and {on_reference} on one device"
         )
     groups = _groups(expected)
     for trace in aligned.ranks if clauses else []:
@@ -454,7 +489,7 @@ _WORDS = {"lr": "the learning rate", "weight_decay": "the weight decay", "optimi
 
 
 def _groups(options: Mapping[str, Mapping[str, Any]]) -> int:
-    return len({repr(sorted(one.items(), key=str)) for one in options.values()})
+    return len({repr(sorted(entry.items(), key=str)) for entry in options.values()})
 
 
 def _told(options: Mapping[str, Any], key: str) -> str:
@@ -462,12 +497,12 @@ def _told(options: Mapping[str, Any], key: str) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return abs(one - other) <= _NEAR_OPTION * max(abs(one), abs(other))
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one == other
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return abs(a - b) <= _NEAR_OPTION * max(abs(a), abs(b))
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
 
 
 @dataclass(frozen=True)
@@ -476,21 +511,21 @@ class ComparedOutput:
 
     Attributes:
         expected: those of one device; None if it has none.
-        here: rank -> the whole outputs from its view; empty if they are not compared.
-        why: why they are not compared; "" if they are.
+        by_rank: rank -> the whole outputs from its view; empty if they are not compared.
+        reason: why they are not compared; "" if they are.
     """
 
     expected: OutputSummary | None = None
-    here: Mapping[int, OutputSummary] = field(default_factory=dict)
-    why: str = ""
+    by_rank: Mapping[int, OutputSummary] = field(default_factory=dict)
+    reason: str = ""
 
     def deviation(self, rank: int) -> Deviation:
         """Return the deviation on a rank."""
-        return output_deviation(self.here[rank], self.expected)
+        return output_deviation(self.by_rank[rank], self.expected)
 
     def wrong(self, tolerance: float) -> list[int]:
         """Return the ranks whose outputs deviate by more than the tolerance."""
-        return [rank for rank in self.here if self.deviation(rank).size > tolerance]
+        return [rank for rank in self.by_rank if self.deviation(rank).size > tolerance]
 
 
 def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) -> ComparedOutput:
@@ -501,31 +536,31 @@ def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) ->
     """
     expected = aligned.one.steps[step].outputs.get(name)
     at = {trace.rank: trace.steps[step] for trace in aligned.ranks}
-    parts = {rank: own.outputs[name] for rank, own in at.items() if name in own.outputs}
-    if expected is None or not parts:
-        return ComparedOutput(expected, why="called on one side only, or its outputs cannot be read")
-    seen = {rank: tuple(sorted(at[rank].seen)) for rank in parts}
-    each, together, by_samples = views(parts, seen)
-    whole = next(
+    shards = {rank: own.outputs[name] for rank, own in at.items() if name in own.outputs}
+    if expected is None or not shards:
+        return ComparedOutput(expected, reason="called on one side only, or its outputs cannot be read")
+    samples = {rank: tuple(sorted(at[rank].seen)) for rank in shards}
+    each, together, by_samples = views(shards, samples)
+    full_outputs = next(
         (v for v in (each, together, by_samples) if {own.count for own in v.values()} == {expected.count}), None
     )
-    if whole is None:
-        counts = sorted({part.count for part in parts.values()})
-        return ComparedOutput(expected, why=f"ranks have {counts} elements, and one device {expected.count}")
-    found = ComparedOutput(expected, whole)
-    if whole is each and len(parts) > 1 and found.wrong(tolerance):
-        size = tolerance * max(expected.norm, *(part.norm for part in parts.values()))
-        sums = [part.sum for part in parts.values()]
-        numbers = [len(at[rank].seen) for rank in parts]
+    if full_outputs is None:
+        counts = sorted({shard.count for shard in shards.values()})
+        return ComparedOutput(expected, reason=f"ranks have {counts} elements, and one device {expected.count}")
+    compared = ComparedOutput(expected, full_outputs)
+    if full_outputs is each and len(shards) > 1 and compared.wrong(tolerance):
+        size = tolerance * max(expected.norm, *(shard.norm for shard in shards.values()))
+        sums = [shard.sum for shard in shards.values()]
+        numbers = [len(at[rank].seen) for rank in shards]
         weights = numbers if all(numbers) else [1] * len(sums)
         mean = math.fsum(map(operator.mul, weights, sums)) / sum(
             weights
         )  # such as the mean loss of each rank's samples
         for name_of_result, result in (("sum", math.fsum(sums)), ("mean", mean)):
             if abs(result - expected.sum) <= size < max(abs(own - expected.sum) for own in sums):
-                why = f"ranks have partial results, whose {name_of_result} is that of one device"
-                return ComparedOutput(expected, why=why)
-    return found
+                reason = f"ranks have partial results, whose {name_of_result} is that of one device"
+                return ComparedOutput(expected, reason=reason)
+    return compared
 
 
 def told_outputs(difference: FirstDifference) -> str:
@@ -534,38 +569,38 @@ def told_outputs(difference: FirstDifference) -> str:
     A module whose outputs also differed at an earlier step, when all gradients were right, proves nothing.
     """
     aligned, rounding, step = difference.aligned, difference.rounding, difference.step
-    if difference.kind != "gradient" or difference.others_seen:
+    if difference.quantity != "gradient" or difference.others_seen:
         return ""
-    right, wrong, left = [], [], 0
+    equal, mismatches, skipped = [], [], 0
     for name in aligned.one.modules:
         tolerance = rounding.of_output(step, name)
-        found = compared_output(aligned, step, name, tolerance)
-        off = found.wrong(tolerance)
+        outputs = compared_output(aligned, step, name, tolerance)
+        off = outputs.wrong(tolerance)
         if (
-            found.why
+            outputs.reason
             or math.isinf(tolerance)
             or (off and any(_differs(aligned, rounding, earlier, name) for earlier in range(step)))
         ):
-            left += 1
+            skipped += 1
         elif off:
-            wrong.append((name, off, found))
+            mismatches.append((name, off, outputs))
         else:
-            right.append(name)
-    said = f"the outputs of {len(right)} module{'s' * (len(right) > 1)} are right" if right else ""
-    not_compared = f"; {left} {'was' if left == 1 else 'were'} not compared" if left else ""
-    if wrong:
-        name, off, found = wrong[0]
-        rank = max(off, key=lambda one: found.deviation(one).size)
-        ratio = ratio_of(found.here[rank], found.expected)
+            equal.append(name)
+    message = f"the outputs of {len(equal)} module{'s' * (len(equal) > 1)} are right" if equal else ""
+    not_compared = f"; {skipped} {'was' if skipped == 1 else 'were'} not compared" if skipped else ""
+    if mismatches:
+        name, off, outputs = mismatches[0]
+        rank = max(off, key=lambda rank: outputs.deviation(rank).size)
+        ratio = ratio_of(outputs.by_rank[rank], outputs.expected)
         factor = f"; norm x {ratio:.5g}" if ratio is not None and abs(ratio - 1) > 1e-3 else ""
-        where = f"{named(off)} ({found.deviation(rank)}{factor})"
-        return f"forward: the first output that differs is that of {module_name(name)}, on {where}" + (
-            f"; {said}" * bool(right) + not_compared
+        location = f"{named(off)} ({outputs.deviation(rank)}{factor})"
+        return f"forward: the first output that differs is that of {module_name(name)}, on {location}" + (
+            f"; {message}" * bool(equal) + not_compared
         )
-    if right:
-        whole = "" in right and not left
-        so = ", so the error is in the loss, the backward pass or a reduction" if whole else ""
-        return f"forward: {said}{so}{not_compared}"
+    if equal:
+        complete = "" in equal and not skipped
+        so = ", so the error is in the loss, the backward pass or a reduction" if complete else ""
+        return f"forward: {message}{so}{not_compared}"
     return ""
 
 

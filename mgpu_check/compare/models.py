@@ -32,7 +32,7 @@ class Surroundings:
         self._parents: dict[int, list[nn.Module]] = defaultdict(list)
         self._owners: dict[int, nn.Module] = {}
         kinds = _subclasses(nn.Module)  # a set is faster than `issubclass` for each of a million objects
-        for module in [one for one in gc.get_objects() if type(one) in kinds]:
+        for module in [candidate for candidate in gc.get_objects() if type(candidate) in kinds]:
             for child in vars(module).get("_modules", {}).values():
                 if child is not None:
                     self._parents[id(child)].append(module)
@@ -47,13 +47,13 @@ class Surroundings:
         it is the outermost `ModuleList` or `ModuleDict` around it, or the called module itself.
         """
         above = [self._ancestors(module) for module in called]
-        counts = Counter(number for some in above for number in some)
-        found: dict[int, nn.Module] = {}
-        for module, some in zip(called, above, strict=True):
-            together = [one for number, one in some.items() if counts[number] > 1]
+        counts = Counter(number for ancestors in above for number in ancestors)
+        roots: dict[int, nn.Module] = {}
+        for module, ancestors in zip(called, above, strict=True):
+            together = [ancestor for number, ancestor in ancestors.items() if counts[number] > 1]
             root = together[-1] if together else self._container(module)
-            found.setdefault(id(root), root)
-        return list(found.values())
+            roots.setdefault(id(root), root)
+        return list(roots.values())
 
     def top_of(self, parameter: torch.Tensor) -> nn.Module | None:
         """Return the highest module that contains a parameter; None if no module has it."""
@@ -67,26 +67,26 @@ class Surroundings:
 
     def _ancestors(self, module: nn.Module) -> dict[int, nn.Module]:
         """Return the modules that contain a module, nearest first, by id."""
-        found: dict[int, nn.Module] = {}
+        ancestors: dict[int, nn.Module] = {}
         next_ = list(self._parents.get(id(module), ()))
         while next_:
-            fresh = [one for one in next_ if id(one) not in found and one is not module]
-            found.update((id(one), one) for one in fresh)
-            next_ = [outer for one in fresh for outer in self._parents.get(id(one), ())]
-        return found
+            fresh = [parent for parent in next_ if id(parent) not in ancestors and parent is not module]
+            ancestors.update((id(parent), parent) for parent in fresh)
+            next_ = [outer for parent in fresh for outer in self._parents.get(id(parent), ())]
+        return ancestors
 
 
-def _subclasses(kind: type) -> set[type]:
-    found, rest = {kind}, [kind]
+def _subclasses(base: type) -> set[type]:
+    subclasses, rest = {base}, [base]
     while rest:
-        fresh: set[type] = set(rest.pop().__subclasses__()) - found
-        found |= fresh
+        fresh: set[type] = set(rest.pop().__subclasses__()) - subclasses
+        subclasses |= fresh
         rest += fresh
-    return found
+    return subclasses
 
 
 def _first(parents: Iterable[nn.Module]) -> nn.Module | None:
-    return next((one for one in parents if isinstance(one, _NEVER_CALLED)), None)
+    return next((parent for parent in parents if isinstance(parent, _NEVER_CALLED)), None)
 
 
 _INNER = {
@@ -103,8 +103,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Return the user's own module without the wrappers of torch."""
     while True:
         # Compared with None: the truth value of a module with __len__ would call it.
-        names = _INNER.get(type(module).__name__, ())
-        inner = next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
+        attributes = _INNER.get(type(module).__name__, ())
+        inner = next((getattr(module, name) for name in attributes if getattr(module, name, None) is not None), None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
@@ -192,12 +192,12 @@ class Names:
     def _unique(self, name: str, model: str) -> str:
         tried = [name, *([f"{model}.{name}"] if model else [])]
         number = 2
-        while (made := tried.pop(0)) in self._taken:
+        while (unique := tried.pop(0)) in self._taken:
             if not tried:
                 tried.append(f"{model or 'parameter'}#{number}.{name}")
                 number += 1
-        self._taken.add(made)
-        return made
+        self._taken.add(unique)
+        return unique
 
 
 def in_training(module: nn.Module) -> bool:
@@ -215,7 +215,7 @@ def described(module: nn.Module) -> dict[str, Any]:
         "replicas": len(vars(module).get("device_ids") or ()) if wrapper == "DataParallel" else 1,
         "broadcasts": wrapper == "DistributedDataParallel" and bool(getattr(module, "broadcast_buffers", False)),
         "batch_norms": sorted({type(m).__name__ for _, m in named_modules(model) if _takes_batch_statistics(m)}),
-        "dropouts": sorted({told for _, m in named_modules(model) if (told := _dropout(m))}),
+        "dropouts": sorted({dropout for _, m in named_modules(model) if (dropout := _dropout(m))}),
     }
 
 
@@ -234,10 +234,10 @@ def narrowed(module: nn.Module, output: Any) -> dict[str, str]:
 
 def forward_of(module: nn.Module) -> dict[str, str]:
     """Return the name and the line of a model's forward method."""
-    kind = type(unwrapped(module))
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    model_class = type(unwrapped(module))
+    code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
     line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
-    return {"what": f"{kind.__name__}.forward", "line": line}
+    return {"what": f"{model_class.__name__}.forward", "line": line}
 
 
 def _dropout(module: nn.Module) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check import pages
-from mgpu_check.compare.alignment import KINDS, Aligned, Deviation, Kind, deviation
+from mgpu_check.compare.alignment import QUANTITIES, Aligned, Deviation, Quantity, deviation
 from mgpu_check.compare.comparison import ScriptComparison
 from mgpu_check.compare.first_difference import compared_output, module_name, ratio_of
 from mgpu_check.compare.reports import TENSORS
@@ -83,7 +83,7 @@ _BITS = 1e-300  # some bits differ, and the numbers of the summary do not
 _MISSED = -1.0  # not compared
 _Value = tuple[float, str] | None
 """How many tolerances a tensor deviates, and its numbers in words; None for a gradient that neither run has."""
-_PASSES: dict[Kind, str] = {
+_PASSES: dict[Quantity, str] = {
     "before": "start: parameters",
     "gradient": "backward: gradients",
     "parameter": "update: parameters",
@@ -139,17 +139,17 @@ def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None)
     by_rank: dict[int, dict[str, dict[str, list[DifferenceCell]]]] = {
         trace.rank: {"forward": {"mean loss of the ranks": losses}} for trace in aligned.ranks
     }
-    for module, names in joined({name: name.split(".") for name in aligned.one.modules}).items():
-        outputs = [_by_rank([_output(aligned, rounding, step - 1, n) for n in names]) for step in steps]
+    for module, tensors in joined({name: name.split(".") for name in aligned.one.modules}).items():
+        outputs = [_by_rank([_output(aligned, rounding, step - 1, n) for n in tensors]) for step in steps]
         for rank, rows in by_rank.items():
             rows["forward"][f"output of {module}"] = [_cell(values[rank], measured) for values in outputs]
-    for kind in KINDS:
-        for module, names in joined_modules(aligned, kind).items():
-            found = [_by_rank([_tensor(aligned, rounding, step - 1, kind, n) for n in names]) for step in steps]
+    for quantity in QUANTITIES:
+        for module, tensors in joined_modules(aligned, quantity).items():
+            by_step = [_by_rank([_tensor(aligned, rounding, step - 1, quantity, n) for n in tensors]) for step in steps]
             for rank, rows in by_rank.items():
-                cells = [_cell(values[rank], measured) for values in found]
-                if kind != "before" or any(cell.shade for cell in cells):
-                    rows.setdefault(_PASSES[kind], {})[module] = cells
+                cells = [_cell(values[rank], measured) for values in by_step]
+                if quantity != "before" or any(cell.shade for cell in cells):
+                    rows.setdefault(_PASSES[quantity], {})[module] = cells
     groups = grouped((repr(rows), rank) for rank, rows in by_rank.items())
     return [HeatPicture(named(ranks), steps, by_rank[ranks[0]]) for _, ranks in groups]
 
@@ -163,16 +163,16 @@ def shown_steps(count: int, mark: int | None) -> list[int]:
     if count <= _COLUMNS:
         return list(range(1, count + 1))
     half = _COLUMNS // 2
-    first = min(max((mark or 1) - 4, 1), count - half + 1)
-    near = set(range(first, first + half))
+    start = min(max((mark or 1) - 4, 1), count - half + 1)
+    near = set(range(start, start + half))
     spread = {1 + index * (count - 1) // (half - 1) for index in range(half)}
     return sorted(near | spread)
 
 
-def joined_modules(aligned: Aligned, kind: Kind) -> dict[str, list[str]]:
+def joined_modules(aligned: Aligned, quantity: Quantity) -> dict[str, list[str]]:
     """Return the tensors of each module, in the order of the model."""
     owners = {}
-    for name in aligned.named(kind):
+    for name in aligned.named(quantity):
         entry = aligned.parameter(name)
         owners[name] = (entry.of if isinstance(entry, State) else name).split(".")[:-1]
     return joined(owners)
@@ -186,11 +186,11 @@ def joined(owners: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """
     depth = max((len(path) for path in owners.values()), default=0)
     while True:
-        found: dict[str, list[str]] = {}
+        modules: dict[str, list[str]] = {}
         for name, path in owners.items():
-            found.setdefault(".".join(path[:depth]) or "the model", []).append(name)
-        if len(found) <= _ROWS or depth <= 1:
-            return found
+            modules.setdefault(".".join(path[:depth]) or "the model", []).append(name)
+        if len(modules) <= _ROWS or depth <= 1:
+            return modules
         depth -= 1
 
 
@@ -200,10 +200,10 @@ def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
     Args:
         measured: there are tolerances.
     """
-    found = sorted((value for value in values if value is not None), key=lambda one: -one[0])
-    worst = found[0][0] if found else _MISSED
-    lines = [line for _, line in found[:_LISTED]] + [f"and {len(found) - _LISTED} more"] * (len(found) > _LISTED)
-    if worst <= 0 and (not found or found[-1][0] == _MISSED):
+    ordered = sorted((value for value in values if value is not None), key=lambda value: -value[0])
+    worst = ordered[0][0] if ordered else _MISSED
+    lines = [line for _, line in ordered[:_LISTED]] + [f"and {len(ordered) - _LISTED} more"] * (len(ordered) > _LISTED)
+    if worst <= 0 and (not ordered or ordered[-1][0] == _MISSED):
         return DifferenceCell("-", 0, tuple(lines))
     if not worst:
         return DifferenceCell("")
@@ -217,32 +217,34 @@ def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
 
 
 def _loss(aligned: Aligned, rounding: Rounding | None, step: int) -> _Value:
-    one, mean, _ = aligned.losses(step)
+    reference_loss, mean, _ = aligned.losses(step)
     tolerance = 1.0 if rounding is None else rounding.of_loss(step)
-    if one is None or mean is None or not math.isfinite(tolerance):
+    if reference_loss is None or mean is None or not math.isfinite(tolerance):
         return _MISSED, "the mean loss: not compared"
-    excess = abs(mean - one) / (abs(one) or 1.0) / tolerance
+    excess = abs(mean - reference_loss) / (abs(reference_loss) or 1.0) / tolerance
     counted = f"; {excess:.3g} tolerances of {tolerance:.2g}" if rounding is not None and excess else ""
-    return excess, f"the mean loss: {mean:.7g} instead of {one:.7g}{counted}"
+    return excess, f"the mean loss: {mean:.7g} instead of {reference_loss:.7g}{counted}"
 
 
-def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, kind: Kind, name: str) -> dict[int, _Value]:
+def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, quantity: Quantity, name: str) -> dict[int, _Value]:
     """Return the value of a tensor on each rank: how many tolerances it deviates, and its numbers in words."""
-    expected, here = aligned.found(step, kind, name)
-    tolerance = 1.0 if rounding is None else rounding.tolerance(step, kind, name)
-    told: dict[TensorSummary | None, _Value] = {}  # most ranks hold the same values
-    found: dict[int, _Value] = {}
+    expected, by_rank = aligned.found(step, quantity, name)
+    tolerance = 1.0 if rounding is None else rounding.tolerance(step, quantity, name)
+    values_by_summary: dict[TensorSummary | None, _Value] = {}  # most ranks hold the same values
+    values: dict[int, _Value] = {}
     for trace in aligned.ranks:
-        got = here.get(trace.rank)
-        if trace.rank not in here or not math.isfinite(tolerance):
-            why = "rounding hides everything" if trace.rank in here else "not compared"
-            found[trace.rank] = _MISSED, f"{TENSORS[kind].format(name)}: {why}"
+        got = by_rank.get(trace.rank)
+        if trace.rank not in by_rank or not math.isfinite(tolerance):
+            reason = "rounding hides everything" if trace.rank in by_rank else "not compared"
+            values[trace.rank] = _MISSED, f"{TENSORS[quantity].format(name)}: {reason}"
             continue
-        if got not in told:
-            told[got] = _compared(got, expected, aligned.parameter(name).shape, tolerance, rounding is not None)
-        value = told[got]
-        found[trace.rank] = value and (value[0], f"{TENSORS[kind].format(name)}: {value[1]}")
-    return found
+        if got not in values_by_summary:
+            values_by_summary[got] = _compared(
+                got, expected, aligned.parameter(name).shape, tolerance, rounding is not None
+            )
+        value = values_by_summary[got]
+        values[trace.rank] = value and (value[0], f"{TENSORS[quantity].format(name)}: {value[1]}")
+    return values
 
 
 def _compared(
@@ -257,27 +259,27 @@ def _output(aligned: Aligned, rounding: Rounding | None, step: int, name: str) -
     """Return the value of a module's outputs on each rank."""
     tolerance = 1.0 if rounding is None else rounding.of_output(step, name)
     compared = compared_output(aligned, step, name, tolerance)
-    why = compared.why or ("rounding hides everything" if math.isinf(tolerance) else "the rank has no part of it")
-    told = f"the output of {module_name(name)}"
-    found: dict[int, _Value] = {trace.rank: (_MISSED, f"{told}: {why}") for trace in aligned.ranks}
-    for rank, got in compared.here.items() if math.isfinite(tolerance) else ():
-        apart = compared.deviation(rank)
-        excess, words = _excess(got, compared.expected, apart, tolerance, rounding is not None)
-        found[rank] = excess, f"{told}: {words}"
-    return found
+    reason = compared.reason or ("rounding hides everything" if math.isinf(tolerance) else "the rank has no part of it")
+    label = f"the output of {module_name(name)}"
+    values: dict[int, _Value] = {trace.rank: (_MISSED, f"{label}: {reason}") for trace in aligned.ranks}
+    for rank, got in compared.by_rank.items() if math.isfinite(tolerance) else ():
+        difference = compared.deviation(rank)
+        excess, words = _excess(got, compared.expected, difference, tolerance, rounding is not None)
+        values[rank] = excess, f"{label}: {words}"
+    return values
 
 
 def _excess(
     got: TensorSummary | OutputSummary | None,
     expected: TensorSummary | OutputSummary | None,
-    apart: Deviation,
+    difference: Deviation,
     tolerance: float,
     measured: bool,
 ) -> tuple[float, str]:
     same = got is not None and expected is not None and got.bits == expected.bits
-    excess = apart.size / tolerance or (0.0 if same else _BITS)
-    words = [str(apart) or "equal"]
-    if measured and apart.size:
+    excess = difference.size / tolerance or (0.0 if same else _BITS)
+    words = [str(difference) or "equal"]
+    if measured and difference.size:
         words.append(f"{excess:.3g} tolerances of {tolerance:.2g}")
     ratio = ratio_of(got, expected)
     if ratio is not None and abs(ratio - 1) > 1e-3:
@@ -285,7 +287,7 @@ def _excess(
     return excess, "; ".join(words)
 
 
-_KINDS: tuple[Kind, ...] = ("gradient", "parameter")
+_QUANTITIES: tuple[Quantity, ...] = ("gradient", "parameter")
 
 
 def curves(done: ScriptComparison) -> dict[str, list[Any]]:
@@ -295,31 +297,31 @@ def curves(done: ScriptComparison) -> dict[str, list[Any]]:
     is relative to the tensor, and "excess" relative to its tolerance: above 1 it is not rounding. Unknown values are
     None; both deviations are None from the first step whose values on one device are not finite.
     """
-    found: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
+    series: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
     aligned = done.aligned
     if aligned is None:
-        return found
+        return series
     for step in range(aligned.steps):
-        one, mean, each = aligned.losses(step)
-        found["one"].append(one)
-        found["ranks"].append(mean)
-        found["each"].append(each)
+        reference_loss, mean, each = aligned.losses(step)
+        series["one"].append(reference_loss)
+        series["ranks"].append(mean)
+        series["each"].append(each)
         size, excess = _largest(done, aligned, step) if step < aligned.compared else (None, None)
-        found["deviation"].append(size)
-        found["excess"].append(excess)
-    return found
+        series["deviation"].append(size)
+        series["excess"].append(excess)
+    return series
 
 
 def _largest(done: ScriptComparison, aligned: Aligned, step: int) -> tuple[float, float | None]:
     largest, excess = 0.0, None if done.rounding is None else 0.0
-    for kind in _KINDS:
+    for quantity in _QUANTITIES:
         for name in aligned.names:
-            expected, here = aligned.found(step, kind, name)
+            expected, by_rank = aligned.found(step, quantity, name)
             shape = aligned.parameter(name).shape
-            size = max((deviation(value, expected, shape).size for value in here.values()), default=0.0)
+            size = max((deviation(value, expected, shape).size for value in by_rank.values()), default=0.0)
             largest = max(largest, size)
             if done.rounding is not None and excess is not None:
-                excess = max(excess, size / done.rounding.tolerance(step, kind, name))
+                excess = max(excess, size / done.rounding.tolerance(step, quantity, name))
     return largest, excess
 
 
@@ -347,7 +349,10 @@ def write_json(path: Path, done: ScriptComparison) -> None:
         "not_compared": dict(verdict.not_compared),
         "replayed": verdict.replayed,
         "mistakes": report.mistakes,
-        "findings": [{"mistake": one.mistake, "evidence": one.evidence, "site": one.site} for one in report.findings],
+        "findings": [
+            {"mistake": finding.mistake, "evidence": finding.evidence, "site": finding.site}
+            for finding in report.findings
+        ],
         "remarks": report.remarks,
         "observables": [
             {"name": o.name, "relations": o.relations, "detail": o.detail} for o in report.observables
@@ -372,9 +377,9 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _strict(part) for key, part in value.items()}
+        return {key: _strict(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(part) for part in value]
+        return [_strict(entry) for entry in value]
     return value
 
 
@@ -416,21 +421,24 @@ def _columns(report: Report) -> list[str]:
 
 
 def _pictures(done: ScriptComparison, reference: str) -> list[dict[str, str]]:
-    found = curves(done)
-    if not found["one"]:
+    series = curves(done)
+    if not series["one"]:
         return []
     mark = done.verdict.step
     each = [
-        Curve("each rank", [losses[rank] for losses in found["each"]], "each")
-        for rank in range(min(len(found["each"][0]), _RANKS))
+        Curve("each rank", [losses[rank] for losses in series["each"]], "each")
+        for rank in range(min(len(series["each"][0]), _RANKS))
     ]
-    one, ranks = Curve(reference, found["one"], "one"), Curve("mean over the ranks", found["ranks"], "ranks")
-    loss = draw(f"Loss: {reference}, and the ranks", "loss", [*each, one, ranks], mark=mark)
+    reference_curve, ranks = (
+        Curve(reference, series["one"], "one"),
+        Curve("mean over the ranks", series["ranks"], "ranks"),
+    )
+    loss = draw(f"Loss: {reference}, and the ranks", "loss", [*each, reference_curve, ranks], mark=mark)
     pictures = [{"heading": "Loss", "svg": loss, "note": ""}]
-    if any(value is not None for value in found["excess"]):
-        limit = Curve("1: a larger value is not rounding", [1.0] * len(found["excess"]), "limit")
+    if any(value is not None for value in series["excess"]):
+        limit = Curve("1: a larger value is not rounding", [1.0] * len(series["excess"]), "limit")
         largest = Curve(
-            "largest deviation of a gradient or parameter, relative to its tolerance", found["excess"], "ranks"
+            "largest deviation of a gradient or parameter, relative to its tolerance", series["excess"], "ranks"
         )
         by = "deviation relative to tolerance"
         note = done.rounding and (
@@ -445,7 +453,7 @@ def _runs(done: ScriptComparison) -> list[dict[str, object]]:
     rows = []
     for run in done.runs:
         steps = sorted({ended.steps for ended in run.ranks})
-        said = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        extent = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         ends = "; ".join(dict.fromkeys(ended.how for ended in run.ranks))
-        rows.append({"label": run.label, "steps": said, "ends": ends, "seconds": run.seconds})
+        rows.append({"label": run.label, "steps": extent, "ends": ends, "seconds": run.seconds})
     return rows

@@ -39,18 +39,18 @@ class NumberedPart(NamedTuple):
     part: TracePart
 
 
-def numbers_of(parts: Sequence[NumberedPart]) -> dict[int, Numbers]:
+def numbers_of(pieces: Sequence[NumberedPart]) -> dict[int, Numbers]:
     """Return the summary of each part that has numbers, by its number in the trace."""
-    found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
-    return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}
+    summarized = summaries([piece.parameter for piece in pieces], [piece.part.cut for piece in pieces])
+    return {piece.number: numbers for piece, numbers in zip(pieces, summarized, strict=True) if numbers is not None}
 
 
 class Parameters:
     """The known parameters, each recorded in the trace on first use."""
 
-    def __init__(self, writer: Writer, names: Names) -> None:
-        self.placing = Placing(names, None)
-        self._writer, self._names = writer, names
+    def __init__(self, writer: Writer, parameter_names: Names) -> None:
+        self.placing = Placing(parameter_names, None)
+        self._writer, self._names = writer, parameter_names
         self._number = 0
         self._parts: dict[int, list[NumberedPart]] = {}  # by the id of a parameter
         self._held: list[torch.Tensor] = []  # keeps objects alive whose ids are keys
@@ -70,48 +70,50 @@ class Parameters:
                     fresh[id(parameter)] = parameter, f"optimizer{number}.group{g}.parameter{p}"
         if fresh:
             self._names.look_around()
-        for (parameter, _), parts in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
+        for (parameter, _), pieces in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
             self._held.append(parameter)
-            self._parts[id(parameter)] = [self._numbered(parameter, part) for part in parts]
+            self._parts[id(parameter)] = [self._numbered(parameter, piece) for piece in pieces]
         if fresh:
             self._names.look_around()  # releases the references to all modules
-        return [one for parameter in parameters_of(optimizer) for one in self._parts[id(parameter)]]
+        return [numbered for parameter in parameters_of(optimizer) for numbered in self._parts[id(parameter)]]
 
-    def _numbered(self, parameter: torch.Tensor, part: TracePart) -> NumberedPart:
+    def _numbered(self, parameter: torch.Tensor, piece: TracePart) -> NumberedPart:
         self._writer.write(
             "parameter",
-            name=part.label,
-            order=part.order,
-            shape=part.shape,
+            name=piece.label,
+            order=piece.order,
+            shape=piece.shape,
             dtype=name_of(parameter.dtype),
             device=str(parameter.device),
             sharded=is_distributed(parameter),
-            held=None if part.cut is None or part.cut.is_whole else dataclasses.asdict(part.cut.held),
-            unplaced=part.unplaced,
-            same_elsewhere=part.same_elsewhere,
+            held=None if piece.cut is None or piece.cut.is_whole else dataclasses.asdict(piece.cut.held),
+            unplaced=piece.unplaced,
+            same_elsewhere=piece.same_elsewhere,
             over=over(parameter),
         )
         if readable(parameter) is None:
-            self.note_unread(part.label, "", parameter)
+            self.note_unread(piece.label, "", parameter)
         self._number += 1
-        return NumberedPart(self._number - 1, parameter, part)
+        return NumberedPart(self._number - 1, parameter, piece)
 
-    def note_unread(self, name: str, of: str, value: object) -> None:
+    def note_unread(self, name: str, owner: str, value: object) -> None:
         """Record a tensor or state whose values cannot be read.
 
         Args:
-            of: the parameter that has the state; "" for a parameter or a gradient.
+            owner: the parameter that has the state; "" for a parameter or a gradient.
         """
         if name not in self._unread:
             self._unread.add(name)
-            self._writer.write("unread", after=0, name=name, of=of, type=type(value).__name__)
+            self._writer.write("unread", after=0, name=name, of=owner, type=type(value).__name__)
 
     def note_groups(self, optimizer: Any, number: int) -> None:
         """Record learning rates and other options of each group, if any has changed since the last step."""
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)},
-                "members": [one.number for parameter in group["params"] for one in self._parts[id(parameter)]],
+                "members": [
+                    numbered.number for parameter in group["params"] for numbered in self._parts[id(parameter)]
+                ],
             }
             for group in optimizer.param_groups
         ]
@@ -133,13 +135,13 @@ def _is_plain(key: str, value: object) -> bool:
     numbers = value if isinstance(value, (tuple, list)) else [value]
     kinds = bool, int, float, str, type(None)
     return key not in _OF_IMPLEMENTATIONS and all(
-        isinstance(one, kinds) or (isinstance(one, torch.Tensor) and one.numel() == 1) for one in numbers
+        isinstance(number, kinds) or (isinstance(number, torch.Tensor) and number.numel() == 1) for number in numbers
     )
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -154,11 +156,11 @@ def entries(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            yield from _within(f"{name}[{index}]", part)
+        for index, entry in enumerate(value):
+            yield from _within(f"{name}[{index}]", entry)
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _within(f"{name}[{key}]", part)
+        for key, entry in value.items():
+            yield from _within(f"{name}[{key}]", entry)
     else:
         yield name, value
 
@@ -174,59 +176,59 @@ def flat_parts(value: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
     counts = [parameter.numel() for parameter in parameters]
     if sum(counts) != value.numel():
         return None
-    return [part.view(p.shape) for part, p in zip(value.split(counts), parameters, strict=True)]
+    return [chunk.view(p.shape) for chunk, p in zip(value.split(counts), parameters, strict=True)]
 
 
-def statistic(value: torch.Tensor, local: torch.Size, part: Slice, shape: Sequence[int]) -> Cut | None:
+def statistic(value: torch.Tensor, local: torch.Size, slice_: Slice, shape: Sequence[int]) -> Cut | None:
     """Return the elements of a whole statistic that a rank has; None if it is unclear which dimensions were reduced.
 
     The statistic may cover only a part of the reduced dimensions: that of the rank's slice.
 
     Args:
-        local: shape of the parameter on this rank, which is the slice `part` of the whole parameter.
+        local: shape of the parameter on this rank, which is the slice `slice_` of the whole parameter.
         shape: shape of the statistic on one device.
     """
-    found = set(_reductions(local, value.shape)) & set(_reductions(part.shape, shape))
-    indices = _indices(local, part)
-    if len(found) != 1 or indices is None:
+    reductions = set(_reductions(local, value.shape)) & set(_reductions(slice_.shape, shape))
+    indices = _indices(local, slice_)
+    if len(reductions) != 1 or indices is None:
         return None
-    ((reduced, _),) = found
-    kept = [size for dim, size in enumerate(part.shape) if dim not in reduced]
+    ((reduced, _),) = reductions
+    kept = [size for dim, size in enumerate(slice_.shape) if dim not in reduced]
     chosen = [own for dim, own in enumerate(indices) if dim not in reduced]
     at = indexed(kept, torch.meshgrid(*chosen, indexing="ij")) if kept else torch.zeros(1, dtype=torch.int64)
-    cut = Cut(Slice(part.whole, tuple(shape), at))
-    divided = {dim: Slice("", part.shape[dim : dim + 1], indices[dim]) for dim in sorted(reduced)}
-    divided = {dim: some for dim, some in divided.items() if not bool(some.mask.all())}
-    covers = ", ".join(str(some).replace("dim 0", f"dim {dim}") for dim, some in divided.items())
-    share = math.prod(len(indices[dim]) / part.shape[dim] for dim in divided)
+    cut = Cut(Slice(slice_.whole, tuple(shape), at))
+    divided = {dim: Slice("", slice_.shape[dim : dim + 1], indices[dim]) for dim in sorted(reduced)}
+    divided = {dim: dimension_slice for dim, dimension_slice in divided.items() if not bool(dimension_slice.mask.all())}
+    covers = ", ".join(str(dimension_slice).replace("dim 0", f"dim {dim}") for dim, dimension_slice in divided.items())
+    share = math.prod(len(indices[dim]) / slice_.shape[dim] for dim in divided)
     cut.held = replace(cut.held, covers=covers, share=share)
     return cut
 
 
-def _reductions(whole: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[frozenset[int], bool]]:
+def _reductions(full_shape: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[frozenset[int], bool]]:
     """Yield the dimensions whose reduction gives a shape, and whether they stay as dimensions of size 1."""
-    for count in range(1, len(whole) + 1):
-        for some in itertools.combinations(range(len(whole)), count):
-            if [1 if dim in some else size for dim, size in enumerate(whole)] == list(shape):
-                yield frozenset(some), True
-            if [size for dim, size in enumerate(whole) if dim not in some] == list(shape):
-                yield frozenset(some), False
+    for count in range(1, len(full_shape) + 1):
+        for reduced in itertools.combinations(range(len(full_shape)), count):
+            if [1 if dim in reduced else size for dim, size in enumerate(full_shape)] == list(shape):
+                yield frozenset(reduced), True
+            if [size for dim, size in enumerate(full_shape) if dim not in reduced] == list(shape):
+                yield frozenset(reduced), False
 
 
-def _indices(local: torch.Size, part: Slice) -> list[torch.Tensor] | None:
+def _indices(local: torch.Size, slice_: Slice) -> list[torch.Tensor] | None:
     """Return the indices of a slice along each dimension of the whole; None if it is not a block of them."""
-    at = part.at
-    if at is None or part.within is not None or len(local) != len(part.shape) or at.numel() != local.numel():
+    at = slice_.at
+    if at is None or slice_.within is not None or len(local) != len(slice_.shape) or at.numel() != local.numel():
         return None
-    rest, found = at.view(local), []
-    for dim, size in enumerate(part.shape):
-        stride = math.prod(part.shape[dim + 1 :])
+    rest, indices = at.view(local), []
+    for dim, size in enumerate(slice_.shape):
+        stride = math.prod(slice_.shape[dim + 1 :])
         index = (rest // stride) % size
         own = index.movedim(dim, 0).reshape(local[dim], -1)
         if not own.numel() or not torch.equal(own, own[:, :1].expand_as(own)):
             return None
-        found.append(own[:, 0])
-    return found
+        indices.append(own[:, 0])
+    return indices
 
 
 class States:
@@ -236,8 +238,10 @@ class States:
         keep: returns the file descriptor that receives initial buffers; None: they are not stored.
     """
 
-    def __init__(self, writer: Writer, names: Names, known: Parameters, keep: Callable[[], int | None]) -> None:
-        self._writer, self._names, self._known, self._keep = writer, names, known, keep
+    def __init__(
+        self, writer: Writer, parameter_names: Names, parameters: Parameters, keep: Callable[[], int | None]
+    ) -> None:
+        self._writer, self._names, self._known, self._keep = writer, parameter_names, parameters, keep
         self.shapes: Mapping[str, Sequence[int]] = MappingProxyType({})  # of states on one device, if known
         self._number = 0
         self._entries: dict[object, tuple[int, Cut | None] | None] = {}
@@ -256,33 +260,33 @@ class States:
             # Non-persistent buffers are left out: they are caches, or counts of this rank.
             for key in sorted(module._buffers.keys() - module._non_persistent_buffers_set):
                 value = module._buffers[key]
-                first = None if value is None else whole(value)
-                if first is not None:
-                    self._buffers.append((weakref.ref(module), key, copied(first)))
+                initial = None if value is None else whole(value)
+                if initial is not None:
+                    self._buffers.append((weakref.ref(module), key, copied(initial)))
 
-    def after(self, optimizers: Sequence[Any], parts: Iterable[NumberedPart], called: Any) -> dict[int, Numbers]:
+    def after(self, optimizers: Sequence[Any], pieces: Iterable[NumberedPart], called: Any) -> dict[int, Numbers]:
         """Return the numbers of each state and buffer after a step.
 
         Args:
             optimizers: the optimizer of the step, and its inner optimizers.
             called: the modules called so far.
         """
-        found = [*self._of_optimizers(optimizers, parts), *self._of_buffers(called)]
-        numbers = summaries([value for _, _, value in found], [cut for _, cut, _ in found])
-        return {number: own for (number, _, _), own in zip(found, numbers, strict=True) if own is not None}
+        entries = [*self._of_optimizers(optimizers, pieces), *self._of_buffers(called)]
+        numbers = summaries([value for _, _, value in entries], [cut for _, cut, _ in entries])
+        return {number: own for (number, _, _), own in zip(entries, numbers, strict=True) if own is not None}
 
     def _of_optimizers(
-        self, optimizers: Sequence[Any], parts: Iterable[NumberedPart]
+        self, optimizers: Sequence[Any], pieces: Iterable[NumberedPart]
     ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
-        of: dict[int, list[NumberedPart]] = {}
-        for one in parts:
-            of.setdefault(id(one.parameter), []).append(one)
-        for own in of.values():
+        pieces_of: dict[int, list[NumberedPart]] = {}
+        for piece in pieces:
+            pieces_of.setdefault(id(piece.parameter), []).append(piece)
+        for own in pieces_of.values():
             parameter = own[0].parameter
             states = [(optimizer, getattr(optimizer, "state", None)) for optimizer in optimizers]
             kept = [(optimizer, state.get(parameter)) for optimizer, state in states if isinstance(state, Mapping)]
-            held = ((optimizer, state) for optimizer, state in kept if isinstance(state, Mapping) and state)
-            optimizer, state = next(held, (None, MappingProxyType({})))
+            nonempty = ((optimizer, state) for optimizer, state in kept if isinstance(state, Mapping) and state)
+            optimizer, state = next(nonempty, (None, MappingProxyType({})))
             for key, value in entries(state):
                 read = _as_tensor(value)
                 if read is None:
@@ -293,69 +297,71 @@ class States:
                 together = parameters_of(optimizer)
                 flat = None if read.shape == parameter.shape else flat_parts(read, together)
                 pairs = [(parameter, read)] if flat is None else zip(together, flat, strict=True)
-                for owner, some in pairs:
-                    yield from self._of(of.get(id(owner), ()), key, some)
+                for owner, state_value in pairs:
+                    yield from self._of(pieces_of.get(id(owner), ()), key, state_value)
 
     def _of(
-        self, parts: Iterable[NumberedPart], key: str, value: torch.Tensor
+        self, pieces: Iterable[NumberedPart], key: str, value: torch.Tensor
     ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
-        for one in parts:
-            if (one.number, key) not in self._entries:
-                self._entries[one.number, key] = self._state(one, key, value)
-            entry = self._entries[one.number, key]
+        for numbered in pieces:
+            if (numbered.number, key) not in self._entries:
+                self._entries[numbered.number, key] = self._state(numbered, key, value)
+            entry = self._entries[numbered.number, key]
             if entry is not None:
                 yield (*entry, value)
 
-    def _state(self, one: NumberedPart, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
-        part = one.part
-        known = None if part.cut is None else self.shapes.get(named_state(key, part.cut.held.whole))
-        like = value.shape == one.parameter.shape and known in (None, part.shape)
-        shape, cut, unplaced = (part.shape, part.cut, part.unplaced) if like else (shape_of(value), None, "")
-        if not like and value.numel() == 1 and (known is None or math.prod(known) == 1):
+    def _state(self, numbered: NumberedPart, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
+        piece = numbered.part
+        reference_shape = None if piece.cut is None else self.shapes.get(named_state(key, piece.cut.held.whole))
+        like = value.shape == numbered.parameter.shape and reference_shape in (None, piece.shape)
+        shape, cut, unplaced = (piece.shape, piece.cut, piece.unplaced) if like else (shape_of(value), None, "")
+        if not like and value.numel() == 1 and (reference_shape is None or math.prod(reference_shape) == 1):
             shape = []  # such as the number of steps
-        elif not like and part.cut is not None and known is not None:
-            cut = statistic(value, one.parameter.shape, part.cut.part, known)
+        elif not like and piece.cut is not None and reference_shape is not None:
+            cut = statistic(value, numbered.parameter.shape, piece.cut.part, reference_shape)
             shape = shape if cut is None else cut.shape
-        if not like and shape and cut is None and (part.cut is not None or part.unplaced):
+        if not like and shape and cut is None and (piece.cut is not None or piece.unplaced):
             unplaced = f"its shape {list(value.shape)} is not that of the slice that the rank trains"
-        return self._note(part.label, key, TracePart("", part.order, shape, cut, unplaced), value)
+        return self._note(piece.label, key, TracePart("", piece.order, shape, cut, unplaced), value)
 
     def _note(
-        self, of: str, key: str, part: TracePart, value: torch.Tensor, start: Numbers | None = None
+        self, owner: str, key: str, piece: TracePart, value: torch.Tensor, start: Numbers | None = None
     ) -> tuple[int, Cut | None]:
-        held = None if part.cut is None or (part.cut.is_whole and not part.cut.held.covers) else part.cut.held
+        held_slice = None if piece.cut is None or (piece.cut.is_whole and not piece.cut.held.covers) else piece.cut.held
         if key and (keep := self._keep()) is not None:
-            write_shape(keep, named_state(key, of), part.shape)
+            write_shape(keep, named_state(key, owner), piece.shape)
         self._writer.write(
             "state",
-            name=named_state(key, of),
-            of=of,
+            name=named_state(key, owner),
+            of=owner,
             key=key,
-            order=part.order,
-            shape=part.shape,
+            order=piece.order,
+            shape=piece.shape,
             dtype=name_of(value.dtype),
             device=str(value.device),
             sharded=is_distributed(value),
-            held=None if held is None else dataclasses.asdict(held) | {"whole": named_state(key, held.whole)},
-            unplaced=part.unplaced,
-            same_elsewhere=part.same_elsewhere,
+            held=None
+            if held_slice is None
+            else dataclasses.asdict(held_slice) | {"whole": named_state(key, held_slice.whole)},
+            unplaced=piece.unplaced,
+            same_elsewhere=piece.same_elsewhere,
             over=over(value),
             start=start,
         )
         self._number += 1
-        return self._number - 1, part.cut
+        return self._number - 1, piece.cut
 
     def _of_buffers(self, called: Any) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
         """Yield the buffers of called modules that may have changed since the last step."""
         fresh = False
-        for index, (reference, key, first) in enumerate(self._buffers):
+        for index, (reference, key, initial) in enumerate(self._buffers):
             module = reference()
             value = None if module is None else module._buffers.get(key)
             now = None if value is None else readable(value)
             if module is None or now is None or module not in called:
                 continue
             if index not in self._entries:
-                self._entries[index] = self._buffer(module, key, first, now)
+                self._entries[index] = self._buffer(module, key, initial, now)
                 fresh = True
             entry = self._entries[index]
             if entry is None:
@@ -368,16 +374,16 @@ class States:
             self._names.look_around()
 
     def _buffer(
-        self, module: nn.Module, key: str, first: torch.Tensor, value: torch.Tensor
+        self, module: nn.Module, key: str, initial: torch.Tensor, value: torch.Tensor
     ) -> tuple[int, Cut | None] | None:
         named = self._names.of_key(module, key)
         if named is None:
             return None
         if (keep := self._keep()) is not None:
-            write_buffer(keep, named[0], first)
-        part = self._known.placing.buffer(*named, first)
-        (start,) = summaries([_widened(first)], [part.cut])
-        return self._note(named[0], "", part, value, start)
+            write_buffer(keep, named[0], initial)
+        piece = self._known.placing.buffer(*named, initial)
+        (start,) = summaries([_widened(initial)], [piece.cut])
+        return self._note(named[0], "", piece, value, start)
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:

@@ -45,25 +45,25 @@ class Perturbation:
             if not _is_moved(value):
                 return value
             if value.is_complex():
-                parts = torch.view_as_real(value.resolve_conj())
-                return torch.view_as_complex(parts * self._factors(parts))
+                real_pairs = torch.view_as_real(value.resolve_conj())
+                return torch.view_as_complex(real_pairs * self._factors(real_pairs))
             return value * self._factors(value)
         if type(value) in (list, tuple):
-            return type(value)(self.output(part) for part in value)
+            return type(value)(self.output(entry) for entry in value)
         if type(value) is dict:
-            return {key: self.output(part) for key, part in value.items()}
+            return {key: self.output(entry) for key, entry in value.items()}
         return value
 
     def gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Perturb each gradient in place."""
         for gradient in gradients:
-            here: Any = gradient
-            here = here.to_local() if is_distributed(here) else here
-            if here is not None and _is_moved(here):
-                if here.is_complex():
+            local: Any = gradient
+            local = local.to_local() if is_distributed(local) else local
+            if local is not None and _is_moved(local):
+                if local.is_complex():
                     # A lazily conjugated tensor: perturb the stored values.
-                    here = torch.view_as_real(here.conj() if here.is_conj() else here)
-                here.mul_(self._factors(here))
+                    local = torch.view_as_real(local.conj() if local.is_conj() else local)
+                local.mul_(self._factors(local))
 
     def _factors(self, like: torch.Tensor) -> torch.Tensor:
         # In the dtype itself, which represents 1 ± 4u exactly.
@@ -80,12 +80,12 @@ def _is_moved(value: torch.Tensor) -> bool:
 
 def make_constants_distinct() -> None:
     """Make constant parameters and buffers distinct at registration, and whenever they are filled."""
-    apart = _MovedApart()
-    register_module_parameter_registration_hook(apart.registered)
-    register_module_buffer_registration_hook(apart.registered)
+    moving = _MovedApart()
+    register_module_parameter_registration_hook(moving.registered)
+    register_module_buffer_registration_hook(moving.registered)
     patches = Patches()
     for name in ("zero_", "fill_"):
-        patches.wrap(torch.Tensor, name, apart.filling)
+        patches.wrap(torch.Tensor, name, moving.filling)
 
 
 class _MovedApart:
@@ -113,21 +113,22 @@ class _MovedApart:
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter or buffer, or shares its memory, as `.data` does."""
         address = tensor.data_ptr()
-        live = [known for reference in self._known if (known := reference()) is not None]
+        live = [candidate for reference in self._known if (candidate := reference()) is not None]
         return any(
-            known is tensor or (known.shape == tensor.shape and known.data_ptr() == address != 0) for known in live
+            candidate is tensor or (candidate.shape == tensor.shape and candidate.data_ptr() == address != 0)
+            for candidate in live
         )
 
     def _move(self, tensor: torch.Tensor) -> None:
         self._within = True
         try:
             with torch.no_grad():
-                first = tensor.reshape(-1)[0]
-                if math.isfinite(float(first)) and bool((tensor == first).all()):
+                head = tensor.reshape(-1)[0]
+                if math.isfinite(float(head)) and bool((tensor == head).all()):
                     # The seed depends on the shape alone: ranks may build fewer tensors than one device, or in another
                     # order.
                     seed = zlib.crc32(repr(tuple(tensor.shape)).encode())
-                    make_distinct(tensor, abs(float(first)), torch.Generator("cpu").manual_seed(seed))
+                    make_distinct(tensor, abs(float(head)), torch.Generator("cpu").manual_seed(seed))
         finally:
             self._within = False
 

@@ -63,12 +63,12 @@ class Files(NamedTuple):
     kept: int | None = None
 
 
-def write_placement(fd: int, label: str, parts: Sequence[Slice]) -> None:
+def write_placement(fd: int, label: str, slices: Sequence[Slice]) -> None:
     """Append the slices of a tensor to the file."""
-    for part in parts:
-        count = None if part.at is None else len(part.at)
-        head = {"label": label, "whole": part.whole, "shape": part.shape, "within": part.within, "count": count}
-        at = b"" if part.at is None or not count else bytes(memory_of(part.at.to(torch.int64).contiguous()))
+    for slice_ in slices:
+        count = None if slice_.at is None else len(slice_.at)
+        head = {"label": label, "whole": slice_.whole, "shape": slice_.shape, "within": slice_.within, "count": count}
+        at = b"" if slice_.at is None or not count else bytes(memory_of(slice_.at.to(torch.int64).contiguous()))
         write_all(fd, json.dumps(head).encode() + b"\n", at)
 
 
@@ -76,7 +76,7 @@ def read_placements(fd: int) -> dict[str, list[Slice]]:
     """Return the slices of each tensor, by its name on this rank."""
     size = os.fstat(fd).st_size
     data, start = os.pread(fd, size, 0), 0
-    found: dict[str, list[Slice]] = defaultdict(list)
+    slices: dict[str, list[Slice]] = defaultdict(list)
     while start < size:
         end = data.index(b"\n", start)
         head, start = json.loads(data[start:end]), end + 1
@@ -87,8 +87,8 @@ def read_placements(fd: int) -> dict[str, list[Slice]]:
             at = torch.frombuffer(own, dtype=torch.int64) if own else torch.empty(0, dtype=torch.int64)
             start = stop
         within = None if head["within"] is None else (head["within"][0], head["within"][1])
-        found[head["label"]].append(Slice(head["whole"], tuple(head["shape"]), at, within))
-    return dict(found)
+        slices[head["label"]].append(Slice(head["whole"], tuple(head["shape"]), at, within))
+    return dict(slices)
 
 
 @dataclass(frozen=True)
@@ -115,19 +115,25 @@ class Placing:
 
     Args:
         wholes, buffers: the parameters and buffers of one device; None if unknown.
-        known: name of a tensor on this rank -> its slices, as found in another run.
+        placements: name of a tensor on this rank -> its slices, as found in another run.
         note: file descriptor that receives the slices found; None: they are not stored.
     """
 
     def __init__(
         self,
-        names: Names,
+        parameter_names: Names,
         wholes: Wholes | None,
         buffers: Wholes | None = None,
-        known: Mapping[str, list[Slice]] = MappingProxyType({}),
+        placements: Mapping[str, list[Slice]] = MappingProxyType({}),
         note: int | None = None,
     ) -> None:
-        self._names, self._wholes, self._buffers, self._known, self._note = names, wholes, buffers, known, note
+        self._names, self._wholes, self._buffers, self._known, self._note = (
+            parameter_names,
+            wholes,
+            buffers,
+            placements,
+            note,
+        )
         self.coordinates: Coordinates = {}
         self._found: dict[str, list[tuple[torch.Size, Slice]]] = {}
         self._open: set[str] = set()
@@ -138,98 +144,100 @@ class Placing:
         Args:
             parameters: pairs of a parameter and its name if no model contains it.
         """
-        found = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
+        pieces = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
         # If values are ambiguous, the neighbours, which are placed by now, may decide.
         for index, (parameter, _) in enumerate(parameters):
-            if found[index] and found[index][0].label in self._open:
-                found[index] = [self._beside(parameter, found[index][0])]
-        return found
+            if pieces[index] and pieces[index][0].label in self._open:
+                pieces[index] = [self._beside(parameter, pieces[index][0])]
+        return pieces
 
-    def buffer(self, name: str, order: int, first: torch.Tensor) -> TracePart:
+    def buffer(self, name: str, order: int, initial: torch.Tensor) -> TracePart:
         """Return the part of a buffer, from its values before the first call of its model. Call it after `parts`."""
-        whole = TracePart(name, order, shape_of(first))
-        if self._buffers is None or self._buffers.shape(name) == tuple(first.shape):
-            return whole
-        found = self._find(self._buffers, first, name, named_state("", name), trusted=False)
-        if isinstance(found, list) and len(found) == 1:
-            return _part(name, order, first, found[0])
-        if (near := self._near(name, order, first, self._buffers)) is not None:
+        unsliced = TracePart(name, order, shape_of(initial))
+        if self._buffers is None or self._buffers.shape(name) == tuple(initial.shape):
+            return unsliced
+        slices = self._find(self._buffers, initial, name, named_state("", name), trusted=False)
+        if isinstance(slices, list) and len(slices) == 1:
+            return _part(name, order, initial, slices[0])
+        if (near := self._near(name, order, initial, self._buffers)) is not None:
             return near
         # A whole tensor under another name is matched later, by the modules around it.
-        return whole if isinstance(found, list) else _unplaced(whole, found)
+        return unsliced if isinstance(slices, list) else _unplaced(unsliced, slices)
 
     def _find(
         self, wholes: Wholes, value: torch.Tensor, hint: str, key: str, *, trusted: bool
     ) -> list[Slice] | Unplaced:
         """Find a tensor by its values, or among the slices that another run found for `key`."""
-        found = wholes.find(value, hint, trusted=trusted)
-        if found is Unplaced.AMBIGUOUS and key in self._known:
+        slices = wholes.find(value, hint, trusted=trusted)
+        if slices is Unplaced.AMBIGUOUS and key in self._known:
             return self._known[key]
-        if self._note is not None and not isinstance(found, Unplaced):
-            write_placement(self._note, key, found)
-        return found
+        if self._note is not None and not isinstance(slices, Unplaced):
+            write_placement(self._note, key, slices)
+        return slices
 
     def _parts(self, parameter: torch.Tensor, otherwise: str) -> list[TracePart]:
         ranges = flat_ranges(parameter)
         if ranges is not None:
-            names = [self._names.of_key(module, key) for module, key in ranges.owners]
-            if None not in names:
+            owners = [self._names.of_key(module, key) for module, key in ranges.owners]
+            if None not in owners:
                 return [
                     _part(name[0], name[1], parameter, Slice(name[0], shape, at, within))
-                    for name, shape, (at, within) in zip(names, ranges.shapes, ranges.parts, strict=True)
+                    for name, shape, (at, within) in zip(owners, ranges.shapes, ranges.parts, strict=True)
                     if name is not None and at is not None
                 ]
         name, order = self._names.name(parameter, otherwise)
         if getattr(parameter, "_fsdp_flattened", False):
-            here = local_ranges(parameter, self._names.modules())
-            if here is not None:
-                at, shape = here
+            local = local_ranges(parameter, self._names.modules())
+            if local is not None:
+                at, shape = local
                 return [_part(name, order, parameter, Slice(name, shape, at))] if len(at) else []
-        whole = TracePart(name, order, shape_of(parameter))
+        unsliced = TracePart(name, order, shape_of(parameter))
         if self._wholes is None or is_distributed(parameter) or parameter.layout is not torch.strided:
-            return [whole]
+            return [unsliced]
         declared = self._declared(parameter, name)
         if declared is not None:
             self._note_found(name, parameter.shape, declared)
             return [_part(name, order, parameter, declared)]
-        return list(self._by_content(parameter, whole))
+        return list(self._by_content(parameter, unsliced))
 
     def _declared(self, parameter: torch.Tensor, name: str) -> Slice | None:
         """Return the slice that Megatron's attributes declare, if its values equal the parameter; None otherwise."""
-        whole = None if self._wholes is None else self._wholes.whole(name)
-        found = None if whole is None else by_attributes(parameter, name, tuple(whole.shape), self.coordinates)
-        if whole is None or not found or (at := found[0].at) is None or len(at) != parameter.numel():
+        full_tensor = None if self._wholes is None else self._wholes.whole(name)
+        slices = (
+            None if full_tensor is None else by_attributes(parameter, name, tuple(full_tensor.shape), self.coordinates)
+        )
+        if full_tensor is None or not slices or (at := slices[0].at) is None or len(at) != parameter.numel():
             return None
-        same = torch.equal(whole.reshape(-1)[at], copied(parameter).reshape(-1))
-        return found[0] if same else None
+        same = torch.equal(full_tensor.reshape(-1)[at], copied(parameter).reshape(-1))
+        return slices[0] if same else None
 
-    def _note_found(self, label: str, shape: torch.Size, part: Slice) -> None:
-        self._found.setdefault(label.rpartition(".")[0], []).append((shape, part))
+    def _note_found(self, label: str, shape: torch.Size, slice_: Slice) -> None:
+        self._found.setdefault(label.rpartition(".")[0], []).append((shape, slice_))
 
-    def _by_content(self, parameter: torch.Tensor, whole: TracePart) -> Iterator[TracePart]:
+    def _by_content(self, parameter: torch.Tensor, unsliced: TracePart) -> Iterator[TracePart]:
         assert self._wholes is not None
-        found = self._find(self._wholes, copied(parameter), whole.label, whole.label, trusted=True)
+        slices = self._find(self._wholes, copied(parameter), unsliced.label, unsliced.label, trusted=True)
         # A tensor with a known name and shape may be whole: it started from other values, or is constant.
-        known = self._wholes.shape(whole.label) == tuple(parameter.shape)
-        if isinstance(found, Unplaced):
-            if found is Unplaced.AMBIGUOUS:
-                self._open.add(whole.label)
-            yield whole if known else _unplaced(whole, found)
+        is_known = self._wholes.shape(unsliced.label) == tuple(parameter.shape)
+        if isinstance(slices, Unplaced):
+            if slices is Unplaced.AMBIGUOUS:
+                self._open.add(unsliced.label)
+            yield unsliced if is_known else _unplaced(unsliced, slices)
             return
-        if len(found) == 1 and found[0].at is None:
-            if not known and whole.label not in self._known:
-                self._open.add(whole.label)  # other tensors, such as biases, may also be zeros
-            yield whole
+        if len(slices) == 1 and slices[0].at is None:
+            if not is_known and unsliced.label not in self._known:
+                self._open.add(unsliced.label)  # other tensors, such as biases, may also be zeros
+            yield unsliced
             return
-        for index, part in enumerate(found):
-            if part.within is None:
-                self._note_found(whole.label, parameter.shape, part)
-            label = whole.label if len(found) == 1 else f"{whole.label}[{index}]"
-            yield _part(label, whole.order, parameter, part)
+        for index, slice_ in enumerate(slices):
+            if slice_.within is None:
+                self._note_found(unsliced.label, parameter.shape, slice_)
+            label = unsliced.label if len(slices) == 1 else f"{unsliced.label}[{index}]"
+            yield _part(label, unsliced.order, parameter, slice_)
 
-    def _beside(self, parameter: torch.Tensor, part: TracePart) -> TracePart:
+    def _beside(self, parameter: torch.Tensor, piece: TracePart) -> TracePart:
         assert self._wholes is not None
-        return self._near(part.label, part.order, copied(parameter), self._wholes) or part
+        return self._near(piece.label, piece.order, copied(parameter), self._wholes) or piece
 
     def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> TracePart | None:
         """Place a constant by other tensors: neighbours in its module, or tensors divided along an axis."""
@@ -238,19 +246,19 @@ class Placing:
         near = beside(name, value, self._found.get(name.rpartition(".")[0], ()), wholes)
         if near is not None:
             return _part(name, order, value, near)
-        others = [one for some in self._found.values() for one in some]
+        others = [placed_slice for module_slices in self._found.values() for placed_slice in module_slices]
         along = along_axes(name, value, wholes, self.coordinates, others)
         # The rows may be arranged differently, which distinct values would show.
         return None if along is None else replace(_part(name, order, value, along), same_elsewhere=True)
 
 
-def _unplaced(whole: TracePart, why: Unplaced) -> TracePart:
-    return replace(whole, unplaced=str(why), same_elsewhere=why is Unplaced.AMBIGUOUS)
+def _unplaced(piece: TracePart, reason: Unplaced) -> TracePart:
+    return replace(piece, unplaced=str(reason), same_elsewhere=reason is Unplaced.AMBIGUOUS)
 
 
-def _part(label: str, order: int, parameter: torch.Tensor, part: Slice) -> TracePart:
-    cut = Cut(part, parameter.is_complex())
-    return TracePart(label, order, cut.shape, None if cut.is_whole and part.within is None else cut)
+def _part(label: str, order: int, parameter: torch.Tensor, slice_: Slice) -> TracePart:
+    cut = Cut(slice_, parameter.is_complex())
+    return TracePart(label, order, cut.shape, None if cut.is_whole and slice_.within is None else cut)
 
 
 class Kept(NamedTuple):
@@ -281,10 +289,10 @@ def write_shape(fd: int, name: str, shape: Sequence[int]) -> None:
     _append(fd, {"name": name, "kind": "state", "shape": list(shape)})
 
 
-def _write(fd: int, name: str, tensor: torch.Tensor, kind: str) -> None:
-    here = copied(tensor)
-    head = {"name": name, "kind": kind, "shape": list(here.shape), "dtype": name_of(here.dtype)}
-    _append(fd, head, bytes(memory_of(here)))
+def _write(fd: int, name: str, tensor: torch.Tensor, entry_type: str) -> None:
+    local = copied(tensor)
+    head = {"name": name, "kind": entry_type, "shape": list(local.shape), "dtype": name_of(local.dtype)}
+    _append(fd, head, bytes(memory_of(local)))
 
 
 def _append(fd: int, head: Mapping[str, object], elements: bytes = b"") -> None:
@@ -297,7 +305,7 @@ def read_wholes(fd: int) -> Kept:
     if not size:
         return Kept(Wholes({}), Wholes({}), {})
     data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-    found: dict[str, dict[str, torch.Tensor]] = {"parameter": {}, "buffer": {}}
+    tensors: dict[str, dict[str, torch.Tensor]] = {"parameter": {}, "buffer": {}}
     states: dict[str, Sequence[int]] = {}
     while data.tell() < size:
         head = json.loads(data.readline())
@@ -314,6 +322,6 @@ def read_wholes(fd: int) -> Kept:
                 else torch.empty(0, dtype=torch.uint8)
             )
         # Cloned, because a view as another dtype must be aligned.
-        found[head["kind"]][head["name"]] = value.clone().view(dtype).view(head["shape"])
+        tensors[head["kind"]][head["name"]] = value.clone().view(dtype).view(head["shape"])
         data.seek(start + count * dtype.itemsize)
-    return Kept(Wholes(found["parameter"]), Wholes(found["buffer"]), states)
+    return Kept(Wholes(tensors["parameter"]), Wholes(tensors["buffer"]), states)

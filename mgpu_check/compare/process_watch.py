@@ -70,8 +70,8 @@ _HOME = str(Path(__file__).parents[2])
 
 def install_watch(fd: int) -> None:
     """Record "starts" in the trace `fd` for each process that is started from now on and makes a process group."""
-    for kind in (popen_spawn_posix.Popen, popen_forkserver.Popen):
-        Patches().wrap(kind, "_launch", functools.partial(_with_watch, fd=fd))
+    for process_class in (popen_spawn_posix.Popen, popen_forkserver.Popen):
+        Patches().wrap(process_class, "_launch", functools.partial(_with_watch, fd=fd))
 
 
 def _with_watch(launch: Any, fd: int) -> Any:

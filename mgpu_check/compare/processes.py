@@ -55,9 +55,9 @@ def adopt() -> set[int]:
 def end_orphans(before: set[int]) -> None:
     """End every child of this process that is not in `before`. Their children become orphans, and are ended in turn."""
     deadline = time.monotonic() + _TIMEOUT
-    while (left := set(children()) - before) and time.monotonic() < deadline:
-        kill(left)
-        for pid in left:
+    while (orphans := set(children()) - before) and time.monotonic() < deadline:
+        kill(orphans)
+        for pid in orphans:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
@@ -111,9 +111,14 @@ class Ended:
         reached = f"after step {self.steps}" if self.steps else "before its first optimizer step"
         if self.how == "failed":
             return f"rank {self.rank} ended with {describe_exit(self.exit_code)} {reached}"
-        where = f", in {self.location}" if self.location else ""
-        what = {"killed": "was waiting", "hung": "made no progress", "finished": "finished", "stopped": "was stopped"}
-        return f"rank {self.rank} {what[self.how]} {reached}{where}"
+        location = f", in {self.location}" if self.location else ""
+        progress = {
+            "killed": "was waiting",
+            "hung": "made no progress",
+            "finished": "finished",
+            "stopped": "was stopped",
+        }
+        return f"rank {self.rank} {progress[self.how]} {reached}{location}"
 
 
 @dataclass
@@ -121,14 +126,14 @@ class ScriptRun:
     """All processes of a run, in rank order.
 
     Attributes:
-        first: the rank that failed or hung first; None if all ranks finished or were stopped.
+        failed_rank: the rank that failed or hung first; None if all ranks finished or were stopped.
         directory: the temporary directory of the run, removed by now; None if it ran in the current directory.
     """
 
     label: str
     ranks: list[Ended]
     seconds: float
-    first: int | None
+    failed_rank: int | None
     directory: Path | None = None
 
     def shown(self, file: str) -> str:
@@ -142,7 +147,7 @@ class ScriptRun:
 
     @property
     def failed(self) -> Ended | None:
-        return None if self.first is None else self.ranks[self.first]
+        return None if self.failed_rank is None else self.ranks[self.failed_rank]
 
     @property
     def traces(self) -> list[Trace]:
@@ -157,7 +162,7 @@ class _RecordedProcess:
         rank: int,
         command: Sequence[str],
         environment: dict[str, str],
-        told: dict[str, object],
+        settings: dict[str, object],
         directory: Path | None,
         files: Mapping[str, int],
     ) -> None:
@@ -170,7 +175,7 @@ class _RecordedProcess:
             fds = {**own, **files}
             self.process = subprocess.Popen(
                 command,
-                env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**told, **fds})},
+                env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**settings, **fds})},
                 stdin=subprocess.DEVNULL,
                 stdout=self.stdout,
                 stderr=self.stderr,
@@ -242,8 +247,8 @@ class _RecordedProcess:
             how = "failed" if self.failed() else "finished"
         else:
             how = "stopped" if stopped else "hung" if hung else "killed"
-        said = [_last_lines(_content(file, _TAIL)) for file in (self.stdout, self.stderr)]
-        return Ended(self.rank, code, how, trace, said[0], said[1], self.location)
+        outputs = [_last_lines(_content(file, _TAIL)) for file in (self.stdout, self.stderr)]
+        return Ended(self.rank, code, how, trace, outputs[0], outputs[1], self.location)
 
 
 def _last_lines(written: bytes) -> str:
@@ -268,7 +273,7 @@ def run(
     moved: int | None = None,
     directory: Path | None = None,
     files: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
-    apart: bool = False,
+    distinct: bool = False,
     launcher: str = "torchrun",
 ) -> ScriptRun:
     """Run `command` in `world` processes, and wait for all of them.
@@ -277,33 +282,33 @@ def run(
         environment: the environment of the processes; variables of a launcher in it are replaced.
         timeout: seconds within which at least one rank must make progress: start, make an optimizer step, or record an
             event.
-        steps, taped, moved, apart: see `mgpu_check.compare.recorder.install`.
+        steps, taped, moved, distinct: see `mgpu_check.compare.recorder.install`.
         directory: working directory of the processes; None: the current one.
         files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
         launcher: whose variables the processes get; see `mgpu_check.processes.python_environment.VARIABLES`.
     """
     began = time.monotonic()
-    told: dict[str, object] = {
+    settings: dict[str, object] = {
         "runner": os.getpid(),
         "signal": int(STACKS_SIGNAL),
         "steps": steps,
         "taped": taped,
         "moved": moved,
-        "apart": apart,
+        "apart": distinct,
     }
     processes: list[_RecordedProcess] = []
     before = adopt()
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
-        told["store"] = listener.getsockname()
+        settings["store"] = listener.getsockname()
         try:
             for rank in range(world):
                 variables = _variables(environment, rank, world, listener.getsockname()[1], launcher)
                 own = {name: fd if isinstance(fd, int) else fd[rank] for name, fd in files.items()}
-                processes.append(_RecordedProcess(rank, command, variables, told, directory, own))
+                processes.append(_RecordedProcess(rank, command, variables, settings, directory, own))
             # The processes can already connect; the store serves them from now on.
             undo.enter_context(_store(listener, world))
-            first, hung = _wait(processes, timeout)
+            failed_rank, hung = _wait(processes, timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -313,7 +318,7 @@ def run(
             ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
             for process in processes:
                 process.files.close()
-    return ScriptRun(label, ended, time.monotonic() - began, first, directory)
+    return ScriptRun(label, ended, time.monotonic() - began, failed_rank, directory)
 
 
 @contextlib.contextmanager
@@ -334,23 +339,23 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int,
 
     Ranks of every launcher get an address, as scripts of jobs export it, and meet at the store of the comparison.
     """
-    made = without_launcher(environment)
-    made["PYTHONPATH"] = with_startup(made)
-    made.update({name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()})
-    made.update(
+    variables = without_launcher(environment)
+    variables["PYTHONPATH"] = with_startup(variables)
+    variables.update({name: value.format(rank=rank, world=world) for name, value in VARIABLES[launcher].items()})
+    variables.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    made[PLACE] = f"{rank}/{world}"
-    made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike
+    variables[PLACE] = f"{rank}/{world}"
+    variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun for several ranks; also on one device, to sum alike
     # For CUDA's libraries, independent of settings in the script: no TF32, and an order of sums that does not depend on
     # the stream.
-    made.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-    made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    made.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round differently, and skip hooks
-    return made
+    variables.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    variables.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round differently, and skip hooks
+    return variables
 
 
 def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | None, bool]:
@@ -369,14 +374,14 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
                 give_up = min(give_up, now + _GRACE)
         last_look = now
         # A rank that raises closes its connections, and the others may raise for that, and end, before it has ended.
-        first = min(failures, key=failures.__getitem__, default=None)
+        failed_rank = min(failures, key=failures.__getitem__, default=None)
         if not open_ or now > give_up:
-            return first, False
+            return failed_rank, False
         if (grown := [process.size() for process in processes]) != sizes:
             sizes, moved_at = grown, now
         if now > moved_at + timeout:
             _look(open_)
-            return (_slowest(open_), True) if first is None else (first, False)
+            return (_slowest(open_), True) if failed_rank is None else (failed_rank, False)
         time.sleep(_INTERVAL)
 
 
@@ -425,12 +430,12 @@ def fresh_directory(source: Path | None = None) -> Iterator[Path]:
     Args:
         source: default: the current directory.
     """
-    with Scratch.new("compare") as made:
+    with Scratch.new("compare") as scratch:
         source = (source or Path.cwd()).resolve()  # as the kernel does for ".."
-        directory = made / (source.name or "root")
-        but = str(made.resolve())
+        directory = scratch / (source.name or "root")
+        but = str(scratch.resolve())
         _imitate(source, directory, but)
-        _imitate_beside(source.parent, made, but)
+        _imitate_beside(source.parent, scratch, but)
         yield directory
 
 
@@ -445,10 +450,10 @@ def _imitate(source: Path, target: Path, but: str) -> None:
             _imitate(Path(entry.path), target / entry.name, but)
 
 
-def _imitate_beside(parent: Path, made: Path, but: str) -> None:
+def _imitate_beside(parent: Path, scratch: Path, but: str) -> None:
     entries, size = _BESIDE_ENTRIES, _BESIDE_COPIED
     for entry in sorted(_entries(parent) or (), key=lambda entry: entry.name):
-        copy = made / entry.name
+        copy = scratch / entry.name
         if entry.name.startswith(".") or entry.path == but or copy.exists():
             continue
         inside = _inside(entry)
@@ -473,8 +478,8 @@ def _inside(entry: os.DirEntry[str]) -> list[os.DirEntry[str]] | None:
 def _entries(directory: str | Path) -> list[os.DirEntry[str]] | None:
     """Return the entries of a directory; None if it is unreadable or has many."""
     try:
-        with os.scandir(directory) as found:
-            entries = list(itertools.islice(found, _ENTRIES + 1))
+        with os.scandir(directory) as scan:
+            entries = list(itertools.islice(scan, _ENTRIES + 1))
     except OSError:
         return None
     return entries if len(entries) <= _ENTRIES else None

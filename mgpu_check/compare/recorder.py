@@ -106,14 +106,14 @@ class InputRecorder:
         if not self._waiting or depth != self._open:
             return
         self._open -= 1
-        given = inputs_of(args, kwargs)
-        computed = any(tensor.grad_fn is not None for tensor in given)  # such a tensor is not a sample
+        arguments = inputs_of(args, kwargs)
+        computed = any(tensor.grad_fn is not None for tensor in arguments)  # such a tensor is not a sample
         # FullyShardedDataParallel takes the parameters of the modules within it.
         trains = in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
         if computed or not trains:
             return
         name = _class_of(module)
-        hashes = [self._hashes(tensor) for tensor in given]
+        hashes = [self._hashes(tensor) for tensor in arguments]
         inputs = Inputs(name, [rows for rows, _ in hashes], [columns for _, columns in hashes])
         self._found = [inputs, *(call for call in self._found if call.module != name)]
         if depth == 1:
@@ -132,9 +132,9 @@ class InputRecorder:
 
 def _class_of(module: nn.Module) -> str:
     """Return the class of the user's module: `fully_shard` puts "FSDP" before its name."""
-    kind = type(unwrapped(module))
-    sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
-    return kind.__name__.removeprefix("FSDP") if sharded else kind.__name__
+    module_class = type(unwrapped(module))
+    sharded = any(base.__name__ == "FSDPModule" for base in module_class.__mro__)
+    return module_class.__name__.removeprefix("FSDP") if sharded else module_class.__name__
 
 
 _MODULES = 256
@@ -147,8 +147,8 @@ _OUTPUT_CALLS = 4096
 class OutputRecorder:
     """Sums the outputs of each module until the step of the optimizer."""
 
-    def __init__(self, writer: Writer, names: Names) -> None:
-        self._writer, self._names = writer, names
+    def __init__(self, writer: Writer, parameter_names: Names) -> None:
+        self._writer, self._names = writer, parameter_names
         self._models, self._chosen, self._known = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._count = 0
         self.forget()
@@ -165,7 +165,7 @@ class OutputRecorder:
         self._models[model] = True
         if not has_state(model):
             return
-        outer_first = sorted(named_modules(model), key=lambda one: one[0].count("."))
+        outer_first = sorted(named_modules(model), key=lambda named: named[0].count("."))
         self._chosen.update((module, True) for _, module in outer_first[:_MODULES])
 
     def add(self, module: nn.Module, output: Any) -> None:
@@ -174,21 +174,21 @@ class OutputRecorder:
             return
         with torch.no_grad(), contextlib.suppress(Exception):  # such as a tensor subclass without these operators
             for value in [output] if isinstance(output, torch.Tensor) else leaves(output):
-                part = _local(value) if isinstance(value, torch.Tensor) else None
-                if part is not None:
-                    numbers = statistics(part)
-                    self._calls.append((module, part.dtype, part.numel()))
+                elements = _local(value) if isinstance(value, torch.Tensor) else None
+                if elements is not None:
+                    numbers = statistics(elements)
+                    self._calls.append((module, elements.dtype, elements.numel()))
                     self._parts.append(numbers)
 
     def taken(self) -> dict[int, Numbers]:
         """Return bits, norm, sum and count of the outputs since the last step, by number of the module."""
-        found: dict[int, list[OutputSummary]] = {}
+        calls_by_module: dict[int, list[OutputSummary]] = {}
         for (module, dtype, count), (bits, own) in zip(self._calls, on_host_together(self._parts), strict=True):
             number = self._number(module, dtype)
             if number is not None:
-                found.setdefault(number, []).append(OutputSummary(bits, own[0], total(own[1:]), count))
-        whole = {number: joined_outputs(parts) for number, parts in found.items()}
-        return {number: [own.bits, short(own.norm), short(own.sum), own.count] for number, own in whole.items()}
+                calls_by_module.setdefault(number, []).append(OutputSummary(bits, own[0], total(own[1:]), count))
+        totals = {number: joined_outputs(pieces) for number, pieces in calls_by_module.items()}
+        return {number: [own.bits, short(own.norm), short(own.sum), own.count] for number, own in totals.items()}
 
     def _number(self, module: nn.Module, dtype: torch.dtype) -> int | None:
         """Return the number of a module, which is recorded on first use; None for a module outside of all models."""
@@ -227,8 +227,8 @@ _CALLS = 256
 class Flow:
     """Records the calls since the last step, with the norms of the gradients after each."""
 
-    def __init__(self, names: Names, guard: Guard, note: Callable[..., None]) -> None:
-        self._names, self._guard, self._note_event = names, guard, note
+    def __init__(self, parameter_names: Names, guard: Guard, note: Callable[..., None]) -> None:
+        self._names, self._guard, self._note_event = parameter_names, guard, note
         self._steps = 0
         self._calls: list[tuple[str, dict[int, float]]] = []
         self._within = False
@@ -262,10 +262,13 @@ class Flow:
         Args:
             numbers: id of a parameter -> its number in the trace; other parameters are left out.
         """
-        found = [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in self._calls]
+        calls = [
+            (description, {numbers[i]: n for i, n in norms.items() if i in numbers})
+            for description, norms in self._calls
+        ]
         self._calls = []
         self._steps += 1
-        return found
+        return calls
 
     def _is_noted(self) -> bool:
         return self._steps < _STEPS and len(self._calls) < _CALLS and not self._within
@@ -290,17 +293,17 @@ class Flow:
         if form.name in _JOINING:
             if torch.is_grad_enabled() and isinstance(operand, torch.Tensor) and operand.grad_fn is not None:
                 file, line = calling_line()
-                if (told := f"{form.name} at {relative(file)}:{line}") not in self._cut:
-                    self._cut.add(told)
-                    self._note_event("cut", call=told)
+                if (description := f"{form.name} at {relative(file)}:{line}") not in self._cut:
+                    self._cut.add(description)
+                    self._note_event("cut", call=description)
             return
         group = group_of(form.argument(form.group, args, kwargs))
         values = ((name, form.argument(name, args, kwargs)) for name in form.options)
         options = [option(name, value) for name, value in values if value is not None]
-        told = f"{form.name} ({', '.join([*options, f'{len(group.ranks)} ranks' if group else ''])})"
+        description = f"{form.name} ({', '.join([*options, f'{len(group.ranks)} ranks' if group else ''])})"
         # An asynchronous call may not have changed its operand yet.
         owners = [] if isinstance(result, torch.distributed.Work) else self._owners(operand)
-        self._note(told, owners)
+        self._note(description, owners)
 
     def _owners(self, operand: Any) -> Sequence[torch.Tensor]:
         """Return the parameter whose gradient is the operand; empty if there is no such parameter."""
@@ -309,12 +312,12 @@ class Flow:
         parameters = (p for module in self._names.modules() for p in module._parameters.values() if p is not None)
         return [p for p in parameters if p.grad is not None and _is_same(p.grad, operand)][:1]
 
-    def _note(self, told: str, parameters: Iterable[torch.Tensor]) -> None:
+    def _note(self, description: str, parameters: Iterable[torch.Tensor]) -> None:
         file, line = calling_line()
-        some = {id(p): value for p in parameters if (value := _plain(p.grad)) is not None}
-        norms = [torch.linalg.vector_norm(value, dtype=torch.float64).cpu() for value in some.values()]
-        found = torch.stack(norms).tolist() if norms else []
-        self._calls.append((f"{told} at {relative(file)}:{line}", dict(zip(some, found, strict=True))))
+        gradients = {id(p): value for p in parameters if (value := _plain(p.grad)) is not None}
+        norms = [torch.linalg.vector_norm(value, dtype=torch.float64).cpu() for value in gradients.values()]
+        values = torch.stack(norms).tolist() if norms else []
+        self._calls.append((f"{description} at {relative(file)}:{line}", dict(zip(gradients, values, strict=True))))
 
 
 def _is_same(gradient: torch.Tensor, operand: torch.Tensor) -> bool:
@@ -344,7 +347,7 @@ def install(
     moved: int | None,
     store: tuple[str, int],
     places: process_groups.Places,
-    apart: bool,
+    distinct: bool,
     files: Files,
 ) -> None:
     """Record this process from now on.
@@ -357,7 +360,7 @@ def install(
         taped: number of steps that the file `tape` receives; None: the usual number.
         moved: seed of perturbations; None: no perturbations.
         store, places: see `mgpu_check.compare.process_groups.install_meeting`.
-        apart: make the elements of constant tensors distinct.
+        distinct: make the elements of constant tensors distinct.
         files: see `mgpu_check.compare.placements.Files`.
     """
     rank, world = rank_and_world()
@@ -370,7 +373,7 @@ def install(
         placed = {} if files.placed is None else read_placements(files.placed)
         recorder.states.shapes = (kept := read_wholes(files.wholes)).states
         recorder.known.placing = Placing(recorder.names, kept.parameters, kept.buffers, placed, files.found)
-    if apart:
+    if distinct:
         perturbations.make_constants_distinct()
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     if files.tape is not None or files.replay is not None:
@@ -433,8 +436,8 @@ class ScriptRecorder:
         self._stepping: Any = None
         self._within: list[Any] = []  # the optimizers that the stepping one uses
 
-    def note(self, event: str, **what: object) -> None:
-        self.writer.write(event, after=self.done, **what)
+    def note(self, event: str, **fields: object) -> None:
+        self.writer.write(event, after=self.done, **fields)
 
     def forked(self) -> bool:
         return os.getpid() != self.writer.pid
@@ -445,10 +448,10 @@ class ScriptRecorder:
         self.note(event)
         threading.Event().wait()
 
-    def broken(self, error: str, place: str) -> None:
+    def broken(self, error: str, location: str) -> None:
         """Record an error of the recorder, and wait until all processes are ended."""
         if not self.forked():
-            self.note("broken", error=error, place=place)
+            self.note("broken", error=error, place=location)
             self.wait("stopped")
 
     def at_exit(self) -> None:
@@ -489,9 +492,9 @@ class ScriptRecorder:
             with torch.no_grad():
                 self._inputs.leave(module, self._here.depth, args, kwargs)
         self._here.depth -= 1
-        if "narrow" not in self._told and (found := narrowed(module, output)):
+        if "narrow" not in self._told and (narrowing := narrowed(module, output)):
             self._told.add("narrow")
-            self.note("narrow", **found)
+            self.note("narrow", **narrowing)
         if output is None or is_transforming():
             return None
         if not self._here.depth and not self.backwards and not is_capturing():
@@ -516,10 +519,10 @@ class ScriptRecorder:
         if not (in_training(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
             return
         self._notice_draws(module)
-        if (kind := f"module {type(module).__name__}") not in self._told:
-            self._told.add(kind)
-            self.note("module", **(found := described(module)))
-            if found["replicas"] > 1 and self.world > 1 and not script_calls.in_a_group():
+        if (key := f"module {type(module).__name__}") not in self._told:
+            self._told.add(key)
+            self.note("module", **(facts := described(module)))
+            if facts["replicas"] > 1 and self.world > 1 and not script_calls.in_a_group():
                 self.wait("alone")
 
     # backward
@@ -587,22 +590,24 @@ class ScriptRecorder:
         Not earlier: the model may not have been called.
         """
         with torch.no_grad():
-            parts = self.known.parts(optimizer, self.number_of(optimizer))
+            pieces = self.known.parts(optimizer, self.number_of(optimizer))
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = len(self._optimizers)
                 self._held.append(optimizer)
-                self._before = {one.number: start for one in parts if (start := self._start_of(one)) is not None}
+                self._before = {piece.number: start for piece in pieces if (start := self._start_of(piece)) is not None}
                 self._start = {}
             self.known.note_groups(optimizer, self.number_of(optimizer))
             if self.perturbation is not None:
                 self.perturbation.gradients([parameter.grad for parameter in parameters_of(optimizer)])
             if self._gradients is None:
-                found = summaries([one.parameter.grad for one in parts], [one.part.cut for one in parts])
-                self._gradients = {one.number: numbers for one, numbers in zip(parts, found, strict=True)}
-                for one, numbers in zip(parts, found, strict=True):
-                    if numbers is None and one.parameter.grad is not None and readable(one.parameter.grad) is None:
-                        self.known.note_unread(f"the gradient of {one.part.label}", "", one.parameter.grad)
-                self._idle = [one.number for one in parts if one.parameter.grad is None and not self._is_called(one)]
+                gradients = summaries([piece.parameter.grad for piece in pieces], [piece.part.cut for piece in pieces])
+                self._gradients = {piece.number: numbers for piece, numbers in zip(pieces, gradients, strict=True)}
+                for piece, numbers in zip(pieces, gradients, strict=True):
+                    if numbers is None and piece.parameter.grad is not None and readable(piece.parameter.grad) is None:
+                        self.known.note_unread(f"the gradient of {piece.part.label}", "", piece.parameter.grad)
+                self._idle = [
+                    piece.number for piece in pieces if piece.parameter.grad is None and not self._is_called(piece)
+                ]
 
     def number_of(self, optimizer: Any) -> int:
         return self._optimizers.get(id(optimizer), len(self._optimizers))
@@ -610,18 +615,20 @@ class ScriptRecorder:
     def is_stepping(self, optimizer: Any) -> bool:
         return self._stepping is optimizer and self._gradients is not None and not is_capturing()
 
-    def _start_of(self, one: NumberedPart) -> Numbers | None:
+    def _start_of(self, piece: NumberedPart) -> Numbers | None:
         """Return the numbers of a part before the first step of its optimizer; call it before the part changes."""
         if self.keep is not None:
-            value = whole(one.parameter)
+            value = whole(piece.parameter)
             if value is not None:
-                write_whole(self.keep, one.part.label, value if one.part.cut is None else one.part.cut.whole_of(value))
-        if one.part.cut is None:
-            return self._start.get(id(one.parameter))
-        return summaries([one.parameter], [one.part.cut])[0]
+                write_whole(
+                    self.keep, piece.part.label, value if piece.part.cut is None else piece.part.cut.whole_of(value)
+                )
+        if piece.part.cut is None:
+            return self._start.get(id(piece.parameter))
+        return summaries([piece.parameter], [piece.part.cut])[0]
 
-    def _is_called(self, one: NumberedPart) -> bool:
-        return self.names.owner(one.parameter) in self._called
+    def _is_called(self, piece: NumberedPart) -> bool:
+        return self.names.owner(piece.parameter) in self._called
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer or is_capturing():
@@ -630,9 +637,9 @@ class ScriptRecorder:
             self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
-            parts = self.known.parts(optimizer, self.number_of(optimizer))
-            after = numbers_of(parts)
-            states = self.states.after([optimizer, *self._within], parts, self._called)
+            pieces = self.known.parts(optimizer, self.number_of(optimizer))
+            after = numbers_of(pieces)
+            states = self.states.after([optimizer, *self._within], pieces, self._called)
         self.done += 1
         self.writer.write(
             "step",
@@ -647,7 +654,7 @@ class ScriptRecorder:
             states=states,
             outputs=self.outputs.taken(),
             **({"idle": self._idle} if self._idle else {}),
-            calls=self._calls_of(parts),
+            calls=self._calls_of(pieces),
         )
         self._before = {}
         self._forget()
@@ -655,10 +662,12 @@ class ScriptRecorder:
             self.finish()
             self.wait("stopped")
 
-    def _calls_of(self, parts: list[NumberedPart]) -> list[tuple[str, dict[int, float]]]:
+    def _calls_of(self, pieces: list[NumberedPart]) -> list[tuple[str, dict[int, float]]]:
         """Return the recorded calls that led to the gradients of this step."""
         single = {
-            id(one.parameter): one.number for one in parts if one.part.cut is None or one.part.cut.part.within is None
+            id(piece.parameter): piece.number
+            for piece in pieces
+            if piece.part.cut is None or piece.part.cut.part.within is None
         }
         return [] if self.flow is None else self.flow.taken(single)
 

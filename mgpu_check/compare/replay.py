@@ -115,15 +115,15 @@ class Points(abc.ABC):
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._depth or not self._enters():
                 return original(module, *args, **kwargs)
-            kind = type(unwrapped(module)).__name__
+            operation = type(unwrapped(module)).__name__
             if id(module) not in self._seen:
                 self._seen.add(id(module))
                 self._held.append(module)
                 with self.paused():
-                    self.start(unwrapped(module), f"{kind} {self._kinds[kind]}")
-                self._kinds[kind] += 1
+                    self.start(unwrapped(module), f"{operation} {self._kinds[operation]}")
+                self._kinds[operation] += 1
                 self.know([value for _, value in (*named_parameters(module), *named_buffers(module))])
-            with self._call(kind, args, kwargs):
+            with self._call(operation, args, kwargs):
                 return original(module, *args, **kwargs)
 
         return call
@@ -227,9 +227,11 @@ class Points(abc.ABC):
         return self.active() and not self.recorder.backwards and not is_capturing() and not is_transforming()
 
     @contextlib.contextmanager
-    def _call(self, kind: str, args: Any, kwargs: Any) -> Iterator[None]:
+    def _call(self, operation: str, args: Any, kwargs: Any) -> Iterator[None]:
         """Replace the tensors of an outermost call that were not computed with parameters; let them be known in it."""
-        inputs = self.recorder.guard(self._kept_inputs)(kind, args, kwargs) or [] if torch.is_grad_enabled() else []
+        inputs = (
+            self.recorder.guard(self._kept_inputs)(operation, args, kwargs) or [] if torch.is_grad_enabled() else []
+        )
         self._depth += 1
         try:
             with self.outside.origins.known(inputs):
@@ -241,10 +243,10 @@ class Points(abc.ABC):
         """Set the origin of tensors; the objects of the user among them may raise any error."""
         self.recorder.guard(self.outside.origins.set)(tensors, origin)
 
-    def _kept_inputs(self, kind: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _kept_inputs(self, operation: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is_input(leaf)]
         with self.paused():
-            for tensor, value in zip(inputs, self.inputs(kind, inputs), strict=True):
+            for tensor, value in zip(inputs, self.inputs(operation, inputs), strict=True):
                 self.outside.keep(tensor, value)
         return inputs
 
@@ -287,11 +289,11 @@ class Points(abc.ABC):
             self.draws.__exit__(None, None, None)  # it costs time
 
     @abc.abstractmethod
-    def start(self, module: nn.Module, place: str) -> None:
+    def start(self, module: nn.Module, location: str) -> None:
         """Record the parameters of a model before its first call, or set them."""
 
     @abc.abstractmethod
-    def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    def inputs(self, operation: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Record the tensors of a call, or return those to take their places; None for a tensor that stays."""
 
     @abc.abstractmethod
@@ -320,7 +322,9 @@ def _is_input(leaf: Any) -> bool:
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by their names without wrappers, which one device may lack."""
-    wrappers = [f"{name}.module." for name, part in named_modules(module) if name and unwrapped(part) is not part]
+    wrappers = [
+        f"{name}.module." for name, submodule in named_modules(module) if name and unwrapped(submodule) is not submodule
+    ]
     named = [*named_parameters(module), *named_buffers(module)]
     return {
         _without(name, wrappers): tensor
@@ -366,21 +370,21 @@ class RankRecording(Points):
                 self.recorder.note("epoch", seed=seed, **epoch)
         self._loaders = []
 
-    def start(self, module: nn.Module, place: str) -> None:
+    def start(self, module: nn.Module, location: str) -> None:
         if not self._rank:
-            self._tape.put("start", place, tensors_of(module))
+            self._tape.put("start", location, tensors_of(module))
         dense = [(name, buffer) for name, buffer in named_buffers(module) if not is_distributed(buffer)]
         prints = {name: fingerprint(plain(buffer)) for name, buffer in dense if not buffer.is_meta}
-        self._tape.put("buffers", place, prints)
+        self._tape.put("buffers", location, prints)
 
-    def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        self._tape.put("call", f"{kind} {place()} {self.micro()}", [tensor.detach() for tensor in own])
+    def inputs(self, operation: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        self._tape.put("call", f"{operation} {place()} {self.micro()}", [tensor.detach() for tensor in own])
         return [None] * len(own)
 
     def before_step(self, optimizer: Any) -> None:
         if not self._rank:
-            where, _ = self._rates_of(optimizer)
-            self._tape.put("rate", where, [group.get("lr") for group in optimizer.param_groups])
+            location, _ = self._rates_of(optimizer)
+            self._tape.put("rate", location, [group.get("lr") for group in optimizer.param_groups])
 
     def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -389,11 +393,11 @@ class RankRecording(Points):
                 return original(loader)
             with self.paused():
                 own = original(loader)
-            if torch.is_grad_enabled() and all(loader is not other for other, _ in self._loaders):
+            if torch.is_grad_enabled() and all(loader is not recorded for recorded, _ in self._loaders):
                 self._loaders.append((loader, int(getattr(own, "_base_seed", 0))))
-            where = place(of_a_loop=True)
-            self._kinds[where] += 1
-            own._mgpu_check_place = f"{where} {self._kinds[where]}"
+            location = place(of_a_loop=True)
+            self._kinds[location] += 1
+            own._mgpu_check_place = f"{location} {self._kinds[location]}"
             return own
 
         return iterate
@@ -401,16 +405,16 @@ class RankRecording(Points):
     def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def following(iterator: Any) -> Any:
-            where = getattr(iterator, "_mgpu_check_place", None)
-            if where is None or not self.active() or not torch.is_grad_enabled():
+            location = getattr(iterator, "_mgpu_check_place", None)
+            if location is None or not self.active() or not torch.is_grad_enabled():
                 return original(iterator)
             with self.paused():
                 try:
                     batch = original(iterator)
                 except StopIteration:
-                    self._tape.put("batch", where, LoaderEnd())
+                    self._tape.put("batch", location, LoaderEnd())
                     raise
-                self._tape.put("batch", where, batch)
+                self._tape.put("batch", location, batch)
             self.know(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
             return batch
 
@@ -438,7 +442,7 @@ def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
         stride = -(-length // _LISTED)
         most = min(4 * length + _LISTED, _LONGEST)  # no epoch is so long
         entries = itertools.chain.from_iterable(
-            one if isinstance(one, (list, tuple)) else [one] for one in loader._index_sampler
+            entry if isinstance(entry, (list, tuple)) else [entry] for entry in loader._index_sampler
         )
         share: list[int] = []
         indices: list[int] = []
@@ -477,28 +481,28 @@ class RankReplaying(Points):
         self.outside = ReplayedData(self, tapes, self._rows, self._give, self._missing)
         self.draws = ReplayedDraws(self, tapes, self._missing, self.outside)
 
-    def _tell(self, event: str, what: str, why: str = "", line: str = "") -> None:
-        told = f"{what}{line or _line()}"
-        if (event, told) not in self._told:
-            self._told.add((event, told))
-            self.recorder.note(event, what=told, why=why)
+    def _tell(self, event: str, subject: str, reason: str = "", line: str = "") -> None:
+        message = f"{subject}{line or _line()}"
+        if (event, message) not in self._told:
+            self._told.add((event, message))
+            self.recorder.note(event, what=message, why=reason)
 
-    def _missing(self, what: str, why: str, line: str = "") -> None:
-        self._tell("unreplayed", what, why, line)
+    def _missing(self, subject: str, reason: str, line: str = "") -> None:
+        self._tell("unreplayed", subject, reason, line)
 
-    def _give(self, what: str) -> None:
-        self._tell("given", what)
+    def _give(self, subject: str) -> None:
+        self._tell("given", subject)
 
-    def start(self, module: nn.Module, place: str) -> None:
-        kept = self._tapes.first("start", place)
+    def start(self, module: nn.Module, location: str) -> None:
+        kept = self._tapes.first("start", location)
         if kept is None:
             return
         own = tensors_of(module)
-        prints = self._tapes.turn("buffers", place)
+        prints = self._tapes.turn("buffers", location)
         if any(rank != prints[0] for rank in prints):
             self._missing(f"the buffers of {type(module).__name__}", "ranks start with other values")
         if isinstance(kept, Unstored):
-            self._tell("unreplayed", f"the start of {type(module).__name__}", kept.why)
+            self._tell("unreplayed", f"the start of {type(module).__name__}", kept.reason)
             return
         if {name: value.shape for name, value in kept.items()} != {name: value.shape for name, value in own.items()}:
             self._tell("unreplayed", f"the start of {type(module).__name__}", "it has other tensors on rank 0")
@@ -507,31 +511,31 @@ class RankReplaying(Points):
             for name, value in kept.items():
                 own[name].copy_(value)
 
-    def inputs(self, kind: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        parts = self._tapes.turn("call", f"{kind} {place()}", self.micro())
-        if not own and not any(parts):
+    def inputs(self, operation: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        shards = self._tapes.turn("call", f"{operation} {place()}", self.micro())
+        if not own and not any(shards):
             return []
-        if not parts or any(isinstance(part, Unstored) or len(part) != len(own) for part in parts):
-            self._tell("unreplayed", f"the call of {kind}", "not every rank makes it with as many tensors")
+        if not shards or any(isinstance(shard, Unstored) or len(shard) != len(own) for shard in shards):
+            self._tell("unreplayed", f"the call of {operation}", "not every rank makes it with as many tensors")
             return [None] * len(own)
-        return [self._input(kind, value, [part[i] for part in parts]) for i, value in enumerate(own)]
+        return [self._input(operation, value, [shard[i] for shard in shards]) for i, value in enumerate(own)]
 
-    def _input(self, kind: str, own: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        known = self.outside.origins.of(own) is Origin.KNOWN
+    def _input(self, operation: str, own: torch.Tensor, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        is_known = self.outside.origins.of(own) is Origin.KNOWN
         guesses: list[str] = []
-        self.outside.learn(own, parts)
+        self.outside.learn(own, shards)
         try:
-            value = self.outside.joint(own, parts, guesses, input_=True)
+            value = self.outside.joint(own, shards, guesses, input_=True)
         except NotJoinedError as error:
-            if not known:
-                self._missing(f"an argument of {kind}", str(error))
+            if not is_known:
+                self._missing(f"an argument of {operation}", str(error))
             return None
-        if value is None or (known and _same_rows(plain(own), value)):
+        if value is None or (is_known and _same_rows(plain(own), value)):
             return None
         for guess in guesses:
-            self._missing(f"an argument of {kind}", guess)
-        self.outside.ordered = self.outside.ordered or not known
-        self._give(f"the inputs of {kind}")
+            self._missing(f"an argument of {operation}", guess)
+        self.outside.ordered = self.outside.ordered or not is_known
+        self._give(f"the inputs of {operation}")
         return value
 
     def before_step(self, optimizer: Any) -> None:
@@ -540,8 +544,8 @@ class RankReplaying(Points):
             self.recorder.note("ambiguous")
         if self.outside.ordered:
             self.recorder.note("ordered")
-        where, number = self._rates_of(optimizer)
-        rates = self._tapes.first("rate", where, number) or []
+        location, number = self._rates_of(optimizer)
+        rates = self._tapes.first("rate", location, number) or []
         if len(rates) != len(optimizer.param_groups):
             return
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -553,28 +557,28 @@ class RankReplaying(Points):
     def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def iterate(loader: Any) -> Any:
-            where = place(of_a_loop=True)
-            self._kinds[where] += 1
-            where = f"{where} {self._kinds[where]}"
-            if self.active() and self._tapes.first("batch", where) is not None:
-                return self._batches(where)
+            location = place(of_a_loop=True)
+            self._kinds[location] += 1
+            location = f"{location} {self._kinds[location]}"
+            if self.active() and self._tapes.first("batch", location) is not None:
+                return self._batches(location)
             with self.paused():
                 return original(loader)
 
         return iterate
 
-    def _batches(self, where: str) -> Iterator[Any]:
-        while parts := self._tapes.turn("batch", where):
-            parts = [part for part in parts if not isinstance(part, LoaderEnd)]
-            if not parts:
+    def _batches(self, location: str) -> Iterator[Any]:
+        while shards := self._tapes.turn("batch", location):
+            shards = [shard for shard in shards if not isinstance(shard, LoaderEnd)]
+            if not shards:
                 return
-            if unstored := [part for part in parts if isinstance(part, Unstored)]:
-                self._tell("unreplayed", "a batch", unstored[0].why)
+            if unstored := [shard for shard in shards if isinstance(shard, Unstored)]:
+                self._tell("unreplayed", "a batch", unstored[0].reason)
                 return
             guesses: list[str] = []
             try:
-                batch = join(parts, guesses)
-                self._rows.saw(parts)
+                batch = join(shards, guesses)
+                self._rows.saw(shards)
             except NotJoinedError as error:
                 self._tell("unreplayed", "a batch", str(error))
                 return
@@ -595,8 +599,8 @@ class RankReplaying(Points):
     def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def length(loader: Any) -> int:
-            if self.active() and (known := self._tapes.first("length", place())) is not None:
-                return int(known)
+            if self.active() and (recorded := self._tapes.first("length", place())) is not None:
+                return int(recorded)
             return int(original(loader))
 
         return length
@@ -615,8 +619,8 @@ def _same_rows(own: torch.Tensor, joined: torch.Tensor) -> bool:
     if not own.is_floating_point():
         return torch.equal(own, joined)
     rows = [tensor.double().reshape(len(tensor), -1) for tensor in (own, joined)]
-    first, second = (row @ torch.arange(1.0, row.shape[1] + 1, dtype=row.dtype).sin() for row in rows)
-    return bool((first.sort().values - second.sort().values).abs().max() <= _NEAR * second.abs().max())
+    own_sums, joined_sums = (row @ torch.arange(1.0, row.shape[1] + 1, dtype=row.dtype).sin() for row in rows)
+    return bool((own_sums.sort().values - joined_sums.sort().values).abs().max() <= _NEAR * joined_sums.abs().max())
 
 
 _LOSSES = (
@@ -630,40 +634,40 @@ _OTHER_SEED = 20260101
 def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | None, replay: int | None) -> None:
     """Record to the file `tape`, or replay the file `replay`, for the first steps."""
     until = steps or STEPS
-    made: Points
+    points: Points
     if tape is not None:
-        made = RankRecording(recorder, until, rank, Tape(tape))
-        recorder.finish = made.finish
+        points = RankRecording(recorder, until, rank, Tape(tape))
+        recorder.finish = points.finish
     else:
         assert replay is not None
         tapes = Tapes(replay)
-        made = RankReplaying(recorder, until, tapes)
+        points = RankReplaying(recorder, until, tapes)
     patches = Patches(among="torch")
-    patches.set(nn.Module, "__call__", made.around_call(nn.Module.__call__))
+    patches.set(nn.Module, "__call__", points.around_call(nn.Module.__call__))
     for name in _LOSSES:
         original = getattr(nn.functional, name)
-        patches.replace(original, made.around_loss(original))
+        patches.replace(original, points.around_loss(original))
     attention = nn.functional.scaled_dot_product_attention
-    patches.replace(attention, made.around_attention(attention))
-    patches.set(DataLoader, "__iter__", made.around_iter(DataLoader.__iter__))
-    patches.set(DataLoader, "__len__", made.around_len(DataLoader.__len__))
+    patches.replace(attention, points.around_attention(attention))
+    patches.set(DataLoader, "__iter__", points.around_iter(DataLoader.__iter__))
+    patches.set(DataLoader, "__len__", points.around_len(DataLoader.__len__))
     base = loaders._BaseDataLoaderIter
-    patches.set(base, "__next__", made.around_next(base.__next__))
+    patches.set(base, "__next__", points.around_next(base.__next__))
     patches.apply()
-    patches.wrap(torch.optim.Optimizer, "__init__", made.around_optimizer)
-    patches.wrap(torch.autograd.Function, "apply", made.around_apply)
-    patches.wrap(torch.autograd, "grad", made.around_backward)
-    patches.wrap(torch.autograd, "backward", made.around_backward)
-    patches.wrap(torch.Tensor, "register_hook", made.around_hook)
-    patches.wrap(torch.Tensor, "numpy", made.around_numpy)
+    patches.wrap(torch.optim.Optimizer, "__init__", points.around_optimizer)
+    patches.wrap(torch.autograd.Function, "apply", points.around_apply)
+    patches.wrap(torch.autograd, "grad", points.around_backward)
+    patches.wrap(torch.autograd, "backward", points.around_backward)
+    patches.wrap(torch.Tensor, "register_hook", points.around_hook)
+    patches.wrap(torch.Tensor, "numpy", points.around_numpy)
     if replay is not None and tapes.other_seeds:
         _seed_otherwise()
     for name in ("enter", "leave", "before_step", "after_step"):
-        patches.set(recorder, name, made.unfollowed(getattr(recorder, name)))
-    register_optimizer_step_pre_hook(made.step_begins)
-    register_optimizer_step_post_hook(made.after_step)
-    made.draws.__enter__()
-    os.register_at_fork(after_in_child=made.leave)
+        patches.set(recorder, name, points.unfollowed(getattr(recorder, name)))
+    register_optimizer_step_pre_hook(points.step_begins)
+    register_optimizer_step_post_hook(points.after_step)
+    points.draws.__enter__()
+    os.register_at_fork(after_in_child=points.leave)
 
 
 def _seed_otherwise() -> None:

@@ -40,35 +40,36 @@ _BY_CHANCE = 8
 def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
     """Return the mistakes that an epoch of the loaders shows."""
     attempts, world = Attempts(), len(ranks)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for _, epochs in _loaders(ranks):
         if not _share_data(epochs):
             continue
-        whole = [set(epoch["indices"]) for epoch in epochs]
+        indices = [set(epoch["indices"]) for epoch in epochs]
         length = epochs[0]["length"]
-        if length > 1 and all(len(own) > _WHOLE * length for own in whole):
-            told = (
-                f"in an epoch each of the {world} ranks gets {min(map(len, whole))} of {length} samples of the dataset"
-            )
-            found += findings_of(Evidence(world, same_samples=told), 1, attempts)
+        if length > 1 and all(len(own) > _WHOLE * length for own in indices):
+            fewest = min(map(len, indices))
+            message = f"in an epoch each of the {world} ranks gets {fewest} of {length} samples of the dataset"
+            findings += findings_of(Evidence(world, same_samples=message), 1, attempts)
         elif (
             epochs[0]["endless"]
-            and len(whole[0]) >= _BY_CHANCE
-            and all(own == whole[0] for own in whole)
+            and len(indices[0]) >= _BY_CHANCE
+            and all(own == indices[0] for own in indices)
             and _saw_the_same(ranks)
         ):
-            told = f"the samplers have no end, and give each of the {world} ranks the same {len(whole[0])} samples"
-            found += findings_of(Evidence(world, same_samples=told), 1, attempts)
+            message = f"the samplers have no end, and give each of the {world} ranks the same {len(indices[0])} samples"
+            findings += findings_of(Evidence(world, same_samples=message), 1, attempts)
     trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step
-    again = [
+    repeats = [
         event
         for event in ranks[0].of("sampler")
         if event["shuffle"] and not event["set_epoch"] and event["iteration"] > 1 and event["after"] < trained
     ]
-    if again:
-        told = f"epoch {again[0]['iteration']} begins at step {again[0]['after'] + 1}, and set_epoch was never called"
-        found += findings_of(Evidence(world, repeated_epoch=told), 1, attempts)
-    return list({one.mistake: one for one in found}.values())
+    if repeats:
+        message = (
+            f"epoch {repeats[0]['iteration']} begins at step {repeats[0]['after'] + 1}, and set_epoch was never called"
+        )
+        findings += findings_of(Evidence(world, repeated_epoch=message), 1, attempts)
+    return list({finding.mistake: finding for finding in findings}.values())
 
 
 def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
@@ -93,8 +94,8 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
                 f"the workers of loader {number} have the same seeds on each rank: random augmentation draws the same "
                 "numbers there"
             )
-    first = [event for event in ranks[0].of("sampler") if event["iteration"] == 1]
-    if any(event["shuffle"] and not event["set_epoch"] for event in first):
+    first_epochs = [event for event in ranks[0].of("sampler") if event["iteration"] == 1]
+    if any(event["shuffle"] and not event["set_epoch"] for event in first_epochs):
         yield "set_epoch was not called before the first epoch: without it each epoch has the same order"
 
 
@@ -105,8 +106,8 @@ def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:
 
 def _saw_the_same(ranks: Sequence[Trace]) -> bool:
     """Return whether the models had the same inputs on all ranks, which may also share the order, and slice it."""
-    seen = [[step.seen for step in trace.steps] for trace in ranks]
-    return any(seen[0]) and all(own == seen[0] for own in seen)
+    samples = [[step.seen for step in trace.steps] for trace in ranks]
+    return any(samples[0]) and all(own == samples[0] for own in samples)
 
 
 def _loaders(ranks: Sequence[Trace]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -139,7 +140,7 @@ class Replay:
 
 def replayed(
     refused: ComparisonVerdict,
-    one: Trace,
+    reference: Trace,
     assembly: Assembly,
     tapes: Sequence[int],
     steps: int | None,
@@ -150,7 +151,7 @@ def replayed(
 
     Args:
         refused: the verdict without a replay, which is kept if the replay gives none.
-        one: the run on one device without a replay.
+        reference: the run on one device without a replay.
         assembly: the traces of the ranks.
         tapes: what the ranks were given, one file for each.
         steps: see `mgpu_check.compare.comparison.ComparisonPlan`.
@@ -158,7 +159,7 @@ def replayed(
     ranks = assembly.ranks
     if assembly.divided or assembly.open:
         return _none(refused, "the ranks hold parts of the model")
-    dealt = _is_dealt(one, ranks)
+    dealt = _is_dealt(reference, ranks)
     if dealt is None:
         return _none(refused, "the ranks have another number of micro-batches than one device, or than each other")
     until = min(steps or STEPS, *(len(trace.steps) for trace in ranks))
@@ -182,19 +183,19 @@ def replayed(
             rounding = measured(aligned, [shifted], further)
             return Replay(verdict_of(aligned, rounding, None, unjudged), aligned, rounding)
 
-        made = judged("replaying the ranks")
-        if made.aligned is None:
-            return made
-        trace = made.aligned.one
-        if made.verdict.kind == "differs" and trace.of("ambiguous"):
+        replay = judged("replaying the ranks")
+        if replay.aligned is None:
+            return replay
+        trace = replay.aligned.one
+        if replay.verdict.kind == "differs" and trace.of("ambiguous"):
             turned = judged("replaying the ranks, with rows in another order", turned=True)
-            made = turned if turned.verdict.kind == "equal" else made
-        verdict = made.verdict
+            replay = turned if turned.verdict.kind == "equal" else replay
+        verdict = replay.verdict
         if verdict.kind == "differs":
-            if left := list(_left(trace, verdict.step or until)):
-                return _none(refused, f"not all could be replayed: {few(left, 5)}", [_REMEDY])
-            if (why := _control(made, trace, again)) is not None:
-                return _none(refused, *why)
+            if unreplayed := list(_left(trace, verdict.step or until)):
+                return _none(refused, f"not all could be replayed: {few(unreplayed, 5)}", [_REMEDY])
+            if (reason := _control(replay, trace, again)) is not None:
+                return _none(refused, *reason)
     report = verdict.report
     hidden = mistakes_of(ranks)
     remarks = [*report.remarks, *_told(refused, trace, until), *remarks_of(ranks)]
@@ -202,47 +203,47 @@ def replayed(
         headline = f"differs: {hidden[0].evidence}; the steps agree, if one device gets the same batches"
         report = replace(report, headline=headline, findings=hidden)
         verdict = replace(verdict, kind="differs")
-    return replace(made, verdict=replace(verdict, report=replace(report, remarks=remarks), replayed=True))
+    return replace(replay, verdict=replace(verdict, report=replace(report, remarks=remarks), replayed=True))
 
 
-def _control(made: Replay, trace: Trace, again: Callable[..., ScriptRun]) -> tuple[str, list[str]] | None:
+def _control(replay: Replay, trace: Trace, rerun: Callable[..., ScriptRun]) -> tuple[str, list[str]] | None:
     """Return why a difference does not count, as the first lines of a remark; None if it does.
 
     Data that were not replayed must not explain it. Nor must the order of the samples, where the script did not join
     them itself: rows of a tensor may be steps of a sequence.
     """
-    ordered, step = bool(trace.of("ordered")), made.verdict.step or len(trace.steps)
+    ordered, step = bool(trace.of("ordered")), replay.verdict.step or len(trace.steps)
     order = " and in another order" if ordered else ""
-    other = again(f"replaying the ranks, with other seeds{order}", other_seeds=True, backwards=ordered)
-    if other.failed:
-        return f"with other seeds{order}, {other.failed}", last_words(other.failed)
+    reseeded = rerun(f"replaying the ranks, with other seeds{order}", other_seeds=True, backwards=ordered)
+    if reseeded.failed:
+        return f"with other seeds{order}, {reseeded.failed}", last_words(reseeded.failed)
     if not ordered:
-        repeat = repeatability(trace, other.traces[0])
+        repeat = repeatability(trace, reseeded.traces[0])
         if repeat is None or repeat.step >= step:
             return None
-        told = f"with other seeds it differs at step {repeat.step + 1}: {repeat.what}"
-        return f"the replay does not cover all random numbers: {told}", []
-    assert made.rounding is not None
-    difference = first_difference(Aligned(trace, [replace(other.traces[0], rank=0)], replayed=True), made.rounding)
+        message = f"with other seeds it differs at step {repeat.step + 1}: {repeat.description}"
+        return f"the replay does not cover all random numbers: {message}", []
+    assert replay.rounding is not None
+    difference = first_difference(Aligned(trace, [replace(reseeded.traces[0], rank=0)], replayed=True), replay.rounding)
     if difference is None or difference.step >= step:
         return None
-    told = f"with other seeds, and the samples of the last rank first, it differs at step {difference.step + 1}"
-    return f"the replay does not cover all random numbers, or the order of the rows has a meaning: {told}", []
+    message = f"with other seeds, and the samples of the last rank first, it differs at step {difference.step + 1}"
+    return f"the replay does not cover all random numbers, or the order of the rows has a meaning: {message}", []
 
 
-def _none(refused: ComparisonVerdict, why: str, more: Sequence[str] = ()) -> Replay:
-    remarks = [*refused.report.remarks, f"one device cannot be given what the ranks were given: {why}", *more]
+def _none(refused: ComparisonVerdict, reason: str, lines: Sequence[str] = ()) -> Replay:
+    remarks = [*refused.report.remarks, f"one device cannot be given what the ranks were given: {reason}", *lines]
     return Replay(replace(refused, report=replace(refused.report, remarks=remarks)))
 
 
-def _is_dealt(one: Trace, ranks: Sequence[Trace]) -> bool | None:
+def _is_dealt(reference: Trace, ranks: Sequence[Trace]) -> bool | None:
     """Return whether one device has the micro-batches of all ranks; None if it has neither those nor as many as a
     rank."""
     counts = {len(step.losses) for trace in ranks for step in trace.steps[:1]}
-    here = len(one.steps[0].losses)
+    own = len(reference.steps[0].losses)
     if len(counts) != 1:
         return None
-    return {1: False, len(ranks): True}.get(here // max(*counts, 1)) if here % max(*counts, 1) == 0 else None
+    return {1: False, len(ranks): True}.get(own // max(*counts, 1)) if own % max(*counts, 1) == 0 else None
 
 
 def _until(trace: Trace, steps: int) -> Trace:
@@ -258,10 +259,10 @@ def _left(trace: Trace, step: int) -> Iterator[str]:
 
 def _told(refused: ComparisonVerdict, trace: Trace, steps: int) -> Iterator[str]:
     """Report what the replay gave one device, and what it therefore cannot show."""
-    why = refused.report.headline.removeprefix("not comparable: ")
-    given = list(dict.fromkeys(event["what"] for event in trace.of("given")))
-    yield f"replayed, because by itself the script is not comparable: {why}"
-    what = few(given, 3) if given else "the random numbers"
-    yield f"one device was given, joined along the samples of the ranks, for {steps} steps: {what}"
+    reason = refused.report.headline.removeprefix("not comparable: ")
+    inputs = list(dict.fromkeys(event["what"] for event in trace.of("given")))
+    yield f"replayed, because by itself the script is not comparable: {reason}"
+    subject = few(inputs, 3) if inputs else "the random numbers"
+    yield f"one device was given, joined along the samples of the ranks, for {steps} steps: {subject}"
     for event in trace.of("rate")[:1]:
         yield f"the learning rate of the ranks is {event['why']}, and that of one device {event['what']}: replayed too"

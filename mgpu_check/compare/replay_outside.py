@@ -82,7 +82,9 @@ class OperatorSchema(NamedTuple):
     def indexed(self, args: Sequence[Any]) -> dict[int, int]:
         """Return the `id` of each tensor that has positions along a dimension of the first one -> its size there."""
         if self.name.startswith("aten::index_put") or self.name == "aten::index":
-            return {id(part): args[0].shape[i] for i, part in enumerate(args[1]) if part is not None and _counts(part)}
+            return {
+                id(index): args[0].shape[i] for i, index in enumerate(args[1]) if index is not None and _counts(index)
+            }
         if self.arguments[:3] == ("self", "dim", "index") and isinstance(args[2], torch.Tensor) and args[0].dim():
             return {id(args[2]): args[0].shape[args[1]]}
         return {}
@@ -96,11 +98,12 @@ def schema_of(func: Any) -> OperatorSchema:
     collective = name.startswith("c10d::")  # their schemas do not say what they change
     written = [
         i
-        for i, one in enumerate(arguments)
-        if (one.alias_info is not None and one.alias_info.is_write) or (collective and one.name.startswith("output"))
+        for i, argument in enumerate(arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (collective and argument.name.startswith("output"))
     ]
     overwrites = collective or name == "aten::copy_"
-    return OperatorSchema(name, tuple(one.name for one in arguments), written, overwrites, name in _CONSTANT)
+    return OperatorSchema(name, tuple(argument.name for argument in arguments), written, overwrites, name in _CONSTANT)
 
 
 def _counts(index: torch.Tensor) -> bool:
@@ -126,10 +129,10 @@ class Origins:
     def of_storage(self, tensor: torch.Tensor) -> Origin | None:
         """Return the origin of the tensor's storage, whether it has gradients or not."""
         try:
-            found = self._known.get(tensor.untyped_storage()._cdata)
+            entry = self._known.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # of a sparse tensor
             return None
-        return None if found is None else found[1]
+        return None if entry is None else entry[1]
 
     def set(self, tensors: Iterable[torch.Tensor], origin: Origin | None = Origin.KNOWN) -> None:
         """Set the origin of the storages of tensors."""
@@ -176,11 +179,11 @@ def follows(own: float, ranks: Sequence[float], world: int, computed: Iterable[f
     def near(value: float) -> bool:
         return math.isclose(own, value, rel_tol=_EQUAL) or (own != own and value != value)
 
-    first = ranks[0]
+    head = ranks[0]
     if own in computed:
         return True
-    if all(value == first or (value != value and first != first) for value in ranks):
-        return any(near(first * world**power) for power in (0, 1, -1, 0.5, -0.5))
+    if all(value == head or (value != value and head != head) for value in ranks):
+        return any(near(head * world**power) for power in (0, 1, -1, 0.5, -0.5))
     return near(sum(ranks)) or near(sum(ranks) / len(ranks))
 
 
@@ -192,20 +195,20 @@ def unexplained(
     computed: Iterable[float] = (),
 ) -> str:
     """Return why the calls of an operator on one device do not follow from those of the ranks; "" if they do."""
-    known = [calls for calls in ranks if calls is not None]
-    if not known or (own is None and len(known) == len(ranks)):
+    recorded = [calls for calls in ranks if calls is not None]
+    if not recorded or (own is None and len(recorded) == len(ranks)):
         return ""  # the code depends on the number of ranks
-    if len(known) < len(ranks) or own is None:
+    if len(recorded) < len(ranks) or own is None:
         return "only some ranks run it"
-    joined = [numbers for calls in known for numbers in calls]
-    if own == joined or (len(own) >= MOST and all(len(calls) >= MOST for calls in known)):
+    joined = [numbers for calls in recorded for numbers in calls]
+    if own == joined or (len(own) >= MOST and all(len(calls) >= MOST for calls in recorded)):
         return ""
-    if len({len(calls) for calls in known}) > 1:
-        return f"ranks run it {', '.join(str(len(calls)) for calls in known)} times"
-    for numbers, *parts in zip(own, *known, strict=False):
-        if operator == "aten::slice" and len(numbers) > 1 and _covers(numbers, parts):
+    if len({len(calls) for calls in recorded}) > 1:
+        return f"ranks run it {', '.join(str(len(calls)) for calls in recorded)} times"
+    for numbers, *rank_numbers in zip(own, *recorded, strict=False):
+        if operator == "aten::slice" and len(numbers) > 1 and _covers(numbers, rank_numbers):
             continue
-        for value, *values in zip(numbers, *parts, strict=False):
+        for value, *values in zip(numbers, *rank_numbers, strict=False):
             if not follows(value, values, world, computed):
                 shown = ", ".join(f"{number:g}" for number in values)
                 return f"its number is {value:g} on one device, and {shown} on the ranks"
@@ -214,8 +217,8 @@ def unexplained(
 
 def _covers(own: Sequence[float], ranks: Sequence[Sequence[float]]) -> bool:
     """Return whether the slices of the ranks, one after the other, are the slice of one device."""
-    ends = [own[0], *(part[1] for part in ranks)]
-    return [part[0] for part in ranks] == ends[:-1] and ends[-1] == own[1]
+    ends = [own[0], *(bounds[1] for bounds in ranks)]
+    return [bounds[0] for bounds in ranks] == ends[:-1] and ends[-1] == own[1]
 
 
 _OUTSIDE = (None, Origin.OUTSIDE)
@@ -260,15 +263,15 @@ class OutsideData(abc.ABC):
         operator = schema_of(func)
         tensors = list(tensors_in([*args, *kwargs.values()] if kwargs else args))
         written = operator.changed(args, kwargs) if operator.written else []
-        whole = [id(tensor) for tensor in written if operator.overwrites and tensor._base is None]
-        sources = [tensor for tensor in tensors if id(tensor) not in whole] if whole else tensors
+        overwritten = [id(tensor) for tensor in written if operator.overwrites and tensor._base is None]
+        sources = [tensor for tensor in tensors if id(tensor) not in overwritten] if overwritten else tensors
         origins = [self.origins.of(tensor) for tensor in sources]
         outside = [i for i, origin in enumerate(origins) if origin in _OUTSIDE]
         numbers = operator.numbers(args, kwargs)
-        known = Origin.KNOWN in origins
+        has_known = Origin.KNOWN in origins
         graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
-        reaches = graph or (self.applying and known)
-        line = nearest_line() if reaches or (numbers and known and not outside) else None
+        reaches = graph or (self.applying and has_known)
+        line = nearest_line() if reaches or (numbers and has_known and not outside) else None
         if line and outside and not is_capturing():
             self._check(operator, args, {i: _reaching(sources[i], written) for i in outside})
         result = func(*args, **kwargs)
@@ -281,17 +284,17 @@ class OutsideData(abc.ABC):
             origin = Origin.CONSTANT if len(numbers) < 2 or not numbers[0] else None
         elif outside and not reaches:
             origin = Origin.OUTSIDE
-        elif not reaches and not known:
+        elif not reaches and not has_known:
             origin = Origin.CONSTANT if origins and not numbers else None
         for tensor in written:
             if not tensor.requires_grad:
-                self._change(tensor, origin, id(tensor) in whole, sources, bool(numbers))
+                self._change(tensor, origin, id(tensor) in overwritten, sources, bool(numbers))
         in_graph = False
-        for made in tensors_in([result]):
-            differentiable = graph and made.is_floating_point() and operator.name != "aten::detach"
+        for output in tensors_in([result]):
+            differentiable = graph and output.is_floating_point() and operator.name != "aten::detach"
             in_graph = in_graph or differentiable
-            if not differentiable and all(made is not tensor for tensor in tensors):
-                self.origins.set([made], origin)
+            if not differentiable and all(output is not tensor for tensor in tensors):
+                self.origins.set([output], origin)
         if line and (numbers or in_graph):
             self._add(operator.name, line, in_graph, numbers)
         return result
@@ -301,20 +304,20 @@ class OutsideData(abc.ABC):
         self._advance()
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         origins = [self.origins.of(tensor) for tensor in tensors]
-        known = [tensor for tensor, origin in zip(tensors, origins, strict=True) if origin is Origin.KNOWN]
-        if known:
+        known_tensors = [tensor for tensor, origin in zip(tensors, origins, strict=True) if origin is Origin.KNOWN]
+        if known_tensors:
             numbers = tuple(arg for arg in args if type(arg) in (int, float))
             outside = {i: t for i, t in enumerate(tensors) if origins[i] in _OUTSIDE}
             if line := nearest_line():
                 self._check(OperatorSchema(name, (), (), False, False), tensors, outside)
                 self._add(name, line, True, numbers)
-            self.origins.set(known)  # within the function, their data and views have no graph
-        self.applying = bool(known)
+            self.origins.set(known_tensors)  # within the function, their data and views have no graph
+        self.applying = bool(known_tensors)
         try:
             result = function()
         finally:
             self.applying = False
-        self.judge("an autograd function", (one for one in tensors_in([result]) if one.requires_grad))
+        self.judge("an autograd function", (output for output in tensors_in([result]) if output.requires_grad))
         return result
 
     def _add(self, operator: str, line: str, in_graph: bool, numbers: tuple[float, ...]) -> None:
@@ -323,12 +326,17 @@ class OutsideData(abc.ABC):
             calls.append(numbers)
 
     def _change(
-        self, tensor: torch.Tensor, origin: Origin | None, whole: bool, sources: Sequence[torch.Tensor], numbers: bool
+        self,
+        tensor: torch.Tensor,
+        origin: Origin | None,
+        overwritten: bool,
+        sources: Sequence[torch.Tensor],
+        numbers: bool,
     ) -> None:
         """Set the origin of a tensor that an operator has changed in place."""
         before = self.origins.of_storage(tensor)
         outside = any(self.origins.of(source) in _OUTSIDE for source in sources if source is not tensor)
-        if whole or (origin is Origin.KNOWN and before is Origin.CONSTANT):
+        if overwritten or (origin is Origin.KNOWN and before is Origin.CONSTANT):
             self.origins.set([tensor], origin)
         elif (before is Origin.CONSTANT and numbers) or (origin is Origin.OUTSIDE and outside):
             self.origins.set([tensor], Origin.OUTSIDE)
@@ -346,8 +354,8 @@ class OutsideData(abc.ABC):
         if tensor.layout is not torch.strided:
             return None
         version = 0 if tensor.is_inference() else tensor._version
-        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-        return *place, tensor.shape, tensor.stride(), tensor.dtype, version
+        position = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return *position, tensor.shape, tensor.stride(), tensor.dtype, version
 
     def keep(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
         """Take note that a tensor was checked in this micro-batch, and of the data that take its place."""
@@ -414,28 +422,28 @@ class ReplayedData(OutsideData):
         self.ordered = False  # a joint tensor has the samples of the ranks one after the other
 
     def _check(self, operator: OperatorSchema, args: Sequence[Any], outside: Mapping[int, torch.Tensor]) -> None:
-        asked = [i for i, tensor in outside.items() if self._key(tensor) not in self._checked]
-        parts = self._tapes.turn("outside", f"{operator.name} {place()}", self._micro) if asked else []
+        unchecked = [i for i, tensor in outside.items() if self._key(tensor) not in self._checked]
+        shards = self._tapes.turn("outside", f"{operator.name} {place()}", self._micro) if unchecked else []
         sizes = operator.indexed(args)
         written = {id(_reaching(tensor, [tensor])) for tensor in operator.changed(args, {})}
         for i, tensor in outside.items():
-            what = f"a tensor of shape {list(tensor.shape)}"
-            if i in asked:
+            subject = f"a tensor of shape {list(tensor.shape)}"
+            if i in unchecked:
                 try:
-                    value = self._joint(tensor, [part.get(i) for part in parts], sizes.get(id(tensor)))
+                    value = self._joint(tensor, [shard.get(i) for shard in shards], sizes.get(id(tensor)))
                     if value is not None and (id(tensor) in written or tensor.layout is not torch.strided):
                         raise NotJoinedError("ranks have other values, and it cannot be replaced there")
                     if value is not None and _saves_elsewhere():
                         raise NotJoinedError("ranks have other values, and torch has saved those of one device")
                 except NotJoinedError as error:
-                    self._missing(what, str(error), "")
+                    self._missing(subject, str(error), "")
                     value = None
             else:
                 value = self._checked[self._key(tensor)][1]
             self.keep(tensor, value)
             if value is not None:
                 self.ordered = True
-                self._replaced(what)
+                self._replaced(subject)
 
     def keep(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> None:
         super().keep(tensor, value)
@@ -443,14 +451,14 @@ class ReplayedData(OutsideData):
             tensor.data = value.to(tensor.device, tensor.dtype)
             self.origins.set([tensor])
 
-    def _joint(self, own: torch.Tensor, parts: Sequence[Any], size: int | None) -> torch.Tensor | None:
-        if not parts or any(part is None for part in parts):
+    def _joint(self, own: torch.Tensor, shards: Sequence[Any], size: int | None) -> torch.Tensor | None:
+        if not shards or any(shard is None for shard in shards):
             raise NotJoinedError("not every rank has it there")
-        values = [part[0] for part in parts]
+        values = [shard[0] for shard in shards]
         own = _stored(own)
         if unstored := [value for value in (own, *values) if isinstance(value, Unstored)]:
-            raise NotJoinedError(unstored[0].why)
-        sizes = [part[1] for part in parts]
+            raise NotJoinedError(unstored[0].reason)
+        sizes = [shard[1] for shard in shards]
         if size is not None and None not in sizes and sum(sizes) == size and own.dim():  # positions of samples
             values = [value + sum(sizes[:rank]) for rank, value in enumerate(values)]
         guesses: list[str] = []
@@ -460,7 +468,7 @@ class ReplayedData(OutsideData):
         return value
 
     def joint(
-        self, own: torch.Tensor, parts: Sequence[torch.Tensor], guesses: list[str], input_: bool = False
+        self, own: torch.Tensor, shards: Sequence[torch.Tensor], guesses: list[str], input_: bool = False
     ) -> torch.Tensor | None:
         """Return the tensor that one device gets in place of its own; None if its own follows from those of the ranks.
 
@@ -471,69 +479,69 @@ class ReplayedData(OutsideData):
         Raises:
             NotJoinedError: it does not follow, and there is no joint tensor.
         """
-        here, first = plain(own), parts[0]
-        if all(torch.equal(here, part) for part in parts):
+        local, head = plain(own), shards[0]
+        if all(torch.equal(local, shard) for shard in shards):
             return None
-        if len(parts) == 1:
-            return first
-        if any(part.dtype != first.dtype or part.dim() != own.dim() for part in parts):
+        if len(shards) == 1:
+            return head
+        if any(shard.dtype != head.dtype or shard.dim() != own.dim() for shard in shards):
             raise NotJoinedError("ranks have tensors of different dtypes or dimensions")
         if not own.dim():
-            numbers = [part.item() for part in parts]
-            if not own.is_complex() and follows(own.item(), numbers, len(parts), self._computed):
+            numbers = [shard.item() for shard in shards]
+            if not own.is_complex() and follows(own.item(), numbers, len(shards), self._computed):
                 return None
             raise NotJoinedError("it is one number for all samples, and does not follow from those of the ranks")
-        dimension = sample_dimension(parts, here)
+        dimension = sample_dimension(shards, local)
         if dimension:
-            joined = torch.cat(list(parts), dimension)
-        elif dimension == 0 or self._has_samples(parts):
-            joined = self._rows.join(parts, guesses)
-        elif _agree(here, parts):
+            joined = torch.cat(list(shards), dimension)
+        elif dimension == 0 or self._has_samples(shards):
+            joined = self._rows.join(shards, guesses)
+        elif _agree(local, shards):
             return None
-        elif first.shape == own.shape and all(torch.equal(part, first) for part in parts):
-            joined = first  # the ranks have one tensor for all samples
-        elif input_ and (not self._batch[1] or len({len(part) for part in parts}) > 1):
-            joined = self._rows.join(parts, guesses)
+        elif head.shape == own.shape and all(torch.equal(shard, head) for shard in shards):
+            joined = head  # the ranks have one tensor for all samples
+        elif input_ and (not self._batch[1] or len({len(shard) for shard in shards}) > 1):
+            joined = self._rows.join(shards, guesses)
         else:
-            shapes = ", ".join(dict.fromkeys(str(list(part.shape)) for part in parts))
+            shapes = ", ".join(dict.fromkeys(str(list(shard.shape)) for shard in shards))
             raise NotJoinedError(f"ranks have tensors of shape {shapes} with other values, which are not its samples")
-        return None if torch.equal(here, joined) else joined
+        return None if torch.equal(local, joined) else joined
 
-    def learn(self, own: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    def learn(self, own: torch.Tensor, shards: Sequence[torch.Tensor]) -> None:
         """Learn the numbers of samples from the first input of a model in a micro-batch."""
         if self._batch[0] != self._now.micro() and own.dim():
-            known = sample_dimension(parts, own) in (None, 0)
-            self._batch = self._now.micro(), [len(part) for part in parts] if known else []
+            along_rows = sample_dimension(shards, own) in (None, 0)
+            self._batch = self._now.micro(), [len(shard) for shard in shards] if along_rows else []
 
-    def _has_samples(self, parts: Sequence[torch.Tensor]) -> bool:
+    def _has_samples(self, shards: Sequence[torch.Tensor]) -> bool:
         sizes = self._rows.sizes or self._batch[1]
-        if len(sizes) != len(parts) or not all(sizes):
+        if len(sizes) != len(shards) or not all(sizes):
             return False
-        return len({divmod(len(part), size) for part, size in zip(parts, sizes, strict=True)}) == 1 and not (
-            len(parts[0]) % sizes[0]
+        return len({divmod(len(shard), size) for shard, size in zip(shards, sizes, strict=True)}) == 1 and not (
+            len(shards[0]) % sizes[0]
         )
 
     def end(self) -> None:
         if self._micro < 0:
             return
         calls, self._calls = self._calls, {}
-        parts = self._tapes.turn("calls", "all", self._micro)
-        if any(isinstance(part, Unstored) for part in parts) or (calls and not parts):
+        rank_calls = self._tapes.turn("calls", "all", self._micro)
+        if any(isinstance(recorded, Unstored) for recorded in rank_calls) or (calls and not rank_calls):
             self._missing("the operators of a micro-batch", "not every rank has recorded them", " of one device")
             return
-        for key in {key: None for part in [calls, *parts] for key in part}:
+        for key in {key: None for recorded in [calls, *rank_calls] for key in recorded}:
             operator, line, in_graph = key
-            ranks = [part.get(key) for part in parts]
+            ranks = [recorded.get(key) for recorded in rank_calls]
             if not in_graph and None in ranks:  # such as a report of rank 0
                 continue
-            if why := unexplained(operator, calls.get(key), ranks, self._tapes.world, self._computed):
-                self._missing(operator.removeprefix("aten::"), why, f" at {line}")
+            if reason := unexplained(operator, calls.get(key), ranks, self._tapes.world, self._computed):
+                self._missing(operator.removeprefix("aten::"), reason, f" at {line}")
 
     def judge(self, by: str, results: Iterable[torch.Tensor]) -> None:
         for result in results:
             if self.origins.of_storage(result) is Origin.OUTSIDE:
-                what = f"a tensor of shape {list(result.shape)}"
-                self._missing(what, f"{by} has computed it with data that are not replayed", "")
+                subject = f"a tensor of shape {list(result.shape)}"
+                self._missing(subject, f"{by} has computed it with data that are not replayed", "")
 
 
 def _reaching(tensor: torch.Tensor, written: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -560,21 +568,21 @@ def _stored(tensor: torch.Tensor) -> Any:
         return Unstored(f"it has no dense values: {error}")
 
 
-def _agree(own: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+def _agree(own: torch.Tensor, shards: Sequence[torch.Tensor]) -> bool:
     """Return whether the ranks have the tensor of one device, or the beginning of a table.
 
     The values agree up to rounding, or have the number of ranks as a factor: then the script says so.
     """
-    first = parts[0]
-    if own.is_complex() or any(part.shape == first.shape and not torch.equal(part, first) for part in parts):
+    head = shards[0]
+    if own.is_complex() or any(shard.shape == head.shape and not torch.equal(shard, head) for shard in shards):
         return False
-    if any(size > most for part in parts for size, most in zip(part.shape, own.shape, strict=True)):
+    if any(size > most for shard in shards for size, most in zip(shard.shape, own.shape, strict=True)):
         return False
-    finite = [part[part.isfinite()].double().abs() for part in parts]
+    finite = [shard[shard.isfinite()].double().abs() for shard in shards]
     scale = _EQUAL * max((float(values.max()) for values in finite if values.numel()), default=0.0)
-    blocks = [(own[tuple(slice(size) for size in part.shape)].double(), part.double()) for part in parts]
-    factors = (1.0, len(parts), 1 / len(parts)) if own.is_floating_point() else (1.0,)
-    return any(all(torch.allclose(one * f, rank, rtol=0, atol=scale) for one, rank in blocks) for f in factors)
+    blocks = [(own[tuple(slice(size) for size in shard.shape)].double(), shard.double()) for shard in shards]
+    factors = (1.0, len(shards), 1 / len(shards)) if own.is_floating_point() else (1.0,)
+    return any(all(torch.allclose(block * f, rank, rtol=0, atol=scale) for block, rank in blocks) for f in factors)
 
 
 _FUSED = ("attention", "rnn", "lstm", "gru", "rrelu", "_fused_dropout", "alpha_dropout", "flash")
@@ -605,11 +613,11 @@ class InterceptedDraws(TorchDispatchMode, abc.ABC):
         if not self.now.active():
             return func(*args, **kwargs)
         if drawing and (func._schema.name in _ALSO or draws(func, args, kwargs)):
-            graph = not _name(func).endswith("_like") and any(one.grad_fn is not None for one in tensors_in(args))
+            graph = not _name(func).endswith("_like") and any(tensor.grad_fn is not None for tensor in tensors_in(args))
             result = self.take(func, args, kwargs) if graph else func(*args, **kwargs)
             self.outside.origins.set(tensors_in([result]), None)
             return result
-        divided = any(hasattr(kind, "full_tensor") for kind in types)  # such models are not replayed
+        divided = any(hasattr(tensor_type, "full_tensor") for tensor_type in types)  # such models are not replayed
         follows = self.now.follows() and not divided
         if not follows:
             return func(*args, **kwargs)
@@ -627,7 +635,7 @@ def _name(func: Any) -> str:
 
 def _numbers(func: Any, result: Any) -> Any:
     """Return the random numbers among the results of an operator; None if they are not among them."""
-    if any(part in _name(func) for part in _FUSED):
+    if any(fragment in _name(func) for fragment in _FUSED):
         return None
     drawn = result[1] if _name(func) == "native_dropout" else result
     usable = isinstance(drawn, torch.Tensor) and not hasattr(drawn, "full_tensor") and drawn.layout is torch.strided
@@ -666,18 +674,18 @@ class ReplayedDraws(InterceptedDraws):
         self._tapes, self._missing = tapes, missing
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts = self._tapes.turn("draw", f"{_name(func)} {place()}", self.now.micro())
+        shards = self._tapes.turn("draw", f"{_name(func)} {place()}", self.now.micro())
         result = func(*args, **kwargs)
         own = _numbers(func, result)
         guesses: list[str] = []
         try:
-            if not parts:
+            if not shards:
                 raise NotJoinedError("not every rank draws there")
-            if unstored := [part for part in parts if isinstance(part, Unstored)]:
-                raise NotJoinedError(unstored[0].why)
-            value = self.outside.joint(own, parts, guesses)
+            if unstored := [shard for shard in shards if isinstance(shard, Unstored)]:
+                raise NotJoinedError(unstored[0].reason)
+            value = self.outside.joint(own, shards, guesses)
             if value is not None and value.shape != own.shape:
-                raise NotJoinedError(f"ranks draw the shape {list(parts[0].shape)}, and one device {list(own.shape)}")
+                raise NotJoinedError(f"ranks draw the shape {list(shards[0].shape)}, and one device {list(own.shape)}")
         except NotJoinedError as error:
             self._missing(_name(func), str(error))
             return result

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_check.compare import first_difference
-from mgpu_check.compare.alignment import KINDS, Aligned, of_kind
-from mgpu_check.compare.alignment import Kind as TensorKind
+from mgpu_check.compare.alignment import QUANTITIES, Aligned, Quantity, of_quantity
 from mgpu_check.compare.comparability import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference, other_options
 from mgpu_check.compare.processes import Ended, ScriptRun
@@ -22,25 +21,25 @@ TENSORS = {
 }
 
 
-def refusal(why: str, todo: Sequence[str] = ()) -> Report:
+def refusal(reason: str, todo: Sequence[str] = ()) -> Report:
     """Return the report of runs that are not comparable for a reason outside of a step."""
-    return Report(f"not comparable: {why}", remarks=_todo(todo))
+    return Report(f"not comparable: {reason}", remarks=_todo(todo))
 
 
 def failed_run(run: ScriptRun, failed: Ended, one_device: bool) -> Report:
     """Return the report of a run that failed or hung."""
-    where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
-    kind = "not comparable" if one_device else "differs"
+    location = "on one device" if one_device else f"on {len(run.ranks)} ranks"
+    outcome = "not comparable" if one_device else "differs"
     verb = "hung" if failed.how == "hung" else "failed"
     remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
     if failed.how == "hung" and run.has("autocast"):
         remarks += _todo(["pass --float32: on simulated GPUs, processors may compute very slowly in float16"])
-    return Report(f"{kind}: {where} the script {verb}: {failed}", remarks=remarks)
+    return Report(f"{outcome}: {location} the script {verb}: {failed}", remarks=remarks)
 
 
 def no_steps(run: ScriptRun, silent: Sequence[Ended]) -> Report:
     """Return the report of a run in which the processes `silent` ended without an optimizer step."""
-    where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
+    location = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
         "if the script ended with its own message, follow it: the script must also train on one device",
         "train in the script's own process, with an optimizer of torch.optim or a subclass of torch.optim.Optimizer",
@@ -50,7 +49,9 @@ def no_steps(run: ScriptRun, silent: Sequence[Ended]) -> Report:
         todo.insert(
             0, f"the script has loaded {few(files, 3)}: if it is a checkpoint of a finished training, remove it"
         )
-    return Report(f"not comparable: no optimizer step was seen {where}", remarks=[*last_words(silent[0]), *_todo(todo)])
+    return Report(
+        f"not comparable: no optimizer step was seen {location}", remarks=[*last_words(silent[0]), *_todo(todo)]
+    )
 
 
 def starts_ranks_itself(one_device: bool) -> Report:
@@ -71,7 +72,7 @@ def not_repeatable(repeat: Repeat) -> Report:
     """Return the report of a script that differs from itself on one device."""
     return refusal(
         f"not repeatable: run twice on one device, the script differs from itself at step {repeat.step + 1}: "
-        f"{repeat.what}",
+        f"{repeat.description}",
         [
             SEEDS,
             "keep runs separate: no run may read a file of an earlier run; --fresh-directory ensures this",
@@ -93,29 +94,29 @@ def names_apart(aligned: Aligned) -> Report:
     if unread and aligned.one.parameters.keys() <= unread.keys():
         kinds = few(sorted(set(unread.values())), 3)
         return refusal(f"compare cannot read the values of the trained parameters, whose type is {kinds}")
-    one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
-    why = "the ranks train no parameter with the name and shape of a parameter that one device trains"
-    remarks = [f"one device trains {one}; rank 0 trains {rank}"]
+    on_reference, on_rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
+    headline = "the ranks train no parameter with the name and shape of a parameter that one device trains"
+    remarks = [f"one device trains {on_reference}; rank 0 trains {on_rank}"]
     remarks += [f"{name}: {reason}" for name, reason in aligned.reasons.items()]
-    return Report(f"not comparable: {why}", remarks=remarks)
+    return Report(f"not comparable: {headline}", remarks=remarks)
 
 
 def nothing_learned(steps: int) -> Report:
     """Return the report of runs whose gradients are all zero."""
-    why = f"the gradients of all parameters are zero in all {steps} steps, so any two runs agree"
-    return refusal(why, [LOSS])
+    reason = f"the gradients of all parameters are zero in all {steps} steps, so any two runs agree"
+    return refusal(reason, [LOSS])
 
 
-def not_the_same_samples(step: int, common: int, one: int, together: int) -> Report:
+def not_the_same_samples(step: int, common: int, reference: int, together: int) -> Report:
     """Return the report of runs that agree although their samples differ.
 
     Args:
         step: the step, counted from 0.
-        common, one, together: number of samples in both runs, on one device, and on all ranks.
+        common, reference, together: number of samples in both runs, on one device, and on all ranks.
     """
     return refusal(
         f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together} samples; "
-        f"{common} of them are among the {one} samples of one device",
+        f"{common} of them are among the {reference} samples of one device",
         [
             "use the same global batch on one device and on the ranks at each step, padded to the same length; see "
             "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md",
@@ -130,11 +131,11 @@ def nothing_tells(aligned: Aligned, useful: int) -> Report:
     Args:
         useful: number of steps before rounding hides a factor of two.
     """
-    what = "gradients" if useful == 0 else "every parameter"
+    subject = "gradients" if useful == 0 else "every parameter"
     since = "from the first step on" if useful == 0 else f"within {useful} steps"
     low = narrow(aligned.one)
     return refusal(
-        f"{since}, rounding alone changes {what} so much that it would hide even a factor of two"
+        f"{since}, rounding alone changes {subject} so much that it would hide even a factor of two"
         + (f": {low}" if low else ""),
         [FLOAT32] if low else ["compare fewer steps, with a smaller learning rate"],
     )
@@ -148,21 +149,21 @@ def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful:
         useful: number of steps before rounding changes gradients too much.
         lines: report lines about uncompared parameters, states and buffers.
     """
-    steps, said, end = aligned.compared, f"{aligned.compared} steps", ""
+    steps, extent, end = aligned.compared, f"{aligned.compared} steps", ""
     remarks = [*lines, *_agreed(aligned, rounding, useful)]
     if steps < aligned.steps:
-        said = f"steps 1 to {steps}" if steps > 1 else "step 1"
+        extent = f"steps 1 to {steps}" if steps > 1 else "step 1"
         end = "; later values are not finite"
         remarks.insert(0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: later steps are not compared")
     return Report(
-        f"equal: {said} on {aligned.where} train{'s' * (said == 'step 1')} the same "
+        f"equal: {extent} on {aligned.where} train{'s' * (extent == 'step 1')} the same "
         f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within rounding{end}",
         remarks=remarks,
     )
 
 
 def undecided(
-    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], left: str, idle: Sequence[str]
+    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], remaining: str, idle: Sequence[str]
 ) -> Report:
     """Return the report of runs without a difference whose verdict is open.
 
@@ -171,77 +172,81 @@ def undecided(
 
     Args:
         useful, lines: see `equal`.
-        left: a clause about the tensors that were neither compared nor accepted; "" if there are none.
-        idle: the patterns of --unjudged that match no uncompared tensor; not empty if `left` is "".
+        remaining: a clause about the tensors that were neither compared nor accepted; "" if there are none.
+        idle: the patterns of --unjudged that match no uncompared tensor; not empty if `remaining` is "".
     """
-    why = left
+    reason = remaining
     todo = (
         "build the model from one seed on one device and on the ranks; or accept what was not compared with "
         "--unjudged='PATTERN=reason'"
     )
-    if not left:
-        why = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
+    if not remaining:
+        reason = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
         todo = "remove the pattern, so that it hides nothing later"
-    return Report(f"undecided: {why}", remarks=[*lines, *_agreed(aligned, rounding, useful), *_todo([todo])])
+    return Report(f"undecided: {reason}", remarks=[*lines, *_agreed(aligned, rounding, useful), *_todo([todo])])
 
 
 def step_counts_apart(aligned: Aligned, counts: Sequence[int]) -> Report:
     """Return the report of ranks whose number of steps differs from one device."""
-    one = len(aligned.one.steps)
+    reference_count = len(aligned.one.steps)
     numbers = sorted(set(counts))
-    said = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    extent = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     equal = f"the {aligned.steps} common steps are equal"
     if aligned.compared < aligned.steps:
         equal = f"the first {aligned.compared} common steps are equal, and later values are not finite"
-    return Report(f"differs: one device makes {one} optimizer steps, the ranks {said}; {equal}")
+    return Report(f"differs: one device makes {reference_count} optimizer steps, the ranks {extent}; {equal}")
 
 
-def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) -> Report:
+def differs(difference: FirstDifference, diagnosis: Diagnosis, ratio: float | None) -> Report:
     """Return the report of the first difference.
 
     Args:
         ratio: the norm of the most wrong tensor, relative to one device.
     """
-    kind = "differs" if found.comparable else "not comparable"
+    outcome = "differs" if diagnosis.comparable else "not comparable"
     headline = (
-        f"{kind}: {found.why}" if found.why else f"{kind}: step {difference.step + 1}: {_said(difference, ratio)}"
+        f"{outcome}: {diagnosis.reason}"
+        if diagnosis.reason
+        else f"{outcome}: step {difference.step + 1}: {_said(difference, ratio)}"
     )
-    remarks = _todo(found.todo)
-    by_the_optimizer = any(one.mistake == "optimizer-differs" for one in found.findings)
-    if found.comparable and difference.kind == "parameter" and not by_the_optimizer:
-        remarks += [f"the gradients are right, and {one}" for one in other_options(difference.aligned, difference.step)]
-    if found.why and difference.main:
+    remarks = _todo(diagnosis.todo)
+    by_the_optimizer = any(finding.mistake == "optimizer-differs" for finding in diagnosis.findings)
+    if diagnosis.comparable and difference.quantity == "parameter" and not by_the_optimizer:
+        remarks += [
+            f"the gradients are right, and {clause}" for clause in other_options(difference.aligned, difference.step)
+        ]
+    if diagnosis.reason and difference.main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
-    observables = difference.observables() if found.comparable else []  # other samples explain them
-    remarks += [*_trained_on_one_side(difference.aligned), *found.failed]
+    observables = difference.observables() if diagnosis.comparable else []  # other samples explain them
+    remarks += [*_trained_on_one_side(difference.aligned), *diagnosis.failed]
     return Report(
         headline,
         {},
         observables,
-        found.findings,
+        diagnosis.findings,
         remarks,
-        known=[line for line in (found.of_slices, found.outputs) if line],
-        axes=found.axes,
+        known=[line for line in (diagnosis.of_slices, diagnosis.outputs) if line],
+        axes=diagnosis.axes,
     )
 
 
 def last_words(ended: Ended) -> list[str]:
     """Return the last lines that a rank wrote: they may explain why it ended."""
-    found: list[str] = []
+    lines: list[str] = []
     for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):
-        if text and (not found or ended.how == "finished"):
-            found.append(f"the last lines of {stream} of rank {ended.rank}:")
-            found += [f"  {line}" for line in text.splitlines()]
-    return found
+        if text and (not lines or ended.how == "finished"):
+            lines.append(f"the last lines of {stream} of rank {ended.rank}:")
+            lines += [f"  {line}" for line in text.splitlines()]
+    return lines
 
 
 def _not_finite(aligned: Aligned) -> str:
     """Name the first tensor that is not finite on one device."""
     step = aligned.one.steps[aligned.compared]
     return next(
-        f"{TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
-        for kind in KINDS
-        for name, summary in of_kind(step, kind).items()
+        f"{TENSORS[quantity].format(name)} is not finite (its norm is {summary.norm:g})"
+        for quantity in QUANTITIES
+        for name, summary in of_quantity(step, quantity).items()
         if summary is not None and not summary.finite
     )
 
@@ -249,39 +254,38 @@ def _not_finite(aligned: Aligned) -> str:
 def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
     """Return lines about tensors that rounding masks within the first `steps` steps."""
     remarks = []
-    kinds: tuple[tuple[TensorKind, str], ...] = (
+    phrases: tuple[tuple[Quantity, str], ...] = (
         ("gradient", "the gradients of"),
         ("parameter", "the updated values of"),
     )
-    for kind, said in kinds:
-        since = {name: rounding.drowned(steps, kind, name) for name in aligned.held}
-        names = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
-        if names:
+    for quantity, phrase in phrases:
+        since = {name: rounding.drowned(steps, quantity, name) for name in aligned.held}
+        masked = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
+        if masked:
             remarks.append(
-                f"rounding alone changes {said} {few(names, 5)} so much that it would hide even a factor of two: not "
-                "compared"
+                f"rounding alone changes {phrase} {few(masked, 5)} so much that it would hide even a factor of two: "
+                "not compared"
             )
     return remarks
 
 
-def _of(part: int, total: int) -> str:
-    return f"{total if part == total else f'{part} of {total}'} parameter{'s' * (total > 1)}"
+def _of(count: int, total: int) -> str:
+    return f"{total if count == total else f'{count} of {total}'} parameter{'s' * (total > 1)}"
 
 
 def _said(difference: FirstDifference, ratio: float | None) -> str:
     main, world = difference.main, difference.aligned.world
-    if difference.kind is None:
+    if difference.quantity is None:
         return f"all {world} ranks do the work of one device: each rank sees the whole batch"
-    tensor = TENSORS[difference.kind]
+    tensor = TENSORS[difference.quantity]
     if main is None:
-        return f"{tensor.format(difference.apart[difference.kind][0])} differs between ranks"
-    where = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
+        return f"{tensor.format(difference.differing[difference.quantity][0])} differs between ranks"
+    location = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
     times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "different"
-    agree = "" if len(main.ranks) < 2 else (
-        "; the ranks disagree" if main.name in difference.apart[difference.kind] else "; the ranks agree with each "
-                                                                                      "other"
-    )  # fmt: skip
-    return f"{tensor.format(main.name)} is {times} on {where} ({main.worst}){agree}"
+    disagree = main.name in difference.differing[difference.quantity]
+    agree = "; the ranks disagree" if disagree else "; the ranks agree with each other"
+    agree = "" if len(main.ranks) < 2 else agree
+    return f"{tensor.format(main.name)} is {times} on {location} ({main.worst}){agree}"
 
 
 def _todo(lines: Sequence[str]) -> list[str]:
@@ -290,7 +294,7 @@ def _todo(lines: Sequence[str]) -> list[str]:
 
 def _trained_on_one_side(aligned: Aligned) -> list[str]:
     sides = (("one device", aligned.missing), ("ranks", aligned.extra))
-    return [f"trained on {side} only: {few(names, 5)}" for side, names in sides if names]
+    return [f"trained on {side} only: {few(parameters, 5)}" for side, parameters in sides if parameters]
 
 
 def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
@@ -313,24 +317,25 @@ def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
     for step in range(aligned.compared):
         samples = aligned.samples(step)
         alike = samples.same or samples.hidden
-        if samples.known and not alike and any(part != samples.one for part in samples.ranks):
+        if samples.known and not alike and any(samples_of_rank != samples.one for samples_of_rank in samples.ranks):
             remarks.append(
                 f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are also on "
                 "the ranks, although gradients and parameters agree: are some samples padded, or counted twice?"
             )
             break
     for step in range(aligned.compared):
-        one, mean, _ = aligned.losses(step)
-        if one is None or mean is None:
+        reference_loss, mean, _ = aligned.losses(step)
+        if reference_loss is None or mean is None:
             continue
         # The script may divide gradients, and not losses, by the number of micro-batches.
         counts = {len(trace.steps[step].losses) for trace in aligned.ranks}
         times = (1.0, len(aligned.one.steps[step].losses) / max(counts)) if len(counts) == 1 and max(counts) else (1.0,)
-        if any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
+        if any(abs(factor * mean - reference_loss) <= rounding.of_loss(step) * abs(reference_loss) for factor in times):
             continue
         remarks.append(
             f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} "
-            f"instead of {one:.7g}), although gradients and parameters agree: the logged loss is scaled differently"
+            f"instead of {reference_loss:.7g}), although gradients and parameters agree: the logged loss is "
+            "scaled differently"
         )
         break
     return remarks

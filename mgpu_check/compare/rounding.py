@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind, output_deviation
+from mgpu_check.compare.alignment import Aligned, Quantity, deviation, of_quantity, output_deviation
 from mgpu_check.compare.trace import Parameter, Trace
 from mgpu_check.processes.rank_lists import few
 
@@ -29,8 +29,8 @@ def roundoff(dtype: str) -> float:
 
     from mgpu_check.numerics.bounds import unit_roundoff
 
-    known: torch.dtype = getattr(torch, dtype)
-    real = known.to_real() if known.is_complex else known
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    real = torch_dtype.to_real() if torch_dtype.is_complex else torch_dtype
     return unit_roundoff(real if real.is_floating_point else torch.float32)
 
 
@@ -38,67 +38,74 @@ class Rounding:
     """The tolerance of each tensor of each step, relative to the tensor.
 
     Args:
-        one: the trace of the run on one device.
+        reference: the trace of the run on one device.
         others: traces of runs on one device that differ only by rounding: the perturbed one and the repeated one.
     """
 
-    def __init__(self, one: Trace, others: list[Trace]) -> None:
+    def __init__(self, reference: Trace, others: list[Trace]) -> None:
         from mgpu_check.numerics.steps import deviations
 
-        self._one, self._others = one, others
+        self._one, self._others = reference, others
         # After the first non-finite step on one device, deviations do not measure rounding.
-        steps = min(one.finite_steps + 1, len(one.steps), *(len(trace.steps) for trace in others))
-        comparisons = sum(2 * len(step.parameters) + len(step.states) for step in one.steps) * 13
+        steps = min(reference.finite_steps + 1, len(reference.steps), *(len(trace.steps) for trace in others))
+        comparisons = sum(2 * len(step.parameters) + len(step.states) for step in reference.steps) * 13
         self.margin = deviations(comparisons)
-        self._grown: dict[tuple[Kind, str], list[float]] = {}
-        measured: dict[Kind, Mapping[str, Parameter]] = {**dict.fromkeys(_KINDS, one.parameters), "state": one.states}
-        for kind, entries in measured.items():
+        self._grown: dict[tuple[Quantity, str], list[float]] = {}
+        measured: dict[Quantity, Mapping[str, Parameter]] = {
+            **dict.fromkeys(_QUANTITIES, reference.parameters),
+            "state": reference.states,
+        }
+        for quantity, entries in measured.items():
             for name, entry in entries.items():
-                apart = [self._apart(s, kind, name, entry.shape) for s in range(steps)]
-                self._grown[kind, name] = _grown(apart)
+                spread = [self._apart(s, quantity, name, entry.shape) for s in range(steps)]
+                self._grown[quantity, name] = _grown(spread)
         self._medians = {
-            kind: [statistics.median(self._grown[kind, n][s] for n in entries) for s in range(steps)]
-            for kind, entries in measured.items()
+            quantity: [statistics.median(self._grown[quantity, n][s] for n in entries) for s in range(steps)]
+            for quantity, entries in measured.items()
             if entries
         }
-        self._outputs = {name: _grown([self._output_apart(s, name) for s in range(steps)]) for name in one.modules}
-        losses = [_relative([t.steps[s].loss for t in others], one.steps[s].loss) for s in range(steps)]
+        self._outputs = {
+            name: _grown([self._output_apart(s, name) for s in range(steps)]) for name in reference.modules
+        }
+        losses = [_relative([t.steps[s].loss for t in others], reference.steps[s].loss) for s in range(steps)]
         self._losses = _grown(losses)
 
-    def _apart(self, step: int, kind: Kind, name: str, shape: tuple[int, ...]) -> float:
-        expected = of_kind(self._one.steps[step], kind).get(name)
+    def _apart(self, step: int, quantity: Quantity, name: str, shape: tuple[int, ...]) -> float:
+        expected = of_quantity(self._one.steps[step], quantity).get(name)
         if expected is not None and not expected.finite:
             return math.inf
-        return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
+        return max(
+            deviation(of_quantity(t.steps[step], quantity).get(name), expected, shape).size for t in self._others
+        )
 
     def _output_apart(self, step: int, name: str) -> float:
         expected = self._one.steps[step].outputs.get(name)
-        found = [trace.steps[step].outputs.get(name) for trace in self._others]
-        if expected is None or None in found:
+        outputs = [trace.steps[step].outputs.get(name) for trace in self._others]
+        if expected is None or None in outputs:
             return 0.0 if expected is None else math.inf
-        return max(output_deviation(one, expected).size for one in found if one is not None)
+        return max(output_deviation(output, expected).size for output in outputs if output is not None)
 
-    def tolerance(self, step: int, kind: Kind, name: str) -> float:
+    def tolerance(self, step: int, quantity: Quantity, name: str) -> float:
         """Return the tolerance for the deviation of a tensor; infinite if rounding is unknown or unbounded."""
         least = max(map(roundoff, self._dtypes(name)))
-        if kind == "before":
+        if quantity == "before":
             return self.margin * least
-        grown = self._grown[kind, name]
+        grown = self._grown[quantity, name]
         if step >= len(grown):
             return math.inf
-        own = self.margin * max(grown[step], self._medians[kind][step], least)
-        of = self._one.states[name].of if kind == "state" else ""
-        if not of or of not in self._one.parameters:
+        own = self.margin * max(grown[step], self._medians[quantity][step], least)
+        owner = self._one.states[name].of if quantity == "state" else ""
+        if not owner or owner not in self._one.parameters:
             return own
         # A square, such as the second moment of Adam, deviates by twice as much as the gradient may.
-        squared = 2 * self.tolerance(step, "gradient", of)
+        squared = 2 * self.tolerance(step, "gradient", owner)
         return max(own, squared) if math.isfinite(squared) else own
 
     def _dtypes(self, name: str) -> list[str]:
         """Return the dtypes that a tensor is rounded to, for a state also that of its parameter."""
         state = self._one.states.get(name)
-        found = [state, self._one.parameters.get(state.of if state else name)]
-        return [entry.dtype for entry in found if entry is not None]
+        entries = [state, self._one.parameters.get(state.of if state else name)]
+        return [entry.dtype for entry in entries if entry is not None]
 
     def of_loss(self, step: int) -> float:
         """Return the tolerance for the loss, relative to the loss."""
@@ -113,14 +120,16 @@ class Rounding:
         own = self.margin * max(grown[step], median, roundoff(self._one.modules[name]))
         return own if own <= _USELESS else math.inf
 
-    def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
+    def drowned(self, steps: int, quantity: Quantity, name: str) -> int | None:
         """Return the first step at which rounding alone hides a factor of two in a tensor, or None."""
-        return next((step for step in range(steps) if self.tolerance(step, kind, name) > _USELESS), None)
+        return next((step for step in range(steps) if self.tolerance(step, quantity, name) > _USELESS), None)
 
-    def leaves_numbers(self, step: int, kind: Kind, name: str) -> bool:
+    def leaves_numbers(self, step: int, quantity: Quantity, name: str) -> bool:
         """Return whether a tensor that is not finite on one device is finite in a run that differs only by rounding."""
-        found = [of_kind(trace.steps[step], kind).get(name) for trace in self._others if step < len(trace.steps)]
-        return any(summary is not None and summary.finite for summary in found)
+        summaries = [
+            of_quantity(trace.steps[step], quantity).get(name) for trace in self._others if step < len(trace.steps)
+        ]
+        return any(summary is not None and summary.finite for summary in summaries)
 
     def useful_until(self, steps: int) -> int:
         """Return the number of steps before rounding alone hides a factor of two in half of the gradients."""
@@ -131,27 +140,27 @@ class Rounding:
         return steps
 
 
-_KINDS: tuple[Kind, ...] = ("gradient", "parameter")
+_QUANTITIES: tuple[Quantity, ...] = ("gradient", "parameter")
 
 
-def _grown(apart: list[float]) -> list[float]:
+def _grown(spread: list[float]) -> list[float]:
     """Return, for each step, the largest deviation up to it or within the first `_WINDOW` steps.
 
     This maximum is over steps and for whole tensors; `numerics.steps` is for elements.
     """
     grown: list[float] = []
-    reached = max((x for x in apart[:_WINDOW] if math.isfinite(x)), default=0.0)
-    for value in apart:
+    reached = max((x for x in spread[:_WINDOW] if math.isfinite(x)), default=0.0)
+    for value in spread:
         reached = max(reached, value)
         grown.append(reached)
     return grown
 
 
 def _relative(got: list[float | None], expected: float | None) -> float:
-    known = [value for value in got if value is not None]
-    if expected is None or not known:
+    finite = [value for value in got if value is not None]
+    if expected is None or not finite:
         return 0.0
-    return max(abs(value - expected) for value in known) / (abs(expected) or 1.0)
+    return max(abs(value - expected) for value in finite) / (abs(expected) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -159,40 +168,43 @@ class Repeat:
     """The first difference between two runs of the script on one device: the step from 0, and a clause."""
 
     step: int
-    what: str
+    description: str
 
 
-def repeatability(one: Trace, again: Trace) -> Repeat | None:
+def repeatability(reference: Trace, repeated: Trace) -> Repeat | None:
     """Return the first difference between two runs on one device that exceeds rounding; None if there is none.
 
     Samples and initial parameters must be equal bit for bit. Later tensors may differ if kernels sum in no fixed order.
     A first difference in the upper half of the digits has another cause.
     """
-    if len(one.steps) != len(again.steps):
-        return Repeat(min(len(one.steps), len(again.steps)), f"it made {len(one.steps)} and {len(again.steps)} steps")
-    aligned = Aligned(one, [again])
+    if len(reference.steps) != len(repeated.steps):
+        return Repeat(
+            min(len(reference.steps), len(repeated.steps)),
+            f"it made {len(reference.steps)} and {len(repeated.steps)} steps",
+        )
+    aligned = Aligned(reference, [repeated])
     if aligned.missing or aligned.extra:
         return Repeat(0, f"the runs train different parameters: {few(aligned.missing + aligned.extra, 3)}")
-    apart = 0.0
-    for number, (here, there) in enumerate(zip(one.steps, again.steps, strict=True)):
-        for name, summary in here.before.items():
-            found = there.before.get(name)
+    spread = 0.0
+    for number, (step, repeated_step) in enumerate(zip(reference.steps, repeated.steps, strict=True)):
+        for name, summary in step.before.items():
+            repeated_value = repeated_step.before.get(name)
             # The deviation of NaN from NaN is not 0, so equal bits are not sufficient.
             if (
-                found is None
-                or found.bits != summary.bits
-                or deviation(found, summary, one.parameters[name].shape).size
+                repeated_value is None
+                or repeated_value.bits != summary.bits
+                or deviation(repeated_value, summary, reference.parameters[name].shape).size
             ):
                 return Repeat(number, f"{name} had different values before the step")
-        if here.samples != there.samples:
+        if step.samples != repeated_step.samples:
             return Repeat(number, "the model received different samples, or in a different order")
-        before = apart
-        for kind in _KINDS:
+        before = spread
+        for quantity in _QUANTITIES:
             for name in aligned.names:
-                pair = of_kind(there, kind).get(name), of_kind(here, kind).get(name)
-                size = deviation(*pair, one.parameters[name].shape).size
-                if not before and size > math.sqrt(roundoff(one.parameters[name].dtype)):
-                    tensor = f"the gradient of {name}" if kind == "gradient" else name
+                pair = of_quantity(repeated_step, quantity).get(name), of_quantity(step, quantity).get(name)
+                size = deviation(*pair, reference.parameters[name].shape).size
+                if not before and size > math.sqrt(roundoff(reference.parameters[name].dtype)):
+                    tensor = f"the gradient of {name}" if quantity == "gradient" else name
                     return Repeat(number, f"{tensor} differed, although the samples were the same")
-                apart = max(apart, size)
+                spread = max(spread, size)
     return None

@@ -25,7 +25,7 @@ from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, readabl
 
 
 class Note(Protocol):
-    def __call__(self, event: str, **what: object) -> None: ...
+    def __call__(self, event: str, **fields: object) -> None: ...
 
 
 class Witness(Protocol):
@@ -90,14 +90,14 @@ def install(witness: Witness, world: int) -> Patches:
     return patches
 
 
-def _after(original: Callable[..., Any], told: Callable[..., None], witness: Witness) -> Callable[..., Any]:
-    """Wrap `original` so that each call is followed by one of `told` with the result and the arguments."""
-    told = witness.guard(told)
+def _after(original: Callable[..., Any], report: Callable[..., None], witness: Witness) -> Callable[..., Any]:
+    """Wrap `original` so that each call is followed by one of `report` with the result and the arguments."""
+    report = witness.guard(report)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        told(result, *args, **kwargs)
+        report(result, *args, **kwargs)
         return result
 
     return call
@@ -126,8 +126,8 @@ def _checkpoints(patches: Patches, witness: Witness) -> None:
 
     missed: set[str] = set()  # files that the script checked for, and that did not exist
 
-    def asked(there: bool, path: Any) -> None:
-        if not there and (file := _path(path)) is not None:
+    def asked(exists: bool, path: Any) -> None:
+        if not exists and (file := _path(path)) is not None:
             missed.add(file)
 
     def saved(result: Any, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -137,24 +137,24 @@ def _checkpoints(patches: Patches, witness: Witness) -> None:
     def restored(result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         witness.note("restore", of=type(owner).__name__)
 
-    for owner, name, told in (
+    for owner, name, report in (
         *((os.path, "exists", asked), (os.path, "isfile", asked)),
         *((torch.nn.Module, "load_state_dict", restored), (torch.optim.Optimizer, "load_state_dict", restored)),
     ):
-        patches.wrap(owner, name, functools.partial(_after, told=told, witness=witness))
+        patches.wrap(owner, name, functools.partial(_after, report=report, witness=witness))
     patches.replace(torch.load, _after(torch.load, loaded, witness))
     patches.replace(torch.save, _after(torch.save, saved, witness))
 
 
 def _samplers(patches: Patches, witness: Witness, world: int) -> None:
     iterations: dict[int, int] = {}
-    told: set[int] = set()
+    reported: set[int] = set()
     kept: list[Any] = []  # keeps samplers alive whose ids are keys
     iterate, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
 
     @functools.wraps(set_epoch)
     def watched_set_epoch(self: Any, epoch: int) -> None:
-        told.add(id(self))
+        reported.add(id(self))
         set_epoch(self, epoch)
 
     @functools.wraps(iterate)
@@ -162,7 +162,7 @@ def _samplers(patches: Patches, witness: Witness, world: int) -> None:
         if id(self) not in iterations:
             kept.append(self)
         number = iterations[id(self)] = iterations.get(id(self), 0) + 1
-        if world == 1 and number > 1 and self.shuffle and id(self) not in told:
+        if world == 1 and number > 1 and self.shuffle and id(self) not in reported:
             # A loader on one device would shuffle anew in each epoch, so the reference must do the same.
             set_epoch(self, self.epoch + 1)
         witness.guard(noted)(self, number)
@@ -173,7 +173,7 @@ def _samplers(patches: Patches, witness: Witness, world: int) -> None:
             "sampler",
             sampler=list(iterations).index(id(sampler)),
             iteration=iteration,
-            set_epoch=id(sampler) in told,
+            set_epoch=id(sampler) in reported,
             shuffle=bool(sampler.shuffle),
             replicas=int(sampler.num_replicas),
             length=len(sampler.dataset),
@@ -185,11 +185,11 @@ def _samplers(patches: Patches, witness: Witness, world: int) -> None:
 
 
 def _seeds(patches: Patches, witness: Witness) -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
     def seeded(result: Any, *args: Any, **kwargs: Any) -> None:
-        if not told:
-            told.append(1)
+        if not reported:
+            reported.append(1)
             witness.note("seed")
 
     for function in (torch.manual_seed, torch.random.manual_seed):  # two, once torch._dynamo has been imported
@@ -222,7 +222,7 @@ def _starts(patches: Patches, witness: Witness, world: int) -> None:
     from torch.multiprocessing.spawn import spawn, start_processes
 
     def starting(
-        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **more: Any
+        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
     ) -> Any:
         if nprocs != world or witness.forked():
             witness.wait("starts")
@@ -245,42 +245,42 @@ class _Joined:
 
 def _temporary(patches: Patches, witness: Witness) -> None:
     """Record the temporary directory of `multiprocessing`, because a killed process does not remove it."""
-    made: list[str] = []
+    recorded: list[str] = []
 
     def told(directory: str) -> None:
-        if not made:
-            made.append(directory)
+        if not recorded:
+            recorded.append(directory)
             witness.note("temporary", directory=directory)
 
-    patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, told=told, witness=witness))
+    patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, report=told, witness=witness))
 
 
 def _autocast(patches: Patches, witness: Witness) -> None:
     """Record that the script uses autocast, or turn autocast and scalers off if the command asks for float32."""
     off = FLOAT32 in os.environ
-    told: list[str] = []
+    reported: list[str] = []
 
     def made(result: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
         if off:
             mode._enabled = False
-        elif mode._enabled and not told:
-            told.append(mode.device)
+        elif mode._enabled and not reported:
+            reported.append(mode.device)
             witness.note("autocast", device=mode.device)
 
-    patches.wrap(torch.amp.autocast, "__init__", functools.partial(_after, told=made, witness=witness))
+    patches.wrap(torch.amp.autocast, "__init__", functools.partial(_after, report=made, witness=witness))
     if off:
-        patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_after, told=made, witness=witness))
+        patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_after, report=made, witness=witness))
 
 
 def _random(patches: Patches, witness: Witness) -> None:
-    seen: list[float] = []
+    recorded: list[float] = []
 
     def dropped(result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
-        if p and training and torch.is_grad_enabled() and not seen:
-            seen.append(p)
+        if p and training and torch.is_grad_enabled() and not recorded:
+            recorded.append(p)
             witness.note("random", what=f"dropout(p={p:g})", line="")
 
-    patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, told=dropped, witness=witness))
+    patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, report=dropped, witness=witness))
 
 
 def _losses(patches: Patches, witness: Witness) -> None:
@@ -296,4 +296,4 @@ def _losses(patches: Patches, witness: Witness) -> None:
             witness.labels.append(kept.sum() if weight is None else weight.detach()[labels[kept]].sum())
 
     for name in ("cross_entropy", "nll_loss"):
-        patches.wrap(torch.nn.functional, name, functools.partial(_after, told=counted, witness=witness))
+        patches.wrap(torch.nn.functional, name, functools.partial(_after, report=counted, witness=witness))

@@ -20,7 +20,7 @@ Numbers = list[float | None]
 
 _kept: dict[int, torch.Tensor] = {}
 _factors: list[torch.Tensor] = []
-_here = threading.local()
+_blocks = threading.local()
 _BLOCK = 2**18  # elements that fit a cache as float64; smaller blocks take more calls
 _BLOCK_OF_DEVICE = 2**24  # bounds the additional memory
 _MIX = -7046029254386353131  # an odd number whose bits are mixed, that of splitmix64
@@ -30,16 +30,16 @@ class Cut:
     """A slice of a whole tensor, prepared for summaries.
 
     Args:
-        part: the slice, in elements of the tensor itself.
+        slice_: the slice, in elements of the tensor itself.
         pairs: the tensor is complex, and each of its numbers counts as two elements.
     """
 
-    def __init__(self, part: Slice, pairs: bool = False) -> None:
-        self.part = part
-        at = torch.arange(math.prod(part.shape), device="cpu") if part.at is None else part.at
+    def __init__(self, slice_: Slice, pairs: bool = False) -> None:
+        self.part = slice_
+        at = torch.arange(math.prod(slice_.shape), device="cpu") if slice_.at is None else slice_.at
         if pairs:
             at = torch.stack([2 * at, 2 * at + 1], -1).reshape(-1)
-        self.shape = [*part.shape, 2] if pairs else list(part.shape)
+        self.shape = [*slice_.shape, 2] if pairs else list(slice_.shape)
         self.pairs = pairs
         count = math.prod(self.shape)
         ends = torch.tensor(chunk_sizes(count), device="cpu").cumsum(0) if count else at
@@ -47,15 +47,15 @@ class Cut:
         self._samples = [_index_of(at, position) for position in positions(count)]
         self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_whole = torch.equal(at, torch.arange(count, device="cpu"))
-        self.held = HeldSlice(part.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(part))
+        self.held = HeldSlice(slice_.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(slice_))
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return the elements of a local tensor, flattened."""
         flat = as_real(local).reshape(-1)
         if self.part.within is None:
             return flat
-        first, last = self.part.within
-        return flat[2 * first : 2 * last] if self.pairs else flat[first:last]
+        start, end = self.part.within
+        return flat[2 * start : 2 * end] if self.pairs else flat[start:end]
 
     def whole_of(self, local: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor from a local tensor that contains all of it."""
@@ -78,8 +78,8 @@ class Cut:
 
 
 def _index_of(at: torch.Tensor, position: int) -> int:
-    found = (at == position).nonzero()
-    return int(found[0]) if len(found) else -1
+    matches = (at == position).nonzero()
+    return int(matches[0]) if len(matches) else -1
 
 
 def _mark(at: torch.Tensor) -> int:
@@ -99,28 +99,28 @@ def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None]
         cuts: for each tensor, the slice that it holds; None for a whole tensor.
     """
     cuts = cuts or [None] * len(tensors)
-    parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [
+    statistics_of: list[tuple[torch.Tensor, torch.Tensor] | None] = [
         None if t is None or (value := whole(t)) is None else _parts(value, cut)
         for t, cut in zip(tensors, cuts, strict=True)
     ]
-    found: list[Numbers | None] = [None] * len(parts)
-    indices = [index for index, part in enumerate(parts) if part is not None]
-    for index, (bits, kept) in zip(indices, on_host_together(list(filter(None, parts))), strict=True):
+    results: list[Numbers | None] = [None] * len(statistics_of)
+    indices = [index for index, pair in enumerate(statistics_of) if pair is not None]
+    for index, (bits, kept) in zip(indices, on_host_together(list(filter(None, statistics_of))), strict=True):
         cut = cuts[index]
-        told = kept if cut is None else cut.told(kept)
-        found[index] = [bits, *(told if _is_double(tensors[index]) else map(short, told))]
-    return found
+        numbers = kept if cut is None else cut.told(kept)
+        results[index] = [bits, *(numbers if _is_double(tensors[index]) else map(short, numbers))]
+    return results
 
 
-def on_host_together(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, list[float]]]:
+def on_host_together(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, list[float]]]:
     """Return pairs of an integer and numbers from the CPU, moved together, so that each device waits once."""
-    found: dict[int, tuple[int, list[float]]] = {}
-    for _, indices in grouped((bits.device, index) for index, (bits, _) in enumerate(parts)):
-        integers = torch.stack([parts[index][0] for index in indices]).tolist()
-        numbers = iter(torch.cat([parts[index][1] for index in indices]).tolist())
+    on_host: dict[int, tuple[int, list[float]]] = {}
+    for _, indices in grouped((bits.device, index) for index, (bits, _) in enumerate(pairs)):
+        integers = torch.stack([pairs[index][0] for index in indices]).tolist()
+        numbers = iter(torch.cat([pairs[index][1] for index in indices]).tolist())
         for index, own in zip(indices, integers, strict=True):
-            found[index] = own, list(itertools.islice(numbers, len(parts[index][1])))
-    return [found[index] for index in range(len(parts))]
+            on_host[index] = own, list(itertools.islice(numbers, len(pairs[index][1])))
+    return [on_host[index] for index in range(len(pairs))]
 
 
 def whole(tensor: Any) -> torch.Tensor | None:
@@ -131,10 +131,10 @@ def whole(tensor: Any) -> torch.Tensor | None:
 def over(tensor: Any) -> list[str]:
     """Return the mesh axes along which a DTensor is not replicated; empty for any other tensor."""
     mesh = getattr(tensor, "device_mesh", None)
-    names = getattr(mesh, "mesh_dim_names", None) or ()
+    axis_names = getattr(mesh, "mesh_dim_names", None) or ()
     return [
         name
-        for name, placed in zip(names, getattr(tensor, "placements", ()), strict=False)
+        for name, placed in zip(axis_names, getattr(tensor, "placements", ()), strict=False)
         if not placed.is_replicate()
     ]
 
@@ -165,12 +165,12 @@ def statistics(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block = _block_for(flat)
     if flat.numel() <= len(block):
         values = block[: flat.numel()].copy_(flat)
-        sums = [part.sum() for part in values.tensor_split(min(CHUNKS, flat.numel()))]
+        sums = [chunk.sum() for chunk in values.tensor_split(min(CHUNKS, flat.numel()))]
         return _bits_of(values), torch.stack([torch.dot(values, values).sqrt(), *sums])
     bits, squares, sums = [], [], []
-    for part in flat.tensor_split(CHUNKS):
+    for chunk in flat.tensor_split(CHUNKS):
         total = []
-        for own in part.split(len(block)):
+        for own in chunk.split(len(block)):
             values = block[: own.numel()].copy_(own)
             bits.append(_bits_of(values))
             total.append(values.sum())
@@ -183,9 +183,9 @@ def _block_for(flat: torch.Tensor) -> torch.Tensor:
     """Return memory for elements in float64. On the CPU it is kept, because new pages take longer than the sums."""
     if flat.device.type != "cpu":
         return flat.new_empty(min(flat.numel(), _BLOCK_OF_DEVICE), dtype=torch.float64)
-    if not hasattr(_here, "block"):
-        _here.block = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
-    block: torch.Tensor = _here.block
+    if not hasattr(_blocks, "block"):
+        _blocks.block = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
+    block: torch.Tensor = _blocks.block
     return block
 
 
@@ -222,8 +222,8 @@ def digests(tensor: torch.Tensor | None, dimension: int = 0) -> list[int]:
         rows = rows.to(torch.uint8)
     values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
     # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
-    found: list[int] = (values * _multipliers(values.shape[1])).sum(1).tolist()
-    return found
+    hashes: list[int] = (values * _multipliers(values.shape[1])).sum(1).tolist()
+    return hashes
 
 
 def _multipliers(count: int) -> torch.Tensor:
@@ -240,12 +240,12 @@ def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]
 
     Entries of dicts are sorted by key, because another process may have built the dict in another order.
     """
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += inputs_of(value, {})
+            tensors += inputs_of(value, {})
         elif isinstance(value, dict):
-            found += inputs_of((), {str(key): item for key, item in value.items()})
-    return found
+            tensors += inputs_of((), {str(key): item for key, item in value.items()})
+    return tensors

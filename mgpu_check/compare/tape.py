@@ -1,7 +1,8 @@
 """Store what the ranks were given, for a run on one device that is given the same: a file of pickled items per rank.
 
-Each item has a *kind*, a *place* and a value. The place is the stack of the user's code, with the number of the
-micro-batch. The items of one kind and place are counted, so that the n-th item of a rank meets the n-th of the others.
+Each item has a *channel*, a *location* and a value. The location is the stack of the user's code, with the number of
+the micro-batch. The items of one channel and location are counted, so that the n-th item of a rank meets the n-th of
+the others.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ class Tape:
         self._fd, self._size = fd, 0
         self.full = False
 
-    def put(self, kind: str, place: str, value: Any) -> None:
+    def put(self, channel: str, location: str, value: Any) -> None:
         """Append an item, unless the limit was reached. A single model that exceeds it is left out."""
         if self.full:
             return
         tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
         self._size += (size := sum(t.numel() * t.element_size() for t in tensors))
-        if self._size > _LIMIT and kind == "start":
+        if self._size > _LIMIT and channel == "start":
             self._size, value = self._size - size, Unstored(f"it has more than {_LIMIT} bytes")
         self.full = self._size > _LIMIT
         if self.full:
             return
-        head = pickle.dumps((kind, place))
+        head = pickle.dumps((channel, location))
         try:
             # Cloned, because a view would store all of its storage.
             body = pickle.dumps(with_tensors(value, [plain(tensor).clone() for tensor in tensors_of(value)]))
@@ -77,7 +78,7 @@ class Tape:
 class Unstored(NamedTuple):
     """Takes the place of a value that could not be stored."""
 
-    why: str
+    reason: str
 
 
 class Tapes:
@@ -92,10 +93,10 @@ class Tapes:
             lambda: [[] for _ in range(self.world)]
         )
         self._next: Counter[tuple[str, str]] = Counter()
-        for rank, kind, place, start, size in _items(fd):
-            self._at[kind, place][rank].append((start, size))
+        for rank, channel, location, start, size in _items(fd):
+            self._at[channel, location][rank].append((start, size))
 
-    def turn(self, kind: str, place: str, micro: int | None = None) -> list[Any]:
+    def turn(self, channel: str, location: str, micro: int | None = None) -> list[Any]:
         """Return the next value of each rank for this place; of one rank if micro-batches are dealt.
 
         The list is empty if a rank has no further value.
@@ -103,23 +104,23 @@ class Tapes:
         Args:
             micro: the number of the micro-batch; None if the place has one value for each micro-batch.
         """
-        number = self._next[kind, f"{place} {micro}"]
-        self._next[kind, f"{place} {micro}"] += 1
+        number = self._next[channel, f"{location} {micro}"]
+        self._next[channel, f"{location} {micro}"] += 1
         rank = None
         if self._dealt and micro is not None:
             micro, rank = divmod(micro, self.world)
         elif self._dealt:
             number, rank = divmod(number, self.world)
-        here = self._at.get((kind, place if micro is None else f"{place} {micro}"))
-        if here is None:
+        entries = self._at.get((channel, location if micro is None else f"{location} {micro}"))
+        if entries is None:
             return []
         if rank is not None:
-            here = [here[rank]]
-        return [self._read(own[number]) for own in here] if all(number < len(own) for own in here) else []
+            entries = [entries[rank]]
+        return [self._read(own[number]) for own in entries] if all(number < len(own) for own in entries) else []
 
-    def first(self, kind: str, place: str, number: int = 0) -> Any:
+    def first(self, channel: str, location: str, number: int = 0) -> Any:
         """Return a value of the first rank that has it; None if no rank has it."""
-        for own in self._at.get((kind, place), ()):
+        for own in self._at.get((channel, location), ()):
             if number < len(own):
                 return self._read(own[number])
         return None
@@ -160,7 +161,7 @@ def write_joint(
 
 
 def _items(fd: int) -> Iterator[tuple[int, str, str, int, int]]:
-    """Yield rank, kind, place, start and size of each item."""
+    """Yield rank, channel, location, start and size of each item."""
     end, start, rank = os.fstat(fd).st_size, 0, -1
     start += _HEAD.size + _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[1]
     while start < end:
@@ -169,8 +170,8 @@ def _items(fd: int) -> Iterator[tuple[int, str, str, int, int]]:
         if not head:
             rank += 1
             continue
-        kind, place = pickle.loads(os.pread(fd, head, start))
-        yield rank, kind, place, start + head, body
+        channel, location = pickle.loads(os.pread(fd, head, start))
+        yield rank, channel, location, start + head, body
         start += head + body
 
 
@@ -184,22 +185,22 @@ def place(of_a_loop: bool = False) -> str:
         of_a_loop: leave out all lines of installed packages, as those of a Trainer's loop over a loader, unless the
             script itself is installed: without its lines, all of its loops would have one place.
     """
-    found: list[str] = []
+    lines: list[str] = []
     of_users: list[str] = []
-    some = False  # a line of the user
+    reached_user = False  # a line of the user
     for frame in _frames():
         name = frame.f_code.co_filename
         main = frame.f_globals.get("__name__") == "__main__"
         if not name.startswith((_TORCH, _OURS, "<frozen ")):
             line, users = f"{_within_run(name)}:{frame.f_lineno}", _is_users(name)
-            some = some or users
+            reached_user = reached_user or users
             if users or main:
                 of_users.append(line)
-            if users or main or not some:
-                found.append(line)
+            if users or main or not reached_user:
+                lines.append(line)
         if main and frame.f_code.co_name == "<module>":
             break  # further frames start the script
-    return " ".join(of_users if of_a_loop and some else found)
+    return " ".join(of_users if of_a_loop and reached_user else lines)
 
 
 @functools.cache

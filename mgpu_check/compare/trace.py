@@ -37,8 +37,8 @@ def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None
     if chosen is None:
         count = next((len(rows) for rows in tensors if rows), 0)
         chosen = [position for position, rows in enumerate(tensors) if len(rows) == count]
-    parts = [tensors[position] for position in chosen if position < len(tensors)]
-    sums = (sum(part * (2 * n + 1) for n, part in enumerate(sample)) for sample in zip(*parts, strict=False))
+    slices = [tensors[position] for position in chosen if position < len(tensors)]
+    sums = (sum(digest * (2 * n + 1) for n, digest in enumerate(sample)) for sample in zip(*slices, strict=False))
     return [(total + 2**63) % 2**64 - 2**63 for total in sums]
 
 
@@ -51,8 +51,12 @@ def divided_tensors(runs: Sequence[Sequence[list[int]]]) -> list[int] | None:
     if len({len(tensors) for tensors in runs}) > 1:
         return None
     counts = [tuple(map(len, tensors)) for tensors in zip(*runs, strict=True)]
-    whole = [count for count in counts if all(count)]
-    split = [count for count in whole if len(set(count)) > 1] or [count for count in whole if count[0] > 1] or whole
+    nonempty = [count for count in counts if all(count)]
+    split = (
+        [count for count in nonempty if len(set(count)) > 1]
+        or [count for count in nonempty if count[0] > 1]
+        or nonempty
+    )
     return [position for position, count in enumerate(counts) if count == split[0]] if split else None
 
 
@@ -78,47 +82,49 @@ class OutputSummary:
         return [(self.norm, self.norm), (self.sum, max(abs(self.sum), self.norm))]
 
 
-def joined_bits(parts: Iterable[int]) -> int:
+def joined_bits(sums: Iterable[int]) -> int:
     """Return the sum of sums of bits, modulo 2^64, as a signed integer."""
-    return (sum(parts) + 2**63) % 2**64 - 2**63
+    return (sum(sums) + 2**63) % 2**64 - 2**63
 
 
-def joined_outputs(parts: Collection[OutputSummary]) -> OutputSummary:
+def joined_outputs(pieces: Collection[OutputSummary]) -> OutputSummary:
     """Return the summary of all parts together."""
     return OutputSummary(
-        joined_bits(part.bits for part in parts),
-        math.hypot(*(part.norm for part in parts)),
-        total(part.sum for part in parts),
-        sum(part.count for part in parts),
+        joined_bits(piece.bits for piece in pieces),
+        math.hypot(*(piece.norm for piece in pieces)),
+        total(piece.sum for piece in pieces),
+        sum(piece.count for piece in pieces),
     )
 
 
 def total(numbers: Iterable[float]) -> float:
     """Return the sum of numbers, exact for finite ones in any order."""
-    found = list(numbers)
-    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
+    terms = list(numbers)
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
 
 
-def views(parts: Mapping[int, OutputSummary], seen: Mapping[int, Hashable]) -> list[Mapping[int, OutputSummary]]:
+def views(
+    outputs: Mapping[int, OutputSummary], sample_keys: Mapping[int, Hashable]
+) -> list[Mapping[int, OutputSummary]]:
     """Return the whole outputs from the view of each rank, for each possible division among ranks.
 
     Each rank has the whole; or the ranks have disjoint parts; or ranks with the same samples have copies of a part.
 
     Args:
-        parts: rank -> the outputs that it has.
-        seen: rank -> a key of its samples.
+        outputs: rank -> the outputs that it has.
+        sample_keys: rank -> a key of its samples.
     """
-    copies = [ranks for _, ranks in grouped((seen[rank], rank) for rank in parts)]
+    copies = [ranks for _, ranks in grouped((sample_keys[rank], rank) for rank in outputs)]
     by_samples = {
-        rank: joined_outputs([parts[rank], *(parts[ranks[0]] for ranks in copies if rank not in ranks)])
-        for rank in parts
+        rank: joined_outputs([outputs[rank], *(outputs[ranks[0]] for ranks in copies if rank not in ranks)])
+        for rank in outputs
     }
-    return [parts, dict.fromkeys(parts, joined_outputs(list(parts.values()))), by_samples]
+    return [outputs, dict.fromkeys(outputs, joined_outputs(list(outputs.values()))), by_samples]
 
 
-def whole_output(parts: Mapping[int, OutputSummary], seen: Mapping[int, Hashable]) -> OutputSummary:
+def whole_output(outputs: Mapping[int, OutputSummary], sample_keys: Mapping[int, Hashable]) -> OutputSummary:
     """Return the whole outputs if nothing shows how many elements they have: ranks with equal parts have copies."""
-    each, together, by_samples = (list(view.values()) for view in views(parts, seen))
+    each, together, by_samples = (list(view.values()) for view in views(outputs, sample_keys))
     return next((view[0] for view in (each, by_samples) if view.count(view[0]) == len(view)), together[0])
 
 
@@ -143,8 +149,8 @@ def positions(count: int) -> list[int]:
 
 def chunk_sizes(count: int) -> list[int]:
     """Return the sizes of the parts that `torch.tensor_split` makes."""
-    parts = min(CHUNKS, count)
-    return [count // parts + (i < count % parts) for i in range(parts)]
+    chunks = min(CHUNKS, count)
+    return [count // chunks + (i < count % chunks) for i in range(chunks)]
 
 
 @dataclass(frozen=True)
@@ -174,8 +180,8 @@ class TensorSummary:
     @classmethod
     def of(cls, numbers: Sequence[float]) -> TensorSummary:
         """Make a summary from its numbers in the file: bits, norm, sums, samples."""
-        parts = _parts(len(numbers) - 2)
-        return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + parts]), tuple(numbers[2 + parts :]))
+        chunk_count = _parts(len(numbers) - 2)
+        return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + chunk_count]), tuple(numbers[2 + chunk_count :]))
 
     def entries(self, count: int) -> list[tuple[float, float]]:
         """Return each compared number with its typical size in a tensor of `count` elements and this norm.
@@ -183,18 +189,20 @@ class TensorSummary:
         Rounding errors are proportional to that size, not to the number itself, which may be small by cancellation.
         """
         sizes = [self.norm]
-        sizes += [self.norm * math.sqrt(part / count) for part in chunk_sizes(count)]
+        sizes += [self.norm * math.sqrt(chunk / count) for chunk in chunk_sizes(count)]
         sizes += [self.norm / math.sqrt(count)] * len(self.samples)
         values = [self.norm, *self.sums, *self.samples]
         return [(value, max(abs(value), size)) for value, size in zip(values, sizes, strict=True)]
 
 
-def joined(parts: Sequence[TensorSummary]) -> TensorSummary:
+def joined(slices: Sequence[TensorSummary]) -> TensorSummary:
     """Return the summary of a whole tensor from the summaries of slices that cover it exactly once."""
-    bits = joined_bits(part.bits for part in parts)
-    sums = tuple(map(total, zip(*(part.sums for part in parts), strict=True)))
-    samples = (next((x for x in some if x is not None), 0.0) for some in zip(*(p.samples for p in parts), strict=True))
-    return TensorSummary(bits, math.hypot(*(part.norm for part in parts)), sums, tuple(samples))
+    bits = joined_bits(piece.bits for piece in slices)
+    sums = tuple(map(total, zip(*(piece.sums for piece in slices), strict=True)))
+    samples = (
+        next((x for x in elements if x is not None), 0.0) for elements in zip(*(p.samples for p in slices), strict=True)
+    )
+    return TensorSummary(bits, math.hypot(*(piece.norm for piece in slices)), sums, tuple(samples))
 
 
 def _parts(numbers: int) -> int:
@@ -277,14 +285,14 @@ class State(Parameter):
     key: str = ""
     constant: bool = False
 
-    def moved_to(self, of: str, order: int) -> State:
+    def moved_to(self, owner: str, order: int) -> State:
         """Return the same state for another owner."""
-        return replace(self, name=named_state(self.key, of), of=of, order=order)
+        return replace(self, name=named_state(self.key, owner), of=owner, order=order)
 
 
-def named_state(key: str, of: str) -> str:
+def named_state(key: str, owner: str) -> str:
     """Return the name of a state or buffer: "exp_avg of net.weight", "buffer norm.running_mean"."""
-    return f"{key} of {of}" if key else f"buffer {of}"
+    return f"{key} of {owner}" if key else f"buffer {owner}"
 
 
 @dataclass
@@ -331,17 +339,17 @@ class Step:
     @property
     def finite(self) -> bool:
         """True if all parameters and gradients of the step are finite."""
-        found = (*self.before.values(), *self.gradients.values(), *self.parameters.values())
-        return all(summary is None or summary.finite for summary in found)
+        summaries = (*self.before.values(), *self.gradients.values(), *self.parameters.values())
+        return all(summary is None or summary.finite for summary in summaries)
 
     @property
     def seen(self) -> list[int]:
         """The samples of all micro-batches."""
-        return [digest for part in self.samples for digest in part]
+        return [digest for batch in self.samples for digest in batch]
 
     @property
     def seen_columns(self) -> list[int]:
-        return [digest for part in self.columns for digest in part]
+        return [digest for batch in self.columns for digest in batch]
 
 
 @dataclass
@@ -366,15 +374,15 @@ class Trace:
         """Return the parameter, state or buffer with this name; None if it does not exist."""
         return self.parameters.get(name) or self.states.get(name)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of(self, event_type: str) -> list[dict[str, Any]]:
         """Return the events of one kind, in order."""
-        return [event for event in self.events if event["event"] == kind]
+        return [event for event in self.events if event["event"] == event_type]
 
 
-def write_all(fd: int, *parts: bytes | memoryview) -> None:
+def write_all(fd: int, *chunks: bytes | memoryview) -> None:
     """Append all bytes of the parts to a file."""
-    for part in parts:
-        rest = memoryview(part)
+    for chunk in chunks:
+        rest = memoryview(chunk)
         while rest:
             rest = rest[os.write(fd, rest) :]
 
@@ -385,10 +393,10 @@ class Writer:
     def __init__(self, fd: int) -> None:
         self.fd, self.pid = fd, os.getpid()
 
-    def write(self, event: str, **what: object) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Append a line; do nothing in a forked child of the recorded process."""
         if os.getpid() == self.pid:
-            os.write(self.fd, json.dumps({"event": event, **what}, separators=(",", ":")).encode() + b"\n")
+            os.write(self.fd, json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n")
 
 
 def read(data: bytes) -> Trace:
@@ -407,24 +415,26 @@ def read(data: bytes) -> Trace:
     if head["version"] != VERSION:
         raise TraceError(f"the {FORMAT} has version {head['version']}, but only version {VERSION} can be read")
     trace = Trace(head["rank"], head["world"])
-    names: list[str] = []
+    parameter_names: list[str] = []
     states = _StateReader(trace)
     options: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines[1:]:
         event = json.loads(line)
         if event["event"] == "parameter":
             trace.parameters[event["name"]] = Parameter(**_described(event))
-            names.append(event["name"])
+            parameter_names.append(event["name"])
         elif event["event"] == "state":
             states.add(event)
         elif event["event"] == "output":
             trace.modules[event["name"]] = event["dtype"]
         elif event["event"] == "step":
             after = states.after(event["states"])
-            trace.steps.append(_step(event, names, options.get(event["optimizer"], {}), after, list(trace.modules)))
+            trace.steps.append(
+                _step(event, parameter_names, options.get(event["optimizer"], {}), after, list(trace.modules))
+            )
         elif event["event"] == "groups":
             options[event["optimizer"]] = {
-                names[number]: {"optimizer": event["rule"], **group["options"]}
+                parameter_names[number]: {"optimizer": event["rule"], **group["options"]}
                 for group in event["groups"]
                 for number in group["members"]
             }
@@ -444,17 +454,17 @@ class _StateReader:
         self._buffers: dict[str, TensorSummary] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
-        made = State(**_described(event), of=event["of"], key=event["key"])
-        self._trace.states[made.name] = made
-        self._names.append(made.name)
-        if not made.key:
-            self._starts[made.name] = event["start"] and TensorSummary.of(event["start"])
+        state = State(**_described(event), of=event["of"], key=event["key"])
+        self._trace.states[state.name] = state
+        self._names.append(state.name)
+        if not state.key:
+            self._starts[state.name] = event["start"] and TensorSummary.of(event["start"])
 
     def after(self, numbers: Mapping[str, Any]) -> dict[str, TensorSummary]:
         """Return states and buffers after a step. A buffer that is missing in `numbers` has not changed."""
-        found = {self._names[int(index)]: TensorSummary.of(own) for index, own in numbers.items()}
-        self._buffers.update((name, summary) for name, summary in found.items() if name in self._starts)
-        return found | self._buffers
+        summaries = {self._names[int(index)]: TensorSummary.of(own) for index, own in numbers.items()}
+        self._buffers.update((name, summary) for name, summary in summaries.items() if name in self._starts)
+        return summaries | self._buffers
 
     def finish(self) -> None:
         """Mark the buffers that never changed as constant."""
@@ -467,24 +477,24 @@ class _StateReader:
 def _described(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Parameter` from an event."""
     keys = "name", "dtype", "device", "order", "sharded", "unplaced", "same_elsewhere"
-    held = HeldSlice(**event["held"]) if event["held"] else None
+    held_slice = HeldSlice(**event["held"]) if event["held"] else None
     return {
         **{key: event[key] for key in keys},
         "shape": tuple(event["shape"]),
-        "held": held,
+        "held": held_slice,
         "over": tuple(event["over"]),
     }
 
 
 def _step(
     event: Mapping[str, Any],
-    names: Sequence[str],
+    parameter_names: Sequence[str],
     options: Mapping[str, Mapping[str, Any]],
     states: dict[str, TensorSummary],
     modules: Sequence[str],
 ) -> Step:
-    def named(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in part.items()}
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {parameter_names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in values.items()}
 
     inputs = [[Inputs(*call) for call in calls] for calls in event["inputs"]]
     return Step(
@@ -495,10 +505,13 @@ def _step(
         named(event["before"]),
         named(event["gradients"]),
         named(event["parameters"]),
-        frozenset(names[index] for index in event.get("idle", ())),
+        frozenset(parameter_names[index] for index in event.get("idle", ())),
         options,
         states,
-        [(told, {names[int(index)]: norm for index, norm in norms.items()}) for told, norms in event.get("calls", ())],
+        [
+            (description, {parameter_names[int(index)]: norm for index, norm in norms.items()})
+            for description, norms in event.get("calls", ())
+        ],
         {modules[int(index)]: OutputSummary(*numbers) for index, numbers in event.get("outputs", {}).items()},
         inputs,
         event.get("labels", ()),

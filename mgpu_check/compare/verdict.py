@@ -55,14 +55,14 @@ class ComparisonVerdict:
     replayed: bool = False
 
 
-def of_inputs(why: str, todo: Sequence[str], step: int | None = None) -> ComparisonVerdict:
+def of_inputs(reason: str, todo: Sequence[str], step: int | None = None) -> ComparisonVerdict:
     """Return the verdict on runs with other inputs than one device."""
-    return replace(refused(why, todo), step=step, inputs_differ=True)
+    return replace(refused(reason, todo), step=step, inputs_differ=True)
 
 
-def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> ComparisonVerdict:
+def refused(reason: str, todo: Sequence[str] = (), compared: int = 0) -> ComparisonVerdict:
     """Return the verdict "not comparable" for a reason outside of a step."""
-    return _refused(reports.refusal(why, todo), compared)
+    return _refused(reports.refusal(reason, todo), compared)
 
 
 def _refused(report: Report, compared: int = 0) -> ComparisonVerdict:
@@ -139,9 +139,11 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
     if useful == 0 or not compared:
         return _refused(reports.nothing_tells(aligned, useful), steps)
     missed = not_compared(aligned, rounding)
-    left, lines, idle = account(missed, unjudged)
-    if left or idle:
-        report = reports.undecided(aligned, rounding, useful, lines, left_over(aligned, left) if left else "", idle)
+    remaining, lines, idle = account(missed, unjudged)
+    if remaining or idle:
+        report = reports.undecided(
+            aligned, rounding, useful, lines, left_over(aligned, remaining) if remaining else "", idle
+        )
         return ComparisonVerdict("undecided", report, compared=steps, not_compared=missed)
     report = reports.equal(aligned, rounding, compared, useful, lines)
     return ComparisonVerdict("equal", report, compared=steps, not_compared=missed)
@@ -155,28 +157,28 @@ def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
         return _refused(reports.nothing_learned(len(steps)), len(steps))
     for step in steps:
         samples = aligned.samples(step)
-        one, together = samples.one.total(), samples.together.total()
-        if samples.known and samples.common < one / 2 and not samples.hidden:
-            report = reports.not_the_same_samples(step, samples.common, one, together)
+        reference_count, together = samples.one.total(), samples.together.total()
+        if samples.known and samples.common < reference_count / 2 and not samples.hidden:
+            report = reports.not_the_same_samples(step, samples.common, reference_count, together)
             return replace(_refused(report, len(steps)), inputs_differ=True)
     return None
 
 
-def of_difference(difference: FirstDifference, found: Diagnosis) -> ComparisonVerdict:
+def of_difference(difference: FirstDifference, diagnosis: Diagnosis) -> ComparisonVerdict:
     """Return the verdict on a difference, from its diagnosis."""
     main = difference.main
-    ratio = difference.ratio(main.kind, main.name) if main else None
-    apart = difference.apart[difference.kind] if difference.kind else []
+    ratio = difference.ratio(main.quantity, main.name) if main else None
+    differing = difference.differing[difference.quantity] if difference.quantity else []
     return ComparisonVerdict(
-        "differs" if found.comparable else "not comparable",
-        reports.differs(difference, found, ratio),
+        "differs" if diagnosis.comparable else "not comparable",
+        reports.differs(difference, diagnosis, ratio),
         step=difference.step + 1,
-        parameter=main.name if main else (apart[0] if apart else None),
-        tensor=difference.kind,
+        parameter=main.name if main else (differing[0] if differing else None),
+        tensor=difference.quantity,
         ranks=main.ranks if main else tuple(trace.rank for trace in difference.aligned.ranks),
         ratio=ratio,
         compared=difference.step,
-        inputs_differ=not found.comparable,
+        inputs_differ=not diagnosis.comparable,
     )
 
 
@@ -195,27 +197,29 @@ def measured(aligned: Aligned, others: Sequence[Trace], further: Callable[[int],
         others: see `Rounding`.
         further: runs the script on one device, perturbed with a seed.
     """
-    found = [*others]
+    traces = [*others]
     for seed in FURTHER:
-        rounding = Rounding(aligned.one, found)
+        rounding = Rounding(aligned.one, traces)
         difference = first_difference(aligned, rounding)
         if difference is None or not _is_doubtful(difference):
             return rounding
         run = further(seed)
         if run.failed or len(run.traces[0].steps) < len(aligned.one.steps):
             return rounding
-        found.append(run.traces[0])
-    return Rounding(aligned.one, found)
+        traces.append(run.traces[0])
+    return Rounding(aligned.one, traces)
 
 
 def _is_doubtful(difference: FirstDifference) -> bool:
-    kind = difference.kind
-    if kind is None or kind == "before":
+    quantity = difference.quantity
+    if quantity is None or quantity == "before":
         return False
-    wrong = difference.wrong[kind]
-    excess = [entry.worst.size / difference.rounding.tolerance(difference.step, kind, entry.name) for entry in wrong]
+    mismatches = difference.mismatches[quantity]
+    excess = [
+        entry.worst.size / difference.rounding.tolerance(difference.step, quantity, entry.name) for entry in mismatches
+    ]
     if not all(map(math.isfinite, excess)):
         return False
-    named = {*difference.apart[kind], *(entry.name for entry in wrong)}
-    few = 2 * len(named) < len(difference.aligned.named(kind))
-    return (few and kind == "parameter") or max(excess, default=0.0) < _SURE
+    named = {*difference.differing[quantity], *(entry.name for entry in mismatches)}
+    few = 2 * len(named) < len(difference.aligned.named(quantity))
+    return (few and quantity == "parameter") or max(excess, default=0.0) < _SURE

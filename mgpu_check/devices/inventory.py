@@ -32,10 +32,10 @@ def visible_devices() -> list[Device]:
     """Return the GPUs that torch sees in this process, in the order of their indices. Initializes the driver."""
     import torch  # here, because the pytest process uses `Device` without importing torch
 
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        devices.append(
             Device(
                 index=index,
                 name=properties.name,
@@ -46,11 +46,11 @@ def visible_devices() -> list[Device]:
                 pci=_pci(properties),
             )
         )
-    return found
+    return devices
 
 
 def _pci(properties: object) -> str:
-    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    domain, bus, device = (getattr(properties, f"pci_{field}_id", None) for field in ("domain", "bus", "device"))
     if None in (domain, bus, device):
         return ""
     return f"{domain:08X}:{bus:02X}:{device:02X}.0"
@@ -85,16 +85,16 @@ def take_inventory() -> Inventory:
     try:
         devices = tuple(visible_devices())
     except Exception as error:
-        said = str(error).strip().splitlines()
-        return Inventory((), _trouble(f"{type(error).__name__}: {said[0]}" if said else type(error).__name__), mask)
+        lines = str(error).strip().splitlines()
+        return Inventory((), _trouble(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__), mask)
     if devices:
         return Inventory(devices, mask=mask)
-    other = _other_accelerator()
-    if other:
+    accelerator = _other_accelerator()
+    if accelerator:
         return Inventory(
             (),
-            f"the accelerator that torch {torch.__version__} has here is {other!r}: mgpu-check runs on GPUs by CUDA "
-            "or ROCm, and in software",
+            f"the accelerator that torch {torch.__version__} has here is {accelerator!r}: mgpu-check runs on GPUs by "
+            "CUDA or ROCm, and in software",
         )
     # Without NVML, torch reports a driver that fails to initialize as no GPU at all.
     sick = torch.version.cuda is not None and _driver_code() not in (None, *_NO_DEVICE)
@@ -104,8 +104,8 @@ def take_inventory() -> Inventory:
 def _other_accelerator() -> str:
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "" if found is None or found.type == "cuda" else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "" if accelerator is None or accelerator.type == "cuda" else accelerator.type
 
 
 _NO_DEVICE = (0, 100)
@@ -135,7 +135,7 @@ def _driver_code() -> int | None:
         return None
 
 
-def _trouble(said: str) -> str:
+def _trouble(message: str) -> str:
     code = _driver_code()
     which = f" (code {code})" if code else ""
-    return f"the GPUs of this machine cannot be used: {said}{which}\n  {_REMEDIES.get(code or 0, _REMEDY)}"
+    return f"the GPUs of this machine cannot be used: {message}{which}\n  {_REMEDIES.get(code or 0, _REMEDY)}"

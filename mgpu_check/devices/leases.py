@@ -58,18 +58,18 @@ def machine_directory() -> Path:
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode):
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode):
                 raise LeaseError(f"{path} is where devices are leased, but it is not a directory; {remedy}")
-            if stat.S_IMODE(found.st_mode) == 0o1777:
+            if stat.S_IMODE(status.st_mode) == 0o1777:
                 return path
-            if found.st_uid == os.geteuid():
+            if status.st_uid == os.geteuid():
                 path.chmod(0o1777)
                 return path
         except OSError as error:
             raise LeaseError(f"devices cannot be leased: {error}; {remedy}") from error
         if time.monotonic() > deadline:  # before that, another process may have created it and not yet set the mode
-            mode = stat.S_IMODE(found.st_mode)
+            mode = stat.S_IMODE(status.st_mode)
             raise LeaseError(f"{path} is where devices are leased, but its mode is {mode:o}; {remedy}")
         time.sleep(_SHORTEST_POLL)
 
@@ -99,12 +99,12 @@ class _Request:
     count: int
     purpose: str
     ahead: list[Path] = field(default_factory=list)
-    held: dict[int, FileLock] = field(default_factory=dict)
+    device_locks: dict[int, FileLock] = field(default_factory=dict)
     locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def served(self) -> bool:
-        return len(self.held) == self.count
+        return len(self.device_locks) == self.count
 
 
 class DeviceLeases:
@@ -158,7 +158,7 @@ class DeviceLeases:
                     in_queue.enter_context(self._ticket(request, directory))
             if not request.served:
                 self._wait(request, directory)
-            self._last = tuple(sorted(request.held))
+            self._last = tuple(sorted(request.device_locks))
             return Lease(self._last, time.monotonic() - begun, request.locks.pop_all())
 
     def check(self) -> None:
@@ -220,17 +220,17 @@ class DeviceLeases:
 
     def _advance(self, request: _Request, directory: Path) -> bool:
         """Take the devices that are free now. Return whether the request has made progress."""
-        before = len(request.ahead), len(request.held)
+        before = len(request.ahead), len(request.device_locks)
         request.ahead = [ticket for ticket in request.ahead if not _is_done(ticket)]
         if not request.ahead:
             for index in (*self._last, *range(len(self.keys))):
                 if request.served:
                     break
-                if index not in request.held and (lock := self._lock_device(index, directory)) is not None:
-                    request.held[index] = lock
+                if index not in request.device_locks and (lock := self._lock_device(index, directory)) is not None:
+                    request.device_locks[index] = lock
                     request.locks.callback(lock.release)
                     _write(self._path(index, directory), _who(request.purpose))
-        return before != (len(request.ahead), len(request.held))
+        return before != (len(request.ahead), len(request.device_locks))
 
     def _path(self, index: int, directory: Path) -> Path:
         return directory / f"device-{re.sub(r'[^A-Za-z0-9-]', '_', self.keys[index])}"
@@ -261,20 +261,22 @@ class DeviceLeases:
 
     def _state(self, request: _Request, directory: Path, waited: float) -> str:
         """Describe the processes that a request waits for."""
-        parts = [f"waiting {waited:.0f} s for {request.count} of {len(self.keys)} devices"]
+        lines = [f"waiting {waited:.0f} s for {request.count} of {len(self.keys)} devices"]
         for index in range(len(self.keys)):
-            if index in request.held:
-                parts.append(f"device {index} is kept already")
+            if index in request.device_locks:
+                lines.append(f"device {index} is kept already")
             elif (who := _read(self._path(index, directory))) and not _is_free(self._path(index, directory)):
-                parts.append(f"device {index} is held by {_describe(who)}")
-        parts += [f"before it in the queue: {_describe(who)}" for ticket in request.ahead if (who := _read(ticket))]
-        return "\n  ".join(parts)
+                lines.append(f"device {index} is held by {_describe(who)}")
+        lines += [f"before it in the queue: {_describe(who)}" for ticket in request.ahead if (who := _read(ticket))]
+        return "\n  ".join(lines)
 
 
 def _tickets(directory: Path) -> dict[int, Path]:
     """Return the tickets that exist, by number, in order."""
-    found = {int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(r"ticket-(\d+)", path.name))}
-    return dict(sorted(found.items()))
+    tickets = {
+        int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(r"ticket-(\d+)", path.name))
+    }
+    return dict(sorted(tickets.items()))
 
 
 def _lock(path: Path) -> FileLock:
@@ -333,10 +335,10 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         # A special file, or one with a second hard link, was planted: leave it alone.
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "wb") as file:
-            found = os.fstat(descriptor)
-            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                 # Overwrite the old content with blanks: truncating makes file systems flush, for a millisecond each.
-                file.write(json.dumps(content).encode().ljust(min(found.st_size, _LONGEST_CONTENT)))
+                file.write(json.dumps(content).encode().ljust(min(status.st_size, _LONGEST_CONTENT)))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -45,8 +45,8 @@ _NAMES: Mapping[SubjectKind | PartKind, str] = {
 }
 
 
-def _named(kind: SubjectKind | PartKind, members: Sequence[int]) -> str:
-    return _NAMES[kind].format(first=members[0], last=members[-1], all=", ".join(map(str, members)))
+def _named(category: SubjectKind | PartKind, members: Sequence[int]) -> str:
+    return _NAMES[category].format(first=members[0], last=members[-1], all=", ".join(map(str, members)))
 
 
 @dataclass(frozen=True, order=True)

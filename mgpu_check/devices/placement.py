@@ -71,15 +71,15 @@ def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int
         raise ValueError(f"size={size!r} is not a world size of this run; choose 1 to {len(available)}")
     if not isinstance(size, WorldSize):
         return tuple(sorted(available)[:size])
-    taken: list[Slot] = []
+    slots: list[Slot] = []
     for host, count in enumerate(size.per_host):
-        here = sorted(slot for slot in available if slot.host == host)
-        if count > len(here):
+        local_slots = sorted(slot for slot in available if slot.host == host)
+        if count > len(local_slots):
             raise ValueError(
-                f"size={size!r}: host {host} has {len(here)} devices, too few for {count} ranks; choose fewer"
+                f"size={size!r}: host {host} has {len(local_slots)} devices, too few for {count} ranks; choose fewer"
             )
-        taken += here[:count]
-    return tuple(taken)
+        slots += local_slots[:count]
+    return tuple(slots)
 
 
 def _slots_of(devices: Sequence[int], size: int | None, available: Sequence[Slot]) -> tuple[Slot, ...]:

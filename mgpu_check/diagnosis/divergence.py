@@ -66,24 +66,24 @@ def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting |
     longest = max(len(trace.events) for trace in tensors.traces)
     for number in range(longest):
         same = [trace.events[number] if number < len(trace.events) else None for trace in tensors.traces]
-        known = [event for event in same if event is not None]
-        if len(known) < len(same) or len({(event.kind, event.name, event.site) for event in known}) > 1:
-            odd = _extra(tensors, number) or _line(known)
+        events = [event for event in same if event is not None]
+        if len(events) < len(same) or len({(event.kind, event.name, event.site) for event in events}) > 1:
+            odd = _extra(tensors, number) or _line(events)
             return Parting(odd, "what they call", [_called(event) for event in same])
-        first = known[0]
-        looks = () if divided and first.kind in ("backward", "model") else _LOOKS.get(first.kind, seeds)
-        found = next(filter(None, (look(known) for look in looks)), None)
-        if found is None and first.kind == "step":
+        first_event = events[0]
+        looks = () if divided and first_event.kind in ("backward", "model") else _LOOKS.get(first_event.kind, seeds)
+        difference = next(filter(None, (look(events) for look in looks)), None)
+        if difference is None and first_event.kind == "step":
             of_step = _of_step(tensors, steps, _LOCAL in mistakes)
             if of_step is not None:
-                return _of_backward_before(tensors, number, steps, of_step[0]) or _at(first, of_step[1])
+                return _of_backward_before(tensors, number, steps, of_step[0]) or _at(first_event, of_step[1])
             steps += 1
-        if found is None and first.kind == "backward" and number == _last_backward(tensors):
-            found = _of_last_backward(tensors, known)
-        if found is not None and first.kind == "clip":
-            return _of_backward_clipped(tensors, number) or _at(first, found)
-        if found is not None:
-            return _at(first, found)
+        if difference is None and first_event.kind == "backward" and number == _last_backward(tensors):
+            difference = _of_last_backward(tensors, events)
+        if difference is not None and first_event.kind == "clip":
+            return _of_backward_clipped(tensors, number) or _at(first_event, difference)
+        if difference is not None:
+            return _at(first_event, difference)
     return _in_the_end(tensors)
 
 
@@ -94,9 +94,9 @@ _BY_SEEDS = {_FROM_THE_START, "random-numbers-per-rank"}
 
 def _of_build(tensors: Tensors) -> Parting | None:
     """Return the line where ranks set different seeds while they build the model."""
-    for same in zip(*(one.built for one in tensors.seen), strict=False):
-        if len({event.site for event in same}) == 1 and (found := _of_seeds(same)) is not None:
-            return _at(same[0], found)
+    for same in zip(*(run.built for run in tensors.seen), strict=False):
+        if len({event.site for event in same}) == 1 and (difference := _of_seeds(same)) is not None:
+            return _at(same[0], difference)
     return None
 
 
@@ -108,33 +108,33 @@ def _extra(tensors: Tensors, number: int) -> str:
         head: min((calls.index(head) for calls in rest if calls and calls[0] != head and head in calls), default=None)
         for head in heads
     }
-    found = {head: distance for head, distance in later.items() if distance is not None}
-    if not found:
+    distances = {head: distance for head, distance in later.items() if distance is not None}
+    if not distances:
         return ""
-    common = min(found, key=lambda head: found[head])
+    common = min(distances, key=lambda head: distances[head])
     extra = [head for head in heads if head != common]
     return extra[0][2] if extra else ""
 
 
 def _divided(tensors: Tensors) -> bool:
     """Return whether each rank may hold its own parts of the parameters, so that values may differ between ranks."""
-    if any(name.kind == "params" for one in tensors.seen for name in one.own):
+    if any(name.kind == "params" for run in tensors.seen for name in run.own):
         return True
     skipped = {name.of for name in tensors.relations.skipped if name.kind == "params"}
     return bool(skipped) and not any(name.of in skipped for name in tensors.relations.split)
 
 
-def _at(event: CallEvent, found: Found) -> Parting:
-    what, values = found
-    return Parting(event.site, f"{event.name}, {what}", values)
+def _at(event: CallEvent, difference: Found) -> Parting:
+    subject, values = difference
+    return Parting(event.site, f"{event.name}, {subject}", values)
 
 
 Found = tuple[str, list[str]]
 """The name of the value that differs, and the values by rank."""
 
 
-def _line(known: Sequence[CallEvent]) -> str:
-    return next((event.site for event in known if event.site), "")
+def _line(events: Sequence[CallEvent]) -> str:
+    return next((event.site for event in events if event.site), "")
 
 
 def _called(event: CallEvent | None) -> str:
@@ -143,27 +143,27 @@ def _called(event: CallEvent | None) -> str:
     return event.where if event.site else event.name
 
 
-def _detail(key: str, what: str) -> Callable[[Sequence[CallEvent]], Found | None]:
+def _detail(key: str, subject: str) -> Callable[[Sequence[CallEvent]], Found | None]:
     """Return a function that compares one detail of a call, a number or a tuple, between ranks."""
 
     def look(same: Sequence[CallEvent]) -> Found | None:
         values = [event.details.get(key) for event in same]
         if any(value is None for value in values) or _same(values):
             return None
-        return what, [_shown(value) for value in values]
+        return subject, [_shown(value) for value in values]
 
     return look
 
 
-def _by_name(key: str, what: str) -> Callable[[Sequence[CallEvent]], Found | None]:
+def _by_name(key: str, subject: str) -> Callable[[Sequence[CallEvent]], Found | None]:
     """Return a function that compares a detail of a call, a value for each of several names, between ranks."""
 
     def look(same: Sequence[CallEvent]) -> Found | None:
-        given = [event.details.get(key, {}) for event in same]
-        for name in given[0]:
-            values = [one.get(name) for one in given]
+        entries = [event.details.get(key, {}) for event in same]
+        for name in entries[0]:
+            values = [entry.get(name) for entry in entries]
             if not _same(values) and None not in values:
-                return what.format(name or "it"), [_shown(value) for value in values]
+                return subject.format(name or "it"), [_shown(value) for value in values]
         return None
 
     return look
@@ -180,19 +180,19 @@ def _parameters(same: Sequence[CallEvent]) -> Found | None:
 
 def _operands(same: Sequence[CallEvent]) -> Found | None:
     """Compare the operands of a collective: operation, root, dtypes, shapes and memory formats."""
-    for key, what in (("op", "its operation"), ("src", "its source"), ("dst", "its destination")):
-        if (found := _detail(key, what)(same)) is not None:
-            return found
-    given = [event.details.get("tensors", []) for event in same]
-    for tensors in zip(*given, strict=False):
-        for key, what in (
+    for key, subject in (("op", "its operation"), ("src", "its source"), ("dst", "its destination")):
+        if (difference := _detail(key, subject)(same)) is not None:
+            return difference
+    operands = [event.details.get("tensors", []) for event in same]
+    for tensors in zip(*operands, strict=False):
+        for key, subject in (
             ("dtype", "the dtype"),
             ("shape", "the shape"),
             ("layout", "the order of dimensions in memory"),
         ):
             values = [tensor[key] for tensor in tensors]
             if not _same(values):
-                return f"{what} of its tensor", [_shown(value) for value in values]
+                return f"{subject} of its tensor", [_shown(value) for value in values]
     return None
 
 
@@ -200,11 +200,11 @@ def _results(same: Sequence[CallEvent]) -> Found | None:
     """Compare the results of a collective that gives all ranks the same values."""
     if same[0].name not in _GIVES_ALL or len({event.details.get("group") for event in same}) > 1:
         return None
-    whole = same[0].details.get("group")
+    group = same[0].details.get("group")
     after = [event.details.get("after") for event in same]
-    if any(not one for one in after) or (whole is not None and len(whole) != len(same)):
+    if any(not tensors_after for tensors_after in after) or (group is not None and len(group) != len(same)):
         return None
-    return _unlike("its result", [one[0] for one in after if one])
+    return _unlike("its result", [tensors_after[0] for tensors_after in after if tensors_after])
 
 
 def has_unlike_results(traces: Sequence[RankTrace]) -> bool:
@@ -215,18 +215,18 @@ def has_unlike_results(traces: Sequence[RankTrace]) -> bool:
     )
 
 
-def _unlike(what: str, contents: Sequence[dict[str, Any]]) -> Found | None:
+def _unlike(subject: str, contents: Sequence[dict[str, Any]]) -> Found | None:
     """Compare tensors by their sums and norms; NaN equals NaN."""
-    if all(_alike(one, contents[0]) for one in contents):
+    if all(_alike(content, contents[0]) for content in contents):
         return None
-    values = [one.get("values", ()) for one in contents]
-    if all(0 < len(one) <= _VALUES for one in values):
-        return what, [_shown(one[0] if len(one) == 1 else tuple(one)) for one in values]
-    return f"the norm of {what}", [_shown(one["norm"]) for one in contents]
+    values = [content.get("values", ()) for content in contents]
+    if all(0 < len(content) <= _VALUES for content in values):
+        return subject, [_shown(content[0] if len(content) == 1 else tuple(content)) for content in values]
+    return f"the norm of {subject}", [_shown(content["norm"]) for content in contents]
 
 
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return str((one["sum"], one["norm"])) == str((other["sum"], other["norm"]))
+def _alike(content: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return str((content["sum"], content["norm"])) == str((expected["sum"], expected["norm"]))
 
 
 _of_seeds = _detail("seed", "the seed that it is given")
@@ -246,15 +246,15 @@ _LOOKS: dict[str, tuple[Callable[[Sequence[CallEvent]], Found | None], ...]] = {
 
 def _of_step(tensors: Tensors, step: int, all_of_them: bool) -> tuple[Result, Found] | None:
     """Compare the gradients and parameters at an optimizer step, for results that differ in the end, or for all."""
-    stages = [one.snapshots[step] for one in tensors.seen if step < len(one.snapshots)]
+    stages = [run.snapshots[step] for run in tensors.seen if step < len(run.snapshots)]
     if len(stages) < tensors.size:
         return None
     parted = {name.of for name in tensors.relations.split}
     for name in stages[0]:
         values = [stage[name].double() for stage in stages if name in stage]
         wanted = all_of_them or name.of in parted
-        if wanted and len(values) == tensors.size and (found := _element(name, values)) is not None:
-            return name, found
+        if wanted and len(values) == tensors.size and (difference := _element(name, values)) is not None:
+            return name, difference
     return None
 
 
@@ -270,38 +270,38 @@ def _of_backward_before(tensors: Tensors, number: int, step: int, name: Result) 
         return None
     which = sum(event.kind == "backward" for event in before) - 1
     same = [trace.of("backward")[which] for trace in tensors.traces]
-    left = [event.details.get("left", {}) for event in same]
-    if not is_left(name, left, [one.snapshots[step][name] for one in tensors.seen]):
+    gradients = [event.details.get("left", {}) for event in same]
+    if not is_left(name, gradients, [run.snapshots[step][name] for run in tensors.seen]):
         return None
-    return _at(same[0], _left(name, left))
+    return _at(same[0], _left(name, gradients))
 
 
 def _of_backward_clipped(tensors: Tensors, number: int) -> Parting | None:
     """Return the backward pass that left the gradients as clipping finds them; None if another call changed them."""
     before = [[event for event in trace.events[:number] if event.kind == "backward"][-1:] for trace in tensors.traces]
-    left = [event.details.get("left", {}) for events in before for event in events]
-    if not is_clipped(left, [trace.events[number].details.get("norm") for trace in tensors.traces]):
+    gradients = [event.details.get("left", {}) for events in before for event in events]
+    if not is_clipped(gradients, [trace.events[number].details.get("norm") for trace in tensors.traces]):
         return None
-    everywhere = [Result("grads", name) for name in left[0] if all(name in one for one in left)]
+    everywhere = [Result("grads", name) for name in gradients[0] if all(name in own for own in gradients)]
     split = [name for name in everywhere if name in tensors.relations.split]  # no later call combines them
-    return _at(before[0][0], _left(split[0], left)) if split else None
+    return _at(before[0][0], _left(split[0], gradients)) if split else None
 
 
 def _element(name: object, values: Sequence[torch.Tensor]) -> Found | None:
     """Return the element where values of one shape differ most; None if they are equal."""
-    first = values[0]
-    if any(value.shape != first.shape for value in values):
+    head = values[0]
+    if any(value.shape != head.shape for value in values):
         return f"the shape of {name}", [str(list(value.shape)) for value in values]
-    apart = _widest([(value - first).nan_to_num(math.inf).abs() for value in values])
-    if apart is None or not float(apart.max()):
+    deviation = _widest([(value - head).nan_to_num(math.inf).abs() for value in values])
+    if deviation is None or not float(deviation.max()):
         return None
-    worst = int(apart.flatten().argmax())
+    worst = int(deviation.flatten().argmax())
     index = []
-    for size in reversed(first.shape):
+    for size in reversed(head.shape):
         worst, rest = divmod(worst, size)
         index.append(rest)
-    where = f"element {index[::-1]} of " if index else ""
-    return f"{where}{name}", [_shown(float(value[tuple(index[::-1])])) for value in values]
+    position = f"element {index[::-1]} of " if index else ""
+    return f"{position}{name}", [_shown(float(value[tuple(index[::-1])])) for value in values]
 
 
 def _widest(gaps: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -317,24 +317,24 @@ def _last_backward(tensors: Tensors) -> int:
 
 def _of_last_backward(tensors: Tensors, same: Sequence[CallEvent]) -> Found | None:
     """Compare the gradients that the last backward pass left and that no later call changed."""
-    left = [event.details.get("left", {}) for event in same]
+    gradients = [event.details.get("left", {}) for event in same]
     for name in tensors.relations.split:
-        if name.kind in ("grads", "returned") and tensors.stays_as_left(name, left):
-            return _left(name, left)
+        if name.kind in ("grads", "returned") and tensors.stays_as_left(name, gradients):
+            return _left(name, gradients)
     return None
 
 
-def _left(name: Result, left: Sequence[Left]) -> Found:
-    return f"the norm of {name}, which nothing combines after it", [_shown(one[name.of]["norm"]) for one in left]
+def _left(name: Result, gradients: Sequence[Left]) -> Found:
+    return f"the norm of {name}, which nothing combines after it", [_shown(own[name.of]["norm"]) for own in gradients]
 
 
 def _in_the_end(tensors: Tensors) -> Parting | None:
     """Return the first result that differs, after equal calls with equal values on all ranks."""
     for name in tensors.relations.split:
-        values = [one.values[name].double() for one in tensors.seen if name in one.values]
-        if len(values) == tensors.size and (found := _element(name, values)) is not None:
+        values = [run.values[name].double() for run in tensors.seen if name in run.values]
+        if len(values) == tensors.size and (difference := _element(name, values)) is not None:
             last = next((event.site for event in reversed(tensors.traces[0].events) if event.site), "")
-            return Parting(last, *found, after=True)
+            return Parting(last, *difference, after=True)
     return None
 
 
@@ -380,13 +380,13 @@ def first_wrong_module(tensors: Tensors) -> WrongModule | None:
     alone = tensors.alone
     if alone is None or not tensors.traces or tensors.wrong_alone:
         return None
-    divided = {name.of.rpartition(".")[0] for one in tensors.seen for name in one.own if name.kind == "params"}
+    divided = {name.of.rpartition(".")[0] for run in tensors.seen for name in run.own if name.kind == "params"}
     outputs = [trace.outputs for trace in tensors.traces]
-    if found := _first(alone.outputs, outputs, divided, scaled=False):
-        return WrongModule(*found, "output")
+    if difference := _first(alone.outputs, outputs, divided, scaled=False):
+        return WrongModule(*difference, "output")
     gradients = [trace.gradients for trace in tensors.traces]
-    if found := _first(alone.gradients, gradients, divided, scaled=True):
-        return WrongModule(*found, "gradient")
+    if difference := _first(alone.gradients, gradients, divided, scaled=True):
+        return WrongModule(*difference, "gradient")
     return None
 
 
@@ -401,55 +401,59 @@ def module_of_partial_gradients(tensors: Tensors) -> tuple[str, tuple[int, ...]]
         return None
     groups = dict.fromkeys(tuple(ranks) for trace in tensors.traces for ranks in trace.groups if len(ranks) > 1)
     split = [name.of for name in tensors.wrong("grads") if name in tensors.relations.split]
-    for name, right in alone.gradients.items():
-        if not any(of.startswith(f"{name}.") for of in split):
+    for name, expected in alone.gradients.items():
+        if not any(parameter.startswith(f"{name}.") for parameter in split):
             continue
         for ranks in groups:
-            parts = [tensors.traces[rank].gradients.get(name) for rank in ranks if rank < len(tensors.traces)]
-            known = [part for part in parts if part is not None and part.shape == right.shape]
-            if len(known) < len(ranks) or all(_are_rows_of(part, right, scaled=True) for part in known):
+            terms = [tensors.traces[rank].gradients.get(name) for rank in ranks if rank < len(tensors.traces)]
+            shaped = [term for term in terms if term is not None and term.shape == expected.shape]
+            if len(shaped) < len(ranks) or all(_are_rows_of(term, expected, scaled=True) for term in shaped):
                 continue
-            if _is_sum(known, right):
+            if _is_sum(shaped, expected):
                 return name, ranks
     return None
 
 
-def _is_sum(parts: Sequence[torch.Tensor], right: torch.Tensor) -> bool:
+def _is_sum(terms: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
     import torch
 
-    off = (torch.stack([part.double() for part in parts]).sum(0) - right.double()).abs()
-    return right.numel() > 1 and bool((off <= _CLOSE * float(right.abs().max())).all())
+    off = (torch.stack([term.double() for term in terms]).sum(0) - expected.double()).abs()
+    return expected.numel() > 1 and bool((off <= _CLOSE * float(expected.abs().max())).all())
 
 
 def _first(
     alone: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.Tensor]], divided: set[str], scaled: bool
 ) -> tuple[str, tuple[int, ...]] | None:
     for name in alone:
-        if any(name == part or part.startswith(f"{name}.") for part in divided):
+        if any(name == module or module.startswith(f"{name}.") for module in divided):
             continue
-        wrong = tuple(
+        differing = tuple(
             rank
-            for rank, one in enumerate(ranks)
-            if (got := one.get(name)) is not None and not _are_rows_of(got, alone[name], scaled)
+            for rank, values in enumerate(ranks)
+            if (got := values.get(name)) is not None and not _are_rows_of(got, alone[name], scaled)
         )
-        if wrong:
-            return name, wrong
+        if differing:
+            return name, differing
     return None
 
 
-def _are_rows_of(got: torch.Tensor, right: torch.Tensor, scaled: bool) -> bool:
-    """Return whether each row of `got` equals a row of `right`; True if the tensors are not comparable."""
+def _are_rows_of(got: torch.Tensor, expected: torch.Tensor, scaled: bool) -> bool:
+    """Return whether each row of `got` equals a row of `expected`; True if the tensors are not comparable."""
     import torch
 
-    if got.shape[-1] != right.shape[-1]:
+    if got.shape[-1] != expected.shape[-1]:
         return True
-    rows, known = (value.reshape(-1, value.shape[-1]).double() for value in (got, right))
-    if len(rows) > _MOST_ROWS or len(known) > _MOST_ROWS or not (rows.isfinite().all() and known.isfinite().all()):
+    rows, expected_rows = (value.reshape(-1, value.shape[-1]).double() for value in (got, expected))
+    if (
+        len(rows) > _MOST_ROWS
+        or len(expected_rows) > _MOST_ROWS
+        or not (rows.isfinite().all() and expected_rows.isfinite().all())
+    ):
         return True
     if scaled:
-        rows, known = (value[value.norm(dim=1) > 0] for value in (rows, known))
-        if rows.shape[-1] < 2 or not len(rows) or not len(known):
+        rows, expected_rows = (value[value.norm(dim=1) > 0] for value in (rows, expected_rows))
+        if rows.shape[-1] < 2 or not len(rows) or not len(expected_rows):
             return True
-        rows, known = (value / value.norm(dim=1, keepdim=True) for value in (rows, known))
-    largest = float(known.abs().max()) if known.numel() else 0.0
-    return bool((torch.cdist(rows, known).amin(1) <= _CLOSE * largest * rows.shape[-1] ** 0.5).all())
+        rows, expected_rows = (value / value.norm(dim=1, keepdim=True) for value in (rows, expected_rows))
+    largest = float(expected_rows.abs().max()) if expected_rows.numel() else 0.0
+    return bool((torch.cdist(rows, expected_rows).amin(1) <= _CLOSE * largest * rows.shape[-1] ** 0.5).all())

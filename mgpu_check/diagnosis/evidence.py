@@ -192,7 +192,7 @@ class UnfinishedCall:
 
     def aborted_in(self, name: str) -> bool:
         """Return whether a rank was aborted in a collective whose name starts with `name`."""
-        entered = any(one.name.startswith(name) for one in self.last.values())
+        entered = any(call.name.startswith(name) for call in self.last.values())
         return any(entered or name in stacks for stacks in self.aborted)
 
 
@@ -353,8 +353,8 @@ class EpochSamples:
     def padded(self) -> bool:
         """True if the only defect is repeated samples, and they fit into the last batches of the ranks."""
         alike = len(self.counts) > 1 and len({count.total() for count in self.counts}) == 1
-        other = self.missing or self.unknown or self.whole or self.per_worker
-        return alike and not other and self.repeated.total() <= self.most_in_tail
+        irregular = self.missing or self.unknown or self.whole or self.per_worker
+        return alike and not irregular and self.repeated.total() <= self.most_in_tail
 
     @property
     def twins(self) -> list[list[int]]:

@@ -272,12 +272,12 @@ class Relations:
     def broken(self) -> list[Result]:
         """The results that are wrong or split, or else the results with any broken relation."""
         return [name for name in self.held if name in self.wrong or name in self.split] or [
-            name for name, held in self.held.items() if False in held.values()
+            name for name, relations in self.held.items() if False in relations.values()
         ]
 
     @property
     def holds(self) -> bool:
-        return all(value is not False for held in self.held.values() for value in held.values())
+        return all(value is not False for relations in self.held.values() for value in relations.values())
 
 
 @dataclass
@@ -472,15 +472,15 @@ _NEAR = 1e-4
 """Tolerance, as a fraction of the norm, for values that were summed in another order since."""
 
 
-def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
+def is_left(name: Result, gradients: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
     """Return whether each rank holds the gradient of its own backward pass, unlike other ranks.
 
     Args:
-        left: the gradients after the backward pass, by rank.
+        gradients: the gradients after the backward pass, by rank.
         values: the gradients that ranks hold now, by rank.
     """
-    sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
-    if not len(sums) == len(values) == len(left) or len(set(sums)) == 1:
+    sums = [(own[name.of]["sum"], own[name.of]["norm"]) for own in gradients if name.of in own]
+    if not len(sums) == len(values) == len(gradients) or len(set(sums)) == 1:
         return False
     wide = [value.double() for value in values]
     return all(
@@ -489,9 +489,9 @@ def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) 
     )
 
 
-def is_clipped(left: Sequence[Left], norms: Sequence[float | None]) -> bool:
+def is_clipped(by_rank: Sequence[Left], norms: Sequence[float | None]) -> bool:
     """Return whether each rank clips what its own backward pass left, unlike other ranks: clipping finds its norm."""
-    own = [math.hypot(*(one["norm"] for one in gradients.values())) for gradients in left]
+    own = [math.hypot(*(gradient["norm"] for gradient in gradients.values())) for gradients in by_rank]
     if len(set(own)) < 2 or len(own) != len(norms):
         return False
     return all(norm is not None and abs(norm - total) <= _NEAR * total for norm, total in zip(norms, own, strict=True))

@@ -52,9 +52,11 @@ _mistakes: dict[str, MistakeClass] = {}
 def mistake(name: str, title: str, advice: str, *, of_ranks: bool = False) -> None:
     """Register a mistake. For the arguments, see `MistakeClass`."""
     new = MistakeClass(name, title, advice, of_ranks)
-    known = _mistakes.setdefault(name, new)
-    if known != new:
-        raise ValueError(f"mistake: {name!r} is the name of two: {known.title!r} and {title!r}; give each its own name")
+    registered = _mistakes.setdefault(name, new)
+    if registered != new:
+        raise ValueError(
+            f"mistake: {name!r} is the name of two: {registered.title!r} and {title!r}; give each its own name"
+        )
 
 
 def all_mistakes() -> dict[str, MistakeClass]:
@@ -118,26 +120,26 @@ class RuleList(Generic[_Evidence]):
     def __init__(self) -> None:
         self._at: dict[int, RuleOf[_Evidence]] = {}
 
-    def __call__(self, place: int) -> Callable[[RuleOf[_Evidence]], RuleOf[_Evidence]]:
+    def __call__(self, position: int) -> Callable[[RuleOf[_Evidence]], RuleOf[_Evidence]]:
         """Return a decorator that registers a rule, and returns it unchanged.
 
         Args:
-            place: a number that no other rule has. For rules on results, a precedence plus a number below 1000.
+            position: a number that no other rule has. For rules on results, a precedence plus a number below 1000.
         """
 
         def decorate(rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
-            self.register(place, rule)
+            self.register(position, rule)
             return rule
 
         return decorate
 
-    def register(self, place: int, rule: RuleOf[_Evidence]) -> None:
-        known = self._at.get(place)
-        if known is not None and _name(known) != _name(rule):
+    def register(self, position: int, rule: RuleOf[_Evidence]) -> None:
+        holder = self._at.get(position)
+        if holder is not None and _name(holder) != _name(rule):
             raise ValueError(
-                f"place {place} of rule {_name(rule)} is that of {_name(known)}; choose a number between two others"
+                f"place {position} of rule {_name(rule)} is that of {_name(holder)}; choose a number between two others"
             )
-        self._at[place] = rule
+        self._at[position] = rule
 
     def ordered(self) -> tuple[RuleOf[_Evidence], ...]:
         _load()
@@ -162,7 +164,7 @@ on_hash_seeds: RuleList[HashSeeds] = RuleList()
 """Rules on ranks that fail only with different hash seeds."""
 
 
-def on_tensors(place: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
+def on_tensors(position: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
     """Return a decorator for a rule on evidence that needs its whole tensors; without tensors it finds nothing."""
 
     def decorate(rule: RuleOf[Tensors]) -> RuleOf[Tensors]:
@@ -170,15 +172,15 @@ def on_tensors(place: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
         def judge(evidence: Evidence) -> Finding | None:
             return None if evidence.tensors is None else rule(evidence.tensors)
 
-        on_evidence.register(place, judge)
+        on_evidence.register(position, judge)
         return rule
 
     return decorate
 
 
 def _themes() -> Iterable[str]:
-    names = (found.name for found in pkgutil.iter_modules(importlib.import_module(_RULES).__path__))
-    return [f"{_RULES}.{name}" for name in names if name != "order"]
+    modules = (module.name for module in pkgutil.iter_modules(importlib.import_module(_RULES).__path__))
+    return [f"{_RULES}.{name}" for name in modules if name != "order"]
 
 
 @functools.cache

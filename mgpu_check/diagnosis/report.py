@@ -98,12 +98,12 @@ class Report:
             lines.append("  no known mistake explains this")
         lines += [f"  {line}" for line in (*self.known, self.parting) if line]
         for number, finding in enumerate(self.findings):
-            known = known_mistake(finding.mistake)
+            entry = known_mistake(finding.mistake)
             lines += [
-                f"  {('and' if finding.also else 'or') if number else 'looks like'} {known.name}: {known.title}",
+                f"  {('and' if finding.also else 'or') if number else 'looks like'} {entry.name}: {entry.title}",
                 f"    seen: {finding.evidence}",
-                f"    do: {finding.advice or known.advice}",
-                f"    see: {known.page}",
+                f"    do: {finding.advice or entry.advice}",
+                f"    see: {entry.page}",
             ]
         lines += ["", *_table(self.observables)] if self.observables else []
         lines += [f"  {remark}" for remark in self.remarks]
@@ -121,8 +121,8 @@ def _table(observables: Sequence[Observable]) -> list[str]:
         marks = "".join(f"  {_MARKS[observable.relations.get(column)]:<{len(column)}}" for column in columns)
         lines.append(f"  {observable.name:<{width}}{marks}  {observable.detail}".rstrip())
     if rest:
-        wrong = sum(not observable.right for observable in rest)
-        lines.append(f"  … and {len(rest)} more ({wrong} wrong)")
+        wrong_count = sum(not observable.right for observable in rest)
+        lines.append(f"  … and {len(rest)} more ({wrong_count} wrong)")
     return lines
 
 
@@ -148,19 +148,19 @@ class Attempts:
     def remarks(self) -> list[str]:
         """A line for the report on each error, with the parts that failed with it."""
         return [
-            f"the diagnosis is incomplete: {few(parts, _SHOWN)} failed with {error}; the verdict does not depend on "
+            f"the diagnosis is incomplete: {few(labels, _SHOWN)} failed with {error}; the verdict does not depend on "
             "it; please report this line"
-            for error, parts in self._failed.items()
+            for error, labels in self._failed.items()
         ]
 
-    def of(self, what: str, otherwise: _T, part: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def of(self, label: str, otherwise: _T, attempt: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Return the result of a part of the diagnosis, or `otherwise` if it fails."""
         try:
-            return part(*args, **kwargs)
+            return attempt(*args, **kwargs)
         except (Exception, RankHang) as error:  # the verdict does not depend on the diagnosis
             if os.environ.get(RAISE):
                 raise
-            self._failed.setdefault(_told(error), []).append(what)
+            self._failed.setdefault(_told(error), []).append(label)
             return otherwise
 
     def piece(self, read: Callable[[_S], _T], subject: _S, otherwise: _T) -> _T:

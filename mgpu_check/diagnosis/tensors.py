@@ -36,21 +36,21 @@ CLOSE = 1e-5
 def factor_of_change(
     was: Mapping[Result, torch.Tensor],
     stages: Sequence[Mapping[Result, torch.Tensor]],
-    right: Mapping[Result, torch.Tensor],
+    goals: Mapping[Result, torch.Tensor],
 ) -> float | None:
     """Return the factor between the changes of all ranks since `was` and the right one; None if none fits."""
-    found = [
+    value_pairs = [
         pair
         for stage in stages
         for name, start in was.items()
-        for pair in pairs(stage[name].double() - start, right[name] - start)
+        for pair in pairs(stage[name].double() - start, goals[name] - start)
     ]
-    several = sum(expected != 0 for _, expected in found) > 1  # a factor always fits a single number
-    return common_factor(found, least=0.0, of_largest=CLOSE) if several else None
+    several = sum(expected != 0 for _, expected in value_pairs) > 1  # a factor always fits a single number
+    return common_factor(value_pairs, least=0.0, of_largest=CLOSE) if several else None
 
 
-def has_shapes_of(some: Mapping[Result, torch.Tensor], values: Mapping[Result, torch.Tensor]) -> bool:
-    return all(name in values and values[name].shape == value.shape for name, value in some.items())
+def has_shapes_of(wanted: Mapping[Result, torch.Tensor], values: Mapping[Result, torch.Tensor]) -> bool:
+    return all(name in values and values[name].shape == value.shape for name, value in wanted.items())
 
 
 def largest(value: torch.Tensor) -> float:
@@ -58,19 +58,19 @@ def largest(value: torch.Tensor) -> float:
 
 
 def pairs(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[float, float]]:
-    some = evenly(got.numel())
-    return list(zip(got.flatten()[some].tolist(), expected.flatten()[some].tolist(), strict=True))
+    indices = evenly(got.numel())
+    return list(zip(got.flatten()[indices].tolist(), expected.flatten()[indices].tolist(), strict=True))
 
 
 COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "own": lambda parts, rank: parts[rank],
-    "first": lambda parts, rank: parts[0],
-    "last": lambda parts, rank: parts[-1],
-    "mean": lambda parts, rank: parts.mean(0),
-    "sum": lambda parts, rank: parts.sum(0),
-    "norm": lambda parts, rank: parts.square().sum(0).sqrt(),
-    "max": lambda parts, rank: parts.amax(0),
-    "min": lambda parts, rank: parts.amin(0),
+    "own": lambda stacked, rank: stacked[rank],
+    "first": lambda stacked, rank: stacked[0],
+    "last": lambda stacked, rank: stacked[-1],
+    "mean": lambda stacked, rank: stacked.mean(0),
+    "sum": lambda stacked, rank: stacked.sum(0),
+    "norm": lambda stacked, rank: stacked.square().sum(0).sqrt(),
+    "max": lambda stacked, rank: stacked.amax(0),
+    "min": lambda stacked, rank: stacked.amin(0),
 }
 """Ways to combine all parts, which are stacked in rank order, to the result of one rank."""
 LOOSE = 1e-4
@@ -84,8 +84,8 @@ def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Ten
     system = _system(columns, values)
     if system is None or int(torch.linalg.matrix_rank(system[0], rtol=_INDEPENDENT)) < len(columns):
         return None
-    found = _solved(*system)
-    return None if found is None else [float(weight) for weight in found]
+    weights = _solved(*system)
+    return None if weights is None else [float(weight) for weight in weights]
 
 
 def spanned(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> bool | None:
@@ -100,16 +100,16 @@ def _system(
     if not values or not all(columns):
         return None
     matrix = torch.stack([torch.cat(list(column)) for column in columns], dim=1)
-    right = torch.cat([value.double().flatten() for value in values])
-    if len(matrix) != len(right) or len(right) <= 2 * len(columns):
+    target = torch.cat([value.double().flatten() for value in values])
+    if len(matrix) != len(target) or len(target) <= 2 * len(columns):
         return None
-    return (matrix, right) if bool(matrix.isfinite().all() & right.isfinite().all()) else None
+    return (matrix, target) if bool(matrix.isfinite().all() & target.isfinite().all()) else None
 
 
-def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """Return the least-squares weights of the columns; None if their sum does not match `right`."""
-    found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
-    return None if bool(((matrix @ found - right).abs() > LOOSE * right.abs().max()).any()) else found
+def _solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """Return the least-squares weights of the columns; None if their sum does not match `target`."""
+    weights = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    return None if bool(((matrix @ weights - target).abs() > LOOSE * target.abs().max()).any()) else weights
 
 
 _NEAR = 2e-3
@@ -193,12 +193,12 @@ class Tensors:
     def steps_alike(self) -> bool:
         """True if steps of optimizers can be paired: one device runs the step itself, or as many optimizers."""
         single = self.expected.single
-        return not self.expected.by_reference or all(one.optimizers == single.optimizers for one in self.seen)
+        return not self.expected.by_reference or all(run.optimizers == single.optimizers for run in self.seen)
 
     def holders(self, name: Result) -> list[int]:
         """Return the ranks that have a result, or some of its elements."""
-        has = [(name in one.values or name in one.digests, one.own.get(name)) for one in self.seen]
-        return [rank for rank, (here, own) in enumerate(has) if here and (own is None or bool(own.any()))]
+        has = [(name in run.values or name in run.digests, run.own.get(name)) for run in self.seen]
+        return [rank for rank, (present, own) in enumerate(has) if present and (own is None or bool(own.any()))]
 
     def right_ranks(self, name: Result) -> list[int]:
         """Return the ranks that have a result, as one device has it."""
@@ -211,7 +211,7 @@ class Tensors:
 
     def is_whole(self, name: str) -> bool:
         """Return whether every rank holds the whole parameter, as far as known."""
-        divided = {result.of for one in self.seen for result in one.own if result.kind == "params"}
+        divided = {result.of for run in self.seen for result in run.own if result.kind == "params"}
         return name not in divided and (not divided or name in self.expected.single.initial)
 
     def events(self, *kinds: str) -> Iterator[tuple[int, CallEvent]]:
@@ -226,27 +226,35 @@ class Tensors:
         """Return the change of these kinds with which the step is right; None if there is none."""
         return next((change for change in self.tried if change.kind in kinds and change.holds), None)
 
-    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
+    def is_combined(self, division: Division, how: str, factor: float = 1.0, results: Collection[Result] = ()) -> bool:
         """Return whether the wrong results equal the results of all parts combined in this way; see `combined`."""
-        names = names or self.names
+        results = results or self.names
 
         def values(case: Tensors) -> Sequence[Mapping[Result, torch.Tensor]] | None:
             divisions = case.hypotheses.divisions
             same = next((d for d in divisions if (d.name, d.windows) == (division.name, division.windows)), None)
-            return None if same is None else case.combined(same, how, factor, names)
+            return None if same is None else case.combined(same, how, factor, results)
 
-        return self.explains(self.combined(division, how, factor, names), names) and self._is_confirmed(values, names)
+        return self.explains(self.combined(division, how, factor, results), results) and self._is_confirmed(
+            values, results
+        )
 
     def _is_confirmed(
-        self, values: Callable[[Tensors], Sequence[Mapping[Result, torch.Tensor]] | None], names: Collection[Result]
+        self, values: Callable[[Tensors], Sequence[Mapping[Result, torch.Tensor]] | None], results: Collection[Result]
     ) -> bool:
         """Return whether `values` explain the results of all further cases, at least one of which is not right anyway.
 
         Where no further case could be run, nothing is refuted.
         """
-        found = [(case, values(case)) for case in self.further]
-        explained = all(known is not None and case.explains(known, names, telling=False) for case, known in found)
-        return explained and (not found or any(known and case.explains(known, names) for case, known in found))
+        explanations = [(case, values(case)) for case in self.further]
+        explained = all(
+            explanation is not None and case.explains(explanation, results, telling=False)
+            for case, explanation in explanations
+        )
+        return explained and (
+            not explanations
+            or any(explanation and case.explains(explanation, results) for case, explanation in explanations)
+        )
 
     @cached_property
     def own_parts(self) -> list[tuple[Division, list[Result]]]:
@@ -255,39 +263,39 @@ class Tensors:
         The results may also be divided by the world size.
         """
         split = [name for name in self.names if name in self.relations.split]
-        found = [
+        owned = [
             (division, [name for name in split if self.is_combined(division, "own", factor, [name])])
             for division in self.hypotheses.divisions
             for factor in (1.0, 1.0 / self.size)
         ]
-        return [(division, names) for division, names in found if names]
+        return [(division, results) for division, results in owned if results]
 
     def is_alternative(self, alternative: Alternative) -> bool:
         """Return whether the wrong results equal the results of one device for another batch."""
 
         def values(case: Tensors) -> Sequence[Mapping[Result, torch.Tensor]] | None:
             others = case.hypotheses.alternatives
-            kind = (alternative.kind, alternative.index)
-            same = next((other for other in others if (other.kind, other.index) == kind), None)
+            identity = (alternative.kind, alternative.index)
+            same = next((candidate for candidate in others if (candidate.kind, candidate.index) == identity), None)
             return None if same is None else [same.values] * case.size
 
         return self.explains([alternative.values] * self.size) and self._is_confirmed(values, self.names)
 
     def explains(
-        self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
+        self, values: Sequence[Mapping[Result, torch.Tensor]], results: Collection[Result] = (), telling: bool = True
     ) -> bool:
         """Return whether the results of each rank equal its `values`.
 
         Args:
             values: results by name, for each rank.
-            names: the results to compare; by default all wrong ones.
+            results: the results to compare; by default all wrong ones.
             telling: return False if `values` also equal the results of one device: then they explain nothing.
         """
         tells = not telling
-        for name in names or self.names:
+        for name in results or self.names:
             exact = self.expected.exact.get(name)
-            for rank, one in enumerate(self.seen):
-                got, value = one.values.get(name), values[rank].get(name)
+            for rank, run in enumerate(self.seen):
+                got, value = run.values.get(name), values[rank].get(name)
                 if exact is None or got is None or value is None or got.shape != value.shape:
                     return False
                 if not self._near(name, got.double(), value.double()):
@@ -295,54 +303,58 @@ class Tensors:
                 tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
         return tells
 
-    def _near(self, name: Result, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def _near(self, name: Result, got: torch.Tensor, expected: torch.Tensor) -> bool:
         tolerance = self.expected.tolerance.get(name)
-        slack = LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
-        if tolerance is not None and tolerance.shape == one.shape:
+        slack = LOOSE * float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
+        if tolerance is not None and tolerance.shape == got.shape:
             allowed = 4 * tolerance + min(slack, 1e-2)
         else:
-            allowed = torch.full_like(one, slack)
-        same = (one == other) | (one.isnan() & other.isnan())
-        return bool((same | ((one - other).abs() <= allowed)).all())
+            allowed = torch.full_like(got, slack)
+        same = (got == expected) | (got.isnan() & expected.isnan())
+        return bool((same | ((got - expected).abs() <= allowed)).all())
 
-    def factor(self, names: Collection[Result] = ()) -> float | None:
-        found = self._factor(names or self.names, {})
-        if found is None:
+    def factor(self, results: Collection[Result] = ()) -> float | None:
+        factor = self._factor(results or self.names, {})
+        if factor is None:
             return None
         # Few numbers may fit a factor by chance: the cases with other seeds must have the same factor.
-        again = [other._factor(names or self.names, {}) for other in self.further]
-        return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
+        further_factors = [case._factor(results or self.names, {}) for case in self.further]
+        return (
+            factor
+            if all(further is not None and abs(further - factor) <= 2e-3 * abs(factor) for further in further_factors)
+            else None
+        )
 
     def factor_of_updates(self) -> float | None:
         if any(name.owner not in self.expected.single.initial for name in self.names):
             return None  # a result without an initial value has no update
         return self._factor(self.names, self.expected.single.initial)
 
-    def factor_here(self, names: Collection[Result] = ()) -> float | None:
+    def factor_here(self, results: Collection[Result] = ()) -> float | None:
         """Return the factor of this case alone; the cases with other seeds may have another one."""
-        return self._factor(names or self.names, {})
+        return self._factor(results or self.names, {})
 
     def factor_elsewhere(self) -> float | None:
         """Return the factor at another world size; None if that was not run, or no factor fits."""
         return None if self.elsewhere is None else self.elsewhere.factor_here(self.names)
 
-    def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
-        found: list[tuple[float, float]] = []
-        for name in names:
-            start, right = before.get(name.owner or "", torch.zeros(())).double(), self.expected.exact.get(name)
-            if right is None or (start.dim() and start.shape != right.shape):
+    def _factor(self, results: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
+        value_pairs: list[tuple[float, float]] = []
+        for name in results:
+            start, expected = before.get(name.owner or "", torch.zeros(())).double(), self.expected.exact.get(name)
+            if expected is None or (start.dim() and start.shape != expected.shape):
                 return None  # the result is a part, not the whole parameter
-            exact = right - start
+            exact = expected - start
             usable = exact.isfinite() & (exact.abs() > _TELLING * largest(exact)) & (exact != 0)
-            for one in self.seen:
-                got = one.values.get(name)
+            for run in self.seen:
+                got = run.values.get(name)
                 if got is None or got.shape != exact.shape:
                     return None
                 off = (got.double() - start)[usable]
                 if not bool(off.isfinite().all()):
                     return None
-                found += pairs(off, exact[usable])
-        return common_factor(found, least=_LEAST, relative=_NEAR)
+                value_pairs += pairs(off, exact[usable])
+        return common_factor(value_pairs, least=_LEAST, relative=_NEAR)
 
     @cached_property
     def first_factor(self) -> tuple[int, float, bool] | None:
@@ -351,27 +363,27 @@ class Tensors:
         Gradients are checked before updates. None if no step is wrong, or if no factor fits the first wrong step.
         """
         before = {Result("params", name): value.double() for name, value in self.expected.single.initial.items()}
-        for step, right in enumerate(self.expected.snapshots):
-            stages = [one.snapshots[step] for one in self.seen if step < len(one.snapshots)]
-            if len(stages) < self.size or any(not has_shapes_of(right, stage) for stage in stages):
+        for step, expected in enumerate(self.expected.snapshots):
+            stages = [run.snapshots[step] for run in self.seen if step < len(run.snapshots)]
+            if len(stages) < self.size or any(not has_shapes_of(expected, stage) for stage in stages):
                 return None
-            zeros = {name: torch.zeros(()) for name in right if name.kind == "grads"}
-            start = {name: before[name] for name in right if name in before}
-            if not has_shapes_of(start, right):
+            zeros = {name: torch.zeros(()) for name in expected if name.kind == "grads"}
+            start = {name: before[name] for name in expected if name in before}
+            if not has_shapes_of(start, expected):
                 return None
             for was, is_update in ((zeros, False), (start, True)):
                 if self._is_off(step, stages, was):
-                    factor = factor_of_change(was, stages, right)
+                    factor = factor_of_change(was, stages, expected)
                     return None if factor is None else (step, factor, is_update)
-            before = {name: right[name] for name in start}
+            before = {name: expected[name] for name in start}
         return None
 
-    def _is_off(self, step: int, stages: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result]) -> bool:
-        right, allowed = self.expected.snapshots[step], self.expected.allowances[step]
+    def _is_off(self, step: int, stages: Sequence[Mapping[Result, torch.Tensor]], results: Collection[Result]) -> bool:
+        expected, allowed = self.expected.snapshots[step], self.expected.allowances[step]
         return any(
-            bool(((stage[name].double() - right[name]).abs() > allowed[name]).any())
+            bool(((stage[name].double() - expected[name]).abs() > allowed[name]).any())
             for stage in stages
-            for name in names
+            for name in results
         )
 
     @cached_property
@@ -388,10 +400,10 @@ class Tensors:
         return None
 
     @staticmethod
-    def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
+    def same(got: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> bool:
         """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and not all zero."""
-        near = (one - other).abs() <= CLOSE * float(scale.abs().max())
-        return bool(near.all()) and bool((other != 0).any())
+        near = (got - expected).abs() <= CLOSE * float(scale.abs().max())
+        return bool(near.all()) and bool((expected != 0).any())
 
     def weights_of_windows(self, division: Division) -> list[float] | None:
         """Return the weight of each micro-batch in the results of rank 0; None if no weights fit.
@@ -402,10 +414,10 @@ class Tensors:
         got = [self.seen[0].values.get(name) for name in self.names]
         for name, value in zip(self.names, got, strict=True):
             for window, column in enumerate(columns):
-                parts = [part[window].get(name) for part in division.parts]
-                if value is None or any(part is None or part.shape != value.shape for part in parts):
+                contributions = [windows[window].get(name) for windows in division.parts]
+                if value is None or any(term is None or term.shape != value.shape for term in contributions):
                     return None
-                stacked = torch.stack([part.double() for part in parts if part is not None])
+                stacked = torch.stack([term.double() for term in contributions if term is not None])
                 column.append(stacked.mean(0).flatten() / division.windows)
         return fitted(columns, [value for value in got if value is not None])
 
@@ -417,14 +429,14 @@ class Tensors:
         columns = self._columns(division)
         if columns is None:
             return None
-        found = []
-        for one in self.seen:
-            values = [value for name in self.names if (value := one.values.get(name)) is not None]
+        weights_by_rank = []
+        for run in self.seen:
+            values = [value for name in self.names if (value := run.values.get(name)) is not None]
             weights = fitted(columns, values) if len(values) == len(self.names) else None
             if weights is None:
                 return None
-            found.append(weights)
-        return found
+            weights_by_rank.append(weights)
+        return weights_by_rank
 
     def is_sum_of_parts(self, division: Division) -> bool | None:
         """Return whether the results of one device are a weighted sum of the parts; None if that cannot be decided.
@@ -438,27 +450,27 @@ class Tensors:
         return [float(torch.cat(column).norm()) for column in self._columns(division) or ()]
 
     def _columns(self, division: Division, each_window: bool = False) -> list[list[torch.Tensor]] | None:
-        parts = [[window] for part in division.parts for window in part] if each_window else division.parts
-        columns: list[list[torch.Tensor]] = [[] for _ in parts]
+        pieces = [[window] for piece in division.parts for window in piece] if each_window else division.parts
+        columns: list[list[torch.Tensor]] = [[] for _ in pieces]
         for name in self.names:
-            for column, windows in zip(columns, parts, strict=True):
-                part = self._of_rank(name, windows)
-                if part is None or part.shape != self.expected.exact[name].shape:
+            for column, windows in zip(columns, pieces, strict=True):
+                piece = self._of_rank(name, windows)
+                if piece is None or piece.shape != self.expected.exact[name].shape:
                     return None
-                column.append(part.flatten())
+                column.append(piece.flatten())
         return columns
 
-    def stays_as_left(self, name: Result, left: Sequence[Left]) -> bool:
+    def stays_as_left(self, name: Result, gradients: Sequence[Left]) -> bool:
         """Return whether each rank ends with the gradient of its own backward pass, unlike other ranks.
 
         Args:
-            left: sums and norms of the gradients after the backward pass, by rank.
+            gradients: sums and norms of the gradients after the backward pass, by rank.
         """
-        values = [one.values[name] for one in self.seen if name in one.values]
-        return len(values) == self.size and is_left(name, left, values)
+        values = [run.values[name] for run in self.seen if name in run.values]
+        return len(values) == self.size and is_left(name, gradients, values)
 
     def combined(
-        self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
+        self, division: Division, how: str, factor: float = 1.0, labels: Collection[Result] = ()
     ) -> list[dict[Result, torch.Tensor]]:
         """Return, for each rank, the results of all parts combined, times `factor`.
 
@@ -466,12 +478,12 @@ class Tensors:
             how: "mean", "sum", "norm", "own", "first", "last", "max" or "min".
         """
         results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
-        for name in names or self.names:
-            parts = [self._of_rank(name, windows) for windows in division.parts]
-            known = [part for part in parts if part is not None]
-            if len(known) < len(parts) or len({part.shape for part in known}) > 1:
+        for name in labels or self.names:
+            pieces = [self._of_rank(name, windows) for windows in division.parts]
+            defined = [piece for piece in pieces if piece is not None]
+            if len(defined) < len(pieces) or len({piece.shape for piece in defined}) > 1:
                 continue
-            stacked = torch.stack(known)
+            stacked = torch.stack(defined)
             for rank in range(self.size):
                 results[rank][name] = factor * COMBINED[how](stacked, rank)
         return results

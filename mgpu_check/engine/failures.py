@@ -32,7 +32,11 @@ class RankPlaces:
 
     def grouped(self) -> list[tuple[str, list[int]]]:
         """Return each place with its ranks, starting with the ranks that the others may wait for."""
-        return [group for some in (self.elsewhere, self.waiting) for group in grouped((t, r) for r, t in some.items())]
+        return [
+            group
+            for locations in (self.elsewhere, self.waiting)
+            for group in grouped((t, r) for r, t in locations.items())
+        ]
 
     @classmethod
     def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> RankPlaces:
@@ -45,12 +49,12 @@ class RankPlaces:
                 places.waiting[rank] = f"in {location}"
             else:
                 after = f", after {record.last}" if record.last else ""
-                where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
+                activity = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
                 if is_returning(end.stacks):
-                    where = "sending its result, which takes long if it is large: return less, or allow more time"
+                    activity = "sending its result, which takes long if it is large: return less, or allow more time"
                 if end.settling:
-                    where = "done, except for work that is queued on its devices"
-                places.elsewhere[rank] = where + after
+                    activity = "done, except for work that is queued on its devices"
+                places.elsewhere[rank] = activity + after
         return places
 
 
@@ -63,9 +67,9 @@ NODE = -1
 
 @dataclass(frozen=True)
 class Finished:
-    """The rank returned, or it finished `part` of the call, such as "step 1", and waited for the other ranks."""
+    """The rank returned, or it finished `stage` of the call, such as "step 1", and waited for the other ranks."""
 
-    part: str = ""
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class Who:
         on = grouped((self.hosts[rank], rank) for rank in indices)
         if len(on) == 1:
             return f"{text} on {on[0][0]}"
-        return f"{text} ({', '.join(f'{intervals(some)} on {host}' for host, some in on)})"
+        return f"{text} ({', '.join(f'{intervals(local_ranks)} on {host}' for host, local_ranks in on)})"
 
 
 @dataclass(frozen=True)
@@ -224,10 +228,10 @@ class Account:
         """Group the ranks that raised the same error, and return each group with its line of the report."""
         lines: list[tuple[list[int], str]] = []
         for ranks in alike(self.endings):
-            said = grouped((_ADDRESS.sub("", self.raised[rank].failure.headline), rank) for rank in ranks)
-            for _, some in said[:_MOST_HEADLINES]:
-                lines.append((some, f"{self.who.full(some)} raised {self.raised[some[0]].failure.headline}"))
-            others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
+            headlines = grouped((_ADDRESS.sub("", self.raised[rank].failure.headline), rank) for rank in ranks)
+            for _, group in headlines[:_MOST_HEADLINES]:
+                lines.append((group, f"{self.who.full(group)} raised {self.raised[group[0]].failure.headline}"))
+            others = [rank for _, group in headlines[_MOST_HEADLINES:] for rank in group]
             if others:
                 lines.append((others, f"{self.who.full(others)} raised the same error with other values"))
         return lines
@@ -245,7 +249,9 @@ class Account:
         headlines += [line for _, line in self.told_of_raised()]
         kinds = {end.failure.kind for end in self.raised.values()}
         headlines += [
-            f"{rule}: decide it by values that all ranks have" for kind, rule in _RULES.items() if kind in kinds
+            f"{rule}: decide it by values that all ranks have"
+            for failure_kind, rule in _RULES.items()
+            if failure_kind in kinds
         ]
         if self.hung is not None:
             headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
@@ -257,11 +263,11 @@ class Account:
             headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")
             if halted := [rank for rank, end in interrupted.items() if end.stacks == HALTED]:
                 headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
-        done = ((f"finished {end.part}".strip(), r) for r, end in self.endings.items() if isinstance(end, Finished))
+        done = ((f"finished {end.stage}".strip(), r) for r, end in self.endings.items() if isinstance(end, Finished))
         headlines += [f"{who(ranks)} {text}" for text, ranks in grouped(done)]
         headlines += [different] if (different := different_collectives(self.parted, who)) else []
-        told = interrupted if self.hung is not None else {}
-        rest = {rank: record for rank, record in self.records.items() if rank not in told}
+        reported = interrupted if self.hung is not None else {}
+        rest = {rank: record for rank, record in self.records.items() if rank not in reported}
         return headlines + last_collectives(rest, who)
 
     def blocks(self) -> list[str]:
@@ -288,15 +294,15 @@ class Account:
             hang.account = self
             return hang
         if self.died:
-            kind = AgentLost if any(end.lost for end in self.died.values()) else RankDied
-            death = kind(str(self), ranks=sorted(self.died))
+            error_class = AgentLost if any(end.lost for end in self.died.values()) else RankDied
+            death = error_class(str(self), ranks=sorted(self.died))
             death.account = self
             return death
         error = RankFailure(str(self), ranks=sorted(self.raised))
         error.account = self
-        first = next(iter(self.raised.values()), None)
-        if first is not None:
-            return raised_at(error, first.failure.filename, first.failure.lineno, _exception(first.failure))
+        earliest = next(iter(self.raised.values()), None)
+        if earliest is not None:
+            return raised_at(error, earliest.failure.filename, earliest.failure.lineno, _exception(earliest.failure))
         return error
 
 
@@ -310,8 +316,8 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
     """Return the error for ranks that have all returned but entered different collectives."""
     parted = parting(records) or {}
     text = different_collectives(parted, who)
-    first = text or "ranks entered different collectives, or the same ones with different tensors"
-    lines = [first, *([] if text else last_collectives(records, who))]
+    headline = text or "ranks entered different collectives, or the same ones with different tensors"
+    lines = [headline, *([] if text else last_collectives(records, who))]
     odd = _odd(parted)
     lines.append("all ranks returned: the results of these collectives are undefined")
     error = all_returned(lines, who, records, odd or records)
@@ -336,20 +342,20 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
     """
     if not parted:
         return ""
-    said = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
-    groups = sorted(grouped(said), key=lambda g: len(g[1]))
-    ((first, _), odd), *others = groups
+    entries = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
+    groups = sorted(grouped(entries), key=lambda g: len(g[1]))
+    ((odd_collective, _), odd), *others = groups
     rest = " and ".join(
-        f"{who(ranks)} entered {text}{', of other dtypes or sizes further on' if text == first else ''}"
+        f"{who(ranks)} entered {text}{', of other dtypes or sizes further on' if text == odd_collective else ''}"
         for (text, _), ranks in others
     )
-    return f"{who.full(odd)} entered {first}, where {rest}"
+    return f"{who.full(odd)} entered {odd_collective}, where {rest}"
 
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
     """Return the ranks that differ from the majority, [] if there is no majority."""
-    said = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
-    groups = sorted((ranks for _, ranks in grouped(said)), key=len)
+    entries = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
+    groups = sorted((ranks for _, ranks in grouped(entries)), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
 
 

@@ -133,8 +133,8 @@ class ForkServer:
         deadline = time.monotonic() + _TO_END
         # torch's managers of shared memory end by themselves: 2 s after their last user they remove the memory and
         # exit.
-        while (left := children_but_managers()) and time.monotonic() < deadline:
-            kill(left)
+        while (remaining := children_but_managers()) and time.monotonic() < deadline:
+            kill(remaining)
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 select.select([self.wake_read], [], [], 0.1)
                 with contextlib.suppress(BlockingIOError):
@@ -238,11 +238,11 @@ def _tidy(parent: int, directory: str) -> None:
     sweep(Path(directory).parent)
 
 
-def import_all(names: Iterable[str]) -> dict[str, str] | None:
+def import_all(modules: Iterable[str]) -> dict[str, str] | None:
     """Import modules, and call those of their functions that are named: "module:function"; see also `OPTIONAL`."""
     try:
         with importing():
-            for name in names:
+            for name in modules:
                 module, _, function = name.removeprefix(OPTIONAL).partition(":")
                 try:
                     imported = importlib.import_module(module)
@@ -267,12 +267,12 @@ def run(control: int, parent: int, directory: str, preload: Iterable[str]) -> No
     if failure is not None:
         server.tell(**failure)
         return
-    asked = False
+    end_requested = False
     try:
-        asked = server.serve()
+        end_requested = server.serve()
     finally:
         server.end()
-        if not asked:
+        if not end_requested:
             _tidy(parent, directory)
         os._exit(0)  # pytest waits for this process, and torch's own cleanup at exit is slow
 

@@ -103,19 +103,19 @@ class ImportKeeper:
         connection.settimeout(None)
         with open(files[0], "rb") as request:
             request.seek(0)
-            asked = json.load(request)
-        self.keep = float(asked["keep"])
+            run_request = json.load(request)
+        self.keep = float(run_request["keep"])
         with socket.socket(fileno=files[1]) as control, open(files[2], "wb") as log:
-            if (failure := self.failure or self.fork(asked, connection, control, log.fileno())) is not None:
-                forkserver.ForkServer(control, asked["run"]).tell(**failure)
+            if (failure := self.failure or self.fork(run_request, connection, control, log.fileno())) is not None:
+                forkserver.ForkServer(control, run_request["run"]).tell(**failure)
                 connection.close()
                 self.end = time.monotonic()
 
     def fork(
-        self, asked: dict[str, Any], connection: socket.socket, control: socket.socket, log: int
+        self, run_request: dict[str, Any], connection: socket.socket, control: socket.socket, log: int
     ) -> dict[str, str] | None:
         """Fork a fork server, and return the message that says why not; None if it is forked."""
-        told, tell = os.pipe()
+        gate, tell = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
@@ -123,17 +123,17 @@ class ImportKeeper:
         else:
             if pid == 0:
                 os.close(tell)
-                os.read(told, 1)  # until the run knows its process id
-                os.close(told)
-                self.become_server(asked, connection, control.detach(), log)
+                os.read(gate, 1)  # until the run knows its process id
+                os.close(gate)
+                self.become_server(run_request, connection, control.detach(), log)
             self.runs[pid] = connection
             _tell(connection, pid)
             return None
         finally:
-            os.close(told)
+            os.close(gate)
             os.close(tell)
 
-    def become_server(self, asked: dict[str, Any], connection: socket.socket, control: int, log: int) -> NoReturn:
+    def become_server(self, run_request: dict[str, Any], connection: socket.socket, control: int, log: int) -> NoReturn:
         """Be the fork server of a run, as if an interpreter had been started for it."""
         try:
             signal.set_wakeup_fd(-1)
@@ -146,11 +146,11 @@ class ImportKeeper:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
-            given = _environment()
-            by_imports = {name: value for name, value in os.environ.items() if name not in given}
+            initial_environment = _environment()
+            by_imports = {name: value for name, value in os.environ.items() if name not in initial_environment}
             os.environ.clear()
-            os.environ.update({**by_imports, **asked["environment"], MARK: asked["run"]})
-            forkserver.run(control, asked["parent"], asked["run"], asked["preload"])
+            os.environ.update({**by_imports, **run_request["environment"], MARK: run_request["run"]})
+            forkserver.run(control, run_request["parent"], run_request["run"], run_request["preload"])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -195,32 +195,32 @@ def _environment() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _stamps(of: Iterable[str] | None = None) -> dict[str, Stamp]:
+def _stamps(paths: Iterable[str] | None = None) -> dict[str, Stamp]:
     """Return what changes if a file is written or replaced, for the files of all modules, or for those given.
 
     A directory of packages changes when one is installed or removed.
     """
-    if of is None:
+    if paths is None:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
         files = [vars(module).get("__file__") for module in modules]
         own = [file for file in files if isinstance(file, str)]
-        of = [*own, *site.getsitepackages(), site.getusersitepackages()]
-    found = {}
-    for file in of:
+        paths = [*own, *site.getsitepackages(), site.getusersitepackages()]
+    stamps = {}
+    for file in paths:
         with contextlib.suppress(OSError):
             status = os.stat(file)
-            found[file] = status.st_mtime_ns, status.st_size, status.st_ino
-    return found
+            stamps[file] = status.st_mtime_ns, status.st_size, status.st_ino
+    return stamps
 
 
 def main(argv: Sequence[str]) -> None:
     """Leave the process that has started this one, import modules, and serve."""
-    number, path, again, *modules = argv
+    number, path, restarted, *modules = argv
     began = time.time_ns()
     listener = socket.socket(fileno=int(number))
     listener.set_inheritable(False)
     ready, done = os.pipe()
-    if not again and os.fork():
+    if not restarted and os.fork():
         os.close(done)
         os.read(ready, 1)
         os._exit(0)

@@ -54,8 +54,8 @@ _MEASURING = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 class NotKept(StartupFailure):
     """Imports cannot be kept safely."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"--gpu-keep-warm: {why}")
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"--gpu-keep-warm: {reason}")
 
 
 def obstacle(environment: Mapping[str, str]) -> str:
@@ -160,14 +160,14 @@ def _opened(directory: Path) -> int:
     except OSError as error:
         raise NotKept(f"{directory} is not a directory of this user: {error.strerror}; remove it") from None
     status = os.fstat(opened)
-    wrong = ""
+    problem = ""
     if status.st_uid != os.geteuid():
-        wrong = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}; set XDG_RUNTIME_DIR to your own"
+        problem = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}; set XDG_RUNTIME_DIR to your own"
     elif mode := stat.S_IMODE(status.st_mode) & 0o077:
-        wrong = f"is open to other users (mode {mode:03o}); chmod 700 it, or remove it"
-    if wrong:
+        problem = f"is open to other users (mode {mode:03o}); chmod 700 it, or remove it"
+    if problem:
         os.close(opened)
-        raise NotKept(f"the directory {directory} {wrong}")
+        raise NotKept(f"the directory {directory} {problem}")
     return opened
 
 
@@ -178,15 +178,15 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Return the process id of the keeper that `attach` would ask; None without a keeper."""
-    place = KeeperSocket(key_of([*interpreter, *modules], environment))
+    keeper = KeeperSocket(key_of([*interpreter, *modules], environment))
     try:
-        connection = place.connected()
+        connection = keeper.connected()
         if connection is None:
             return None
         with connection:
             return peer(connection)[0]
     finally:
-        place.close()
+        keeper.close()
 
 
 class KeptServer:
@@ -214,8 +214,8 @@ class KeptServer:
         limit = _AFTER_KILL if timeout is None and self._killed else timeout
         deadline = None if limit is None else time.monotonic() + limit
         while self.returncode is None:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._connection], [], [], left)[0]:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._connection], [], [], remaining)[0]:
                 if timeout is None:  # the keeper was stopped, and reports no end
                     self._end(-signal.SIGKILL)
                     break
@@ -284,44 +284,44 @@ def attach(
         keep: seconds that the keeper stays without a run.
         preload: modules that the fork server imports, and the keeper does not.
     """
-    asked = {
+    run_request = {
         "keep": keep,
         "parent": os.getpid(),
         "run": directory,
         "preload": list(preload),
         "environment": dict(os.environ),
     }
-    place = KeeperSocket(key_of([*interpreter, *modules], environment))
+    keeper = KeeperSocket(key_of([*interpreter, *modules], environment))
     try:
         with open(os.memfd_create("request"), "wb", buffering=0) as request:
-            request.write(json.dumps(asked).encode())
+            request.write(json.dumps(run_request).encode())
             for _ in range(2):
-                with locked(place.path):
-                    connection = place.connected() or _started(place, interpreter, modules, environment)
+                with locked(keeper.path):
+                    connection = keeper.connected() or _started(keeper, interpreter, modules, environment)
                 if peer(connection)[1] != os.geteuid():
                     connection.close()
-                    raise NotKept(f"another user listens at {place.path}; remove it, or omit the option")
+                    raise NotKept(f"another user listens at {keeper.path}; remove it, or omit the option")
                 try:
                     socket.send_fds(connection, [b"A"], [request.fileno(), *files])
                 except OSError:
                     connection.close()  # the keeper was killed meanwhile
                 else:
-                    return KeptServer(connection, place.path.with_suffix(".log"))
+                    return KeptServer(connection, keeper.path.with_suffix(".log"))
     finally:
-        place.close()
-    raise NotKept(f"omit the option, because {_end_with(place.path.with_suffix('.log'))}")
+        keeper.close()
+    raise NotKept(f"omit the option, because {_end_with(keeper.path.with_suffix('.log'))}")
 
 
 def _started(
-    place: KeeperSocket, interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
+    keeper: KeeperSocket, interpreter: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
 ) -> socket.socket:
     """Start a keeper, and return a connection to it, which it accepts when it has done its imports."""
     with contextlib.ExitStack() as opened:
-        with _creating(place.path):
-            listener = opened.enter_context(place.listening())
-            log = opened.enter_context(open(place.path.with_suffix(".log"), "w+b"))
+        with _creating(keeper.path):
+            listener = opened.enter_context(keeper.listening())
+            log = opened.enter_context(open(keeper.path.with_suffix(".log"), "w+b"))
         starter = subprocess.run(
-            [*interpreter, str(listener.fileno()), str(place.path), "", *modules],
+            [*interpreter, str(listener.fileno()), str(keeper.path), "", *modules],
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -329,7 +329,7 @@ def _started(
             env=dict(environment),
             start_new_session=True,
         )  # returns when the keeper listens, which is not its child
-        connection = place.connected()
+        connection = keeper.connected()
         if starter.returncode or connection is None:
             log.seek(0)
             raise NotKept(f"a keeper did not start; omit the option. Its output: {log.read().decode(errors='replace')}")

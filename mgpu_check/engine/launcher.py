@@ -97,17 +97,17 @@ class Launcher(Protocol):
     def host_name(self, host: int) -> str:
         """Return the name of a host in reports; empty on a single host."""
 
-    def call_context(self, here: CallContext) -> CallContext:
+    def call_context(self, context: CallContext) -> CallContext:
         """Return the call context to send to ranks, given that of this process."""
 
     def losses(self) -> list[str]:
         """Describe the lost agents that no failure has reported yet; empty on one machine."""
 
-    def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
+    def binding(self, slot: Slot, local_slots: Sequence[Slot]) -> tuple[int, int]:
         """Return the index of a slot's real device in its process, and the number of devices that the process sees.
 
         Args:
-            here: the slots whose devices the process is to see.
+            local_slots: the slots whose devices the process is to see.
         """
 
     def waitables(self) -> list[int]:
@@ -133,7 +133,7 @@ class LocalLauncher:
         hash_seed: str = "",
         *,
         keep: float | None = None,
-        more: Sequence[str] = (),
+        unshared: Sequence[str] = (),
     ) -> None:
         """Create the launcher. The fork server starts with `start`.
 
@@ -142,12 +142,12 @@ class LocalLauncher:
                 it; None on real devices.
             hash_seed: of the fork server, unless the user's environment sets one; empty to let the server draw its own.
             keep: seconds that a keeper holds the imports for later runs; None for no keeper. See `keeper_socket`.
-            more: further modules that the fork server imports. A keeper does not import them, because they differ
+            unshared: further modules that the fork server imports. A keeper does not import them, because they differ
                 between runs.
         """
         shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
-        self._preload, self._more = (*PRELOAD, *shared, *preload), tuple(more)
-        self._another = functools.partial(LocalLauncher, preload, simulate, keep=keep, more=more)
+        self._preload, self._more = (*PRELOAD, *shared, *preload), tuple(unshared)
+        self._another = functools.partial(LocalLauncher, preload, simulate, keep=keep, unshared=unshared)
         self._hash_seed, self._keep, self._simulated = hash_seed, keep, simulate is not None
         self._second: LocalLauncher | None = None
         self._server: subprocess.Popen[bytes] | KeptServer | None = None
@@ -205,14 +205,14 @@ class LocalLauncher:
     def host_name(self, host: int) -> str:
         return ""
 
-    def call_context(self, here: CallContext) -> CallContext:
-        return here
+    def call_context(self, context: CallContext) -> CallContext:
+        return context
 
     def losses(self) -> list[str]:
         return []
 
-    def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
-        return here.index(slot), len(here)
+    def binding(self, slot: Slot, local_slots: Sequence[Slot]) -> tuple[int, int]:
+        return local_slots.index(slot), len(local_slots)
 
     def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
         launched: list[Process] = []

@@ -27,35 +27,35 @@ class Unmatched:
 
     Attributes:
         sender, receiver: ranks; the sender of a receive from any source is `ANY`.
-        given, taken: the send and the receive; None if that side has no such operation.
+        sent, received: the send and the receive; None if that side has no such operation.
     """
 
     sender: int
     receiver: int
     tag: int
-    given: TensorRun | None
-    taken: TensorRun | None
+    sent: TensorRun | None
+    received: TensorRun | None
 
     def text(self, who: Who) -> str:
         """Describe the transfer: "rank 0 has sent float32[4] to rank 1 in send (a.py:7), and rank 1 has not received
         it"."""
         tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
         receiver = who([self.receiver])
-        if self.given is None:
+        if self.sent is None:
             sender, unsent = "any rank", "none has sent it"
             if self.sender != ANY:
                 sender = who([self.sender])
                 unsent = f"{sender} has not sent it"
-            begun = f"has begun to receive {_shown(self.taken)} from {sender}{tag} in {_site(self.taken)}"
+            begun = f"has begun to receive {_shown(self.received)} from {sender}{tag} in {_site(self.received)}"
             return f"{who.full([self.receiver])} {begun}, and {unsent}"
-        given = f"{who.full([self.sender])} has sent {_shown(self.given)} to {receiver}{tag} in {_site(self.given)}"
-        if self.taken is None:
-            return f"{given}, and {receiver} has not received it"
-        return f"{given}, where {receiver} has received {_shown(self.taken)} in {_site(self.taken)}"
+        sent = f"{who.full([self.sender])} has sent {_shown(self.sent)} to {receiver}{tag} in {_site(self.sent)}"
+        if self.received is None:
+            return f"{sent}, and {receiver} has not received it"
+        return f"{sent}, where {receiver} has received {_shown(self.received)} in {_site(self.received)}"
 
 
 def _shown(run: TensorRun | None) -> str:
-    return "nothing" if run is None else "a tensor" if run.what == MANY else run.what
+    return "nothing" if run is None else "a tensor" if run.content == MANY else run.content
 
 
 def _site(run: TensorRun | None) -> str:
@@ -65,87 +65,89 @@ def _site(run: TensorRun | None) -> str:
 def unmatched(flows: Mapping[int, Sequence[PeerTransfers]]) -> list[Unmatched]:
     """Return the first difference for each pair of ranks, group and tag."""
     # Keys: group, tag, sender, receiver.
-    given: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
-    taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
-    for rank, some in flows.items():
-        for flow in some:
-            if flow.given:
-                given[flow.group, flow.tag, rank, flow.peer] = flow.runs
+    sends: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
+    receives: dict[tuple[Group, int, int, int], Sequence[TensorRun]] = {}
+    for rank, transfers in flows.items():
+        for flow in transfers:
+            if flow.sent:
+                sends[flow.group, flow.tag, rank, flow.peer] = flow.runs
             else:
-                taken[flow.group, flow.tag, flow.peer, rank] = flow.runs
-    found = []
-    for group, tag, receiver in {(g, t, r) for g, t, s, r in taken if s == ANY}:
-        found += _from_any(given, taken, group, tag, receiver)
-    for key in sorted(given.keys() | taken.keys()):
+                receives[flow.group, flow.tag, flow.peer, rank] = flow.runs
+    differences = []
+    for group, tag, receiver in {(g, t, r) for g, t, s, r in receives if s == ANY}:
+        differences += _from_any(sends, receives, group, tag, receiver)
+    for key in sorted(sends.keys() | receives.keys()):
         _, tag, sender, receiver = key
-        if difference := _difference(given.get(key, ()), taken.get(key, ())):
-            found.append(Unmatched(sender, receiver, tag, *difference))
-    return found
+        if difference := _difference(sends.get(key, ()), receives.get(key, ())):
+            differences.append(Unmatched(sender, receiver, tag, *difference))
+    return differences
 
 
 def _from_any(
-    given: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
-    taken: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
+    sends: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
+    receives: dict[tuple[Group, int, int, int], Sequence[TensorRun]],
     group: Group,
     tag: int,
     receiver: int,
 ) -> list[Unmatched]:
     """Return the differences for a rank that receives from any source, and remove its transfers from both sides."""
-    received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
-    sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
-    whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
+    received = [receives.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
+    sent = [(sender, run) for sender in group.ranks for run in sends.pop((group, tag, sender, receiver), ())]
+    only_counts = any(
+        run.content == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent))
+    )
 
     def kind(run: TensorRun) -> str:
-        return MANY if whole else run.what  # if one side recorded only a count, only counts can be compared
+        return MANY if only_counts else run.content  # if one side recorded only a count, only counts can be compared
 
-    left: Counter[str] = Counter()
+    unpaired: Counter[str] = Counter()
     for run in (run for runs in received for run in runs):
-        left[kind(run)] += run.count
-    found = []
+        unpaired[kind(run)] += run.count
+    differences = []
     for sender, run in sent:
-        left[kind(run)] -= run.count
-        if left[kind(run)] < 0:
-            found.append(Unmatched(sender, receiver, tag, run, None))
-            left[kind(run)] = 0
+        unpaired[kind(run)] -= run.count
+        if unpaired[kind(run)] < 0:
+            differences.append(Unmatched(sender, receiver, tag, run, None))
+            unpaired[kind(run)] = 0
     for runs in received:
-        found += [Unmatched(ANY, receiver, tag, None, run) for run in runs if left.pop(kind(run), 0) > 0]
-    return found
+        differences += [Unmatched(ANY, receiver, tag, None, run) for run in runs if unpaired.pop(kind(run), 0) > 0]
+    return differences
 
 
 def _difference(
-    given: Sequence[TensorRun], taken: Sequence[TensorRun]
+    sends: Sequence[TensorRun], receives: Sequence[TensorRun]
 ) -> tuple[TensorRun | None, TensorRun | None] | None:
     """Return the first two tensors that differ, None on a side that has ended; None if the sequences are equal."""
-    ours = [(run.count, run) for run in reversed(given)]
-    theirs = [(run.count, run) for run in reversed(taken)]
+    ours = [(run.count, run) for run in reversed(sends)]
+    theirs = [(run.count, run) for run in reversed(receives)]
     while ours and theirs:
-        (count, one), (as_many, other) = ours.pop(), theirs.pop()
-        if one.what != other.what and MANY not in (one.what, other.what):
-            return one, other
+        (count, sent), (as_many, received) = ours.pop(), theirs.pop()
+        if sent.content != received.content and MANY not in (sent.content, received.content):
+            return sent, received
         if count > as_many:
-            ours.append((count - as_many, one))
+            ours.append((count - as_many, sent))
         elif as_many > count:
-            theirs.append((as_many - count, other))
+            theirs.append((as_many - count, received))
     if ours:
         return ours[-1][1], None
     return (None, theirs[-1][1]) if theirs else None
 
 
-def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
-    lines = [one.text(who) for one in found[:_MOST_TOLD]]
-    if len(found) > _MOST_TOLD:
-        lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")
-    in_collectives = all(one.tag == COLLECTIVE for one in found)
+def imbalance(differences: Sequence[Unmatched], who: Who) -> RankFailure:
+    lines = [difference.text(who) for difference in differences[:_MOST_TOLD]]
+    if len(differences) > _MOST_TOLD:
+        lines.append(f"and {len(differences) - _MOST_TOLD} more such pairs")
+    in_collectives = all(difference.tag == COLLECTIVE for difference in differences)
     undefined = "the results of these collectives are undefined"
     lines.append(
         f"all ranks returned: {undefined if in_collectives else 'a later transfer could pair with what is left'}"
     )
-    odd = set.intersection(*({one.sender, one.receiver} for one in found))
-    involved = {rank for one in found for rank in (one.sender, one.receiver)} - {ANY}
-    ranks = sorted(odd - {ANY} if len(odd) == 1 and len(found) > 1 else involved) or sorted(involved)
-    first = next((run for run in (found[0].given, found[0].taken) if run is not None), None)
+    odd = set.intersection(*({difference.sender, difference.receiver} for difference in differences))
+    involved = {rank for difference in differences for rank in (difference.sender, difference.receiver)} - {ANY}
+    ranks = sorted(odd - {ANY} if len(odd) == 1 and len(differences) > 1 else involved) or sorted(involved)
+    origin = next((run for run in (differences[0].sent, differences[0].received) if run is not None), None)
     error = RankFailure("\n".join(lines), ranks=ranks)
-    return error if first is None else raised_at(error, first.file, first.line, None)
+    return error if origin is None else raised_at(error, origin.file, origin.line, None)
 
 
 CROSSED = 1.0
@@ -215,10 +217,10 @@ class Pauses:
             return False
         if not self._paused or not still:
             return True
-        found = ahead(self._counts(), still, self._records(), len(self._processes), self._described())
-        if found is not None:
-            self.failure = self._uneven(found)
-        return found is None
+        deviation = ahead(self._counts(), still, self._records(), len(self._processes), self._described())
+        if deviation is not None:
+            self.failure = self._uneven(deviation)
+        return deviation is None
 
     def _are_deadlocked(self, still: Mapping[int, Record], waiting: Collection[int]) -> bool:
         """Return whether no rank moves, and some of them wait for operations that no rank will begin."""
@@ -239,14 +241,14 @@ class Pauses:
     def _difference(self) -> RankFailure | None:
         """Return the error if ranks that have done the same part differ in their calls; None if they agree."""
         messages = list(self._paused.values())
-        first = dataclasses.replace(messages[0], flows=())
-        if all(message == first for message in messages) and all(
-            len(group.ranks) == len(messages) for group, _, _ in first.agreement
+        reference = dataclasses.replace(messages[0], flows=())
+        if all(message == reference for message in messages) and all(
+            len(group.ranks) == len(messages) for group, _, _ in reference.agreement
         ):
             return None  # the usual case, kept cheap
-        found = uneven(self._counts(), self._records(), self._described())
-        if found is not None:
-            return self._uneven(found)
+        deviation = uneven(self._counts(), self._records(), self._described())
+        if deviation is not None:
+            return self._uneven(deviation)
         checks: dict[Group, set[int]] = {}
         for message in messages:
             for group, _, check in message.agreement:
@@ -254,15 +256,16 @@ class Pauses:
         if any(len(of_group) > 1 for of_group in checks.values()):
             return disagreement(self._who, self._records())
         last = all(message.last for message in messages)
-        left = [
-            one
-            for one in unmatched({rank: message.flows for rank, message in self._paused.items()})
-            if last or one.tag == COLLECTIVE  # the next step may receive a message of this one
+        differences = [
+            difference
+            for difference in unmatched({rank: message.flows for rank, message in self._paused.items()})
+            if last or difference.tag == COLLECTIVE  # the next step may receive a message of this one
         ]
-        if not left:
+        if not differences:
             return self._hidden() or self._part_held()
-        error = imbalance(left, self._who)
-        if not any(one.tag == COLLECTIVE for one in left):  # in a collective, only the sizes differ
+        error = imbalance(differences, self._who)
+        # In a collective, only the sizes differ.
+        if not any(difference.tag == COLLECTIVE for difference in differences):
             error.account = self._error(str(error).splitlines(), self._records(), error.ranks).account
         return error
 
@@ -281,26 +284,28 @@ class Pauses:
     def _part_held(self) -> RankFailure | None:
         """Return the error if only some of the ranks that should hold a tensor have a part of it."""
         paused = sorted(self._paused.items())
-        holders = dict(grouped((held, rank) for rank, message in paused for held in message.held))
-        without = {held: tuple(sorted(set(held[1]) - set(ranks))) for held, ranks in holders.items()}
+        holders = dict(grouped((tensor_slice, rank) for rank, message in paused for tensor_slice in message.slices))
+        without = {
+            tensor_slice: tuple(sorted(set(tensor_slice[1]) - set(ranks))) for tensor_slice, ranks in holders.items()
+        }
         done = next(iter(self._paused.values())).done
         lines = [
-            f"{few(names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the end of "
-            f"{done}"
-            for (among, ranks), names in _by_ranks(without).items()
+            f"{few(tensor_names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the "
+            f"end of {done}"
+            for (among, ranks), tensor_names in _by_ranks(without).items()
         ]
         if not lines:
             return None
         missing = sorted({rank for ranks in without.values() for rank in ranks})
         return self._error(lines, self._records(), missing)
 
-    def _uneven(self, found: Uneven, what: str = "") -> RankFailure:
+    def _uneven(self, deviation: Uneven, noun: str = "") -> RankFailure:
         records = self._records()
         done = next(iter(self._paused.values())).done
-        lines = [found.told(f"by the end of {done}", what), *last_collectives(records, self._who)]
-        error = self._error(lines, records, sorted(found.unmatched or found.missing))
-        first = next(iter(found.unmatched.values()), None)
-        return error if first is None else raised_at(error, first.file, first.line, None)
+        lines = [deviation.told(f"by the end of {done}", noun), *last_collectives(records, self._who)]
+        error = self._error(lines, records, sorted(deviation.unmatched or deviation.missing))
+        origin = next(iter(deviation.unmatched.values()), None)
+        return error if origin is None else raised_at(error, origin.file, origin.line, None)
 
     def _error(self, lines: Sequence[str], records: Mapping[int, Record], ranks: Sequence[int]) -> RankFailure:
         endings = dict.fromkeys(self._processes, Finished())

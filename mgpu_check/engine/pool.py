@@ -96,25 +96,27 @@ class WarmWorlds:
     def let_go(self, key: WorldKey) -> None:
         self._worlds.pop(key).discard()
 
-    def make_room(self, key: WorldKey, slots: int, used: set[WorldKey]) -> None:
+    def make_room(self, key: WorldKey, slots: int, in_use: set[WorldKey]) -> None:
         """End the least recently used worlds if a new world would make too many processes.
 
         Args:
-            used: worlds of the current test. They end only if a real device has no room otherwise.
+            in_use: worlds of the current test. They end only if a real device has no room otherwise.
         """
         wanted, most = max(len(key.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
-        for other in list(self._worlds):
+        for other_key in list(self._worlds):
             if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
                 break
-            if other not in used:
-                self.let_go(other)
+            if other_key not in in_use:
+                self.let_go(other_key)
         if self._real:
             most = 1 if self._alone else _most_on_device(self._memory())
             for slot in key.occupied:
-                beside = [other for other in self._worlds if slot in other.occupied]
-                for other in sorted(beside[: max(0, len(beside) + 1 - most)], key=lambda other: other in used):
-                    self._worlds[other].check_alive("while no call used it")
-                    self.let_go(other)
+                beside = [other_key for other_key in self._worlds if slot in other_key.occupied]
+                for other_key in sorted(
+                    beside[: max(0, len(beside) + 1 - most)], key=lambda other_key: other_key in in_use
+                ):
+                    self._worlds[other_key].check_alive("while no call used it")
+                    self.let_go(other_key)
             self.await_exits()
 
     def clear_devices(self, key: WorldKey) -> bool:
@@ -125,9 +127,9 @@ class WarmWorlds:
         """
         if not self._real:
             return False
-        beside = [other for other in self._worlds if set(other.occupied) & set(key.occupied)]
-        for other in beside:
-            self.let_go(other)
+        beside = [other_key for other_key in self._worlds if set(other_key.occupied) & set(key.occupied)]
+        for other_key in beside:
+            self.let_go(other_key)
         self._alone |= bool(beside)
         self.await_exits()
         return bool(beside)
@@ -183,7 +185,7 @@ class RankPool:
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
         masks: Masks = lambda slots: Mask(),
         memory: Callable[[], int | None] = lambda: None,
-        hear: Hear = lambda told: None,
+        hear: Hear = lambda messages: None,
     ) -> None:
         self.timeout = timeout
         self.wrap = wrap
@@ -343,8 +345,8 @@ class RankPool:
         try:
             results = world.finish(call, timeout)
         finally:
-            if world.told:
-                self.hear(world.told)
+            if world.messages:
+                self.hear(world.messages)
         return [world.loaded(index, result) for index, result in enumerate(results)]
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
@@ -402,10 +404,14 @@ class RankPool:
         def spec_of(index: int) -> protocol.RankSpec:
             rank = None if index == NODE else index
             slot = slots[rank or 0]
-            here = [other for other in key.visible if other.host == slot.host]
-            beside = [other for other in slots if other.host == slot.host]
+            visible_on_host = [other_slot for other_slot in key.visible if other_slot.host == slot.host]
+            beside = [other_slot for other_slot in slots if other_slot.host == slot.host]
             node_index, local_index = hosts.index(slot.host), beside.index(slot)
-            device, devices = (here.index(slot), len(here)) if simulate else self._launcher.binding(slot, here)
+            device, devices = (
+                (visible_on_host.index(slot), len(visible_on_host))
+                if simulate
+                else self._launcher.binding(slot, visible_on_host)
+            )
             environment = dict(key.environment) | {
                 "RANK": str(rank or 0),
                 "LOCAL_RANK": str(local_index),
@@ -420,7 +426,7 @@ class RankPool:
                 # Torch's watchdog would end a process 0.1 s after a kernel of it fails. Ranks synchronize their devices
                 # after each call instead: the error is reported with its site, and the process is replaced.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-            mask = self.masks(here) if masked and simulate is None else Mask()
+            mask = self.masks(visible_on_host) if masked and simulate is None else Mask()
             environment.update(mask.environment)
             return protocol.RankSpec(
                 index=rank,
@@ -434,7 +440,7 @@ class RankPool:
                 store=store,
                 group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
                 # DataParallel runs a thread per device in the node process, which gets the threads of one rank.
-                threads=max(1, (os.cpu_count() or 1) // (len(beside) if key.slots else len(here))),
+                threads=max(1, (os.cpu_count() or 1) // (len(beside) if key.slots else len(visible_on_host))),
                 call_context=context,
                 own_environment=environment,
                 uuids=mask.uuids,
@@ -453,26 +459,28 @@ class RankPool:
 
     def end_test(self, failed: bool) -> list[str]:
         """Reset the ranks for the next test, and return a line for each change of this test that cannot be undone."""
-        left: list[str] = []
+        leftovers: list[str] = []
         errors: list[BaseException] = []
         with self._lock:
             for key, world in self._worlds:
                 if key not in self._used:
                     continue
                 try:
-                    left += world.end_test()
-                    if world.told:
-                        self.hear(world.told)
+                    leftovers += world.end_test()
+                    if world.messages:
+                        self.hear(world.messages)
                 except BaseException as error:
                     errors.append(error)
                 if failed or world.broken:
                     self._worlds.let_go(key)
             self._used = set()
             if still := self._worlds.await_exits():
-                left.append(f"processes that do not end, and hold memory of its devices: {', '.join(map(str, still))}")
+                leftovers.append(
+                    f"processes that do not end, and hold memory of its devices: {', '.join(map(str, still))}"
+                )
         if errors:
             raise errors[0]
-        return left
+        return leftovers
 
     def died_idle(self, after: str = "") -> list[str]:
         """Discard each world that lost a process while no test used it, and return a text for each."""
@@ -497,15 +505,15 @@ class RankPool:
         return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
 
     def output(self) -> list[tuple[str, str, str]]:
-        found = []
+        outputs = []
         for key, world in self._worlds:
             if key in self._used:
                 for index, process in world.processes.items():
                     who = "node process" if index == NODE else world.who.full([index])
                     for name in STREAMS:
                         if text := process.output(name):
-                            found.append((who, name, text))
-        return found
+                            outputs.append((who, name, text))
+        return outputs
 
     def close(self) -> None:
         self._worlds.close()
@@ -515,10 +523,10 @@ class RankPool:
 def devices_of_host(pool: RankPool, host: int = 0) -> Inventory:
     """Take the inventory of a host's GPUs in a separate process, because a driver may hang or crash."""
     try:
-        found: Inventory = pool.in_fresh_process(take_inventory, host)
+        inventory: Inventory = pool.in_fresh_process(take_inventory, host)
     except AgentLost:
         raise
     except (RankFailure, RankHang) as error:
-        first = str(error).splitlines()[0]
-        return Inventory((), f"the GPUs of this machine cannot be listed: {first}\n  does nvidia-smi answer?")
-    return found
+        headline = str(error).splitlines()[0]
+        return Inventory((), f"the GPUs of this machine cannot be listed: {headline}\n  does nvidia-smi answer?")
+    return inventory

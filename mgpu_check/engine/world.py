@@ -101,7 +101,7 @@ class World(WorldProcesses):
         Args:
             timeout: the usual timeout of a call, in seconds, which also limits the engine's own requests.
         """
-        self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # rank -> its messages in the last call
+        self.messages: dict[int, tuple[tuple[str, Any], ...]] = {}  # rank -> its messages in the last call
         self._failed: tuple[BaseException, Account] | None = None
         self._running: tuple[str, float] | None = None  # the function, and since when
         self._rest_timeout = min(_REST_TIMEOUT, timeout)
@@ -159,17 +159,17 @@ class World(WorldProcesses):
         records = {} if fine else self._records()
         endings = self._endings(answers, call.number)
         for index, stopped in self._interrupt(late, since=call.started).items():
-            part = pauses.done(index)
-            endings[index] = Finished(part) if part else dataclasses.replace(stopped, settling=settling)
+            stage = pauses.done(index)
+            endings[index] = Finished(stage) if stage else dataclasses.replace(stopped, settling=settling)
         outcomes = _outcomes({index: answers.get(index) for index in self.processes})
-        if any(outcome.told for outcome in outcomes.values()):
-            self.told = {index: outcome.told for index, outcome in outcomes.items()}
+        if any(outcome.messages for outcome in outcomes.values()):
+            self.messages = {index: outcome.messages for index, outcome in outcomes.items()}
         complete = len(outcomes) == len(self.processes)
-        left = unmatched({index: outcome.flows for index, outcome in outcomes.items()}) if complete else []
+        differences = unmatched({index: outcome.flows for index, outcome in outcomes.items()}) if complete else []
         reusable = all(outcome.reusable for outcome in outcomes.values())
-        self.broken = not complete or not _in_lockstep(outcomes) or bool(left) or not reusable
+        self.broken = not complete or not _in_lockstep(outcomes) or bool(differences) or not reusable
         if all(isinstance(end, Finished) for end in endings.values()):
-            self._check_agreement(outcomes, left)
+            self._check_agreement(outcomes, differences)
             return [outcome.value for outcome in outcomes.values() if outcome.value is not None]
         self._check_abandoned(endings)
         deadline = timeout if timed_out else round(waited, 1) if pauses.crossed else None
@@ -184,7 +184,7 @@ class World(WorldProcesses):
     def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
         """Reset the state of the previous call, and return the message of this one."""
         self._failed = None
-        self.told = {}
+        self.messages = {}
         self._answers = {}  # answers of the previous call, if this one is interrupted before `_collect`
         self.broken = True  # until all have answered: Ctrl-C or a test timeout may interrupt at any point
         call = protocol.Call(
@@ -212,11 +212,11 @@ class World(WorldProcesses):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
         return endings
 
-    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], left: Sequence[Unmatched]) -> None:
+    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], differences: Sequence[Unmatched]) -> None:
         """Check, after all ranks have returned, that they entered the same collectives and received every message."""
         consistent = agree(list(outcomes.values()))
-        if left and consistent:
-            raise imbalance(left, self.who)
+        if differences and consistent:
+            raise imbalance(differences, self.who)
         if not _in_lockstep(outcomes):
             self._meet(outcomes)  # not an error yet: sends and receives count, too, and their numbers may differ
         if not consistent:
@@ -325,7 +325,7 @@ class World(WorldProcesses):
     def end_test(self) -> tuple[str, ...]:
         """Undo the changes of a test in its ranks, and return those that cannot be undone, which break the world."""
         self._known.clear()
-        self.told = {}
+        self.messages = {}
         if self.broken:
             return ()
         when = "after its part of the test was done"
@@ -337,8 +337,10 @@ class World(WorldProcesses):
             stopped = self._interrupt(late, since=Clock.now() - self._rest_timeout)
             raise Account(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records).error()
         self.broken = False
-        self.told = {
-            i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Rested) and answer.told
+        self.messages = {
+            i: answer.messages
+            for i, answer in answers.items()
+            if isinstance(answer, protocol.Rested) and answer.messages
         }
         left_behind = {
             line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.left_behind
@@ -473,9 +475,9 @@ class BareWorld(World):
 
     def send(self, name: str, fn: Callable[..., Any], *args: Any) -> Begun:
         """Call ``fn(*args)`` on every process; a parameter ``rank`` receives the `Rank`. `results` waits for it."""
-        given, named = with_rank(fn, args, {})
+        arguments, named = with_rank(fn, args, {})
         function = replace(pickled_function(fn, fn, str(next(self._keys)), reused=False), name=name)
-        return self.begin(function, pickled_arguments(function.name, given, named), self._context)
+        return self.begin(function, pickled_arguments(function.name, arguments, named), self._context)
 
     def results(self, call: Begun, timeout: float) -> list[Any]:
         """Wait up to `timeout` seconds, and return the results in rank order; raises as `World.run` does."""
@@ -488,13 +490,13 @@ class BareWorld(World):
         return {index: self.loaded(index, end.value) for index, end in outcomes.items() if end.value is not None}
 
     def output(self) -> list[tuple[str, str, str]]:
-        found = []
+        outputs = []
         for index, process in self.processes.items():
             for name in STREAMS:
                 if text := process.output(name):
-                    found.append((self.who.full([index]), name, text))
+                    outputs.append((self.who.full([index]), name, text))
             process.mark_output()
-        return found
+        return outputs
 
     def exit_codes(self) -> list[int | None]:
         return [None if process.killed else process.exit_code for process in self.processes.values()]
@@ -502,7 +504,7 @@ class BareWorld(World):
     def _pauses(self) -> Pauses:
         return _Unwatched(self.processes, self.who)
 
-    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], left: object) -> None:
+    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], differences: object) -> None:
         """Check nothing: a test of collectives may enter different ones on purpose."""
 
 

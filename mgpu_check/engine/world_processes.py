@@ -99,7 +99,7 @@ def collect(
         while waiting:
             # A child of a dead rank may hold its connection open. The launcher reports the exit even then.
             watched = _watch(selector, watched, launcher.waitables())
-            left = len(waiting)
+            waiting_before = len(waiting)
             ready = selector.select(_moment(patience, pauses))
             if not ready and pauses is not None and Clock.now() < patience.deadline:
                 if not pauses.look(waiting):
@@ -132,7 +132,7 @@ def collect(
             if pauses and not pauses.settle(waiting, patience.short):
                 break
             # A process that keeps sending gets no more time than a silent one.
-            overdue = len(waiting) == left and Clock.now() > patience.deadline
+            overdue = len(waiting) == waiting_before and Clock.now() > patience.deadline
     return sorted(waiting), garbled
 
 
@@ -168,8 +168,8 @@ class _Patience:
 
 def _moment(patience: _Patience, pauses: Pauses | None) -> float:
     """Return the seconds until the next deadline or the next look at ranks that have not answered."""
-    left = Clock.until(patience.deadline)
-    return left if pauses is None else min(left, LOOK if pauses else CROSSED)
+    remaining = Clock.until(patience.deadline)
+    return remaining if pauses is None else min(remaining, LOOK if pauses else CROSSED)
 
 
 def _heard(ready: Sequence[int | None], launcher: Launcher, waiting: Mapping[int, Process]) -> list[int]:
@@ -212,13 +212,13 @@ def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[in
 
 def agree(outcomes: Sequence[protocol.Outcome]) -> bool:
     """Return whether all members of each group have entered the same collectives."""
-    seen: dict[protocol.Group, set[tuple[int, int]]] = {}
+    checks: dict[protocol.Group, set[tuple[int, int]]] = {}
     counted: dict[protocol.Group, int] = {}
     for outcome in outcomes:
         for group, count, check in outcome.agreement:
-            seen.setdefault(group, set()).add((count, check))
+            checks.setdefault(group, set()).add((count, check))
             counted[group] = counted.get(group, 0) + 1
-    return all(len(seen[group]) == 1 and counted[group] == len(group.ranks) for group in seen)
+    return all(len(checks[group]) == 1 and counted[group] == len(group.ranks) for group in checks)
 
 
 EXIT_TIMEOUT = 1.0  # seconds from the end of a connection to the exit code of its process
@@ -303,8 +303,8 @@ class WorldProcesses:
         gone = sorted(idle[fd] for fd in ready(list(idle), 0.0))
         for index in gone:
             try:
-                said = "nothing was asked" if self.processes[index].connection.receive() else "half a message"
-                raise Garbled(said)
+                problem = "nothing was asked" if self.processes[index].connection.receive() else "half a message"
+                raise Garbled(problem)
             except Garbled as error:
                 self._garbled[index] = str(error)
             except (EOFError, OSError):
@@ -329,8 +329,8 @@ class WorldProcesses:
             ).rstrip()
             for index, end in ends.items()
         )
-        kind = AgentLost if any(end.lost for end in ends.values()) else RankDied
-        raise kind(text, ranks=indices)
+        error_class = AgentLost if any(end.lost for end in ends.values()) else RankDied
+        raise error_class(text, ranks=indices)
 
     def _last_lines(self, index: int) -> str:
         """Return the last lines of stderr of a process that died while idle, because no call reports them."""

@@ -58,11 +58,11 @@ class OnRanks:
         key = (key_of(case), how, number)
         if key not in self._runs:
             if how is None:
-                found = self.trials.on_ranks(case, whole=True)
+                runs = self.trials.on_ranks(case, all_values=True)
             else:
-                seen = self.trials.ranks.run(run_varied, self.trials.program, case, how, size=case.world_size)
-                found = self.trials.assembled(case, seen)[:1]  # only the results of rank 0 are measured
-            self._runs[key] = found
+                varied_runs = self.trials.ranks.run(run_varied, self.trials.program, case, how, size=case.world_size)
+                runs = self.trials.assembled(case, varied_runs)[:1]  # only the results of rank 0 are measured
+            self._runs[key] = runs
             if len(self._runs) > _KEPT:
                 del self._runs[next(iter(self._runs))]
         return self._runs[key]
@@ -72,8 +72,8 @@ class OnRanks:
         axes = [size for _, size in self.place[1]] or [self.place[0]]
         if max(axes) > _PAIR:
             return False
-        first, again = (self.run(scenario, number=number) for number in range(2))
-        return _same_bits(first, again)
+        runs, repeated_runs = (self.run(scenario, number=number) for number in range(2))
+        return _same_bits(runs, repeated_runs)
 
     def expected(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float = 0.0) -> Expected:
         """Return the results as those that another configuration must give.
@@ -90,34 +90,36 @@ class OnRanks:
         return self._measured[key]
 
     def _measure(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float) -> Expected:
-        seen = self.run(scenario)
-        expected = Expected(seen[0], None, provisional=effort is not Effort.IN_FULL)
-        single = _finite(seen[0].values)
+        runs = self.run(scenario)
+        expected = Expected(runs[0], None, provisional=effort is not Effort.IN_FULL)
+        single = _finite(runs[0].values)
         # Rounding in float32 rarely decides the sign of a gradient, so the first measurement does without.
-        nudged = (bool(roundoff) or effort is not Effort.PROVISIONAL) and any(one.nonlinear for one in seen)
+        nudged = (bool(roundoff) or effort is not Effort.PROVISIONAL) and any(run.nonlinear for run in runs)
         spread = deviations(sum(value.numel() for value in single.values()))
         try:
             pairs = 1 if effort is not Effort.IN_FULL else PAIRS
             moved = self._perturbed(scenario, spread, pairs, nudged, roundoff)
-            granted = granted_at_least(single, [_finite(one.values) for one in moved], ROUNDOFF, spread)
+            granted = granted_at_least(single, [_finite(run.values) for run in moved], ROUNDOFF, spread)
             exact: _Values = single
             if effort is not Effort.PROVISIONAL:
-                again = self.run(scenario, Variation(1.0, -1, batch_only=True))[0]
-                errors = rounding_seen(seen[0], again) or {}
+                moved_run = self.run(scenario, Variation(1.0, -1, batch_only=True))[0]
+                errors = rounding_seen(runs[0], moved_run) or {}
                 granted = granted_with(granted, single, errors)
             if effort is Effort.IN_FULL:
                 exact = self._exact(scenario, expected)
-                measured = assess(exact, [single], [_finite(one.values) for one in moved], ROUNDOFF, spread)
+                measured = assess(exact, [single], [_finite(run.values) for run in moved], ROUNDOFF, spread)
                 granted = {name: torch.maximum(value, granted[name]) for name, value in measured.tolerance.items()}
         except (RankFailure, RankHang) as error:
             exact = single
-            granted = {name: torch.full_like(one, explained_by_rounding(one, 0.0)) for name, one in single.items()}
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            remark = f"tolerances are estimates, because a perturbed run failed: {said}"
+            granted = {
+                name: torch.full_like(value, explained_by_rounding(value, 0.0)) for name, value in single.items()
+            }
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            remark = f"tolerances are estimates, because a perturbed run failed: {message}"
             expected.remarks.append(remark)
             self.trials.ranks._remark(f"{self.trials.program.gate}: {self.trials.name}: {remark}")
         expected.exact = {
-            name: torch.where(value.isfinite(), exact[name], value) for name, value in wide(seen[0].values).items()
+            name: torch.where(value.isfinite(), exact[name], value) for name, value in wide(runs[0].values).items()
         }
         expected.tolerance = {
             name: with_roundings(value, exact[name], roundoff) if roundoff else value for name, value in granted.items()
@@ -134,7 +136,7 @@ class OnRanks:
         if nudged:
             how += [Variation(spread, pair, nudged=True, roundoff=roundoff) for pair in range(pairs)]
         plain = self.run(scenario)[0]
-        return [one for one in (self.run(scenario, each)[0] for each in how) if alike(plain, one)]
+        return [run for run in (self.run(scenario, each)[0] for each in how) if alike(plain, run)]
 
     def _exact(self, scenario: Scenario, expected: Expected) -> _Values:
         """Return the results in float64, or those of the step's own precision if it does not run in float64."""
@@ -150,23 +152,26 @@ class OnRanks:
 
     def traces(self, scenario: Scenario) -> list[RankTrace]:
         case = self.case(scenario)
-        seen = self.trials.ranks.run(run_traced, self.trials.program, case, size=case.world_size)
-        return [trace for _, trace in seen]
+        pairs = self.trials.ranks.run(run_traced, self.trials.program, case, size=case.world_size)
+        return [trace for _, trace in pairs]
 
     def _take_steps(self, scenario: Scenario, expected: Expected, spread: float, roundoff: float) -> None:
         expected.drawn = self.traces(scenario)[0].drawn
         plain, *moved = (self.run(scenario, Variation(by, deep=True))[0].snapshots for by in (0.0, spread, -spread))
         for step, stage in enumerate(plain):
-            others = [_finite(one[step]) for one in moved if step < len(one)]
+            others = [_finite(snapshots[step]) for snapshots in moved if step < len(snapshots)]
             single = {
                 name: value
                 for name, value in _finite(stage).items()
-                if all(name in other and other[name].shape == value.shape for other in others)
+                if all(name in perturbed and perturbed[name].shape == value.shape for perturbed in others)
             }
             granted = granted_at_least(single, others, ROUNDOFF, 2 * spread)
             expected.snapshots.append({name: value.double() for name, value in single.items()})
             expected.allowances.append(
-                {name: with_roundings(one.double(), single[name].double(), roundoff) for name, one in granted.items()}
+                {
+                    name: with_roundings(allowance.double(), single[name].double(), roundoff)
+                    for name, allowance in granted.items()
+                }
             )
 
 
@@ -197,16 +202,16 @@ class PairTrials(Trials):
         """True if both are the same configuration, with an option on and off."""
         return self.program.switch is not None or self.base.trials.program.switch is not None
 
-    def on_ranks(self, scenario: Scenario, whole: bool = False, histories: bool = False) -> list[ObservedRun]:
+    def on_ranks(self, scenario: Scenario, all_values: bool = False, histories: bool = False) -> list[ObservedRun]:
         """Run the step, and count the effects of its switch; do not run it again to compare it with itself."""
         if self.own is self.base and scenario.place in self._repeated:
             return self.base.run(scenario)
-        seen = super().on_ranks(scenario, whole, histories)
+        runs = super().on_ranks(scenario, all_values, histories)
         switch = self.program.switch
         # Autocast may narrow nothing; then it changes no bit.
-        if switch != Switch("bfloat16", on=True) or not _same_bits(seen, self.base.run(scenario)):
-            self.effects += max(one.switched for one in seen)
-        return seen
+        if switch != Switch("bfloat16", on=True) or not _same_bits(runs, self.base.run(scenario)):
+            self.effects += max(run.switched for run in runs)
+        return runs
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return the results of the other configuration; see `OnRanks.expected`."""
@@ -221,17 +226,17 @@ class PairTrials(Trials):
             return _with_both(expected, self.own.expected(scenario, False, effort))
         return expected
 
-    def compared(self, expected: Expected, seen: Sequence[ObservedRun]) -> Relations:
+    def compared(self, expected: Expected, runs: Sequence[ObservedRun]) -> Relations:
         """Return the relations, without results that configurations may have or not."""
-        single, first = expected.single, seen[0]
+        single, first_run = expected.single, runs[0]
         kinds = set(self.kinds)
         left_out: dict[str, str] = {}
-        if ("grads" in single.touched) != ("grads" in first.touched):
+        if ("grads" in single.touched) != ("grads" in first_run.touched):
             kinds.discard("grads")
             left_out["grads"] = "gradients; only one of the configurations leaves them"
-        lost = [name for name in single.values if name.kind == "optimizer" and name not in first.values]
+        lost = [name for name in single.values if name.kind == "optimizer" and name not in first_run.values]
         kept = {name: value for name, value in single.values.items() if name not in lost}
-        relations = relations_of(replace(expected, single=replace(single, values=kept)), seen, kinds, self.tolerance)
+        relations = relations_of(replace(expected, single=replace(single, values=kept)), runs, kinds, self.tolerance)
         relations.left_out |= left_out
         relations.skipped |= dict.fromkeys(lost, f"{self.name} has no such state")
         return relations
@@ -246,24 +251,24 @@ class PairTrials(Trials):
 
 
 def _rows(of_ranks: Sequence[Mapping[str, torch.Tensor]], divided: Collection[str]) -> dict[str, torch.Tensor]:
-    found = {}
+    rows = {}
     for name in of_ranks[0]:
-        parts = [one[name].reshape(-1, one[name].shape[-1]) for one in of_ranks if name in one]
-        inside = any(part == name or part.startswith(f"{name}.") for part in divided)
-        if not inside and len({part.shape[-1] for part in parts}) == 1:
-            found[name] = torch.cat(parts)
-    return found
+        rows_of_ranks = [outputs[name].reshape(-1, outputs[name].shape[-1]) for outputs in of_ranks if name in outputs]
+        inside = any(module_name == name or module_name.startswith(f"{name}.") for module_name in divided)
+        if not inside and len({rows_of_rank.shape[-1] for rows_of_rank in rows_of_ranks}) == 1:
+            rows[name] = torch.cat(rows_of_ranks)
+    return rows
 
 
-def _same_bits(seen: Sequence[ObservedRun], other: Sequence[ObservedRun]) -> bool:
-    return [one.digests for one in seen] == [one.digests for one in other]
+def _same_bits(runs: Sequence[ObservedRun], other_runs: Sequence[ObservedRun]) -> bool:
+    return [run.digests for run in runs] == [run.digests for run in other_runs]
 
 
-def _with_both(expected: Expected, other: Expected) -> Expected:
+def _with_both(expected: Expected, own: Expected) -> Expected:
     """Return the expected results with the tolerances of both configurations."""
     tolerance = {
-        name: value + other.tolerance[name]
-        if name in other.tolerance and other.tolerance[name].shape == value.shape
+        name: value + own.tolerance[name]
+        if name in own.tolerance and own.tolerance[name].shape == value.shape
         else value
         for name, value in expected.tolerance.items()
     }
@@ -375,10 +380,10 @@ class OnOneDevice(Agreement):
                 failed[name] = trial
         if not failed:
             return self._alone(scenario)
-        right = [name for name in self.trials if name not in failed]
+        agreeing = [name for name in self.trials if name not in failed]
         verdict = f"{_all_of(failed)} from one device"
-        if right:
-            verdict += f"; {few(right)} {'agrees' if len(right) == 1 else 'agree'} with it"
+        if agreeing:
+            verdict += f"; {few(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'} with it"
         failures = [(self.trials[name], trial) for name, trial in failed.items()]
         return Disagreement(verdict, failures)
 
@@ -389,10 +394,10 @@ class OnOneDevice(Agreement):
         if self._of_one is None:
             places = {name: (1, tuple((axis, 1) for axis, _ in mesh)) for name, (_, mesh) in self.places.items()}
             self._of_one = WithoutOneDevice(self.ranks, self.programs, places, self.kinds, self.tolerance)
-        found = self._of_one.run(scenario)
-        if found is None or any(trial.error is not None for _, trial in found.failures):
+        disagreement = self._of_one.run(scenario)
+        if disagreement is None or any(trial.error is not None for _, trial in disagreement.failures):
             return None  # the trials leave out a case that fails on one device
-        return replace(found, verdict=f"{found.verdict}, on one device already")
+        return replace(disagreement, verdict=f"{disagreement.verdict}, on one device already")
 
 
 class WithoutOneDevice(Agreement):
@@ -400,8 +405,8 @@ class WithoutOneDevice(Agreement):
         super().__post_init__()
         self.on_ranks = {name: OnRanks(trials, self.places[name]) for name, trials in self.trials.items()}
         self._pairs: dict[tuple[str, str], PairTrials] = {}
-        first = next(iter(self.programs))
-        self.pair(first, first)
+        baseline = next(iter(self.programs))
+        self.pair(baseline, baseline)
 
     @property
     def comparisons(self) -> list[Trials]:
@@ -413,20 +418,20 @@ class WithoutOneDevice(Agreement):
         return self._pairs[name, base]
 
     def _run(self, scenario: Scenario) -> Disagreement | None:
-        first, *rest = self.programs
-        if (failed := self._unusable(first, scenario)) is not None:
+        baseline, *rest = self.programs
+        if (failed := self._unusable(baseline, scenario)) is not None:
             return None if scenario.change else failed
-        if (trial := self._compared(first, first, scenario)) is not None:
-            return Disagreement(f"{first} does not agree with itself", [(self.pair(first, first), trial)])
-        wrong = {name: trial for name in rest if (trial := self._compared(name, first, scenario)) is not None}
-        if not wrong:
+        if (trial := self._compared(baseline, baseline, scenario)) is not None:
+            return Disagreement(f"{baseline} does not agree with itself", [(self.pair(baseline, baseline), trial)])
+        disagreeing = {name: trial for name in rest if (trial := self._compared(name, baseline, scenario)) is not None}
+        if not disagreeing:
             return None
-        for name, trial in wrong.items():
+        for name, trial in disagreeing.items():
             relations = trial.relations
             if relations is None or not relations.wrong:  # an error, or a difference between the ranks of one
-                said = f"{name} fails on its own" if relations is None else f"{name} does not agree with itself"
-                return Disagreement(said, [(self.pair(name, first), trial)])
-        groups = self._groups(scenario, first, rest, wrong)
+                summary = f"{name} fails on its own" if relations is None else f"{name} does not agree with itself"
+                return Disagreement(summary, [(self.pair(name, baseline), trial)])
+        groups = self._groups(scenario, baseline, rest, disagreeing)
         largest, *others = sorted(groups, key=len, reverse=True)
         odd = [name for group in others for name in group]
         if 2 * len(largest) > len(self.programs):
@@ -434,11 +439,11 @@ class WithoutOneDevice(Agreement):
             for name in odd:
                 if (trial := self._compared(name, base, scenario)) is not None:
                     return Disagreement(verdict, [(self.pair(name, base), trial)], groups)
-        name = next(iter(wrong))
-        failures = [(self.pair(name, first), wrong[name])]
-        if (back := self._compared(first, name, scenario)) is not None:
-            failures.append((self.pair(first, name), back))
-        return Disagreement(f"{name} and {first} differ", failures, groups, control=False)
+        name = next(iter(disagreeing))
+        failures = [(self.pair(name, baseline), disagreeing[name])]
+        if (back := self._compared(baseline, name, scenario)) is not None:
+            failures.append((self.pair(baseline, name), back))
+        return Disagreement(f"{name} and {baseline} differ", failures, groups, control=False)
 
     def _compared(self, name: str, base: str, scenario: Scenario) -> Trial | None:
         return self._tried(self.pair(name, base), name, scenario)
@@ -451,10 +456,12 @@ class WithoutOneDevice(Agreement):
             return self._failed(self.current, name, scenario, error)
         return None
 
-    def _groups(self, scenario: Scenario, first: str, rest: Sequence[str], wrong: Collection[str]) -> list[list[str]]:
+    def _groups(
+        self, scenario: Scenario, baseline: str, rest: Sequence[str], disagreeing: Collection[str]
+    ) -> list[list[str]]:
         """Return the configurations in groups that agree."""
-        groups = [[first, *(name for name in rest if name not in wrong)]]
-        for name in wrong:
+        groups = [[baseline, *(name for name in rest if name not in disagreeing)]]
+        for name in disagreeing:
             for group in groups[1:]:
                 if self._compared(name, group[0], scenario) is None:
                     group.append(name)
@@ -515,5 +522,5 @@ class OnSwitch(Agreement):
             )
 
 
-def _all_of(names: Collection[str]) -> str:
-    return f"{few(list(names))} {'differs' if len(names) == 1 else 'differ'}"
+def _all_of(configurations: Collection[str]) -> str:
+    return f"{few(list(configurations))} {'differs' if len(configurations) == 1 else 'differ'}"

@@ -122,20 +122,20 @@ def assert_steps_agree(
     of_batch, drawn = (None, batch) if isinstance(batch, st.SearchStrategy) else (batch, None)
     programs = {
         name: Program(
-            one.step,
+            configuration.step,
             build,
             of_batch,
             reference,
             gate=_GATE,
-            placement=one.placement,
-            returned_by=one.returned_by,
+            placement=configuration.placement,
+            returned_by=configuration.returned_by,
         )
-        for name, one in configurations.items()
+        for name, configuration in configurations.items()
     }
     for program in programs.values():
         check_arguments(program, observe, tolerance, max_examples)
-    places = {name: _place(name, one, ranks.size) for name, one in configurations.items()}
-    reasons = {name: check_unjudged(_GATE, one.unjudged) for name, one in configurations.items()}
+    places = {name: _place(name, configuration, ranks.size) for name, configuration in configurations.items()}
+    reasons = {name: check_unjudged(_GATE, configuration.unjudged) for name, configuration in configurations.items()}
     if drawn is not None and sizes is not None:
         raise ValueError(f"{_GATE}: sizes and a strategy of batches are both given; batches bring their sizes")
     worlds: list[Place] = [(math.lcm(*(size for size, _ in places.values())), ())]
@@ -151,7 +151,7 @@ def assert_steps_agree(
             if one_device:
                 try_seeds(trials)
     of_one_step, *others = families(worlds, sizes, drawn, 1)
-    of_several = next(one for one in others if one.name == SEVERAL_STEPS)
+    of_several = next(candidate for candidate in others if candidate.name == SEVERAL_STEPS)
     for name in configurations if switches else ():
         on_switch = OnSwitch(ranks, {name: programs[name]}, places, kinds, tolerance)
         for axis in switches:
@@ -164,24 +164,26 @@ def _checked(steps: Mapping[str, Configuration | Callable[..., Any]]) -> dict[st
     wanted = 'give a mapping from names to configurations, such as {"tp": Configuration(step, {"tp": 2}), "ddp": step}'
     if not isinstance(steps, Mapping) or not steps:
         raise ValueError(f"{_GATE}: steps={steps!r:.80}; {wanted}")
-    found = {}
-    for name, one in steps.items():
+    configurations = {}
+    for name, step in steps.items():
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"{_GATE}: steps has the name {name!r}; {wanted}")
-        found[name] = one if isinstance(one, Configuration) else Configuration(one)
-    return found
+        configurations[name] = step if isinstance(step, Configuration) else Configuration(step)
+    return configurations
 
 
 def _checked_axes(axes: Iterable[str]) -> list[str]:
     several = [axes] if isinstance(axes, str) or not isinstance(axes, Iterable) else list(axes)
-    if isinstance(axes, str) or (wrong := [axis for axis in several if axis not in AXES]):
-        shown = axes if isinstance(axes, str) else wrong
+    if isinstance(axes, str) or (unknown := [axis for axis in several if axis not in AXES]):
+        shown = axes if isinstance(axes, str) else unknown
         raise ValueError(f"{_GATE}: axes has {shown!r}; give a list of {', '.join(map(repr, AXES))}")
     return list(dict.fromkeys(several))
 
 
-def _place(name: str, one: Configuration, largest: int) -> Place:
-    (place,) = check_places(_GATE, f"on of {name!r}", [largest if one.on is None else one.on], largest)
+def _place(name: str, configuration: Configuration, largest: int) -> Place:
+    (place,) = check_places(
+        _GATE, f"on of {name!r}", [largest if configuration.on is None else configuration.on], largest
+    )
     return place
 
 
@@ -193,55 +195,57 @@ def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[s
     agreement.finish(reasons)
 
 
-def _search(agreement: Agreement, kinds: Iterable[Family], most_shrinks: int = _MOST_SHRINKS) -> None:
-    for kind in kinds:
-        if kind.name == SEVERAL_STEPS and not agreement.trains:
+def _search(agreement: Agreement, families: Iterable[Family], most_shrinks: int = _MOST_SHRINKS) -> None:
+    for family in families:
+        if family.name == SEVERAL_STEPS and not agreement.trains:
             continue
         try:
-            found = smallest_failure(agreement, kind.scenarios, kind.examples, most_shrinks)
+            disagreement = smallest_failure(agreement, family.scenarios, family.examples, most_shrinks)
         except RankHang as hang:
             trials = agreement.current
             failure = no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step))
             raise late_hang(replace(failure, verdict=f"{trials.name} does not return"), hang) from None
-        if found is not None:
-            raise _error_of(found) from found.failures[0][1].error
+        if disagreement is not None:
+            raise _error_of(disagreement) from disagreement.failures[0][1].error
 
 
-def _error_of(found: Disagreement) -> ScalingMismatch:
-    trials, failed = found.failures[0]
+def _error_of(disagreement: Disagreement) -> ScalingMismatch:
+    trials, failed = disagreement.failures[0]
     failed, needed = shrunk_to_axes(trials, failed) if trials.one_device else (failed, None)
     failure = failure_of(trials, failed, [], needed)
-    findings = _findings(found, trials, failure)
-    if not found.control:
+    findings = _findings(disagreement, trials, failure)
+    if not disagreement.control:
         # Without a control, a mistake may be one of either configuration.
-        for other, of_other in found.failures[1:]:
-            more = _findings(found, other, failure_of(other, of_other, []))
-            known = {one.mistake for one in findings}
-            findings += [one for one in more if one.mistake not in known]
-    failure = replace(failure, findings=findings, verdict=found.verdict)
+        for other_trials, of_other in disagreement.failures[1:]:
+            other_findings = _findings(disagreement, other_trials, failure_of(other_trials, of_other, []))
+            mistakes = {finding.mistake for finding in findings}
+            findings += [finding for finding in other_findings if finding.mistake not in mistakes]
+    failure = replace(failure, findings=findings, verdict=disagreement.verdict)
     report = report_of(failure)
     remarks = list(report.remarks)
-    if not found.control:
+    if not disagreement.control:
         remarks.append(f"nothing shows which of them is wrong: expected values are those of {trials.against}")
-    if 1 < len(found.groups) < sum(map(len, found.groups)):
-        remarks.append("these agree with each other: " + "; ".join(", ".join(group) for group in found.groups))
+    if 1 < len(disagreement.groups) < sum(map(len, disagreement.groups)):
+        remarks.append("these agree with each other: " + "; ".join(", ".join(group) for group in disagreement.groups))
     return ScalingMismatch(
         str(replace(report, remarks=remarks)),
-        ranks=failed.ranks if found.control else (),
+        ranks=failed.ranks if disagreement.control else (),
         mistakes=report.mistakes,
         site=report.site,
     )
 
 
-def _findings(found: Disagreement, trials: Trials, failure: Failure) -> list[Finding]:
+def _findings(disagreement: Disagreement, trials: Trials, failure: Failure) -> list[Finding]:
     """Return the findings in words for what the configuration was compared with; one if it may be right."""
     if not isinstance(trials, PairTrials):
         return list(failure.findings)
-    known = [replace(one, evidence=one.evidence.replace(PARITY, trials.against)) for one in failure.findings]
+    findings = [
+        replace(finding, evidence=finding.evidence.replace(PARITY, trials.against)) for finding in failure.findings
+    ]
     if trials.of_switch:
         # Both runs are on the same ranks, from the same seeds.
-        known = [one for one in known if one.mistake != "random-numbers-per-rank"]
-    if found.control:
-        return known
-    given = f"if {trials.against} is right and {trials.name} is wrong"
-    return [replace(one, evidence=f"{given}: {one.evidence}") for one in known[:1]]
+        findings = [finding for finding in findings if finding.mistake != "random-numbers-per-rank"]
+    if disagreement.control:
+        return findings
+    condition = f"if {trials.against} is right and {trials.name} is wrong"
+    return [replace(finding, evidence=f"{condition}: {finding.evidence}") for finding in findings[:1]]

@@ -62,7 +62,7 @@ def facts(
         result_in: returns the gradient or parameter that a tensor shares memory with.
         named: the parameters of the model; "upstream" names the ones that the operand depends on.
     """
-    said: dict[str, Any] = {
+    description: dict[str, Any] = {
         "dtype": name_of(value.dtype),
         "shape": tuple(value.shape),
         "gaps": not _is_dense(value),
@@ -73,18 +73,24 @@ def facts(
     }
     history = _history(value, frame)
     if history is not None:
-        said["detached"] = history is not value or not torch.is_grad_enabled()
-        said["upstream"] = upstream(history.grad_fn, named)
+        description["detached"] = history is not value or not torch.is_grad_enabled()
+        description["upstream"] = upstream(history.grad_fn, named)
     if value.numel() == 1:
-        said["value"] = float(as_real(value.detach()).sum())
-    return said
+        description["value"] = float(as_real(value.detach()).sum())
+    return description
 
 
-def arrived(given: Sequence[Any]) -> bool:
+def arrived(arguments: Sequence[Any]) -> bool:
     """Return whether a collective has put this rank's own operand into the list that it fills."""
-    own = [one for one in given if isinstance(one, torch.Tensor)]
-    parts = [part for one in given if isinstance(one, (list, tuple)) for part in one if isinstance(part, torch.Tensor)]
-    return any(part.shape == one.shape and bool((part == one).all()) for one in own for part in parts)
+    own = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    entries = [
+        entry
+        for argument in arguments
+        if isinstance(argument, (list, tuple))
+        for entry in argument
+        if isinstance(entry, torch.Tensor)
+    ]
+    return any(entry.shape == operand.shape and bool((entry == operand).all()) for operand in own for entry in entries)
 
 
 def contents(value: torch.Tensor) -> dict[str, Any]:
@@ -104,8 +110,8 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
     """Return the sum of each tensor, but not of a DTensor, because each rank holds its own part."""
-    whole = [(name, value.detach()) for name, value in named if not hasattr(value, "full_tensor")]
-    return {name: float(as_real(value).double().sum()) for name, value in whole}
+    undivided = [(name, value.detach()) for name, value in named if not hasattr(value, "full_tensor")]
+    return {name: float(as_real(value).double().sum()) for name, value in undivided}
 
 
 class Rows:
@@ -122,14 +128,14 @@ class Rows:
         # A leaf with equal rows cannot identify its samples.
         self._known = [dict(rows) for rows in of_leaves.values() if len(dict(rows)) == len(rows)]
 
-    def samples(self, given: torch.Tensor) -> list[tuple[int, int]] | None:
-        """Return the samples in `given` as (batch, index); None unless all are rows of one leaf of the batches."""
-        if given.dim() < 2:
+    def samples(self, inputs: torch.Tensor) -> list[tuple[int, int]] | None:
+        """Return the samples in `inputs` as (batch, index); None unless all are rows of one leaf of the batches."""
+        if inputs.dim() < 2:
             return None
-        digests = [digest_of(row) for row in given.detach().cpu()]
-        for known in self._known:
-            if all(digest in known for digest in digests):
-                return [known[digest] for digest in digests]
+        digests = [digest_of(row) for row in inputs.detach().cpu()]
+        for samples_by_digest in self._known:
+            if all(digest in samples_by_digest for digest in digests):
+                return [samples_by_digest[digest] for digest in digests]
         return None
 
 
@@ -164,27 +170,32 @@ def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None
     start = value.data_ptr()
     above = _held_above(frame)
     return next(
-        (one for one in above if one.grad_fn is not None and one.shape == value.shape and one.data_ptr() == start), None
+        (
+            tensor
+            for tensor in above
+            if tensor.grad_fn is not None and tensor.shape == value.shape and tensor.data_ptr() == start
+        ),
+        None,
     )
 
 
 def upstream(start: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
     """Return the names of the parameters that a node of autograd's graph depends on."""
-    nodes, known, leaves = [start], {start}, set()
+    nodes, visited, leaves = [start], {start}, set()
     while nodes:
         node = nodes.pop()
         leaves.add(id(getattr(node, "variable", None)))
-        below = {one for one, _ in node.next_functions if one is not None} - known
-        known |= below
+        below = {function for function, _ in node.next_functions if function is not None} - visited
+        visited |= below
         nodes += below
     return tuple(name for name, parameter in named if id(parameter) in leaves)
 
 
 def in_function(frame: types.FrameType) -> bool:
     """Return whether a frame is inside a `torch.autograd.Function`, which has its own backward pass."""
-    caller, left = frame.f_back, _FRAMES
-    while caller is not None and left:
-        left -= is_under_test(caller)
+    caller, frames_left = frame.f_back, _FRAMES
+    while caller is not None and frames_left:
+        frames_left -= is_under_test(caller)
         if isinstance(caller.f_locals.get("ctx"), FunctionCtx):
             return True
         caller = caller.f_back
@@ -193,10 +204,10 @@ def in_function(frame: types.FrameType) -> bool:
 
 def _held_above(frame: types.FrameType) -> Iterator[torch.Tensor]:
     """Yield the tensors among the local variables of the nearest frames of the code under test."""
-    caller, left = frame.f_back, _FRAMES
-    while caller is not None and left:
+    caller, frames_left = frame.f_back, _FRAMES
+    while caller is not None and frames_left:
         if is_under_test(caller):
-            left -= 1
+            frames_left -= 1
             yield from (value for value in caller.f_locals.values() if isinstance(value, torch.Tensor))
         caller = caller.f_back
 
@@ -227,10 +238,10 @@ _SEED = inspect.unwrap(torch.manual_seed).__code__
 def noting_seeds(events: list[CallEvent]) -> Iterator[None]:
     """Record the seeds that are set in this thread, with their lines."""
 
-    def note(frame: types.FrameType, what: str, called: Any) -> None:
-        if what == "call" and frame.f_code is _SEED:
+    def note(frame: types.FrameType, profile_event: str, called: Any) -> None:
+        if profile_event == "call" and frame.f_code is _SEED:
             events.append(CallEvent("seed", "manual_seed", site(frame), {"seed": int(frame.f_locals["seed"])}))
-        elif what == "c_return" and (event := generator_seeded(frame, called)) is not None:
+        elif profile_event == "c_return" and (event := generator_seeded(frame, called)) is not None:
             events.append(event)
 
     before = sys.getprofile()
@@ -261,9 +272,9 @@ _LOSSES = {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
 class NotingLabels(TorchDispatchMode):
     """Records the labels of each loss, and the line of the code under test that computes it."""
 
-    def __init__(self, found: list[Labels]) -> None:
+    def __init__(self, labels: list[Labels]) -> None:
         super().__init__()
-        self._found = found
+        self._found = labels
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -295,15 +306,15 @@ _MOST_OUTPUTS = 1 << 16
 @contextlib.contextmanager
 def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterator[None]:
     """Write the first output of each module to `trace`, in the order of calls, with its gradient."""
-    names = {
-        id(part): prefix + name
+    module_names = {
+        id(submodule): prefix + name
         for prefix, module in modules.items()
-        for name, part in named_modules(module)
+        for name, submodule in named_modules(module)
         if prefix + name
     }
 
     def called(module: nn.Module, args: Any, output: Any) -> None:
-        name = names.get(id(module))
+        name = module_names.get(id(module))
         value = next(iter(tensors_of(output)), None) if name is not None else None
         if name is None or name in trace.outputs or not _is_usable(value):
             return
@@ -373,77 +384,77 @@ class _EventRecorder:
         self._nested = _NestedCall()
         self._following: list[list[RemovableHandle]] = []  # hooks of each running backward pass
 
-    def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
+    def __call__(self, frame: types.FrameType, profile_event: str, result: Any) -> None:
         if not self.on:
             sys.setprofile(None)  # autograd's threads never end: detach from them here
             return
-        if what == "c_return" and (seeded := generator_seeded(frame, result)) is not None:
+        if profile_event == "c_return" and (seeded := generator_seeded(frame, result)) is not None:
             self._trace.events.append(seeded)
-        if what not in ("call", "return") or is_capturing():
+        if profile_event not in ("call", "return") or is_capturing():
             return
         code = frame.f_code
         if code is _BACKWARD:
-            if what == "call":
+            if profile_event == "call":
                 self._following.append(self._follow(frame.f_locals["t_outputs"]))
             elif self._following:
                 for hook in self._following.pop():
                     hook.remove()
         elif code is _CALL:
-            self._collective(frame, what, result)
+            self._collective(frame, profile_event, result)
         elif code is _WAIT:
-            self._wait(frame.f_locals["work"], what)
+            self._wait(frame.f_locals["work"], profile_event)
         elif code is _MODULE:
-            self._forward(frame, what)
-        elif what == "return" and (finish := _FINISHED.get(code)) is not None:
+            self._forward(frame, profile_event)
+        elif profile_event == "return" and (finish := _FINISHED.get(code)) is not None:
             with contextlib.suppress(Exception):
                 finish(self, result)
-        elif what == "call" and (watched := _WATCHED.get(code)) is not None:
-            kind, name, read = watched
+        elif profile_event == "call" and (watched := _WATCHED.get(code)) is not None:
+            event_kind, name, read = watched
             with contextlib.suppress(Exception):  # missing evidence must not fail the run
-                self._trace.events.append(CallEvent(kind, name, site(frame), read(frame.f_locals, self)))
+                self._trace.events.append(CallEvent(event_kind, name, site(frame), read(frame.f_locals, self)))
 
-    def last(self, kind: str) -> CallEvent:
-        return next(event for event in reversed(self._trace.events) if event.kind == kind)
+    def last(self, event_kind: str) -> CallEvent:
+        return next(event for event in reversed(self._trace.events) if event.kind == event_kind)
 
-    def _wait(self, work: Any, what: str) -> None:
+    def _wait(self, work: Any, profile_event: str) -> None:
         for pending, event, versions in self._asynchronous:
             if pending is not work:
                 continue
-            if what == "return":
+            if profile_event == "return":
                 _note_results(event, [tensor for tensor, _ in versions])
                 continue
             event.details["waited"] = True
             # A write to the operand before the wait used it too early.
             event.details["touched"] = any(tensor._version != version for tensor, version in versions)
 
-    def _forward(self, frame: types.FrameType, what: str) -> None:
-        self._nested.depth += 1 if what == "call" else -1
-        if what != "call" or self._nested.depth != 1:
+    def _forward(self, frame: types.FrameType, profile_event: str) -> None:
+        self._nested.depth += 1 if profile_event == "call" else -1
+        if profile_event != "call" or self._nested.depth != 1:
             return
         with contextlib.suppress(Exception):
             module = frame.f_locals["self"]
             inputs = [value for value in frame.f_locals["args"] if isinstance(value, torch.Tensor)]
-            said = {
+            details = {
                 "parameters": sums_of(named_parameters(module)),
                 "samples": self._rows.samples(inputs[0]) if inputs else None,
                 "owns": self.names_in(module),
-                "training": {name: part.training for name, part in named_modules(module)},
+                "training": {name: submodule.training for name, submodule in named_modules(module)},
             }
-            self._trace.events.append(CallEvent("model", type(module).__name__, site(frame), said))
+            self._trace.events.append(CallEvent("model", type(module).__name__, site(frame), details))
 
     def _follow(self, roots: Sequence[Any]) -> list[RemovableHandle]:
         """Watch the threads that run the backward pass from `roots`; autograd has a thread for each GPU.
 
         Python did not start those threads, so only code that runs inside them can set a profile function.
         """
-        found = (getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots)
-        nodes = [node for node in found if node is not None]
-        known, hooks = set(nodes), []
+        candidates = (getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots)
+        nodes = [node for node in candidates if node is not None]
+        visited, hooks = set(nodes), []
         while nodes:
             node = nodes.pop()
             hooks.append(node.register_prehook(self._enter_thread))
-            below = {one for one, _ in node.next_functions if one is not None} - known
-            known |= below
+            below = {function for function, _ in node.next_functions if function is not None} - visited
+            visited |= below
             nodes += below
         return hooks
 
@@ -451,14 +462,14 @@ class _EventRecorder:
         if self.on and sys.getprofile() is not self:
             sys.setprofile(self)
 
-    def _collective(self, frame: types.FrameType, what: str, result: Any) -> None:
+    def _collective(self, frame: types.FrameType, profile_event: str, result: Any) -> None:
         local = frame.f_locals
         form, args, kwargs = local["form"], local["args"], local["kwargs"]
         if local["self"]._inside.depth:
             return
-        if what == "return":
-            given = [form.argument(name, args, kwargs) for name in form.parameters]
-            tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if profile_event == "return":
+            arguments = [form.argument(name, args, kwargs) for name in form.parameters]
+            tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
             event = next((event for event in reversed(self._trace.events) if event.kind == "collective"), None)
             if event is None:
                 return
@@ -467,7 +478,7 @@ class _EventRecorder:
                 self._asynchronous.append((result, event, [(tensor, tensor._version) for tensor in tensors]))
             else:
                 _note_results(event, tensors)
-                event.details["arrived"] = arrived(given)
+                event.details["arrived"] = arrived(arguments)
             return
         with contextlib.suppress(Exception):
             details = self._operands(frame, form, args, kwargs)
@@ -490,11 +501,11 @@ class _EventRecorder:
                     int(value) if name in ("src", "dst") or group is None else group.ranks[value]
                 )
             elif isinstance(value, torch.Tensor):
-                said = facts(value, self._result_in, frame, self.parameters()) | {"before": contents(value)}
-                details.setdefault("tensors", []).append(said)
+                description = facts(value, self._result_in, frame, self.parameters()) | {"before": contents(value)}
+                details.setdefault("tensors", []).append(description)
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-                details["list"] = [facts(one, self._result_in, frame, self.parameters()) for one in value]
-                places = [one.data_ptr() for one in value if one.numel()]
+                details["list"] = [facts(tensor, self._result_in, frame, self.parameters()) for tensor in value]
+                places = [tensor.data_ptr() for tensor in value if tensor.numel()]
                 details["aliased"] = len(set(places)) < len(places)
         return details
 
@@ -533,8 +544,8 @@ def _python_seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str
 
 def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     loss = local["self"].detach()
-    said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
-    return said | {
+    details: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
+    return details | {
         "parameters": sums_of(recorder.parameters()),
         "layouts": {name: layout(value) for name, value in recorder.parameters()},
         "trained": tuple(name for name, value in recorder.parameters() if value.requires_grad),
@@ -547,9 +558,11 @@ def _note_results(event: CallEvent, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _backward_ends(recorder: _EventRecorder, result: Any) -> None:
-    whole = ((name, value.grad) for name, value in recorder.parameters() if not hasattr(value, "full_tensor"))
-    left = {name: contents(value) for name, value in whole if value is not None and value.layout == torch.strided}
-    recorder.last("backward").details["left"] = left
+    undivided = ((name, value.grad) for name, value in recorder.parameters() if not hasattr(value, "full_tensor"))
+    gradients = {
+        name: contents(value) for name, value in undivided if value is not None and value.layout == torch.strided
+    }
+    recorder.last("backward").details["left"] = gradients
 
 
 def _clip_ends(recorder: _EventRecorder, result: Any) -> None:
@@ -647,7 +660,7 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
 )
 
 _WATCHED: dict[types.CodeType, tuple[str, str, Read]] = {
-    _code(function): (kind, name, read) for function, kind, name, read in _TABLE
+    _code(function): (event_kind, name, read) for function, event_kind, name, read in _TABLE
 }
 _FINISHED: dict[types.CodeType, Callable[[_EventRecorder, Any], None]] = {
     _code(torch.Tensor.backward): _backward_ends,

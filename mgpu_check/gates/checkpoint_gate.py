@@ -106,8 +106,10 @@ class Entries:
     def is_rank_0s(self, name: StateEntry) -> bool:
         """Return whether the wrong ranks have the value that is right for rank 0."""
         rows = self.by_name[name]
-        wrong = self.ranks_wrong(name)
-        return 0 not in wrong and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong)
+        wrong_ranks = self.ranks_wrong(name)
+        return (
+            0 not in wrong_ranks and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong_ranks)
+        )
 
 
 def explained(
@@ -144,8 +146,8 @@ def explained(
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
     altered = {} if loaded is None else _altered(ends, loaded, fresh, resharded)
     evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn, _epochs(epochs), resharded, altered)
-    told = f"right after loading, not as saved: {by_ranks(altered, _SHOWN)}"
-    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts), [told] * bool(altered)
+    fact = f"right after loading, not as saved: {by_ranks(altered, _SHOWN)}"
+    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts), [fact] * bool(altered)
 
 
 def _altered(
@@ -155,26 +157,26 @@ def _altered(
 
     An entry that was not restored is missing, or has its value of a run without a checkpoint.
     """
-    found = {}
+    altered = {}
     for name, ranks in loaded.wrong.items():
-        left = [] if fresh is None else fresh.ranks_right(name)
-        other = [rank for rank in ranks if rank not in left and loaded.by_name[name][rank].got]
-        if other and name not in resharded and _holds(ends, name) is not None and not loaded.is_rank_0s(name):
-            found[name] = other
-    return found
+        unrestored_ranks = [] if fresh is None else fresh.ranks_right(name)
+        altered_ranks = [rank for rank in ranks if rank not in unrestored_ranks and loaded.by_name[name][rank].got]
+        if altered_ranks and name not in resharded and _holds(ends, name) is not None and not loaded.is_rank_0s(name):
+            altered[name] = altered_ranks
+    return altered
 
 
 def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
     """Describe a sampler whose epoch does not follow from the interrupted run; "" if none does."""
-    for rank, (whole, before, after) in enumerate(of_ranks):
+    for rank, (uninterrupted, before, after) in enumerate(of_ranks):
         # Training may continue in the interrupted epoch or in the next one, or repeat earlier epochs.
-        right = [whole[start:] for start in range(min(len(before), len(whole)) + 1)]
-        if after and list(after) not in [list(one) for one in right] and len(after) <= len(whole):
-            told = (
+        expected = [uninterrupted[start:] for start in range(min(len(before), len(uninterrupted)) + 1)]
+        if after and list(after) not in [list(epochs) for epochs in expected] and len(after) <= len(uninterrupted):
+            summary = (
                 f"DistributedSampler continues with epoch {after[0]} on rank {rank}, and with epoch "
-                f"{whole[-len(after)]}"
+                f"{uninterrupted[-len(after)]}"
             )
-            return f"{told} in the uninterrupted run"
+            return f"{summary} in the uninterrupted run"
     return ""
 
 
@@ -187,8 +189,8 @@ def _evidence(
     altered: Mapping[StateEntry, Sequence[int]],
 ) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
-    wrong = {} if loaded is None else loaded.wrong
-    lost = {n: r for n, r in wrong.items() if _holds(ends, n) is not None and n not in (*resharded, *altered)}
+    mismatches = {} if loaded is None else loaded.wrong
+    lost = {n: r for n, r in mismatches.items() if _holds(ends, n) is not None and n not in (*resharded, *altered)}
     if loaded is not None and (lost or lost_numbers or resharded or altered):
         both = {**lost, **lost_numbers}
         partly = {name: ranks for name, ranks in both.items() if len(ranks) < len(loaded.by_name[name])}
@@ -214,16 +216,16 @@ def _evidence(
 
 
 def _holds(entries: Entries, name: StateEntry) -> bool | None:
-    found = [row.same for row in entries.by_name.get(name, {}).values()]
-    return False if False in found else None if None in found or not found else True
+    verdicts = [row.same for row in entries.by_name.get(name, {}).values()]
+    return False if False in verdicts else None if None in verdicts or not verdicts else True
 
 
 def _detail(entries: Entries, name: StateEntry, when: str = "") -> str:
-    wrong = entries.ranks_wrong(name)
-    if not wrong:
+    wrong_ranks = entries.ranks_wrong(name)
+    if not wrong_ranks:
         return next((row.detail for row in entries.by_name.get(name, {}).values() if row.same is None), "")
-    what = "other numbers follow" if name.generator else entries.by_name[name][wrong[0]].detail
-    return f"{when}{named(wrong)}: {what}"
+    description = "other numbers follow" if name.generator else entries.by_name[name][wrong_ranks[0]].detail
+    return f"{when}{named(wrong_ranks)}: {description}"
 
 
 _GATE = "assert_resume_continues"
@@ -319,9 +321,9 @@ def assert_resume_continues(
     else:
         saving, loading = (
             [(size, ()) for size in world_sizes_of(ranks, None)]
-            if given is None
-            else check_places(_GATE, name, given, ranks.size)
-            for name, given in (("save_on", save_on), ("load_on", load_on))
+            if worlds is None
+            else check_places(_GATE, name, worlds, ranks.size)
+            for name, worlds in (("save_on", save_on), ("load_on", load_on))
         )
         groups = [[(saved, loaded) for loaded in loading for saved in saving]]
     for group in groups:
@@ -330,7 +332,7 @@ def assert_resume_continues(
             for saved, loaded in group:
                 _check(training, saved, loaded, tolerance)
                 if saved == loaded:  # a checkpoint of other ranks may leave files that a second one must not read
-                    _check(training, saved, loaded, tolerance, again=True)
+                    _check(training, saved, loaded, tolerance, interrupted_twice=True)
     smallest = next((pair for group in groups for pair in group if max(pair)[0] > 1), None)
     if smallest is not None:
 
@@ -369,10 +371,10 @@ class _TrainingRuns:
             shutil.copytree(directory, self.checkpoint(place, "saved"))
         return directory
 
-    def resumed(self, saved: Place, loaded: Place, again: bool) -> Path:
-        """Resume the interrupted run to its end; with `again`, interrupt and resume it once more on the way."""
+    def resumed(self, saved: Place, loaded: Place, interrupted_twice: bool) -> Path:
+        """Resume the interrupted run to its end; if `interrupted_twice`, interrupt it once more on the way."""
         directory, start = self.restored(saved), self.steps
-        if again:
+        if interrupted_twice:
             assert self.middle is not None
             self.run(loaded, start, self.middle, "resumed", directory, _OTHER_SEED)
             shutil.rmtree(self.checkpoint(saved, "saved again"), ignore_errors=True)
@@ -392,12 +394,12 @@ class _TrainingRuns:
 
         Without steps in between, one rank may save while another still loads. So each rank gets its own copy.
         """
-        apart = self._of(loaded) / "apart"
-        shutil.rmtree(apart, ignore_errors=True)
+        copies = self._of(loaded) / "apart"
+        shutil.rmtree(copies, ignore_errors=True)
         copy = self.checkpoint(saved, "saved" if step == self.steps else "saved again")
         for rank in range(loaded[0]):
-            shutil.copytree(copy, apart / str(rank))
-        return self.run(loaded, step, step, "loaded", apart, _OTHER_SEED, apart=True)
+            shutil.copytree(copy, copies / str(rank))
+        return self.run(loaded, step, step, "loaded", copies, _OTHER_SEED, per_rank=True)
 
     def fresh(self, place: Place) -> Path:
         """Return the state of a run that loads nothing and makes no step, under the seed of a resumed run."""
@@ -407,10 +409,10 @@ class _TrainingRuns:
         from mgpu_check.gates.states import TrainingPart, train_and_keep
 
         directory.mkdir(parents=True, exist_ok=True)
-        part = TrainingPart(start, stop, directory, seed, place[1], **how)
+        training_part = TrainingPart(start, stop, directory, seed, place[1], **how)
         kept = self._of(place) / name
         with noting(f"steps {start} to {stop} at {where_is(*place)}"):
-            problems = self.ranks.run(train_and_keep, self.train, part, kept, size=place[0])
+            problems = self.ranks.run(train_and_keep, self.train, training_part, kept, size=place[0])
         for problem in filter(None, problems):
             raise ValueError(problem)
         return kept
@@ -439,8 +441,10 @@ class _TrainingRuns:
         return self.root / where_is(*place)
 
 
-def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, again: bool = False) -> None:
-    """Check one interruption; with `again` two, of which the first is known to be harmless."""
+def _check(
+    training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, interrupted_twice: bool = False
+) -> None:
+    """Check one interruption; with `interrupted_twice` two, of which the first is known to be harmless."""
     from mgpu_check.gates.states import compare, epochs_of, resharded
 
     ranks, steps, size = training.ranks, training.steps, loaded[0]
@@ -451,12 +455,12 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
             ranks.run(compare, got, runs, training.half(loaded), list(perturbed), tolerance, rounded, size=size)
         )
 
-    step = training.middle if again else steps
+    step = training.middle if interrupted_twice else steps
     if step is None:
         ranks._remark(f"{_GATE}: steps={steps} leaves no room for a second interruption; give 2 or more to check one")
         return
-    resumed, whole = training.resumed(saved, loaded, again), training.whole(loaded)
-    ends = compared(resumed, whole)
+    resumed, uninterrupted = training.resumed(saved, loaded, interrupted_twice), training.whole(loaded)
+    ends = compared(resumed, uninterrupted)
     if ends.irreproducible:
         raise ValueError(
             f"two uninterrupted runs of steps 0 to {2 * steps} differ by more than rounding in {ends.irreproducible}; "
@@ -477,17 +481,17 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
             perturbed = training.perturbed(loaded)
             if isinstance(perturbed, BaseException):
                 raise perturbed
-            ends = compared(resumed, whole, perturbed)
+            ends = compared(resumed, uninterrupted, perturbed)
         except (RankFailure, RankHang, ValueError) as error:
             how = "bit for bit"
             if across:
-                how, ends = "up to what rounding could explain at most", compared(resumed, whole, rounded=True)
+                how, ends = "up to what rounding could explain at most", compared(resumed, uninterrupted, rounded=True)
             remarks.append(
                 f"compared {how}, because the size of rounding errors could not be measured: {_first(error)}"
             )
     if not ends.wrong:
         return
-    entry, detail, wrong = ends.first_wrong
+    entry, detail, wrong_ranks = ends.first_wrong
     if across:
         remarks.append(_agreement(training, saved, loaded, entry, tolerance))
     state: Entries | None = None
@@ -496,10 +500,10 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     before = training.half(loaded)
     try:
         before = training.until(loaded, step)
-        parts = training.loaded(saved, loaded, step)
-        state = compared(parts, [before], rounded=across)
+        loaded_path = training.loaded(saved, loaded, step)
+        state = compared(loaded_path, [before], rounded=across)
         if across:
-            moved = ranks.run(resharded, *training.halves(saved, loaded), parts, size=1)[0]
+            moved = ranks.run(resharded, *training.halves(saved, loaded), loaded_path, size=1)[0]
     except (RankFailure, RankHang, ValueError) as error:
         # The failure is already proven; this run only explains it.
         call = f"train(rank, directory, {step}, {step})"
@@ -507,17 +511,17 @@ def _check(training: _TrainingRuns, saved: Place, loaded: Place, tolerance: floa
     attempts = Attempts()
     if state is not None and state.wrong:
         with contextlib.suppress(RankFailure, RankHang, ValueError):
-            fresh = compared(parts, [training.fresh(loaded)])
-    epochs = ranks.run(epochs_of, [whole[0], before, resumed], size=size)
+            fresh = compared(loaded_path, [training.fresh(loaded)])
+    epochs = ranks.run(epochs_of, [uninterrupted[0], before, resumed], size=size)
     observables, findings, facts = explained(ends, state, attempts, epochs, moved, fresh)
-    twice = f", and again at step {step}," if again else ""
-    said = (
+    twice = f", and again at step {step}," if interrupted_twice else ""
+    summary = (
         f"saved at step {steps} at {where_is(*saved)} and resumed at {where_is(*loaded)} does not continue"
         if across
         else f"resumed at step {steps}{twice} does not continue at {where_is(*loaded)}"
     )
     report = Report(
-        f"training {said}: after step {2 * steps}, {entry} on {named(wrong)}: {detail}",
+        f"training {summary}: after step {2 * steps}, {entry} on {named(wrong_ranks)}: {detail}",
         _case(saved, loaded, steps, step),
         observables,
         findings,
@@ -537,14 +541,14 @@ def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: Stat
     """
     from mgpu_check.gates.states import same_training
 
-    there = f"at {where_is(*saved)} and at {where_is(*loaded)}"
+    locations = f"at {where_is(*saved)} and at {where_is(*loaded)}"
     differing, agreeing = training.ranks.run(same_training, *training.halves(saved, loaded), tolerance, size=1)[0]
     if differing:
         raise ValueError(
             f"{_GATE}: train depends on the number of ranks: after steps 0 to {training.steps}, without any "
-            f"checkpoint, {differing} {there} differ by more than rounding; so a run that is resumed on other ranks "
-            "cannot be judged. Make the step the same at any world size (assert_step_scales says where it differs), "
-            "without random numbers that differ between ranks"
+            f"checkpoint, {differing} {locations} differ by more than rounding; so a run that is resumed on other "
+            "ranks cannot be judged. Make the step the same at any world size (assert_step_scales says where it "
+            "differs), without random numbers that differ between ranks"
         )
     if not agreeing:
         raise NotCompared(
@@ -553,7 +557,7 @@ def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: Stat
             "numbers of ranks; so either the checkpoint or train itself differs. Return whole parameters from "
             "train, too, such as full_tensor() or a full state dict"
         )
-    return f"uninterrupted runs {there} agree, so train is the same there"
+    return f"uninterrupted runs {locations} agree, so train is the same there"
 
 
 def _case(saved: Place, loaded: Place, steps: int, last: int | None = None) -> dict[str, object]:

@@ -66,8 +66,8 @@ class DrawsOfFloat32(TorchDispatchMode):
     @staticmethod
     def _narrowed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run any other operator on what it is given in float32, and widen its results."""
-        given = tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in given):
+        inputs = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in inputs):
             return func(*args, **kwargs)
         narrow_args, narrow_kwargs = tree_map(_narrow, (args, kwargs))
         result = func(*narrow_args, **narrow_kwargs)
@@ -161,8 +161,8 @@ class Notes(TorchDispatchMode):
 def _by_generator_alone(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether the draw of an operator depends only on the generator, not on its tensor arguments."""
     packet = func.overloadpacket
-    given = args[1:] if packet in _FILLING else args
-    return packet in _FROM_NOTHING and not any(isinstance(value, torch.Tensor) for value in given)
+    inputs = args[1:] if packet in _FILLING else args
+    return packet in _FROM_NOTHING and not any(isinstance(value, torch.Tensor) for value in inputs)
 
 
 def _sum(drawn: Any) -> float | None:

@@ -66,13 +66,13 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
     model = program.build()
     if not isinstance(model, nn.Module):
         return f"build() returned a {type(model).__name__}; return a torch.nn.Module"
-    seen: dict[str, Any] = {"initial": _state(model)}
+    saved: dict[str, Any] = {"initial": _state(model)}
     batches = []
     for number in range(program.steps + 1):
         seed_everything(_SEED + 1 + number)
         batches.append(program.batch(program.samples))
-    *training, held = batches
-    seen["batches"] = digest_of_value(
+    *training, evaluation_batch = batches
+    saved["batches"] = digest_of_value(
         str({name: digest_of_value(v) for name, v in flattened(batches, strict=False).items()})
     )
     seed_everything(_SEED)
@@ -82,22 +82,22 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
         pause(f"step {number}", last=number == len(training))
     state = _state(model)
     parameters = {name for name, _ in named_parameters(model)}
-    seen["parameter"] = {name: value for name, value in state.items() if name in parameters}
-    seen["buffer"] = {name: value for name, value in state.items() if name not in parameters}
+    saved["parameter"] = {name: value for name, value in state.items() if name in parameters}
+    saved["buffer"] = {name: value for name, value in state.items() if name not in parameters}
     model.eval()
     with torch.no_grad(), full_precision():
         # Evaluation must not depend on the seed: the seed differs between ranks and between the two runs.
-        for kind, seed in (("answer", 1000), ("again", 2000)):
+        for key, seed in (("answer", 1000), ("again", 2000)):
             seed_everything(_SEED + seed + rank.index)
             try:
-                seen[kind] = _answer(program, model, held)
+                saved[key] = _answer(program, model, evaluation_batch)
             except Opaque as error:
                 return f"evaluate(model, batch) returned an answer that cannot be compared: {error}"
-        seen["granted"] = _granted(program, model, held, rank) if measure else {}
-    if not any(isinstance(value, torch.Tensor) for value in seen["answer"].values()):
+        saved["granted"] = _granted(program, model, evaluation_batch, rank) if measure else {}
+    if not any(isinstance(value, torch.Tensor) for value in saved["answer"].values()):
         return "evaluate(model, batch) returned no tensor or float; return the output of the model"
     directory.mkdir(exist_ok=True)
-    torch.save(seen, directory / f"{rank.index}.pt")
+    torch.save(saved, directory / f"{rank.index}.pt")
     return ""
 
 
@@ -109,13 +109,13 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
     if program.evaluate is not None:
         return flattened(program.evaluate(model, batch), "answer", take=plain_copy)
-    first = next(iter(tensors_of(batch)), None)
-    if first is None:
+    inputs = next(iter(tensors_of(batch)), None)
+    if inputs is None:
         raise ValueError(
             "batch(n) holds no tensor to call the model with; pass evaluate=, a function of model and batch"
         )
-    device = next((t.device for _, t in (*named_parameters(model), *named_buffers(model))), first.device)
-    return flattened(model(first.to(device)), "answer", take=plain_copy)
+    device = next((t.device for _, t in (*named_parameters(model), *named_buffers(model))), inputs.device)
+    return flattened(model(inputs.to(device)), "answer", take=plain_copy)
 
 
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
@@ -136,38 +136,48 @@ def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> di
 
 def compare_ranks(directory: Path, size: int) -> list[Compared]:
     """Compare the values that `size` ranks saved. Called on one rank."""
-    seen: list[dict[str, Any]] = [torch.load(directory / f"{r}.pt", weights_only=False) for r in range(size)]
-    batches = grouped((one["batches"], rank) for rank, one in enumerate(seen))
-    found = [] if len(batches) == 1 else [Compared("batches", "batch", tuple(batches[1][1]), "", False)]
-    if not any(_trained(one) for one in seen):
-        found.append(Compared("untouched", "parameters", tuple(range(size)), "", False))
+    saved: list[dict[str, Any]] = [torch.load(directory / f"{r}.pt", weights_only=False) for r in range(size)]
+    batches = grouped((values_of_rank["batches"], rank) for rank, values_of_rank in enumerate(saved))
+    comparisons = [] if len(batches) == 1 else [Compared("batches", "batch", tuple(batches[1][1]), "", False)]
+    if not any(_trained(values_of_rank) for values_of_rank in saved):
+        comparisons.append(Compared("untouched", "parameters", tuple(range(size)), "", False))
     ranks = [f"on rank {rank}" for rank in range(size)]
-    for kind in ("initial", "parameter", "buffer", "answer"):
-        found += _compared(kind, [one[kind] for one in seen], ranks, seen[0]["granted"] if kind == "answer" else {})
-    for rank, one in enumerate(seen):
-        rows = _compared("repeated", [one["answer"], one["again"]], ["first", "then"], one["granted"])
-        found += [dataclasses.replace(row, wrong=(rank,)) for row in rows if row.wrong]
-    return found
+    for value_kind in ("initial", "parameter", "buffer", "answer"):
+        comparisons += _compared(
+            value_kind,
+            [values_of_rank[value_kind] for values_of_rank in saved],
+            ranks,
+            saved[0]["granted"] if value_kind == "answer" else {},
+        )
+    for rank, values_of_rank in enumerate(saved):
+        rows = _compared(
+            "repeated",
+            [values_of_rank["answer"], values_of_rank["again"]],
+            ["first", "then"],
+            values_of_rank["granted"],
+        )
+        comparisons += [dataclasses.replace(row, wrong=(rank,)) for row in rows if row.wrong]
+    return comparisons
 
 
-def _trained(seen: Mapping[str, Any]) -> bool:
-    initial = seen["initial"]
-    return any(digest_of_value(value) != digest_of_value(initial.get(n)) for n, value in seen["parameter"].items())
+def _trained(saved: Mapping[str, Any]) -> bool:
+    initial = saved["initial"]
+    return any(digest_of_value(value) != digest_of_value(initial.get(n)) for n, value in saved["parameter"].items())
 
 
 def _compared(
-    kind: str, states: list[dict[str, Any]], owners: list[str], granted: Mapping[str, torch.Tensor]
+    value_kind: str, states: list[dict[str, Any]], owners: list[str], granted: Mapping[str, torch.Tensor]
 ) -> Iterator[Compared]:
     for name in dict.fromkeys(name for state in states for name in state):
         values = [state.get(name) for state in states]
         digests = [digest_of_value(value) for value in values]
-        wrong = tuple(index for index, digest in enumerate(digests) if digest != digests[0])
-        detail, rounding = _detail(values, owners, wrong, granted.get(name)) if wrong else ("", False)
-        yield Compared(kind, name, wrong, detail, rounding)
+        differing = tuple(index for index, digest in enumerate(digests) if digest != digests[0])
+        detail, rounding = _detail(values, owners, differing, granted.get(name)) if differing else ("", False)
+        yield Compared(value_kind, name, differing, detail, rounding)
 
 
 def _detail(
-    values: list[Any], owners: list[str], wrong: tuple[int, ...], granted: torch.Tensor | None
+    values: list[Any], owners: list[str], differing: tuple[int, ...], granted: torch.Tensor | None
 ) -> tuple[str, bool]:
     """Return the values of all ranks at the largest difference, and whether all differences are within `granted`."""
     if len({_kind(value) for value in values}) > 1 or not isinstance(values[0], torch.Tensor):
@@ -175,13 +185,13 @@ def _detail(
         return _said(texts, owners), False
     if values[0].is_complex():
         values, granted = [as_real(value) for value in values], None
-    first = values[0]
-    rounding = granted is not None and all(difference(values[i], first, 2 * granted) is None for i in wrong)
-    found = next(filter(None, (difference(values[i], first) for i in wrong)), None)
-    if found is None:
+    reference = values[0]
+    rounding = granted is not None and all(difference(values[i], reference, 2 * granted) is None for i in differing)
+    deviation = next(filter(None, (difference(values[i], reference) for i in differing)), None)
+    if deviation is None:
         return "only the sign of zeros or the bits of NaN differ", True
-    where = f"element {list(found.worst)} is " if found.worst else ""
-    return where + _said([show(value[found.worst].item(), value.dtype) for value in values], owners), rounding
+    location = f"element {list(deviation.worst)} is " if deviation.worst else ""
+    return location + _said([show(value[deviation.worst].item(), value.dtype) for value in values], owners), rounding
 
 
 def _kind(value: Any) -> str:

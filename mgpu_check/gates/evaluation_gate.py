@@ -97,9 +97,9 @@ def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
     compared = _run(ranks, program, size, measure=False)
     if _wrong(compared) and not _of(compared, "parameter", "buffer"):
         compared = _run(ranks, program, size, measure=True)
-    if wrong := _wrong(compared):
-        report = _report(compared, wrong, _case(program, size), size, definition_of(program.step))
-        at_fault = sorted({rank for row in wrong for rank in row.wrong})
+    if disagreements := _wrong(compared):
+        report = _report(compared, disagreements, _case(program, size), size, definition_of(program.step))
+        at_fault = sorted({rank for row in disagreements for rank in row.wrong})
         raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes, site=report.site)
 
 
@@ -145,38 +145,40 @@ def _wrong(compared: Sequence[Compared]) -> list[Compared]:
     return [row for row in _of(compared, "answer", "repeated") if not row.rounding]
 
 
-def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int) -> Evidence:
+def _evidence(compared: Sequence[Compared], disagreements: Sequence[Compared], size: int) -> Evidence:
     """Return the evidence for why answers differ. An earlier difference explains later ones, so only it is included."""
-    initial, parameters, buffers = (_of(compared, kind) for kind in ("initial", "parameter", "buffer"))
-    repeated = _of(wrong, "repeated")
+    initial, parameters, buffers = (_of(compared, value_kind) for value_kind in ("initial", "parameter", "buffer"))
+    repeated = _of(disagreements, "repeated")
     evidence = Evidence(size)
     if initial:
-        told = f"{_listed(initial)}: different before the first step"
-        evidence = replace(evidence, start=Start(told, told))
+        summary = f"{_listed(initial)}: different before the first step"
+        evidence = replace(evidence, start=Start(summary, summary))
     elif parameters:
-        told = f"{_listed(parameters)}: equal before the first step, different after the last"
-        evidence = replace(evidence, gradients_apart=told)
+        summary = f"{_listed(parameters)}: equal before the first step, different after the last"
+        evidence = replace(evidence, gradients_apart=summary)
     if buffers and not initial:
         evidence = replace(evidence, buffers_apart=_listed(buffers))
     if repeated:
-        told = (
+        summary = (
             f"rank {repeated[0].wrong[0]} gives another answer under another seed: {repeated[0].detail}; look for "
             "dropout that is still on (model.eval() undone, functional.dropout without training=), or other random "
             "numbers"
         )
-        return replace(evidence, answers_change=told)
+        return replace(evidence, answers_change=summary)
     if initial or parameters or buffers:
         return evidence
-    told = f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {wrong[0].detail}"
-    return replace(evidence, answers_apart=told)
+    summary = (
+        f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {disagreements[0].detail}"
+    )
+    return replace(evidence, answers_apart=summary)
 
 
 def _report(
-    compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object], size: int, place: str
+    compared: Sequence[Compared], disagreements: Sequence[Compared], case: dict[str, object], size: int, definition: str
 ) -> Report:
-    parameters, buffers, repeated = _of(compared, "parameter"), _of(compared, "buffer"), _of(wrong, "repeated")
+    parameters, buffers, repeated = _of(compared, "parameter"), _of(compared, "buffer"), _of(disagreements, "repeated")
     attempts = Attempts()
-    evidence = attempts.of("the evidence", Evidence(size), _evidence, compared, wrong, size)
+    evidence = attempts.of("the evidence", Evidence(size), _evidence, compared, disagreements, size)
     findings = findings_of(evidence, _LIKELY, attempts)
     remarks = []
     if evidence.buffers_apart:
@@ -191,19 +193,21 @@ def _report(
             name = row.name if row.kind == "answer" else f"{row.kind} {row.name}"
             relations: dict[str, bool | None] = {"ranks agree": not row.wrong or row.rounding}
             if row.kind == "answer":
-                relations["repeatable"] = not any(other.name == row.name for other in repeated)
+                relations["repeatable"] = not any(repeated_row.name == row.name for repeated_row in repeated)
             observables.append(Observable(name, relations, row.detail))
     # Name a wrong parameter or buffer before a wrong answer: it is the cause.
-    first = (parameters or buffers or list(wrong))[0]
-    what = "another answer under another seed" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
+    cause = (parameters or buffers or list(disagreements))[0]
+    summary = (
+        "another answer under another seed" if cause.kind == "repeated" else f"{cause.kind} {cause.name!r} differs"
+    )
     return Report(
-        f"ranks give different answers in evaluation mode: {what} on {named(first.wrong)}"
-        + ("" if first.kind == "repeated" else f": {first.detail}"),
+        f"ranks give different answers in evaluation mode: {summary} on {named(cause.wrong)}"
+        + ("" if cause.kind == "repeated" else f": {cause.detail}"),
         case,
         observables,
         findings,
         [*remarks, *attempts.remarks],
-        place=place,
+        place=definition,
     )
 
 

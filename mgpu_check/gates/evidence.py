@@ -58,9 +58,9 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
         parting=different_collectives(account.parted, account.who),
         last=account.last,
         messages={
-            rank: one
+            rank: call
             for rank, record in account.records.items()
-            if (one := record.last) is not None and not one.number and one.unfinished
+            if (call := record.last) is not None and not call.number and call.unfinished
         },
         some_finished=0 < len(account.finished) < len(account.endings),
         finished=account.finished,
@@ -74,22 +74,22 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
 def _held(tensors: Tensors) -> list[dict[str, float]]:
     """Return the parameters that each rank holds at its first backward; empty if some rank holds none."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
-    parts = _parts(tensors)
-    held = [
-        {name: value for name, value in event.details["parameters"].items() if name not in parts}
+    sharded_names = _parts(tensors)
+    parameters_by_rank = [
+        {name: value for name, value in event.details["parameters"].items() if name not in sharded_names}
         for event in firsts
         if event is not None
     ]
-    return held if len(held) == len(firsts) > 1 else []
+    return parameters_by_rank if len(parameters_by_rank) == len(firsts) > 1 else []
 
 
 def _parts(tensors: Tensors) -> set[str]:
     """Return the parameters that some rank replaced by a tensor of another shape, such as a shard."""
     return {
         name.of
-        for one in tensors.seen
-        for name, value in one.values.items()
-        if name.kind == "params" and name.of in one.initial and one.initial[name.of].shape != value.shape
+        for run in tensors.seen
+        for name, value in run.values.items()
+        if name.kind == "params" and name.of in run.initial and run.initial[name.of].shape != value.shape
     }
 
 
@@ -105,25 +105,35 @@ def _samplers(tensors: Tensors) -> list[Sampler]:
 
 
 def _start(tensors: Tensors) -> Start | None:
-    where = "at the first backward"
+    location = "at the first backward"
     different = [name for name in _different(_held(tensors)) if tensors.is_whole(name)]
     if not different:
-        different, where = _different_in_own_model(tensors)
+        different, location = _different_in_own_model(tensors)
     if not different:
         return None
     seeds = {rank: event.details["seed"] for rank, event in reversed(list(tensors.events("seed", "generator")))}
-    seeds |= {rank: one.built[-1].details["seed"] for rank, one in enumerate(tensors.seen) if one.built}
-    told = ""
+    seeds |= {rank: run.built[-1].details["seed"] for rank, run in enumerate(tensors.seen) if run.built}
+    summary = ""
     if len(set(seeds.values())) > 1:
-        told = "; the seed set last is " + ", ".join(f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items()))
-    briefly = f"{different[0]} differs between ranks {where}"
-    return Start(f"{briefly} already{told}", briefly)
+        summary = "; the seed set last is " + ", ".join(
+            f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items())
+        )
+    briefly = f"{different[0]} differs between ranks {location}"
+    return Start(f"{briefly} already{summary}", briefly)
 
 
-def _different(held: Sequence[dict[str, float]]) -> list[str]:
+def _different(parameters_by_rank: Sequence[dict[str, float]]) -> list[str]:
     """Return what differs, of the parameters that all of them have: stages of a pipeline have their own."""
-    common = [name for name in held[0] if all(name in one for one in held)] if held else []
-    return [name for name in common if any(one[name] != held[0][name] for one in held)]
+    common = (
+        [name for name in parameters_by_rank[0] if all(name in parameters for parameters in parameters_by_rank)]
+        if parameters_by_rank
+        else []
+    )
+    return [
+        name
+        for name in common
+        if any(parameters[name] != parameters_by_rank[0][name] for parameters in parameters_by_rank)
+    ]
 
 
 def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
@@ -136,10 +146,13 @@ def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
     if tensors.alone is None or len(tensors.traces) < 2 or not (len(seeded) > 1 or copies):
         return [], ""
     for alone, *same in zip(*map(_first_calls, (tensors.alone, *tensors.traces)), strict=False):
-        held = [event.details["parameters"] for event in same]
-        if len({(event.name, event.site) for event in same}) > 1 or alone.details["parameters"] not in held:
+        parameters_by_rank = [event.details["parameters"] for event in same]
+        if (
+            len({(event.name, event.site) for event in same}) > 1
+            or alone.details["parameters"] not in parameters_by_rank
+        ):
             break
-        if different := [name for name in _different(held) if tensors.is_whole(name)]:
+        if different := [name for name in _different(parameters_by_rank) if tensors.is_whole(name)]:
             return different, f"when {same[0].name} is first called ({same[0].site})"
     return [], ""
 
@@ -156,21 +169,26 @@ def _loads(tensors: Tensors) -> ByRank:
     lines = [[event.where for event in trace.of("load")] for trace in tensors.traces]
     if len(set(map(len, lines))) == 1:
         return ByRank(list(map(len, lines)))
-    odd = next(line for one in lines for line in one if len({other.count(line) for other in lines}) > 1)
-    counts = [one.count(odd) for one in lines]
+    odd = next(
+        line
+        for lines_of_rank in lines
+        for line in lines_of_rank
+        if len({other_lines.count(line) for other_lines in lines}) > 1
+    )
+    counts = [lines_of_rank.count(odd) for lines_of_rank in lines]
     groups = grouped((count, rank) for rank, count in enumerate(counts))
-    said = ", ".join(f"{count} time{'s' * (count != 1)} on {named(ranks)}" for count, ranks in groups)
-    return ByRank(counts, f"{odd} ran {said}")
+    summary = ", ".join(f"{count} time{'s' * (count != 1)} on {named(ranks)}" for count, ranks in groups)
+    return ByRank(counts, f"{odd} ran {summary}")
 
 
 def _steps(tensors: Tensors) -> ByRank:
-    steps = [one.optimizer_steps for one in tensors.seen]
-    each = {one.optimizer_steps / max(1, one.optimizers) for one in tensors.seen}  # a rank may have several optimizers
+    steps = [run.optimizer_steps for run in tensors.seen]
+    each = {run.optimizer_steps / max(1, run.optimizers) for run in tensors.seen}  # a rank may have several optimizers
     relations = tensors.relations
-    if len(each) == 1 or not (relations.split or any(len(one) < tensors.size for one in relations.wrong.values())):
+    if len(each) == 1 or not (relations.split or any(len(ranks) < tensors.size for ranks in relations.wrong.values())):
         return ByRank()  # ranks end alike: one of them may step for all
-    told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
-    return ByRank(steps, f"the optimizer has stepped a different number of times on each rank ({told})")
+    summary = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
+    return ByRank(steps, f"the optimizer has stepped a different number of times on each rank ({summary})")
 
 
 def _trained(tensors: Tensors) -> ByRank:
@@ -178,18 +196,18 @@ def _trained(tensors: Tensors) -> ByRank:
     common = min(map(len, passes), default=0)
     trained = [[event.details.get("trained", ()) for event in events[:common]] for events in passes]
     for number in range(common):
-        sets = [set(one[number]) for one in trained]
-        known = [set(events[number].details.get("layouts", sets[0])) for events in passes]
-        if odd := sorted((set.union(*sets) - set.intersection(*sets)) & set.intersection(*known)):
-            ranks = [rank for rank, one in enumerate(sets) if odd[0] in one]
-            told = f"{few(odd)} requires gradients on {named(ranks)} only, in backward ({passes[0][number].site})"
-            return ByRank(trained, told)
+        sets = [set(passes_of_rank[number]) for passes_of_rank in trained]
+        existing = [set(events[number].details.get("layouts", sets[0])) for events in passes]
+        if odd := sorted((set.union(*sets) - set.intersection(*sets)) & set.intersection(*existing)):
+            ranks = [rank for rank, trained_names in enumerate(sets) if odd[0] in trained_names]
+            summary = f"{few(odd)} requires gradients on {named(ranks)} only, in backward ({passes[0][number].site})"
+            return ByRank(trained, summary)
     return ByRank()
 
 
 def _rates(tensors: Tensors) -> ByRank:
     rates = [[event.details["rates"] for event in trace.of("step")] for trace in tensors.traces]
-    of_its_own = any(one.own for one in tensors.seen) or len({one.groups for one in tensors.seen}) > 1
+    of_its_own = any(run.own for run in tensors.seen) or len({run.groups for run in tensors.seen}) > 1
     if (of_its_own and not _trained_apart(tensors)) or len(set(map(len, rates))) > 1:
         return ByRank()  # each rank steps parameters of its own, in groups of its own, or another number of times
     metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
@@ -201,26 +219,26 @@ def _rates(tensors: Tensors) -> ByRank:
 
 def _trained_apart(tensors: Tensors) -> bool:
     rates: dict[str, set[object]] = {}
-    for one in tensors.seen:
-        for name, settings in one.settings.items():
+    for run in tensors.seen:
+        for name, settings in run.settings.items():
             rates.setdefault(name, set()).add(settings.get("lr"))
-    return any(len(some) > 1 for some in rates.values())
+    return any(len(rates_of_ranks) > 1 for rates_of_ranks in rates.values())
 
 
 def _scales(tensors: Tensors) -> ByRank:
-    where, scales = _first_apart(tensors, "scale", "scale")
-    told = ", ".join(f"{scale:g} on rank {rank}" for rank, scale in enumerate(scales))
-    return ByRank(scales, f"{where} has a scale of each rank's own: {told}")
+    location, scales = _first_apart(tensors, "scale", "scale")
+    summary = ", ".join(f"{scale:g} on rank {rank}" for rank, scale in enumerate(scales))
+    return ByRank(scales, f"{location} has a scale of each rank's own: {summary}")
 
 
 def _metrics(tensors: Tensors) -> ByRank:
-    where, metrics = _first_apart(tensors, "schedule", "metric")
-    return ByRank(metrics, f"{where} is given a different value on each rank")
+    location, metrics = _first_apart(tensors, "schedule", "metric")
+    return ByRank(metrics, f"{location} is given a different value on each rank")
 
 
-def _first_apart(tensors: Tensors, kind: str, detail: str) -> tuple[str, tuple[Any, ...]]:
+def _first_apart(tensors: Tensors, event_kind: str, detail: str) -> tuple[str, tuple[Any, ...]]:
     """Return the first call that all ranks make with another detail, and the details; ("", ()) if there is none."""
-    for same in zip(*(trace.of(kind) for trace in tensors.traces), strict=False):
+    for same in zip(*(trace.of(event_kind) for trace in tensors.traces), strict=False):
         details = tuple(event.details.get(detail) for event in same)
         if len({event.site for event in same}) == 1 < len(set(details)):
             return same[0].where, details
@@ -228,14 +246,14 @@ def _first_apart(tensors: Tensors, kind: str, detail: str) -> tuple[str, tuple[A
 
 
 def _factor(tensors: Tensors) -> Factor | None:
-    ratio, of = tensors.factor(), ""
+    ratio, subject = tensors.factor(), ""
     if ratio is None:
-        ratio, of = tensors.factor_of_updates(), "the update of "
+        ratio, subject = tensors.factor_of_updates(), "the update of "
     if ratio is None:
         return None
-    fixed = not of and _is_refuted_elsewhere(tensors, ratio)
-    verb = "is" if len(tensors.names) == 1 or of else "are"
-    return Factor(ratio, _NEAR, f"{of}{few(tensors.names)} {verb}", () if fixed else (1, -1, 2, -2))
+    fixed = not subject and _is_refuted_elsewhere(tensors, ratio)
+    verb = "is" if len(tensors.names) == 1 or subject else "are"
+    return Factor(ratio, _NEAR, f"{subject}{few(tensors.names)} {verb}", () if fixed else (1, -1, 2, -2))
 
 
 def _is_refuted_elsewhere(tensors: Tensors, ratio: float) -> bool:
@@ -245,15 +263,15 @@ def _is_refuted_elsewhere(tensors: Tensors, ratio: float) -> bool:
     add nothing, so the world size may still be the cause; so it may with parts of unlike size, and in later steps. A
     factor that is the same there may be the size of a group that ranks have made.
     """
-    there, other = tensors.elsewhere, tensors.factor_elsewhere()
-    if there is None or 0 < there.samples < there.size:
+    elsewhere, ratio_elsewhere = tensors.elsewhere, tensors.factor_elsewhere()
+    if elsewhere is None or 0 < elsewhere.samples < elsewhere.size:
         return False
-    if other is None:
-        return there.steps == 1 and there.samples % there.size == 0
+    if ratio_elsewhere is None:
+        return elsewhere.steps == 1 and elsewhere.samples % elsewhere.size == 0
     sizes = {len(group) for trace in tensors.traces for group in trace.groups[1:]}  # the first is the world
     if any(abs(ratio - power) <= _NEAR * power for size in sizes for power in (size, 1 / size)):
         return False
-    return abs(other - ratio) <= _NEAR * abs(ratio)
+    return abs(ratio_elsewhere - ratio) <= _NEAR * abs(ratio)
 
 
 def _micro_batches(tensors: Tensors) -> float:
@@ -289,14 +307,14 @@ def _off(tensors: Tensors) -> list[Result]:
 def _may_draw(tensors: Tensors) -> str:
     """Describe random numbers that change wrong results, unless all ranks draw the numbers of one device."""
     changed = [name for name in _off(tensors) if name in tensors.by_draws]
-    drawn = [(one.drawn, one.numbers) for one in (tensors.alone, *tensors.traces) if one is not None]
-    alike = tensors.alone is not None and all(one == drawn[0] and None not in one[1] for one in drawn)
-    where, seeds = _first_apart(tensors, "generator", "seed")
+    drawn = [(trace.drawn, trace.numbers) for trace in (tensors.alone, *tensors.traces) if trace is not None]
+    alike = tensors.alone is not None and all(draws == drawn[0] and None not in draws[1] for draws in drawn)
+    location, seeds = _first_apart(tensors, "generator", "seed")
     if not changed or (alike and not seeds):
         return ""
-    told = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds))
-    what = f"{where} is given another seed on each rank: {told}" if seeds else "the step draws random numbers"
-    return f"{what}; other random numbers change {few(changed)}"
+    summary = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds))
+    cause = f"{location} is given another seed on each rank: {summary}" if seeds else "the step draws random numbers"
+    return f"{cause}; other random numbers change {few(changed)}"
 
 
 def _drawn(trace: RankTrace) -> tuple[tuple[int, ...], ...]:

@@ -96,7 +96,7 @@ class Mismatch(Failure):
     Attributes:
         size: the world size, or the number of devices of a single process.
         patterns: descriptions of the first wrong values, a line each.
-        axes, first, parting, module: see their types; None if unknown.
+        axes, first_wrong, parting, module: see their types; None if unknown.
         factor: the one factor of all results in `factor_of`; None if unknown.
         of_update: the gradients are right and the parameters are wrong.
         wrong_alone: the step already differs from the reference at world size 1.
@@ -109,7 +109,7 @@ class Mismatch(Failure):
     expected: Expected
     patterns: Sequence[str] = ()
     axes: Axes | None = None
-    first: FirstWrong | None = None
+    first_wrong: FirstWrong | None = None
     parting: Parting | None = None
     module: WrongModule | None = None
     factor: float | None = None
@@ -131,7 +131,7 @@ def report_of(failure: Failure) -> Report:
 @report_of.register
 def _of_no_return(failure: NoReturn) -> Report:
     account = failure.account
-    first, *rest = failure.lines
+    headline, *rest = failure.lines
     ends = []
     if failure.hung:
         ends = ["terminates: NO"]
@@ -139,7 +139,7 @@ def _of_no_return(failure: NoReturn) -> Report:
         though = "" if failure.against == failure.name else f", though it does on {failure.against}"
         ends = [f"terminates: NO{though}"]
     return Report(
-        f"{_verdict(failure)}: {first}",
+        f"{_verdict(failure)}: {headline}",
         failure.case,
         findings=failure.findings,
         remarks=[*ends, *rest, *failure.incomplete],
@@ -159,8 +159,8 @@ def _verdict(failure: Failure) -> str:
     return failure.verdict or f"{failure.name} does not scale"
 
 
-def _columns(held: Mapping[str, bool | None], against: str) -> dict[str, bool | None]:
-    return {against if relation == PARITY else relation: holds for relation, holds in held.items()}
+def _columns(verdicts: Mapping[str, bool | None], against: str) -> dict[str, bool | None]:
+    return {against if relation == PARITY else relation: holds for relation, holds in verdicts.items()}
 
 
 def _last_call(account: Account | None) -> str:
@@ -178,8 +178,8 @@ def _of_mismatch(failure: Mismatch) -> Report:
         f"{_verdict(failure)}: {_what_differs(failure)}",
         failure.case,
         [
-            Observable(str(name), _columns(held, failure.against), relations.details.get(name, ""))
-            for name, held in relations.held.items()
+            Observable(str(name), _columns(verdicts, failure.against), relations.details.get(name, ""))
+            for name, verdicts in relations.held.items()
         ],
         failure.findings,
         [*_remarks(failure), *failure.incomplete],
@@ -191,24 +191,24 @@ def _of_mismatch(failure: Mismatch) -> Report:
 
 
 def _what_differs(failure: Mismatch) -> str:
-    held, wrong = failure.relations.held, failure.relations.broken
-    parted = sum(held[name].get(PARITY) is False for name in wrong)
+    verdicts, broken = failure.relations.held, failure.relations.broken
+    parted = sum(verdicts[name].get(PARITY) is False for name in broken)
     if parted:
         unit = "device" if failure.single_process else "rank"
         on = f"{failure.size} {unit}{'s' * (failure.size > 1)}"
-        what = f"{parted} of {len(held)} results on {on} differ from {failure.against}"
+        summary = f"{parted} of {len(verdicts)} results on {on} differ from {failure.against}"
     else:
-        what = f"{len(wrong)} of {len(held)} results differ between ranks, or from run to run"
-    return what + _where_first(failure, wrong)
+        summary = f"{len(broken)} of {len(verdicts)} results differ between ranks, or from run to run"
+    return summary + _where_first(failure, broken)
 
 
-def _where_first(failure: Mismatch, wrong: Sequence[Result]) -> str:
-    first = failure.first
-    if first is None:
-        return f", first {wrong[0]}" if wrong else ""
-    if first.result is None:
-        return f", first optimizer step {first.step}, which rank {first.rank} does not do"
-    return f", first {first.result} in optimizer step {first.step} on rank {first.rank}"
+def _where_first(failure: Mismatch, broken: Sequence[Result]) -> str:
+    first_wrong = failure.first_wrong
+    if first_wrong is None:
+        return f", first {broken[0]}" if broken else ""
+    if first_wrong.result is None:
+        return f", first optimizer step {first_wrong.step}, which rank {first_wrong.rank} does not do"
+    return f", first {first_wrong.result} in optimizer step {first_wrong.step} on rank {first_wrong.rank}"
 
 
 def _axes(axes: Axes) -> str:
@@ -217,8 +217,8 @@ def _axes(axes: Axes) -> str:
         return f"fails only when {' and '.join(axes.needed)}{sizes} together; passes with each alone"
     if len(axes.needed) > 1:
         return f"fails when {' or '.join(axes.needed)}{sizes}, each by itself"
-    told = f"fails when {axes.needed[0]}{sizes}, for any {' and '.join(axes.others)}"
-    return told + (f"; passes with {' and '.join(axes.passing)} alone" if axes.passing else "")
+    summary = f"fails when {axes.needed[0]}{sizes}, for any {' and '.join(axes.others)}"
+    return summary + (f"; passes with {' and '.join(axes.passing)} alone" if axes.passing else "")
 
 
 def _known(failure: Mismatch) -> Iterator[str]:
@@ -254,13 +254,18 @@ def _remarks(failure: Mismatch) -> Iterator[str]:
     if failure.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
     yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})
-    by_reason = grouped((why, name) for name, why in relations.skipped.items() if name.kind not in relations.left_out)
-    yield from (f"not compared: {few(names)}: {why}" for why, names in by_reason)
-    yield from (f"local: {few(names)}: {why}" for why, names in grouped((w, n) for n, w in relations.local.items()))
-    yield from (f"{name} is divided: {told}" for name, told in relations.placements.items())
+    by_reason = grouped(
+        (reason, name) for name, reason in relations.skipped.items() if name.kind not in relations.left_out
+    )
+    yield from (f"not compared: {few(result_names)}: {reason}" for reason, result_names in by_reason)
+    yield from (
+        f"local: {few(result_names)}: {reason}"
+        for reason, result_names in grouped((w, n) for n, w in relations.local.items())
+    )
+    yield from (f"{name} is divided: {placement}" for name, placement in relations.placements.items())
     if len(relations.streams) > 1:
-        told = "; ".join(named(ranks) for ranks in relations.streams)
-        yield f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
+        groups = "; ".join(named(ranks) for ranks in relations.streams)
+        yield f"random numbers: the CPU generators of ranks are in different states in the end ({groups})"
     if not failure.repeated:
         yield "a second run fails"
     yield from failure.expected.remarks

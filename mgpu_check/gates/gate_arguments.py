@@ -77,11 +77,11 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
     if isinstance(world_sizes, str | bytes) or not isinstance(world_sizes, Iterable):
         raise ValueError(f"world_sizes is {world_sizes!r}; give several ints from 1 to {ranks.size}, such as [2]")
     sizes = list(world_sizes)
-    wrong = [
+    invalid = [
         size for size in sizes if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= ranks.size
     ]
-    if wrong or not sizes:
-        fault = f"has {', '.join(map(repr, wrong))}" if wrong else "is empty"
+    if invalid or not sizes:
+        fault = f"has {', '.join(map(repr, invalid))}" if invalid else "is empty"
         raise ValueError(
             f"world_sizes {fault}; give ints from 1 to {ranks.size}, the number of devices of this run "
             "(more with --gpus=N)"
@@ -93,16 +93,16 @@ def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int]
     """Return batch sizes in ascending order, each once; None if the gate should choose them."""
     if sizes is None:
         return None
-    given = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
-    if not given or not all(is_count(n) for n in given):
-        shown = given if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else sizes
+    batch_sizes = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
+    if not batch_sizes or not all(is_count(n) for n in batch_sizes):
+        shown = batch_sizes if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else sizes
         raise ValueError(f"{function_name}: sizes={shown!r}; give an int of at least 1, or several, such as [8, 9]")
-    return sorted({int(n) for n in given})
+    return sorted({int(n) for n in batch_sizes})
 
 
-def check_count(function_name: str, argument: str, value: object, more: str = "") -> None:
+def check_count(function_name: str, argument: str, value: object, hint: str = "") -> None:
     if not is_count(value):
-        raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{more}")
+        raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{hint}")
 
 
 def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
@@ -113,8 +113,8 @@ def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = Tr
     Args:
         by_name: whether to accept a mapping of names to such numbers, too.
     """
-    given = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
-    if tolerance is not None and not all(_is_fraction(value) for value in given):
+    fractions = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
+    if tolerance is not None and not all(_is_fraction(value) for value in fractions):
         which = "for all tensors or by name" if by_name else "for all tensors"
         raise ValueError(
             f"{function_name}: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, "
@@ -146,9 +146,9 @@ def definition_of(step: Callable[..., Any]) -> str:
     code = getattr(inner, "__code__", None)
     if code is not None:
         return f"{relative(code.co_filename)}:{code.co_firstlineno}"
-    kind = inner if isinstance(inner, type) else type(inner)
+    cls = inner if isinstance(inner, type) else type(inner)
     try:
-        return f"{relative(inspect.getsourcefile(kind) or '')}:{inspect.getsourcelines(kind)[1]}"
+        return f"{relative(inspect.getsourcefile(cls) or '')}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):  # made without a file
         return ""
 

@@ -35,13 +35,17 @@ _OPERATIONS = frozenset({"&", "|", "-", "^", "&=", "|=", "-=", "^="})
 
 def sets_used(functions: Iterable[object]) -> list[str]:
     """Return the functions that make sets or take hashes: "names (train.py:7)", in the order of discovery."""
-    found: dict[str, None] = {}
+    descriptions: dict[str, None] = {}
     for code in _reached(functions):
         line = _line_of_set(code)
         if line is not None:
-            name = next(part for part in reversed([code.co_name, *code.co_qualname.split(".")]) if "<" not in part)
-            found[f"{name} ({relative(code.co_filename)}:{line})"] = None
-    return list(found)
+            name = next(
+                component
+                for component in reversed([code.co_name, *code.co_qualname.split(".")])
+                if "<" not in component
+            )
+            descriptions[f"{name} ({relative(code.co_filename)}:{line})"] = None
+    return list(descriptions)
 
 
 def _line_of_set(code: types.CodeType) -> int | None:
@@ -64,31 +68,35 @@ def _line_of_set(code: types.CodeType) -> int | None:
 def _reached(functions: Iterable[object]) -> Iterator[types.CodeType]:
     """Yield the code of the user's own functions, and of all functions and classes that they name, each once."""
     waiting = list(functions)
-    seen: set[int] = set()
+    visited: set[int] = set()
     kept: list[object] = []  # keeps objects alive, so that no id is reused
     while waiting:
-        one = waiting.pop(0)
-        if id(one) in seen:
+        candidate = waiting.pop(0)
+        if id(candidate) in visited:
             continue
-        seen.add(id(one))
-        kept.append(one)
-        if isinstance(one, type):
-            waiting += [part for kind in one.__mro__ if _is_own_class(kind) for part in vars(kind).values()]
-        elif isinstance(one, functools.partial):
-            waiting += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, (property, functools.cached_property)):
-            waiting += [one.func] if isinstance(one, functools.cached_property) else [one.fget, one.fset]
-        elif isinstance(one, (types.MethodType, staticmethod, classmethod)):
-            waiting.append(one.__func__)
-        elif isinstance(one, types.FunctionType):
-            function = _unwrapped(one)
+        visited.add(id(candidate))
+        kept.append(candidate)
+        if isinstance(candidate, type):
+            waiting += [member for base in candidate.__mro__ if _is_own_class(base) for member in vars(base).values()]
+        elif isinstance(candidate, functools.partial):
+            waiting += [candidate.func, *candidate.args, *candidate.keywords.values()]
+        elif isinstance(candidate, (property, functools.cached_property)):
+            waiting += (
+                [candidate.func]
+                if isinstance(candidate, functools.cached_property)
+                else [candidate.fget, candidate.fset]
+            )
+        elif isinstance(candidate, (types.MethodType, staticmethod, classmethod)):
+            waiting.append(candidate.__func__)
+        elif isinstance(candidate, types.FunctionType):
+            function = _unwrapped(candidate)
             if not _is_own(function.__code__.co_filename):
                 continue
             codes = list(_nested(function.__code__))
             yield from codes
             waiting += _named(function, {name for code in codes for name in code.co_names})
-        elif _is_own_class(type(one)):
-            waiting.append(type(one))
+        elif _is_own_class(type(candidate)):
+            waiting.append(type(candidate))
 
 
 def _unwrapped(function: Any) -> Any:
@@ -105,27 +113,27 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _named(function: Callable[..., Any], names: set[str]) -> Iterator[object]:
+def _named(function: Callable[..., Any], identifiers: set[str]) -> Iterator[object]:
     """Yield the objects that a function names: globals, its closure, its defaults, and attributes of modules."""
-    there = _unwrapped(function)
-    spaces = [there.__globals__]
-    for name in names:
-        module = there.__globals__.get(name)
+    unwrapped = _unwrapped(function)
+    spaces = [unwrapped.__globals__]
+    for name in identifiers:
+        module = unwrapped.__globals__.get(name)
         if isinstance(module, types.ModuleType) and _is_own(getattr(module, "__file__", None) or ""):
             spaces.append(vars(module))
     for space in spaces:
-        yield from (space[name] for name in names if name in space)
-    for cell in there.__closure__ or ():
+        yield from (space[name] for name in identifiers if name in space)
+    for cell in unwrapped.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
             continue  # the cell is still empty
-    yield from there.__defaults__ or ()
+    yield from unwrapped.__defaults__ or ()
 
 
-def _is_own_class(kind: type) -> bool:
+def _is_own_class(cls: type) -> bool:
     return any(
-        isinstance(part, types.FunctionType) and _is_own(part.__code__.co_filename) for part in vars(kind).values()
+        isinstance(member, types.FunctionType) and _is_own(member.__code__.co_filename) for member in vars(cls).values()
     )
 
 
@@ -152,7 +160,7 @@ def with_seeds_apart(
     Args:
         judge: runs the case on the given ranks and raises an error if it fails; it has passed with one hash seed.
     """
-    if ranks._seeds_apart or not (used := sets_used(functions)):
+    if ranks._seeds_apart or not (set_users := sets_used(functions)):
         return
     if seed := environments.given(os.environ):
         ranks._remark(
@@ -160,33 +168,33 @@ def with_seeds_apart(
             "the seed"
         )
         return
-    apart = cast(RanksFixture, _Apart(ranks))
-    failed = _failure(judge, apart)
+    seeded_apart = cast(RanksFixture, _Apart(ranks))
+    failed = _failure(judge, seeded_apart)
     if failed is None:
         return
     judge(ranks)
-    if not isinstance(failed, RankHang) and _failure(judge, apart) is None:
+    if not isinstance(failed, RankHang) and _failure(judge, seeded_apart) is None:
         return  # the failure is intermittent, and does not depend on the seeds
     from mgpu_check.diagnosis.rules.order import findings_of_hash_seeds  # here, because few gates need its rules
 
-    what = (str(failed).splitlines() or [type(failed).__name__])[0]
-    told = (
-        f"the case passes if all ranks share one hash seed; with a seed for each rank, {what[:_LONGEST]}; sets are "
-        f"used in {few(used, _SHOWN)}"
+    headline = (str(failed).splitlines() or [type(failed).__name__])[0]
+    summary = (
+        f"the case passes if all ranks share one hash seed; with a seed for each rank, {headline[:_LONGEST]}; sets are "
+        f"used in {few(set_users, _SHOWN)}"
     )
     report = Report(
-        f"{gate}: ranks with different hash seeds fail, as they have them under torchrun: {what}",
+        f"{gate}: ranks with different hash seeds fail, as they have them under torchrun: {headline}",
         case,
-        findings=findings_of_hash_seeds(HashSeeds(told)),
+        findings=findings_of_hash_seeds(HashSeeds(summary)),
         remarks=["with one hash seed on all ranks the same case passes"],
         place=getattr(failed, "site", ""),
     )
-    wrong = getattr(failed, "ranks", ())
+    failing_ranks = getattr(failed, "ranks", ())
     if isinstance(failed, RankHang):
-        late = RankHang(str(report), ranks=wrong)
+        late = RankHang(str(report), ranks=failing_ranks)
         late.mistakes, late.site = report.mistakes, report.site
         raise late from None
-    raise ScalingMismatch(str(report), ranks=wrong, mistakes=report.mistakes, site=report.site) from failed
+    raise ScalingMismatch(str(report), ranks=failing_ranks, mistakes=report.mistakes, site=report.site) from failed
 
 
 def _failure(judge: Callable[[RanksFixture], None], ranks: RanksFixture) -> BaseException | None:

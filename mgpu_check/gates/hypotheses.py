@@ -110,20 +110,22 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
     size = scenario.world_size
     divisions: list[Division] = []
     with full_precision(), one_thread():
-        for name, along, part in _ways(size):
+        for name, along, take_shard in _ways(size):
             for count in dict.fromkeys((1, windows)):
-                divided = _divide(rank, program, scenario, name, along, part, count)
+                divided = _divide(rank, program, scenario, name, along, take_shard, count)
                 if divided is not None:
                     divisions.append(divided)
         alternatives = [
-            Alternative(kind, values, index)
-            for kind, index, alter in _alternatives(size)
+            Alternative(alteration, values, index)
+            for alteration, index, alter in _alternatives(size)
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
-        for index, names in enumerate(_biases(program)):
-            of_model = dataclasses.replace(program, build=functools.partial(_build_with, program.build, names, size))
+        for index, bias_names in enumerate(_biases(program)):
+            of_model = dataclasses.replace(
+                program, build=functools.partial(_build_with, program.build, bias_names, size)
+            )
             if (values := _run(rank, of_model, scenario, lambda batch: batch)) is not None:
-                alternatives.append(Alternative("biases-several-times", values, index, names))
+                alternatives.append(Alternative("biases-several-times", values, index, bias_names))
         seed_everything(1000 * scenario.seed)
         batch = scenario.batches[0] if program.batch is None else program.batch(scenario.samples)
     return Hypotheses(divisions, alternatives, has_padding(batch))
@@ -135,14 +137,14 @@ def _biases(program: Program) -> list[tuple[str, ...]]:
     for name, value in parameters_of(modules_of(program.build())):
         if name.rpartition(".")[2] == "bias" and value.dim() == 1 and value.is_floating_point():
             groups.setdefault(".".join(name.split(".")[-2:]), []).append(name)
-    found = [tuple(group) for group in groups.values()][:_GROUPS]
-    return found if len(groups) < 2 else [*found, tuple(itertools.chain.from_iterable(groups.values()))]
+    biases = [tuple(group) for group in groups.values()][:_GROUPS]
+    return biases if len(groups) < 2 else [*biases, tuple(itertools.chain.from_iterable(groups.values()))]
 
 
-def _build_with(build: Callable[[], Any], names: Sequence[str], times: int) -> Any:
+def _build_with(build: Callable[[], Any], parameter_names: Sequence[str], times: int) -> Any:
     model = build()
     for name, value in parameters_of(modules_of(model)):
-        if name in names:
+        if name in parameter_names:
             value.data = value.data * times
     return model
 
@@ -170,46 +172,46 @@ def _divide(
     scenario: Scenario,
     name: str,
     along: int,
-    part: Callable[[torch.Tensor, int], torch.Tensor],
+    take_shard: Callable[[torch.Tensor, int], torch.Tensor],
     windows: int,
 ) -> Division | None:
-    parts: list[list[Values]] = []
+    results_by_rank: list[list[Values]] = []
     counts: list[int] = []
     for index in range(scenario.world_size):
         mine: list[Values] = []
-        held: list[int] = []
+        extents: list[int] = []
         for window in range(windows):
 
-            def alter(batch: Any, index: int = index, window: int = window, held: list[int] = held) -> Any:
-                cut = _cut(batch, along, lambda leaf: part(leaf, index))
-                held.append(_extent(cut, along))
+            def alter(batch: Any, index: int = index, window: int = window, extents: list[int] = extents) -> Any:
+                cut = _cut(batch, along, lambda leaf: take_shard(leaf, index))
+                extents.append(_extent(cut, along))
                 return _cut(cut, 0, lambda leaf: leaf.tensor_split(windows)[window]) if windows > 1 else cut
 
             values = _run(rank, program, dataclasses.replace(scenario, world_size=1), alter)
-            if values is None and held and held[0]:
+            if values is None and extents and extents[0]:
                 return None
             mine.append({} if values is None else values)
-        parts.append(mine)
-        counts.append(held[0] if held else 0)
+        results_by_rank.append(mine)
+        counts.append(extents[0] if extents else 0)
     if sum(counts) == 0:
         return None
-    return Division(name, along, windows, parts, counts)
+    return Division(name, along, windows, results_by_rank, counts)
 
 
 def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Values | None:
     try:
-        seen = observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter)
+        run = observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter)
     except Exception:  # this hypothesis cannot be tried
         return None
-    return seen.values
+    return run.values
 
 
-def _cut(batch: Any, along: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _cut(batch: Any, along: int, take_shard: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return `batch` with the part of each tensor that has the divided dimension; other tensors stay whole."""
     leaves = tensors_of(batch)
     extent = _extent(batch, along)
-    new = [part(leaf) if _divisible(leaf, along, extent) else leaf for leaf in leaves]
-    if not extent or all(one is other for one, other in zip(new, leaves, strict=True)):
+    new = [take_shard(leaf) if _divisible(leaf, along, extent) else leaf for leaf in leaves]
+    if not extent or all(cut is leaf for cut, leaf in zip(new, leaves, strict=True)):
         raise ValueError("nothing to divide")
     return with_tensors(batch, new)
 

@@ -55,7 +55,7 @@ _Edge = tuple[Any, int]
 
 
 @contextlib.contextmanager
-def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[None]:
+def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> Iterator[None]:
     """Record each loss that backward is called on, and its terms, by the calling line and the graph path."""
     named = [pair for module in modules_of(model).values() for pair in named_parameters(module)]
 
@@ -64,7 +64,7 @@ def noting_terms(model: Any, found: dict[tuple[str, Paths], Term]) -> Iterator[N
             if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
                 for paths, edges in [(((),), []), *_terms(root.grad_fn)]:
                     node = _below(edges[0]) if edges else root.grad_fn
-                    found.setdefault((line, paths), Term(line, paths, _line_of(node), upstream(node, named)))
+                    terms.setdefault((line, paths), Term(line, paths, _line_of(node), upstream(node, named)))
         return []
 
     # Anomaly detection makes each node keep the traceback of its creation.
@@ -81,8 +81,8 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
             return []
         if not term.paths[0]:
             return [root.grad_fn.register_prehook(_all_multiplied(times)) for root in roots]
-        found = [edges for root in roots for paths, edges in _terms(root.grad_fn) if paths == term.paths]
-        return [node.register_hook(_multiplied(index, times)) for edges in found for node, index in edges]
+        matches = [edges for root in roots for paths, edges in _terms(root.grad_fn) if paths == term.paths]
+        return [node.register_hook(_multiplied(index, times)) for edges in matches for node, index in edges]
 
     with around_backward(scale):
         yield
@@ -90,13 +90,16 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
 
 def _multiplied(index: int, times: float) -> Callable[..., Any]:
     def hook(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple(one * times if number == index and one is not None else one for number, one in enumerate(inputs))
+        return tuple(
+            gradient * times if number == index and gradient is not None else gradient
+            for number, gradient in enumerate(inputs)
+        )
 
     return hook
 
 
 def _all_multiplied(times: float) -> Callable[..., Any]:
-    return lambda gradients: tuple(None if one is None else one * times for one in gradients)
+    return lambda gradients: tuple(None if gradient is None else gradient * times for gradient in gradients)
 
 
 def _leave_alone() -> None:
@@ -139,7 +142,9 @@ def _terms(root: Any) -> list[tuple[Paths, list[_Edge]]]:
     injected: dict[str, list[tuple[tuple[int, ...], _Edge]]] = {}
     for path, edge in _injected(root):
         injected.setdefault(edge[0].name(), []).append((path, edge))
-    several = [(tuple(path for path, _ in some), [edge for _, edge in some]) for some in injected.values()]
+    several = [
+        (tuple(path for path, _ in injections), [edge for _, edge in injections]) for injections in injected.values()
+    ]
     return [*added, *several]
 
 
@@ -166,16 +171,20 @@ def _added(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
 def _injected(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
     """Yield scalar operands, such as losses of layers, that an autograd function takes beside others."""
     waiting: deque[tuple[tuple[int, ...], Any]] = deque([((), root)])
-    known = {root}
-    while waiting and len(known) < _MOST_NODES:
+    visited = {root}
+    while waiting and len(visited) < _MOST_NODES:
         path, node = waiting.popleft()
         operands = _operands(node)
         of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
         for index, below in operands:
-            if of_python and len(operands) > 1 and [tuple(one.shape) for one in below._input_metadata] == [()]:
+            if (
+                of_python
+                and len(operands) > 1
+                and [tuple(metadata.shape) for metadata in below._input_metadata] == [()]
+            ):
                 yield (*path, index), (node, index)
-            if below not in known:
-                known.add(below)
+            if below not in visited:
+                visited.add(below)
                 waiting.append(((*path, index), below))
 
 
@@ -192,34 +201,38 @@ def _line_of(node: Any) -> str:
     """Return the line of the code under test that computed a term, ignoring operations that only scale it."""
     while node.name() in _SCALES and len(below := _operands(node)) == 1:
         node = below[0][1]
-    for told in reversed(node.metadata.get("traceback_", [])):
-        for file, number in _FRAME.findall(told):
+    for traceback_entry in reversed(node.metadata.get("traceback_", [])):
+        for file, number in _FRAME.findall(traceback_entry):
             if is_file_under_test(file):
                 return f"{relative(file)}:{number}"
     return ""
 
 
 def combining_gradients(
-    model: Any, group: dist.ProcessGroup, names: Collection[str], how: str
+    model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], how: str
 ) -> contextlib.AbstractContextManager[None]:
     """Give all ranks of a group the mean, or the sum, of their gradients of some parameters after each backward pass.
 
     A mean may be repeated without effect, so gradients that accumulate over several passes come out right.
     """
-    return around_backward(then=lambda: recorder.aside(lambda: _combine(model, group, names, how == "mean")))
+    return around_backward(then=lambda: recorder.aside(lambda: _combine(model, group, parameter_names, how == "mean")))
 
 
-def _combine(model: Any, group: dist.ProcessGroup, names: Collection[str], mean: bool) -> None:
-    held = {name: one for name, one in parameters_of(modules_of(model)) if name in names and not _is_dtensor(one)}
-    shapes = {name: tuple(one.shape) for name, one in held.items()}
+def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], mean: bool) -> None:
+    parameters = {
+        name: parameter
+        for name, parameter in parameters_of(modules_of(model))
+        if name in parameter_names and not _is_dtensor(parameter)
+    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     of_ranks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(of_ranks, shapes, group=group)
-    for name, one in held.items():
+    for name, parameter in parameters.items():
         if any(others.get(name) != shapes[name] for others in of_ranks):
             continue  # ranks hold different slices, or a module that others lack
-        gradient = torch.zeros_like(one) if one.grad is None else one.grad.detach().clone()
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         dist.all_reduce(gradient, group=group)
-        one.grad = gradient / len(of_ranks) if mean else gradient
+        parameter.grad = gradient / len(of_ranks) if mean else gradient
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
@@ -242,26 +255,26 @@ def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[
     noting = _NotingRanges()
     with full_precision():
         observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
-    return noting.slices | {line: Range(len(values), first) for line, (values, first) in noting.found.items()}
+    return noting.slices | {line: Range(len(values), start) for line, (values, start) in noting.found.items()}
 
 
 def part_of(shift: Change, rank: int, size: int) -> int:
     """Return the index of the part of a range that a rank has."""
-    parts, order = shift.value
-    return int(rank % parts if order == "inner" else rank // max(1, size // parts))
+    part_count, order = shift.value
+    return int(rank % part_count if order == "inner" else rank // max(1, size // part_count))
 
 
 def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[Term]:
-    found: dict[tuple[str, Paths], Term] = {}
+    terms: dict[tuple[str, Paths], Term] = {}
     with full_precision():
-        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, found))
-    return list(found.values())
+        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, terms))
+    return list(terms.values())
 
 
 def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[None]:
     if change.kind == "combine":
-        index, names, how = change.value
-        return combining_gradients(model, _group(index), names, how)
+        index, parameter_names, how = change.value
+        return combining_gradients(model, _group(index), parameter_names, how)
     if change.kind == "term":
         return scaling_term(*change.value)
     if change.kind == "shift":
@@ -302,7 +315,11 @@ def _with_calls(change: Change) -> Iterator[None]:
             kept.append(operand.detach().clone())
             return result
         if alter is None:
-            name = form.group if change.kind == "group" else next(one for one in OPERATIONS if one in form.parameters)
+            name = (
+                form.group
+                if change.kind == "group"
+                else next(parameter for parameter in OPERATIONS if parameter in form.parameters)
+            )
             value = _group(change.value) if change.kind == "group" else _OPS[str(change.value)]
             args, kwargs = _with_argument(form, args, kwargs, name, value)
             return call(recorder, function, form, args, kwargs)
@@ -333,7 +350,8 @@ def _with_calls(change: Change) -> Iterator[None]:
 
 def _multiplied_tensors(tensors: list[torch.Tensor], by: float) -> list[torch.Tensor]:
     return [
-        one if one.dtype is torch.bool else (one if one.is_floating_point() else one.double()) * by for one in tensors
+        tensor if tensor.dtype is torch.bool else (tensor if tensor.is_floating_point() else tensor.double()) * by
+        for tensor in tensors
     ]
 
 
@@ -342,8 +360,8 @@ def _reordered(tensors: list[torch.Tensor], size: int, pieces: int) -> list[torc
     rows = sum(map(len, tensors))
     if rows % (size * pieces):
         return tensors
-    whole = torch.cat(tensors).unflatten(0, (size, pieces, -1)).transpose(0, 1).flatten(0, 2)
-    return list(whole.split([len(one) for one in tensors]))
+    joined = torch.cat(tensors).unflatten(0, (size, pieces, -1)).transpose(0, 1).flatten(0, 2)
+    return list(joined.split([len(tensor) for tensor in tensors]))
 
 
 _ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]] = {
@@ -360,9 +378,9 @@ class _Settled(dist.Work):
 
 
 def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = form.argument(form.operand, args, kwargs)
+    operand = form.argument(form.operand, args, kwargs)
     if "self" in form.parameters:
-        return given
+        return operand
     return _Settled() if form.argument("async_op", args, kwargs) else None
 
 
@@ -390,7 +408,7 @@ def _with_results(
         return alter([result])[0]
     if isinstance(result, dist.Work):
         result.wait()
-    value = next((one for name in _OUTPUTS if (one := form.argument(name, args, kwargs)) is not None), None)
+    value = next((output for name in _OUTPUTS if (output := form.argument(name, args, kwargs)) is not None), None)
     if value is None:
         value = form.argument(form.operand, args, kwargs)
     tensors = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -408,9 +426,9 @@ class _AroundRanges(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") == "__getitem__" and isinstance(args[0], nn.Parameter):
-            place, line = _place_of_slice(args[1]), site(sys._getframe())
-            if place is not None and line:
-                args = args[0], self.sliced(line, args[1], place)
+            position, line = _place_of_slice(args[1]), site(sys._getframe())
+            if position is not None and line:
+                args = args[0], self.sliced(line, args[1], position)
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") == "arange":
             line = site(sys._getframe())
@@ -421,7 +439,7 @@ class _AroundRanges(TorchFunctionMode):
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def sliced(self, line: str, index: Any, place: int) -> Any:
+    def sliced(self, line: str, index: Any, position: int) -> Any:
         return index
 
     def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -430,15 +448,17 @@ class _AroundRanges(TorchFunctionMode):
 
 def _place_of_slice(index: Any) -> int | None:
     """Return the place of the one slice with an end in an index of a tensor; None if there is not just one."""
-    parts = index if isinstance(index, tuple) else (index,)
-    found = [place for place, part in enumerate(parts) if isinstance(part, slice) and isinstance(part.stop, int)]
-    return found[0] if len(found) == 1 and parts[found[0]].step is None else None
+    entries = index if isinstance(index, tuple) else (index,)
+    positions = [
+        position for position, entry in enumerate(entries) if isinstance(entry, slice) and isinstance(entry.stop, int)
+    ]
+    return positions[0] if len(positions) == 1 and entries[positions[0]].step is None else None
 
 
-def _slice_in(index: Any, place: int) -> tuple[int, int]:
+def _slice_in(index: Any, position: int) -> tuple[int, int]:
     """Return the first row of a slice in an index, and the row where it ends."""
-    part = index[place] if isinstance(index, tuple) else index
-    return part.start or 0, part.stop
+    row_slice = index[position] if isinstance(index, tuple) else index
+    return row_slice.start or 0, row_slice.stop
 
 
 @dataclass(frozen=True)
@@ -446,12 +466,12 @@ class Range:
     """A range that a line makes.
 
     Attributes:
-        first: the first number, including an offset that is added to the range later.
+        start: the first number, including an offset that is added to the range later.
         name: "arange", or "slice" for the rows of a parameter that the line takes.
     """
 
     length: int
-    first: float
+    start: float
     name: str = "arange"
 
 
@@ -461,10 +481,10 @@ class _NotingRanges(_AroundRanges):
         self.found: dict[str, tuple[torch.Tensor, float]] = {}
         self.slices: dict[str, Range] = {}
 
-    def sliced(self, line: str, index: Any, place: int) -> Any:
-        first, end = _slice_in(index, place)
-        if 0 <= first < end:
-            self.slices.setdefault(line, Range(end - first, first, "slice"))
+    def sliced(self, line: str, index: Any, position: int) -> Any:
+        start, end = _slice_in(index, position)
+        if 0 <= start < end:
+            self.slices.setdefault(line, Range(end - start, start, "slice"))
         return index
 
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
@@ -476,19 +496,19 @@ class _NotingRanges(_AroundRanges):
         if getattr(func, "__name__", "") not in _ADDING or not isinstance(result, torch.Tensor):
             return
         for line, (values, _) in self.found.items():
-            if any(one is values for one in args) and result.shape == values.shape:
+            if any(argument is values for argument in args) and result.shape == values.shape:
                 self.found[line] = values, float(result[0])
 
 
 @contextlib.contextmanager
 def _noting(ranges: _NotingRanges) -> Iterator[None]:
     """Record ranges as the code under test receives them: a simulated device moves the tensors that torch makes."""
-    arange, known = torch.arange, set[str]()
+    arange, recorded = torch.arange, set[str]()
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         values = arange(*args, **kwargs)
-        if (line := site(sys._getframe())) not in known and line in ranges.found:
-            known.add(line)
+        if (line := site(sys._getframe())) not in recorded and line in ranges.found:
+            recorded.add(line)
             ranges.found[line] = values, float(values[0])
         return values
 
@@ -506,10 +526,10 @@ class _Shifting(_AroundRanges):
     def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
         return values + self._index * values.numel() if ("arange", line) == self._line else values
 
-    def sliced(self, line: str, index: Any, place: int) -> Any:
+    def sliced(self, line: str, index: Any, position: int) -> Any:
         if ("slice", line) != self._line:
             return index
-        first, end = _slice_in(index, place)
-        by = self._index * (end - first)
-        moved = slice(first + by, end + by)
-        return (*index[:place], moved, *index[place + 1 :]) if isinstance(index, tuple) else moved
+        start, end = _slice_in(index, position)
+        by = self._index * (end - start)
+        moved = slice(start + by, end + by)
+        return (*index[:position], moved, *index[position + 1 :]) if isinstance(index, tuple) else moved

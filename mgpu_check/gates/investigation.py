@@ -105,15 +105,15 @@ def changes_tried(
     """
     if trials.program.single_process or scenario.world_size < 2:
         return []
-    found: list[Change] = []
+    changes: list[Change] = []
     for number, change in enumerate(_changes(trials, scenario, traces, relations)):
         if number >= _MOST_RUNS:
             break
         holds = _holds(trials, scenario, change) and _holds(trials, _other_seed(scenario), change)
-        found.append(replace(change, holds=holds))
+        changes.append(replace(change, holds=holds))
         if holds:
             break
-    return found
+    return changes
 
 
 def _other_seed(scenario: Scenario) -> Scenario:
@@ -127,11 +127,11 @@ def _patience(trials: Trials) -> float:
 
 def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
     try:
-        seen = trials.ranks.run(
+        runs = trials.ranks.run(
             run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_patience(trials)
         )
         expected = trials.expected(scenario)
-        relations = trials.compared(expected, trials.assembled(scenario, seen))
+        relations = trials.compared(expected, trials.assembled(scenario, runs))
     except (CheckFailure, RankHang, ValueError):
         return False
     if relations.unjudged:
@@ -145,7 +145,7 @@ def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Resu
     shown = {
         name for name in relations.held if name.kind == "returned" and (name not in values or values[name].numel() == 1)
     }
-    return [name for name, held in relations.held.items() if name not in shown and False in held.values()]
+    return [name for name, verdicts in relations.held.items() if name not in shown and False in verdicts.values()]
 
 
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
@@ -179,7 +179,7 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
         op, size = _op(events), _size(events)
         if _kind(name) != "reduction":
             continue
-        yield from (Change("op", name, line, other, size=size) for other in ("max", "sum") if other != op)
+        yield from (Change("op", name, line, operation, size=size) for operation in ("max", "sum") if operation != op)
         yield Change("skip", name, line, size=size)
         calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
         if scenario.steps > 1 and not rest and op == "sum":
@@ -197,7 +197,9 @@ def _waits(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], relations: 
         for line, events in lines
         if _kind(line[0]) != "message" and any(event.details.get("asynchronous") for event in events)
     ]
-    unsteady = any(False in (held.get(FINITE), held.get(REPEATS)) for n, held in relations.held.items() if n != RANDOM)
+    unsteady = any(
+        False in (verdicts.get(FINITE), verdicts.get(REPEATS)) for n, verdicts in relations.held.items() if n != RANDOM
+    )
     each = [*((line,) for line, _ in started), tuple(line for line, _ in started)] if unsteady else []
     for chosen in dict.fromkeys((tuple(line for line, waited in started if not waited), *each)):
         if chosen:
@@ -232,13 +234,15 @@ def _combined(
 
     All ranks must call backward equally often, so that no rank waits for the others.
     """
-    names = tuple(name.of for name in relations.split if name.kind == "grads") or _stepped_alone(traces)
+    parameter_names = tuple(name.of for name in relations.split if name.kind == "grads") or _stepped_alone(traces)
     passes = [trace.of("backward") for trace in traces]
-    if not names or not passes or not passes[0] or len({len(events) for events in passes}) > 1:
+    if not parameter_names or not passes or not passes[0] or len({len(events) for events in passes}) > 1:
         return
     for how in ("mean", "sum") if len(passes[0]) == steps else ("mean",):
         for index, now in groups:
-            yield Change("combine", "backward", passes[0][-1].site, (index, names, how), now=now, size=len(now[0]))
+            yield Change(
+                "combine", "backward", passes[0][-1].site, (index, parameter_names, how), now=now, size=len(now[0])
+            )
 
 
 def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
@@ -246,15 +250,23 @@ def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
 
     These gradients differ between ranks, and no collective runs between the last backward pass and the step.
     """
-    left: list[Mapping[str, Mapping[str, float]]] = []
+    gradients_by_rank: list[Mapping[str, Mapping[str, float]]] = []
     for trace in traces:
         before = list(itertools.takewhile(lambda event: event.kind != "step", trace.events))
         events = [event for event in before if event.kind in ("backward", "collective")]
         if len(before) == len(trace.events) or not events or events[-1].kind == "collective":
             return ()
-        left.append(events[-1].details.get("left", {}))
-    everywhere = [name for name in left[0] if all(name in one for one in left)] if left else []
-    return tuple(name for name in everywhere if any(one[name] != left[0][name] for one in left))
+        gradients_by_rank.append(events[-1].details.get("left", {}))
+    everywhere = (
+        [name for name in gradients_by_rank[0] if all(name in gradients for gradients in gradients_by_rank)]
+        if gradients_by_rank
+        else []
+    )
+    return tuple(
+        name
+        for name in everywhere
+        if any(gradients[name] != gradients_by_rank[0][name] for gradients in gradients_by_rank)
+    )
 
 
 def _kind(name: str) -> str:
@@ -266,7 +278,9 @@ def _lines(traces: Sequence[RankTrace]) -> list[tuple[tuple[str, str], list[Call
     counts = [Counter((event.name, event.site) for event in trace.of("collective") if event.site) for trace in traces]
     if not counts:
         return []
-    common = [line for line, count in counts[0].items() if all(other.get(line) == count for other in counts)]
+    common = [
+        line for line, count in counts[0].items() if all(rank_counts.get(line) == count for rank_counts in counts)
+    ]
     return [
         (line, [event for trace in traces for event in trace.of("collective") if (event.name, event.site) == line])
         for line in common[:_MOST_LINES]
@@ -278,13 +292,13 @@ def _groups(traces: Sequence[RankTrace], size: int) -> list[_Group]:
 
     Index 0 is the world. An index counts if every rank has a group with it.
     """
-    found: list[_Group] = [(0, (tuple(range(size)),))]
+    shared_groups: list[_Group] = [(0, (tuple(range(size)),))]
     several = [trace.groups for trace in traces]
     for index in range(1, min(map(len, several), default=0)):
         now = tuple(dict.fromkeys(groups[index] for groups in several))
         if sum(map(len, now)) == size:
-            found.append((index, now))
-    return found
+            shared_groups.append((index, now))
+    return shared_groups
 
 
 def _orders(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]]) -> Iterator[Change]:
@@ -307,7 +321,7 @@ def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> I
         )
     except (CheckFailure, RankHang):
         return
-    terms = {(term.backward, term.paths): term for one in ranks for term in one}
+    terms = {(term.backward, term.paths): term for terms_of_rank in ranks for term in terms_of_rank}
     losses = {backward for backward, _ in terms}
     sizes = {scenario.world_size, *(len(group) for trace in traces for group in trace.groups)} - {1}
     for term in [term for term in terms.values() if term.paths[0] or len(losses) > 1][:_MOST_TERMS]:
@@ -327,17 +341,17 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
         (alone,) = trials.ranks.run(run_noting_ranges, trials.program, scenario, size=1)
     except (CheckFailure, RankHang):
         return
-    for line, whole in alone.items():
-        found = [one[line] for one in ranks if line in one]
-        parts = {one.length for one in found}
-        (part,) = parts if len(parts) == 1 and len(found) == len(ranks) else (0,)
-        count = whole.length // part if part else 0
-        if count < 2 or whole.length % part or scenario.world_size % count:
+    for line, full_range in alone.items():
+        local_ranges = [ranges_of_rank[line] for ranges_of_rank in ranks if line in ranges_of_rank]
+        lengths = {local_range.length for local_range in local_ranges}
+        (length,) = lengths if len(lengths) == 1 and len(local_ranges) == len(ranks) else (0,)
+        count = full_range.length // length if length else 0
+        if count < 2 or full_range.length % length or scenario.world_size % count:
             continue
         for order in ("inner", "outer"):
-            shift = Change("shift", whole.name, line, (count, order), size=count)
-            offsets = [part * part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
-            if [one.first - found[0].first for one in found] != offsets:
+            shift = Change("shift", full_range.name, line, (count, order), size=count)
+            offsets = [length * part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
+            if [local_range.start - local_ranges[0].start for local_range in local_ranges] != offsets:
                 yield shift
 
 
@@ -357,7 +371,7 @@ _ENDS = (CheckFailure, RankHang)
 def as_seen(failed: Trial, relations: Relations) -> Tensors:
     """Return the evidence of a failure before further runs."""
     case, nothing = failed.scenario, Hypotheses([], [])
-    return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.seen, (), nothing)
+    return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.runs, (), nothing)
 
 
 class SecondLook:
@@ -376,7 +390,7 @@ class SecondLook:
         self._expected = attempts.of(
             "measuring each optimizer step", failed.expected, trials.expected, failed.scenario, deep=True
         )
-        self._seen, self._relations = failed.seen, failed.relations
+        self._seen, self._relations = failed.runs, failed.relations
         self._traces: Sequence[RankTrace] = ()
         self.repeated = True
 
@@ -427,10 +441,10 @@ class SecondLook:
         except _ENDS:
             return
         self._traces = tuple(trace for _, trace in pairs)
-        seen = trials.assembled(case, [one for one, _ in pairs])
-        relations = trials.compared(self._expected, seen)
+        runs = trials.assembled(case, [run for run, _ in pairs])
+        relations = trials.compared(self._expected, runs)
         if not relations.holds:
-            self._seen, self._relations = seen, relations
+            self._seen, self._relations = runs, relations
 
     def _trace_alone(self) -> RankTrace | None:
         try:
@@ -448,12 +462,12 @@ class SecondLook:
         if not self._trials.one_device:
             return None  # the step may not run on one device
         try:
-            found: Hypotheses = self._trials.ranks.run(run_hypotheses, self._trials.program, scenario, windows, size=1)[
-                0
-            ]
+            hypotheses: Hypotheses = self._trials.ranks.run(
+                run_hypotheses, self._trials.program, scenario, windows, size=1
+            )[0]
         except _ENDS:
             return None
-        return found
+        return hypotheses
 
     def _with_other_seeds(self, windows: int) -> list[Tensors]:
         """Return the evidence of the same case with other seeds; a mistake must explain these results, too.
@@ -461,33 +475,35 @@ class SecondLook:
         A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
         Then there are cases with more samples, too; their number leaves the parts as uneven as before.
         """
-        case, found = self._scenario, []
+        case, evidence = self._scenario, []
         if case.batches:
             return []
         values = self._expected.single.values
         small = sum(values[name].numel() for name in self._relations.wrong if name in values) < _FEW
         for number in range(1, _FURTHER + 1):
-            other = replace(case, seed=case.seed + number)
-            more = replace(other, samples=case.samples * (number * case.world_size + 1))
-            tried = (further for one in (other, more) if (further := self._further(one, windows)) is not None)
-            found += list(itertools.islice(tried, 2 if small else 1))
-        return found
+            reseeded = replace(case, seed=case.seed + number)
+            enlarged = replace(reseeded, samples=case.samples * (number * case.world_size + 1))
+            tried = (
+                further for variant in (reseeded, enlarged) if (further := self._further(variant, windows)) is not None
+            )
+            evidence += list(itertools.islice(tried, 2 if small else 1))
+        return evidence
 
-    def _further(self, other: Scenario, windows: int) -> Tensors | None:
+    def _further(self, scenario: Scenario, windows: int) -> Tensors | None:
         """Return the evidence of another case; None if it has the same batch, too many values, or does not run."""
         trials = self._trials
         try:
-            expected = trials.expected(other)
+            expected = trials.expected(scenario)
             if expected.single.batch == self._expected.single.batch:
                 return None  # the user's code sets its own seeds
-            seen = trials.on_ranks(other, whole=True)
+            runs = trials.on_ranks(scenario, all_values=True)
         except (*_ENDS, ValueError):  # the user's functions may not take that number of samples
             return None
-        hypotheses = self._hypotheses(other, windows)
-        if hypotheses is None or sum(value.numel() for value in seen[0].values.values()) > _LARGE:
+        hypotheses = self._hypotheses(scenario, windows)
+        if hypotheses is None or sum(value.numel() for value in runs[0].values.values()) > _LARGE:
             return None
-        relations = trials.compared(expected, seen)
-        return Tensors(other.world_size, other.samples, other.steps, expected, relations, seen, (), hypotheses)
+        relations = trials.compared(expected, runs)
+        return Tensors(scenario.world_size, scenario.samples, scenario.steps, expected, relations, runs, (), hypotheses)
 
     def _when_small(self) -> bool | None:
         """Return whether the step is right for a scaled-down batch, which reaches no limit on a norm."""
@@ -496,35 +512,35 @@ class SecondLook:
         small = replace(self._scenario, change="scaled", factor=_SMALL)
         trials = self._trials
         try:
-            seen = trials.on_ranks(small, whole=True)
-            return any(trials.compared(trials.expected(small, effort=effort), seen).holds for effort in _ENOUGH)
+            runs = trials.on_ranks(small, all_values=True)
+            return any(trials.compared(trials.expected(small, effort=effort), runs).holds for effort in _ENOUGH)
         except _ENDS:
             return None
 
     def _repeat(self) -> None:
         """Compare the case with a second run, and add the relation to each result."""
         try:
-            again = self._trials.on_ranks(self._scenario, whole=True)
+            repeated_runs = self._trials.on_ranks(self._scenario, all_values=True)
         except _ENDS:
             self.repeated = False
             return
-        repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
+        repeats(self._relations, self._expected, self._seen, repeated_runs, self._trials.tolerance)
 
     def _by_draws(self) -> frozenset[Result]:
         """Return the results that other random numbers change."""
         trials, case = self._trials, self._scenario
-        found: set[Result] = set()
+        changed: set[Result] = set()
         if not self._expected.drawn and not any(trace.drawn or trace.of("generator") for trace in self._traces):
             return frozenset()
         for times in _REDRAWN:
             try:
-                seen = trials.run_on_ranks(trials.program, case, times, by=run_redrawn)
+                runs = trials.run_on_ranks(trials.program, case, times, by=run_redrawn)
             except _ENDS:
                 break
-            again = trials.assembled(case, seen)
-            compared = (self._expected, self._seen, again)
-            found |= {name for name in self._relations.held if ranks_changed(*compared, name, trials.tolerance)}
-        return frozenset(found)
+            redrawn_runs = trials.assembled(case, runs)
+            compared = (self._expected, self._seen, redrawn_runs)
+            changed |= {name for name in self._relations.held if ranks_changed(*compared, name, trials.tolerance)}
+        return frozenset(changed)
 
     def _at_another_size(self) -> Tensors | None:
         """Return the case at the smallest other world size, and note for each result whether it is the same there.
@@ -532,24 +548,28 @@ class SecondLook:
         If some ranks have no sample there, the returned case has more samples.
         """
         case = self._scenario
-        other = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
-        if other is None:
+        other_size = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
+        if other_size is None:
             return None
         try:
-            there: ObservedRun = self._trials.on_ranks(replace(case, world_size=other), whole=True)[0]
+            other_run: ObservedRun = self._trials.on_ranks(replace(case, world_size=other_size), all_values=True)[0]
         except _ENDS:
             return None
-        low, high = sorted((other, case.world_size))
-        for name, held in self._relations.held.items():
+        low, high = sorted((other_size, case.world_size))
+        for name, verdicts in self._relations.held.items():
             if name == RANDOM or name not in self._expected.single.values:
                 continue
             allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
-            held[f"same at {low} and {high}"] = close(there.values.get(name), self._seen[0].values.get(name), allowed)
-        more = case.samples * other
-        few = 0 < case.samples < other and not case.batches
-        found = self._further(replace(case, world_size=other, samples=more), 1) if few else None
+            verdicts[f"same at {low} and {high}"] = close(
+                other_run.values.get(name), self._seen[0].values.get(name), allowed
+            )
+        sample_count = case.samples * other_size
+        few = 0 < case.samples < other_size and not case.batches
+        evidence = self._further(replace(case, world_size=other_size, samples=sample_count), 1) if few else None
         nothing = Hypotheses([], [])
-        return found or Tensors(other, case.samples, case.steps, self._expected, self._relations, [there], (), nothing)
+        return evidence or Tensors(
+            other_size, case.samples, case.steps, self._expected, self._relations, [other_run], (), nothing
+        )
 
     def _in_other_order(self) -> None:
         """Note for each result whether permuted samples change it, if they do not change it on one device."""
@@ -560,21 +580,23 @@ class SecondLook:
         try:
             # Without one device, all ranks run for each measurement.
             effort = Effort.IN_FULL if trials.one_device else Effort.WIDENED
-            one, other = trials.expected(case, deep=True), trials.expected(permuted, effort=effort)
-            there = trials.on_ranks(permuted)
+            expected, expected_permuted = trials.expected(case, deep=True), trials.expected(permuted, effort=effort)
+            permuted_runs = trials.on_ranks(permuted)
         except _ENDS:
             return
-        for name, held in self._relations.held.items():
-            if (allowed := self._as_permuted(name, one, other)) is not None:
-                held["any order"] = close(there[0].values.get(name), self._seen[0].values.get(name), 2 * allowed)
+        for name, verdicts in self._relations.held.items():
+            if (allowed := self._as_permuted(name, expected, expected_permuted)) is not None:
+                verdicts["any order"] = close(
+                    permuted_runs[0].values.get(name), self._seen[0].values.get(name), 2 * allowed
+                )
 
-    def _as_permuted(self, name: Result, one: Expected, other: Expected) -> torch.Tensor | float | None:
+    def _as_permuted(self, name: Result, expected: Expected, permuted: Expected) -> torch.Tensor | float | None:
         """Return the tolerance of a result in another order; None if one device is not independent of the order."""
-        exact, moved = one.exact.get(name), other.exact.get(name)
+        exact, moved = expected.exact.get(name), permuted.exact.get(name)
         if exact is None or moved is None or exact.shape != moved.shape:
             return None
         tolerance = self._trials.tolerance
-        allowed = allowed_for(one, name, tolerance) + allowed_for(other, name, tolerance)
+        allowed = allowed_for(expected, name, tolerance) + allowed_for(permuted, name, tolerance)
         return allowed if difference(exact, moved, allowed) is None else None
 
 
@@ -602,7 +624,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     tensors = attempts.of("the second look at the case", as_seen(failed, failed.relations), look.taken)
     findings = findings_of(evidence_of(tensors, attempts), _LIKELY, attempts)
     mistakes = [finding.mistake for finding in findings[:1]]
-    first = attempts.of("the first wrong step", None, _first_wrong, tensors)
+    first_wrong = attempts.of("the first wrong step", None, _first_wrong, tensors)
     return Mismatch(
         name=trials.name,
         case=failed.scenario.described,
@@ -612,7 +634,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         relations=tensors.relations,
         expected=tensors.expected,
         axes=axes,
-        first=first,
+        first_wrong=first_wrong,
         parting=attempts.of("the line where ranks part", None, first_parting, tensors, mistakes),
         module=attempts.of("the first wrong module", None, first_wrong_module, tensors),
         factor=attempts.of("the factor", None, tensors.factor),
@@ -661,29 +683,30 @@ def _first_wrong(tensors: Tensors) -> FirstWrong | None:
             for name, value in exact.items():
                 if name not in tensors.relations.wrong or (name.kind == "grads") is not of_gradients:
                     continue
-                for rank, one in enumerate(tensors.seen):
-                    if step >= one.optimizer_steps:
+                for rank, run in enumerate(tensors.seen):
+                    if step >= run.optimizer_steps:
                         return FirstWrong(step + 1, rank, None)
-                    taken = one.snapshots[step] if step < len(one.snapshots) else None  # the step may not be on record
-                    if taken is not None and not close(taken.get(name), value, allowed[name]):
+                    # The step may not be on record.
+                    snapshot = run.snapshots[step] if step < len(run.snapshots) else None
+                    if snapshot is not None and not close(snapshot.get(name), value, allowed[name]):
                         return FirstWrong(step + 1, rank, name)
     return None
 
 
 def _is_of_update(tensors: Tensors) -> bool:
     """Return whether gradients were compared and are right, and parameters are wrong."""
-    held = tensors.relations.held
-    gradients = [name for name in held if name.kind == "grads"]
+    verdicts = tensors.relations.held
+    gradients = [name for name in verdicts if name.kind == "grads"]
     return bool(gradients) and not tensors.wrong("grads", "returned") and bool(tensors.wrong("params"))
 
 
 def _patterns(tensors: Tensors) -> list[str]:
     """Describe patterns in the first wrong values, such as a flipped bit."""
-    found: list[str] = []
+    patterns: list[str] = []
     for name in tensors.names[:1]:
         for rank in tensors.relations.wrong[name][:1]:
             got, exact = tensors.seen[rank].values.get(name), tensors.expected.exact[name]
             if got is not None and got.shape == exact.shape:
                 lines = diagnose(got, exact, tensors.expected.tolerance[name], rank=rank)
-                found += [f"{name} on rank {rank} {line}" for line in lines]
-    return found
+                patterns += [f"{name} on rank {rank} {line}" for line in lines]
+    return patterns

@@ -78,7 +78,7 @@ def assert_loader_covers(
             f"key is {key!r}; give a function from a batch to the ids of its samples, such as lambda batch: batch['id']"
         )
     sizes = world_sizes_of(ranks, world_sizes)
-    accepted, place = Accepted(padding=padding, dropped=dropped, uneven=uneven), definition_of(make_loader)
+    accepted, definition = Accepted(padding=padding, dropped=dropped, uneven=uneven), definition_of(make_loader)
 
     def visits_of(size: int, *, inline: bool = False, by: RanksFixture = ranks) -> list[Visits]:
         # Here, because it imports torch, which this process may do without until it has a gate to run.
@@ -86,7 +86,7 @@ def assert_loader_covers(
 
         with noting(f"the loader at world size {size}, {epochs} epochs"):
             visits: list[Visits] = by.run(visit, make_loader, epochs, key, inline, size=size)
-        for problem in filter(None, (one.problem for one in visits)):
+        for problem in filter(None, (rank_visits.problem for rank_visits in visits)):
             raise ValueError(problem)
         return visits
 
@@ -96,12 +96,12 @@ def assert_loader_covers(
     repeated_at = min((size for size in sizes if size > 1), default=None)
     for size in sizes if not alone.workers else sorted({1, *sizes}):
         visits = visits_of(size)
-        again = visits_of(size) if size == repeated_at else None
-        _check(expected, alone, visits, again, accepted, shuffled, place)
+        repeated_visits = visits_of(size) if size == repeated_at else None
+        _check(expected, alone, visits, repeated_visits, accepted, shuffled, definition)
     if repeated_at is not None:
 
         def judge(by: RanksFixture, size: int = repeated_at) -> None:
-            _check(expected, alone, visits_of(size, by=by), None, accepted, shuffled, place)
+            _check(expected, alone, visits_of(size, by=by), None, accepted, shuffled, definition)
 
         case: dict[str, object] = {"world size": repeated_at, "samples": expected.total()}
         with_seeds_apart(ranks, "assert_loader_covers", (make_loader, key), case, judge)
@@ -139,29 +139,29 @@ def _check(
     expected: Counter[Hashable],
     alone: Visits,
     visits: Sequence[Visits],
-    again: Sequence[Visits] | None,
+    repeated_visits: Sequence[Visits] | None,
     accepted: Accepted,
     shuffled: bool,
-    place: str,
+    definition: str,
 ) -> None:
     """Raise ScalingMismatch if a relation fails at this world size."""
     labels = {sample: text for visit in (*visits, alone) for sample, text in visit.labels.items()}
     workers = max(visit.workers for visit in visits)
     evidence, epochs = [], []
     for number in range(len(alone.epochs)):
-        parts = [visit.epochs[number] for visit in visits]
-        samples = samples_of(expected, parts, accepted, labels, workers)
+        rank_epochs = [visit.epochs[number] for visit in visits]
+        samples = samples_of(expected, rank_epochs, accepted, labels, workers)
         coverage = coverage_of(samples)
-        if again is not None:
-            _repeatable(coverage, visits, again, number)
+        if repeated_visits is not None:
+            _repeatable(coverage, visits, repeated_visits, number)
         evidence.append(samples)
         epochs.append(coverage)
     order = _order(visits, len(expected), shuffled or any(visit.shuffles for visit in visits))
     rows = [(f"epoch {number}", coverage) for number, coverage in enumerate(epochs)]
     rows += [("all epochs", order)] if len(epochs) > 1 else []
-    observables = [Observable(name, one.relations, "; ".join(one.details)) for name, one in rows]
-    wrong = next((observable for observable in observables if not observable.right), None)
-    if wrong is None:
+    observables = [Observable(name, coverage.relations, "; ".join(coverage.details)) for name, coverage in rows]
+    broken = next((observable for observable in observables if not observable.right), None)
+    if broken is None:
         return
     attempts = Attempts()
     findings = findings_of_loader(Loader(evidence, sorted(order.ranks), "; ".join(order.details)), attempts)
@@ -170,26 +170,26 @@ def _check(
     if workers:
         case["workers"] = workers
     report = Report(
-        f"the loader does not give each sample once at world size {len(visits)}: {wrong.name}: {wrong.detail}"
-        if len(epochs) == 1 or wrong is not observables[-1]
-        else f"the loader does not shuffle at world size {len(visits)}: {wrong.detail}",
+        f"the loader does not give each sample once at world size {len(visits)}: {broken.name}: {broken.detail}"
+        if len(epochs) == 1 or broken is not observables[-1]
+        else f"the loader does not shuffle at world size {len(visits)}: {broken.detail}",
         case,
         observables,
         distinct(findings),
         [*remarks, *attempts.remarks],
-        place=place,
+        place=definition,
     )
     at_fault = {rank for coverage in (*epochs, order) for rank in coverage.ranks}
     at_fault.update(rank for finding in findings for rank in finding.ranks)
     raise ScalingMismatch(str(report), ranks=sorted(at_fault), mistakes=report.mistakes, site=report.site)
 
 
-def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Visits], number: int) -> None:
+def _repeatable(coverage: Coverage, visits: Sequence[Visits], repeated_visits: Sequence[Visits], number: int) -> None:
     """Add to `coverage` whether a second run under the same seeds gives each rank the same samples."""
     others = [
         rank
-        for rank, (first, second) in enumerate(zip(visits, again, strict=True))
-        if first.epochs[number].counts != second.epochs[number].counts
+        for rank, (visit, repeated) in enumerate(zip(visits, repeated_visits, strict=True))
+        if visit.epochs[number].counts != repeated.epochs[number].counts
     ]
     coverage.relations["repeatable"] = not others
     if others:
@@ -205,8 +205,8 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Vi
 
 def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
     """Return whether the order changes from epoch to epoch, if it should."""
-    same, told = same_orders(visits, samples)
-    result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not told) else not same})
+    same, conclusive = same_orders(visits, samples)
+    result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not conclusive) else not same})
     if result.relations[_EPOCHS_DIFFER] is False:
         who = "all ranks" if len(same) == len(visits) else f"{named(same)} only"
         result.details.append(f"{who}: the same order in each of {len(visits[0].epochs)} epochs")

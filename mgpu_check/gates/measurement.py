@@ -85,9 +85,9 @@ def perturbed(
         copies: also perturb copied and sent tensors during the step.
         fused: the step calls operators that run a whole recurrent network: take them apart.
     """
-    apart = unfused() if fused else contextlib.nullcontext()
+    unfusing = unfused() if fused else contextlib.nullcontext()
     mode = Perturbed(spread, generator, ROUNDOFF, counts=True)
-    with apart, mode, DrawsOfFloat32():
+    with unfusing, mode, DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():
                 for _, parameter in named_parameters(module):
@@ -130,11 +130,11 @@ def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Vari
     with full_precision():
         if not variation.nudged:
             return run(variation)
-        seen: list[_Gradients] = []
+        gradients: list[_Gradients] = []
         for spread in (0.0, variation.spread, -variation.spread):
-            seen.append({})
-            run(Variation(spread, variation.pair), nudge=functools.partial(_keep, seen[-1]))
-        return run(Variation(), nudge=functools.partial(_flip, _undecided(variation, *seen)))
+            gradients.append({})
+            run(Variation(spread, variation.pair), nudge=functools.partial(_keep, gradients[-1]))
+        return run(Variation(), nudge=functools.partial(_flip, _undecided(variation, *gradients)))
 
 
 def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **options: Any) -> ObservedRun:
@@ -147,9 +147,9 @@ def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **opt
             )
     elif how.double:
         options["around"] = lambda model, batches: DrawsOfFloat32()
-    seen = observe(rank, program, scenario, deep=how.deep, double=how.double, digests=False, **options)
-    seen.initial = {}
-    return seen
+    run = observe(rank, program, scenario, deep=how.deep, double=how.double, digests=False, **options)
+    run.initial = {}
+    return run
 
 
 def _keep(into: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def _keep(into: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> 
 def _undecided(how: Variation, plain: _Gradients, *others: _Gradients) -> _Gradients:
     """Return the changes that flip each gradient whose sign rounding decides, and leave the others alone."""
     common: Mapping[tuple[int, Result], torch.Tensor] = {
-        key: value for key, value in plain.items() if all(key in other for other in others)
+        key: value for key, value in plain.items() if all(key in gradients for gradients in others)
     }
     granted = granted_at_least(common, others, ROUNDOFF, abs(how.spread))
     changes = {}
@@ -209,13 +209,13 @@ class RunPart:
     """One of the runs of a provisional measurement.
 
     Attributes:
-        seen: the results; None if the perturbed run fails, or if a result is not finite.
+        observed: the results; None if the perturbed run fails, or if a result is not finite.
         simple: whether these runs suffice. A recurrent network in one operator, and an optimizer that is not linear in
             the gradient, need more.
         drawn, narrow: `Notes.drawn` and `Notes.seen`; empty for perturbed runs.
     """
 
-    seen: ObservedRun | None
+    observed: ObservedRun | None
     simple: bool
     drawn: tuple[tuple[int, ...], ...] = ()
     narrow: frozenset[torch.dtype] = frozenset()
@@ -296,14 +296,14 @@ class Runs:
         notes = Notes()
         if run:
             self._copies, self._in_double, self._spread = False, False, deviations(elements)
-            seen = self._perturbed(0, run)
+            observed = self._perturbed(0, run)
         else:
-            seen = self._once(notes, digests=False)
-            seen.initial = {}
-        if seen is not None and not all(map(all_finite, seen.values.values())):
-            seen = None
-        simple = not self._fused and not self.narrow and not (seen is not None and seen.nonlinear)
-        return RunPart(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
+            observed = self._once(notes, digests=False)
+            observed.initial = {}
+        if observed is not None and not all(map(all_finite, observed.values.values())):
+            observed = None
+        simple = not self._fused and not self.narrow and not (observed is not None and observed.nonlinear)
+        return RunPart(observed, simple, tuple(notes.drawn), frozenset(notes.seen))
 
     def slightly_moved(self) -> ObservedRun:
         """Run unperturbed on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
@@ -323,10 +323,10 @@ class Runs:
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
         """Return tolerances within which results are surely right, at the end (None) or at an optimizer step."""
 
-        def of(seen: ObservedRun) -> dict[Result, torch.Tensor]:
-            return seen.values if index is None else seen.snapshots[index]
+        def of(run: ObservedRun) -> dict[Result, torch.Tensor]:
+            return run.values if index is None else run.snapshots[index]
 
-        return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
+        return granted_at_least(wide(of(self._exact)), [wide(of(run)) for run in self._moved], ROUNDOFF, self._spread)
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Run twice in the precision of the step; the second batch is moved, so that sums round differently."""
@@ -429,14 +429,14 @@ class Runs:
             name
             for name, value in self._singles[0].values.items()
             if not value.is_floating_point()
-            and any(not torch.equal(value, one.values[name]) for one in (exact, *self._moved))
+            and any(not torch.equal(value, run.values[name]) for run in (exact, *self._moved))
         }
         remarks = []
         if self._failure is not None:
-            said = next(iter(str(self._failure).splitlines()), "")
+            message = next(iter(str(self._failure).splitlines()), "")
             remarks.append(
                 f"tolerances may be too narrow: a perturbed run of the step failed: {type(self._failure).__name__}: "
-                f"{said}"
+                f"{message}"
             )
         if not self._moved:
             remarks.append(
@@ -450,21 +450,21 @@ class Runs:
     def _assess(self, index: int | None) -> MeasuredStep[Result]:
         """Assess the results at the end (None), or after an optimizer step."""
 
-        def stage(seen: ObservedRun) -> Mapping[Result, torch.Tensor]:
-            return seen.values if index is None else seen.snapshots[index]
+        def stage(run: ObservedRun) -> Mapping[Result, torch.Tensor]:
+            return run.values if index is None else run.snapshots[index]
 
-        names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
-        reference = {name: stage(self._exact)[name].double() for name in names}
+        result_names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
+        reference = {name: stage(self._exact)[name].double() for name in result_names}
 
         def usable(several: Sequence[ObservedRun]) -> list[dict[Result, torch.Tensor]]:
             # Infinities and NaN on one device are compared as such; they are measured as zeros.
-            held = [stage(one) for one in several if index is None or index < len(one.snapshots)]
+            stages = [stage(run) for run in several if index is None or index < len(run.snapshots)]
             return [
                 {
                     name: torch.where(reference[name].isfinite() & values[name].isfinite(), values[name].double(), 0.0)
-                    for name in names
+                    for name in result_names
                 }
-                for values in held
+                for values in stages
             ]
 
         (exact,) = usable([self._exact])
@@ -475,7 +475,7 @@ class Runs:
         samples = usable([*self._singles[0 if index is None else 1 :], *self._dithered])
         pairs = [pair for runs in self._pairs if len(pair := usable(runs)) == len(_DIRECTIONS)]
         tolerance = dict(assessed.tolerance)
-        for name in names:
+        for name in result_names:
             values, dtype = [sample[name] for sample in samples], stage(self._singles[-1])[name].dtype
             if not is_narrow(dtype) and all(torch.equal(values[0], value) for value in values[1:]):
                 continue  # no rounding to a narrow dtype reaches this result
@@ -522,22 +522,22 @@ def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
     return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
 
 
-def alike(one: ObservedRun, other: ObservedRun) -> bool:
+def alike(run: ObservedRun, other_run: ObservedRun) -> bool:
     """Return whether two runs left results of the same names, shapes and finite places, in as many steps."""
-    return left_alike(one, other) and all(
-        _finite_alike(value, other.values[name]) for name, value in one.values.items()
+    return left_alike(run, other_run) and all(
+        _finite_alike(value, other_run.values[name]) for name, value in run.values.items()
     )
 
 
-def left_alike(one: ObservedRun, other: ObservedRun) -> bool:
+def left_alike(run: ObservedRun, other_run: ObservedRun) -> bool:
     """Return whether two runs left results of the same names and shapes after as many optimizer steps."""
-    if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
+    if run.values.keys() != other_run.values.keys() or run.optimizer_steps != other_run.optimizer_steps:
         return False
-    return all(value.shape == other.values[name].shape for name, value in one.values.items())
+    return all(value.shape == other_run.values[name].shape for name, value in run.values.items())
 
 
-def _finite_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (all_finite(one) and all_finite(other)) or torch.equal(one.isfinite(), other.isfinite())
+def _finite_alike(value: torch.Tensor, other_value: torch.Tensor) -> bool:
+    return (all_finite(value) and all_finite(other_value)) or torch.equal(value.isfinite(), other_value.isfinite())
 
 
 RUNS = (0, 1, -1)
@@ -566,13 +566,13 @@ def measured_in_part(
     return Runs(rank, program, scenario, of_reference, 1).part(run, elements)
 
 
-def joined(parts: Sequence[RunPart], elements: int) -> Provisional | None:
+def joined(run_parts: Sequence[RunPart], elements: int) -> Provisional | None:
     """Join the parts of all `RUNS` to the result of `measured_provisionally`; None if inconclusive."""
-    seen = [part.seen for part in parts if part.seen is not None and part.simple]
-    if len(seen) < len(RUNS) or not all(left_alike(seen[0], other) for other in seen[1:]):
+    runs = [run_part.observed for run_part in run_parts if run_part.observed is not None and run_part.simple]
+    if len(runs) < len(RUNS) or not all(left_alike(runs[0], run) for run in runs[1:]):
         return None
-    single, *moved = seen
-    granted = granted_at_least(wide(single.values), [wide(one.values) for one in moved], ROUNDOFF, deviations(elements))
+    single, *moved = runs
+    granted = granted_at_least(wide(single.values), [wide(run.values) for run in moved], ROUNDOFF, deviations(elements))
     return Provisional(single, granted)
 
 
@@ -581,12 +581,12 @@ def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_referenc
     return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
 
 
-def rounding_seen(single: ObservedRun, again: ObservedRun) -> dict[Result, float] | None:
+def rounding_seen(single: ObservedRun, moved_run: ObservedRun) -> dict[Result, float] | None:
     """Return the errors of an unperturbed run, from the results of `slightly_moved`; see `numerics.steps.errors_seen`.
 
     None if the two runs left results of other names or shapes, are finite in other places, or took other steps.
     """
-    return errors_seen(wide(single.values), wide(again.values)) if alike(single, again) else None
+    return errors_seen(wide(single.values), wide(moved_run.values)) if alike(single, moved_run) else None
 
 
 def measured(
@@ -695,10 +695,10 @@ def measure_in_parts(
         return [measured_in_part(rank, program, scenario, program.reference is not None, run, elements) for run in runs]
 
 
-def of_parts(program: Program, parts: Sequence[RunPart], elements: int) -> Expected | None:
+def of_parts(program: Program, run_parts: Sequence[RunPart], elements: int) -> Expected | None:
     """Join one part for each of `rounding.RUNS` as `measure_provisionally` does; None if inconclusive."""
-    main = joined(parts, elements)
-    return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
+    main = joined(run_parts, elements)
+    return None if main is None else _provisional(program, main, None, run_parts[0].drawn, run_parts[0].narrow)
 
 
 def _provisional(
@@ -727,9 +727,9 @@ def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> 
     show.
     """
     with full_precision(), one_thread() as threads:
-        seen = slightly_moved(rank, program, scenario, program.reference is not None, threads)
-    seen.initial = {}
-    return seen
+        run = slightly_moved(rank, program, scenario, program.reference is not None, threads)
+    run.initial = {}
+    return run
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:
@@ -743,8 +743,8 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
         return None
     for factor in _FACTORS:
         scaled = Scenario(1, scenario.samples, 1, "scaled", factor, scenario.seed, scenario.batches)
-        seen = observe(rank, program, scaled)
-        if all(bool(value.isfinite().all()) for value in seen.values.values()):
+        run = observe(rank, program, scaled)
+        if all(bool(value.isfinite().all()) for value in run.values.values()):
             return factor
     return None
 

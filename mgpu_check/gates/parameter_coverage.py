@@ -27,7 +27,7 @@ _ENOUGH = 4096
 def unjudged(
     relations: Relations,
     expected: Expected,
-    seen: Sequence[ObservedRun],
+    runs: Sequence[ObservedRun],
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
 ) -> dict[str, str]:
@@ -41,32 +41,32 @@ def unjudged(
     single = expected.single
     if expected.by_reference and not {"grads", "params"} & single.touched:
         return {}  # the reference leaves no gradients or parameters, only returned values to compare with
-    trained = single.trained.union(*(one.trained for one in seen))
+    trained = single.trained.union(*(run.trained for run in runs))
     flat = any(
-        name.kind == "returned" and value.dim() == 1 and value.numel() > 1 for name, value in seen[0].values.items()
+        name.kind == "returned" and value.dim() == 1 and value.numel() > 1 for name, value in runs[0].values.items()
     )
     accounted = flat and bool(relations.skipped)
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     largest: dict[str, float] = {}
     for name in sorted(trained - {result.of for result in relations.local}):
-        why, too_wide = "", False
+        reason, too_wide = "", False
         for result in (Result("grads", name), Result("params", name)):
-            held = relations.held.get(result)
-            if held is None or held.get(PARITY) is None:
-                why = why or relations.skipped.get(result, "")
+            verdicts = relations.held.get(result)
+            if verdicts is None or verdicts.get(PARITY) is None:
+                reason = reason or relations.skipped.get(result, "")
             elif tolerance is not None or (wide := _wide(expected, result, largest)) == "":
                 break
             else:
-                why, too_wide = wide, True
+                reason, too_wide = wide, True
         else:
-            if accounted or any(one.of == name and one.kind == "returned" for one in relations.held):
+            if accounted or any(compared.of == name and compared.kind == "returned" for compared in relations.held):
                 continue
             if Result("grads", name) not in single.values and Result("params", name) not in single.values:
                 continue  # not in the built model
             if too_wide:
                 relations.too_wide.add(name)
-            found[name] = why or "no rank leaves a gradient or a value of it"
-    return found
+            reasons[name] = reason or "no rank leaves a gradient or a value of it"
+    return reasons
 
 
 def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
@@ -88,8 +88,8 @@ def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
 
 def _size(value: torch.Tensor) -> float:
     """Return the root mean square of the finite values; large tensors are sampled."""
-    some = value.reshape(-1)[:: max(1, value.numel() // _ENOUGH)]
-    finite = some[some.isfinite()].double()
+    sample = value.reshape(-1)[:: max(1, value.numel() // _ENOUGH)]
+    finite = sample[sample.isfinite()].double()
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
@@ -158,11 +158,11 @@ class ParameterCoverage:
         self._too_wide: set[str] = set()
 
     def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
-        where = scenario.place
+        place = scenario.place
         trained = expected.single.trained | relations.unjudged.keys()
-        self._trained[where] |= trained
-        self._judged[where] |= trained - relations.unjudged.keys()
-        self._missed[where].update(relations.unjudged)
+        self._trained[place] |= trained
+        self._judged[place] |= trained - relations.unjudged.keys()
+        self._missed[place].update(relations.unjudged)
         self._local |= {result.of for result in relations.local}
         self._too_wide |= relations.too_wide
 
@@ -172,36 +172,40 @@ class ParameterCoverage:
         Args:
             unjudged: patterns of parameters that need not be compared, with the reasons.
         """
-        left: dict[tuple[int, Mesh], dict[str, str]] = {}
-        used = {pattern for pattern in unjudged if any(fnmatch.fnmatchcase(name, pattern) for name in self._local)}
-        for where, missed in self._missed.items():
-            for name in sorted(missed.keys() - self._judged[where]):
+        not_compared: dict[tuple[int, Mesh], dict[str, str]] = {}
+        used_patterns = {
+            pattern for pattern in unjudged if any(fnmatch.fnmatchcase(name, pattern) for name in self._local)
+        }
+        for place, missed in self._missed.items():
+            for name in sorted(missed.keys() - self._judged[place]):
                 patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name, pattern)]
-                used.update(patterns)
+                used_patterns.update(patterns)
                 if not patterns:
-                    left.setdefault(where, {})[name] = missed[name]
-        if left:
-            raise NotCompared(self._told(left), names=sorted({name for names in left.values() for name in names}))
-        if idle := [pattern for pattern in unjudged if pattern not in used]:
+                    not_compared.setdefault(place, {})[name] = missed[name]
+        if not_compared:
+            raise NotCompared(
+                self._told(not_compared), names=sorted({name for reasons in not_compared.values() for name in reasons})
+            )
+        if idle := [pattern for pattern in unjudged if pattern not in used_patterns]:
             raise ValueError(
                 f"{self._program.gate}: unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was "
                 "not compared; take it out, so that it hides nothing later"
             )
 
-    def _told(self, left: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
-        count = len({name for names in left.values() for name in names})
+    def _told(self, not_compared: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
+        count = len({name for reasons in not_compared.values() for name in reasons})
         total = len(set().union(*self._trained.values()))
         lines = [
             f"{self._name} is undecided: {count} of {total} trained parameters were not compared with {self._against}"
         ]
-        for where, names in left.items():
+        for place, reasons in not_compared.items():
             by_reason: dict[str, list[str]] = defaultdict(list)
-            for name, reason in names.items():
+            for name, reason in reasons.items():
                 by_reason[reason].append(name)
             for reason, several in by_reason.items():
-                more = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
-                lines.append(f"  at {where_is(*where)}: {', '.join(several[:_SHOWN])}{more}: {reason}")
-        missed = {name for names in left.values() for name in names}
+                suffix = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
+                lines.append(f"  at {where_is(*place)}: {', '.join(several[:_SHOWN])}{suffix}: {reason}")
+        missed = {name for reasons in not_compared.values() for name in reasons}
         ways = []
         if missed & self._too_wide:
             ways.append("give a tolerance with tolerance=, or a reference= that computes in float32")

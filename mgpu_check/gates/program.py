@@ -59,8 +59,8 @@ def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], A
 
     A class, or a partial of a class, is called with (model, rank) first.
     """
-    made = step(model, rank) if isinstance(innermost(step), type) else step
-    return lambda batch: made(model, batch, rank)
+    instance = step(model, rank) if isinstance(innermost(step), type) else step
+    return lambda batch: instance(model, batch, rank)
 
 
 def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) -> Callable[[Any], Any]:
@@ -68,9 +68,9 @@ def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) 
 
     The world size is passed if the reference has a parameter `world_size`.
     """
-    given = {"world_size": world_size} if wants_world_size(reference) else {}
-    made = reference(model) if is_class(reference) else reference
-    return lambda batch: made(model, batch, **given)
+    options = {"world_size": world_size} if wants_world_size(reference) else {}
+    instance = reference(model) if is_class(reference) else reference
+    return lambda batch: instance(model, batch, **options)
 
 
 def wants_world_size(reference: Callable[..., Any] | None) -> bool:
@@ -97,19 +97,19 @@ def name_of(step: Callable[..., Any]) -> str:
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     if isinstance(model, nn.Module):
-        found = {"": model}
+        modules = {"": model}
     elif isinstance(model, (Mapping, list, tuple)):
         several: Mapping[Any, Any] = model if isinstance(model, Mapping) else dict(enumerate(model))
-        found = {f"{key}.": module for key, module in several.items() if isinstance(module, nn.Module)}
-    if not found:
+        modules = {f"{key}.": module for key, module in several.items() if isinstance(module, nn.Module)}
+    if not modules:
         raise Unusable(f"build() returned {type(model).__name__}; return an nn.Module, or a tuple or mapping of them")
-    for prefix, module in found.items():
+    for prefix, module in modules.items():
         for name, parameter in named_parameters(module):
             if parameter.is_meta:
                 raise Unusable(f"build() returned a model with {prefix}{name} on meta; give its parameters values")
-    return found
+    return modules
 
 
 _AS_IN = {

@@ -68,7 +68,7 @@ class Coverage:
 
 def samples_of(
     expected: Counter[Hashable],
-    parts: Sequence[Epoch],
+    rank_epochs: Sequence[Epoch],
     accepted: Accepted,
     labels: Mapping[Hashable, str],
     workers: int = 0,
@@ -78,9 +78,11 @@ def samples_of(
     Args:
         expected: how often each sample should be seen; at least one sample.
     """
-    largest = max((len(batch) for part in parts for batch in part.batches), default=0)
-    batches = [len(part.batches) for part in parts]
-    return EpochSamples(expected, [part.counts for part in parts], largest, batches, labels, workers, accepted)
+    largest = max((len(batch) for rank_epoch in rank_epochs for batch in rank_epoch.batches), default=0)
+    batches = [len(rank_epoch.batches) for rank_epoch in rank_epochs]
+    return EpochSamples(
+        expected, [rank_epoch.counts for rank_epoch in rank_epochs], largest, batches, labels, workers, accepted
+    )
 
 
 def coverage_of(samples: EpochSamples) -> Coverage:

@@ -44,30 +44,30 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
         inline: read an IterableDataset in this process, and not in worker processes of the loader.
     """
     visits = Visits()
-    made = make_loader(rank)
+    loaders = make_loader(rank)
     try:
-        for loader in _loaders(made, epochs):
-            visits.bare = isinstance(made, types.GeneratorType) and isinstance(loader, list | tuple)
+        for loader in _loaders(loaders, epochs):
+            visits.bare = isinstance(loaders, types.GeneratorType) and isinstance(loader, list | tuple)
             visits.shuffles |= _shuffles(loader)
             visits.workers = max(visits.workers, _workers(loader))
             epoch = _epoch(_without_workers(loader) if inline else loader, key, visits.labels)
-            if not epoch.batches and hasattr(loader, "__next__") and any(one.batches for one in visits.epochs):
+            if not epoch.batches and hasattr(loader, "__next__") and any(visited.batches for visited in visits.epochs):
                 raise _Misuse(
                     f"make_loader(rank) gave a {type(loader).__name__}, an iterator, which has nothing left for epoch "
                     f"{len(visits.epochs)}; return the loader itself, not iter(loader)"
                 )
             visits.epochs.append(epoch)
         # With one epoch, only a second yield shows whether the lists are loaders or batches.
-        more = next(made, None) if visits.bare and epochs == 1 else None
-        if more is not None and not _epoch(more, key, {}).counts & visits.epochs[0].counts:
+        further_yield = next(loaders, None) if visits.bare and epochs == 1 else None
+        if further_yield is not None and not _epoch(further_yield, key, {}).counts & visits.epochs[0].counts:
             raise _Misuse(
                 "make_loader(rank) yielded twice, though epochs is 1, and the two yields have no sample in common",
                 of_batches=True,
             )
     except _Misuse as misuse:
         visits.problem = str(misuse) + (_BATCHES if visits.bare or misuse.of_batches else "")
-    if isinstance(made, types.GeneratorType):
-        made.close()
+    if isinstance(loaders, types.GeneratorType):
+        loaders.close()
     return visits
 
 
@@ -81,15 +81,15 @@ def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
     return Epoch(tuple(batches))
 
 
-def _loaders(made: Any, epochs: int) -> Iterator[Any]:
+def _loaders(loaders: Any, epochs: int) -> Iterator[Any]:
     """Yield the loader of each epoch: each loader that a generator yields, or always the same one."""
-    if not isinstance(made, types.GeneratorType):
+    if not isinstance(loaders, types.GeneratorType):
         for _ in range(epochs):
-            yield _iterable(made, "make_loader(rank) returned a", yielded=False)
+            yield _iterable(loaders, "make_loader(rank) returned a", yielded=False)
         return
     for epoch in range(epochs):
         try:
-            loader = next(made)
+            loader = next(loaders)
         except StopIteration:
             raise _Misuse(
                 f"make_loader(rank) yielded {epoch} loaders, and epochs is {epochs}; yield the loader once per epoch"
@@ -97,12 +97,12 @@ def _loaders(made: Any, epochs: int) -> Iterator[Any]:
         yield _iterable(loader, "make_loader(rank) yielded a", yielded=True)
 
 
-def _iterable(loader: Any, where: str, *, yielded: bool) -> Any:
+def _iterable(loader: Any, prefix: str, *, yielded: bool) -> Any:
     if isinstance(loader, torch.Tensor | Mapping) or not (
         hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     ):
         raise _Misuse(
-            f"{where} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch",
+            f"{prefix} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch",
             of_batches=yielded,
         )
     return loader
@@ -110,11 +110,12 @@ def _iterable(loader: Any, where: str, *, yielded: bool) -> Any:
 
 def _shuffles(loader: Any) -> bool:
     """Return whether the loader has a sampler that should visit the samples in a new order in each epoch."""
-    found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
-    found += [getattr(part, "sampler", None) for part in found]
+    candidates = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
+    candidates += [getattr(candidate, "sampler", None) for candidate in candidates]
     return any(
-        isinstance(part, RandomSampler) or (hasattr(part, "set_epoch") and getattr(part, "shuffle", False) is True)
-        for part in found
+        isinstance(candidate, RandomSampler)
+        or (hasattr(candidate, "set_epoch") and getattr(candidate, "shuffle", False) is True)
+        for candidate in candidates
     )
 
 
@@ -136,8 +137,8 @@ def _without_workers(loader: Any) -> Any:
 def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
     """Yield the identity of each sample of a batch, and the text that a report shows for it."""
     if key is not None:
-        for given in key(batch):
-            identity = _plain_id(given)
+        for sample_id in key(batch):
+            identity = _plain_id(sample_id)
             yield identity, _cut(repr(identity))
         return
     columns = [column for leaf in leaves(batch, _is_column) for column in _columns(leaf)]
@@ -152,8 +153,8 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
         )
     for row in zip(*columns, strict=True):
         digest = hashlib.blake2b(digest_size=8)
-        for part, _ in row:
-            digest.update(part)
+        for encoded, _ in row:
+            digest.update(encoded)
         yield int.from_bytes(digest.digest(), "big"), _cut(row[0][1])
 
 
@@ -162,14 +163,14 @@ def _is_column(node: Any) -> bool:
     return (
         isinstance(node, list | tuple)
         and bool(node)
-        and all(isinstance(part, str | bytes | int | float) for part in node)
+        and all(isinstance(entry, str | bytes | int | float) for entry in node)
     )
 
 
 def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
     """Yield the rows of a leaf of a batch, each as bytes and as a text; nothing for a leaf without rows."""
     if isinstance(leaf, list | tuple):
-        yield [(repr(part).encode() + b"\0", repr(part)) for part in leaf]
+        yield [(repr(entry).encode() + b"\0", repr(entry)) for entry in leaf]
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype") and leaf.dtype.kind in "biufc":
         yield from _columns(torch.as_tensor(leaf))
     elif isinstance(leaf, torch.Tensor):
@@ -190,39 +191,39 @@ def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
     data = bytes_of(real)
     width = len(data) // count if count else 0
     # The same bytes in another dtype or shape are another sample.
-    kind = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()
+    layout = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()
     flat = tensor.reshape(count, -1)[:, :_SHOWN_VALUES].tolist() if real.numel() else [[]] * count
-    more = real[:1].numel() > _SHOWN_VALUES
+    truncated = real[:1].numel() > _SHOWN_VALUES
     return [
-        (kind + data[i * width : (i + 1) * width], _values(flat[i], scalar=tensor.dim() == 1, more=more))
+        (layout + data[i * width : (i + 1) * width], _values(flat[i], scalar=tensor.dim() == 1, truncated=truncated))
         for i in range(count)
     ]
 
 
-def _values(values: list[Any], *, scalar: bool, more: bool) -> str:
+def _values(values: list[Any], *, scalar: bool, truncated: bool) -> str:
     texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
     if scalar:
         return texts[0] if texts else "[]"
-    return f"[{', '.join(texts)}{', …' if more else ''}]"
+    return f"[{', '.join(texts)}{', …' if truncated else ''}]"
 
 
-def _plain_id(given: Any) -> Hashable:
+def _plain_id(sample_id: Any) -> Hashable:
     """Return an id that compares equal in another process: tensors, which hash by identity, become plain values."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-        given = _tuples(given)
+    if hasattr(sample_id, "tolist"):
+        sample_id = sample_id.tolist()
+        sample_id = _tuples(sample_id)
     try:
-        hash(given)
+        hash(sample_id)
     except TypeError:
         raise _Misuse(
-            f"key(batch) gave a {type(given).__name__}, which is not hashable; give numbers or texts"
+            f"key(batch) gave a {type(sample_id).__name__}, which is not hashable; give numbers or texts"
         ) from None
-    identity: Hashable = given
+    identity: Hashable = sample_id
     return identity
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
+    return tuple(_tuples(element) for element in value) if isinstance(value, list) else value
 
 
 def _cut(text: str) -> str:

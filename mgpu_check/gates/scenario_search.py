@@ -57,23 +57,23 @@ def families(
         drawn: strategy of batches, which bring their own sizes.
         micro_batches: number of micro-batches of each rank; "divisible" sizes are divisible by it, too.
     """
-    of = _sizes(sizes, micro_batches)
+    size_strategy = _sizes(sizes, micro_batches)
 
     @st.composite
     def scenario(
         draw: st.DrawFn,
-        kind: str = "",
+        size_kind: str = "",
         changes: Sequence[str] = ("",),
         steps: tuple[int, int] = (1, 1),
         among: Sequence[tuple[int, Mesh]] = worlds,
-        first: int = 1,
+        first_per_rank: int = 1,
     ) -> Scenario:
         world_size, mesh = draw(st.sampled_from(among))
         samples = 0
         batches: tuple[Any, ...] = ()
         count = draw(st.integers(*steps))
         if drawn is None:
-            samples = draw(of(world_size, kind, first))
+            samples = draw(size_strategy(world_size, size_kind, first_per_rank))
         else:
             batches = tuple(draw(drawn) for _ in range(count))
             samples = samples_in(batches[0])
@@ -87,13 +87,13 @@ def families(
             shares.append(("batches as drawn", scenario(among=(world,)), 0.45 / len(worlds)))
             continue
         kinds = (("divisible", 0.2), ("uneven", 0.2), ("below", 0.1))
-        for kind, share in (("divisible", 0.5),) if sizes == _DIVISIBLE else kinds:
-            shares.append((kind, scenario(kind, among=(world,)), share / len(worlds)))
+        for size_kind, share in (("divisible", 0.5),) if sizes == _DIVISIBLE else kinds:
+            shares.append((size_kind, scenario(size_kind, among=(world,)), share / len(worlds)))
     shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
     # Hypothesis starts with the first size, and a small family may try no other: give each family another first size.
-    shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS), first=2), 0.15))
+    shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS), first_per_rank=2), 0.15))
     for number, change in enumerate(CHANGES):
-        shares.append((change, scenario(changes=(change,), first=1 + (number + 2) % _MOST_PER_RANK), 0.08))
+        shares.append((change, scenario(changes=(change,), first_per_rank=1 + (number + 2) % _MOST_PER_RANK), 0.08))
     return [Family(name, strategy, max(1, round(share * max_examples))) for name, strategy, share in shares]
 
 
@@ -105,31 +105,31 @@ def _sizes(sizes: Sizes, micro_batches: int) -> Callable[[int, str, int], st.Sea
     if sizes is None:
         return _any_size
     if sizes == _DIVISIBLE:
-        return lambda world, kind, first: _any_size(world * micro_batches, "divisible", first)
-    given = _given(sizes)
-    return lambda world, kind, first: (
-        given(world).filter(functools.partial(_is_of_kind, world, kind)) if kind else given(world)
+        return lambda world, size_kind, first_per_rank: _any_size(world * micro_batches, "divisible", first_per_rank)
+    strategy_of = _given(sizes)
+    return lambda world, size_kind, first_per_rank: (
+        strategy_of(world).filter(functools.partial(_is_of_kind, world, size_kind)) if size_kind else strategy_of(world)
     )
 
 
-def _any_size(world: int, kind: str, first: int) -> st.SearchStrategy[int]:
+def _any_size(world: int, size_kind: str, first_per_rank: int) -> st.SearchStrategy[int]:
     """Return the gate's own sizes of a kind; all kinds but "below" for ""."""
-    per_rank = [first, *(count for count in range(1, _MOST_PER_RANK + 1) if count != first)]
+    per_rank = [first_per_rank, *(count for count in range(1, _MOST_PER_RANK + 1) if count != first_per_rank)]
     divisible = st.sampled_from([count * world for count in per_rank])
-    if kind == "divisible":
+    if size_kind == "divisible":
         return divisible
-    if kind == "below":
+    if size_kind == "below":
         return st.integers(1, world - 1) if world > 1 else st.nothing()
     if world == 1:
-        return st.nothing() if kind == "uneven" else divisible
+        return st.nothing() if size_kind == "uneven" else divisible
     uneven = st.integers(world + 1, 4 * world + 3).filter(lambda n: n % world != 0)
-    return uneven if kind == "uneven" else st.one_of(divisible, uneven)
+    return uneven if size_kind == "uneven" else st.one_of(divisible, uneven)
 
 
-def _is_of_kind(world: int, kind: str, size: int) -> bool:
-    if kind == "divisible":
+def _is_of_kind(world: int, size_kind: str, size: int) -> bool:
+    if size_kind == "divisible":
         return size % world == 0
-    if kind == "below":
+    if size_kind == "below":
         return 0 < size < world
     return size > world and size % world != 0  # uneven
 
@@ -156,10 +156,12 @@ def _given(sizes: Sizes) -> Callable[[int], st.SearchStrategy[int]]:
         of_world = sizes
 
         def made(world: int) -> st.SearchStrategy[int]:
-            found = of_world(world)
-            if callable(found) and not isinstance(found, st.SearchStrategy):
-                raise ValueError(f"sizes({world}) is {found!r}; let the function return a strategy, or integers")
-            return _given(found)(world)
+            sizes_of_world = of_world(world)
+            if callable(sizes_of_world) and not isinstance(sizes_of_world, st.SearchStrategy):
+                raise ValueError(
+                    f"sizes({world}) is {sizes_of_world!r}; let the function return a strategy, or integers"
+                )
+            return _given(sizes_of_world)(world)
 
         return made
     raise ValueError(f"sizes={sizes!r} is no batch size; {wanted}")

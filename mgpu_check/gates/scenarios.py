@@ -41,40 +41,40 @@ def check_meshes(
         )
     if isinstance(meshes, str | Mapping) or not isinstance(meshes, Iterable):
         raise ValueError(f"{gate}: meshes={meshes!r}; {wanted}")
-    found = [_checked(gate, "meshes", given, largest, wanted) for given in meshes]
-    if not found:
+    checked = [_checked(gate, "meshes", mesh, largest, wanted) for mesh in meshes]
+    if not checked:
         raise ValueError(f"{gate}: meshes is empty; {wanted}")
-    return sorted(dict.fromkeys(found), key=size_of)
+    return sorted(dict.fromkeys(checked), key=size_of)
 
 
-def check_places(gate: str, argument: str, given: object, largest: int) -> list[Place]:
+def check_places(gate: str, argument: str, worlds: object, largest: int) -> list[Place]:
     """Return the world sizes and meshes that a user gives, one or several, without duplicates, the smallest first."""
     wanted = f'give ints from 1 to {largest}, or mappings from axes to sizes, such as [2, {{"dp": 2, "tp": 2}}]'
-    several = [given] if isinstance(given, str | Mapping) or not isinstance(given, Iterable) else list(given)
-    found: list[Place] = []
-    for one in several:
-        if isinstance(one, int) and not isinstance(one, bool):
-            if not 1 <= one <= largest:
-                raise ValueError(f"{gate}: {argument} has {one}; {wanted} (more with --gpus=N)")
-            found.append((one, ()))
+    several = [worlds] if isinstance(worlds, str | Mapping) or not isinstance(worlds, Iterable) else list(worlds)
+    places: list[Place] = []
+    for world in several:
+        if isinstance(world, int) and not isinstance(world, bool):
+            if not 1 <= world <= largest:
+                raise ValueError(f"{gate}: {argument} has {world}; {wanted} (more with --gpus=N)")
+            places.append((world, ()))
         else:
-            mesh = _checked(gate, argument, one, largest, wanted)
-            found.append((size_of(mesh), mesh))
-    if not found:
+            mesh = _checked(gate, argument, world, largest, wanted)
+            places.append((size_of(mesh), mesh))
+    if not places:
         raise ValueError(f"{gate}: {argument} is empty; {wanted}")
-    return sorted(dict.fromkeys(found))
+    return sorted(dict.fromkeys(places))
 
 
-def _checked(gate: str, argument: str, given: object, largest: int, wanted: str) -> Mesh:
-    if not isinstance(given, Mapping) or not given:
-        raise ValueError(f"{gate}: {argument} has {given!r}; {wanted}")
-    wrong = [axis for axis, size in given.items() if not isinstance(axis, str) or not axis or not is_count(size)]
-    if wrong:
-        raise ValueError(f"{gate}: {argument} has {dict(given)!r}; {wanted}, each size an int of at least 1")
-    mesh = tuple(given.items())
+def _checked(gate: str, argument: str, axes: object, largest: int, wanted: str) -> Mesh:
+    if not isinstance(axes, Mapping) or not axes:
+        raise ValueError(f"{gate}: {argument} has {axes!r}; {wanted}")
+    invalid = [axis for axis, size in axes.items() if not isinstance(axis, str) or not axis or not is_count(size)]
+    if invalid:
+        raise ValueError(f"{gate}: {argument} has {dict(axes)!r}; {wanted}, each size an int of at least 1")
+    mesh = tuple(axes.items())
     if size_of(mesh) > largest:
         raise ValueError(
-            f"{gate}: mesh {dict(given)!r} needs {size_of(mesh)} ranks, and this run has {largest} devices; "
+            f"{gate}: mesh {dict(axes)!r} needs {size_of(mesh)} ranks, and this run has {largest} devices; "
             "give smaller ones, or more devices with --gpus=N"
         )
     return mesh
@@ -105,19 +105,19 @@ def mesh_of(rank: Rank, mesh: Mesh) -> DeviceMesh:
 
 def place_in(mesh: Mesh, index: int) -> dict[str, int]:
     """Return the coordinates of a rank: the last axis varies fastest."""
-    place: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     for axis, size in reversed(mesh):
-        index, place[axis] = divmod(index, size)
-    return {axis: place[axis] for axis, _ in mesh}
+        index, coordinates[axis] = divmod(index, size)
+    return {axis: coordinates[axis] for axis, _ in mesh}
 
 
 def coordinates_of(rank: Rank) -> Coordinates:
     """Return the place of a rank in the world, and along each axis of its mesh."""
-    found = {"": (rank.index, rank.size)}
+    coordinates = {"": (rank.index, rank.size)}
     if rank.mesh is not None and rank.mesh.mesh_dim_names:
         for axis in rank.mesh.mesh_dim_names:
-            found[axis] = rank.mesh.get_local_rank(axis), rank.mesh[axis].size()
-    return found
+            coordinates[axis] = rank.mesh.get_local_rank(axis), rank.mesh[axis].size()
+    return coordinates
 
 
 CHANGES = ("scaled", "ragged", "sorted", "duplicated", "permuted")
@@ -192,8 +192,10 @@ def make_batches(
     batches = []
     for step in range(steps):
         seed_everything(1000 * seed + step)
-        made = drawn[step] if batch is None else batch(samples)
-        batches.append(changed(made, change, factor=factor, seed=1000 * seed + step) if change else made)
+        global_batch = drawn[step] if batch is None else batch(samples)
+        batches.append(
+            changed(global_batch, change, factor=factor, seed=1000 * seed + step) if change else global_batch
+        )
     return batches
 
 
@@ -242,10 +244,10 @@ def _order(
     if change == "duplicated":
         return torch.arange(count) % max(1, (count + 1) // 2)
     assert change == "sorted", change
-    first = next((leaf for leaf, own in zip(leaves, mine, strict=True) if own), None)
-    if first is None or not first.numel() or first.is_complex():
+    sort_leaf = next((leaf for leaf, own in zip(leaves, mine, strict=True) if own), None)
+    if sort_leaf is None or not sort_leaf.numel() or sort_leaf.is_complex():
         return torch.arange(count)
-    order: torch.Tensor = first.reshape(count, -1)[:, 0].argsort(stable=True)
+    order: torch.Tensor = sort_leaf.reshape(count, -1)[:, 0].argsort(stable=True)
     return order
 
 
@@ -281,13 +283,13 @@ def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tens
     """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides."""
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     for _ in range(_REDRAWS):
-        parts = [
-            part
+        divisions = [
+            division
             for k in (2, 3, 4)
             if k <= count
-            for part in ([lengths[i::k] for i in range(k)], lengths.tensor_split(k))
+            for division in ([lengths[i::k] for i in range(k)], lengths.tensor_split(k))
         ]
-        if all(len({int(one.sum()) for one in part}) > 1 for part in parts):
+        if all(len({int(share.sum()) for share in division}) > 1 for division in divisions):
             break
         lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     return lengths

@@ -50,18 +50,18 @@ def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     Args:
         counts: tensors with a count each; all ranks of a mesh pass the same DTensors in the same order.
     """
-    found = [count for _, count in counts]
+    smallest = [count for _, count in counts]
     by_mesh: dict[int, tuple[Any, list[int]]] = {}
-    for place, (tensor, _) in enumerate(counts):
+    for position, (tensor, _) in enumerate(counts):
         if (mesh := getattr(tensor, "device_mesh", None)) is not None:
-            by_mesh.setdefault(id(mesh), (mesh, []))[1].append(place)
-    for mesh, places in by_mesh.values():
-        least = torch.tensor([found[place] for place in places], device=mesh.device_type)
+            by_mesh.setdefault(id(mesh), (mesh, []))[1].append(position)
+    for mesh, positions in by_mesh.values():
+        least = torch.tensor([smallest[position] for position in positions], device=mesh.device_type)
         for dim in range(mesh.ndim):
             dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-        for place, count in zip(places, least.tolist(), strict=True):
-            found[place] = count
-    return found
+        for position, count in zip(positions, least.tolist(), strict=True):
+            smallest[position] = count
+    return smallest
 
 
 _Kind = Literal["params", "buffers"]
@@ -73,7 +73,7 @@ class Held:
 
     Attributes:
         label: its name in the model now, or its place in an optimizer.
-        whole: name of the built tensor that it is, with the same shape; None if it is not a whole one.
+        built_name: name of the built tensor that it is, with the same shape; None if it is not a whole one.
         slices: the slices of built tensors that it consists of, perhaps empty; None if it is a whole built tensor, or
             if its placement is unknown.
         reason: why its placement is unknown; None if it is known.
@@ -89,7 +89,7 @@ class Held:
     kind: _Kind
     label: str
     tensor: torch.Tensor
-    whole: str | None = None
+    built_name: str | None = None
     slices: tuple[Slice, ...] | None = None
     reason: Unplaced | None = None
     copy: bool = False
@@ -103,9 +103,9 @@ class Held:
         """Return a copy of the tensor, its gradient or its state; of a DTensor placed locally, the local part."""
         if not self.local or not hasattr(value, "to_local"):
             return plain_copy(value)
-        whole: Any = self.tensor
-        same = value.placements == whole.placements
-        return plain_copy((value if same else value.redistribute(placements=whole.placements)).to_local())
+        dtensor: Any = self.tensor
+        same = value.placements == dtensor.placements
+        return plain_copy((value if same else value.redistribute(placements=dtensor.placements)).to_local())
 
     @property
     def shape(self) -> torch.Size:
@@ -115,7 +115,9 @@ class Held:
     @property
     def wholes(self) -> set[str]:
         """The names of the built tensors that it is part of; its own label if it is placed in none."""
-        return {self.whole or self.label} if self.slices is None else {part.whole for part in self.slices}
+        return (
+            {self.built_name or self.label} if self.slices is None else {held_slice.whole for held_slice in self.slices}
+        )
 
 
 class Holdings:
@@ -147,12 +149,12 @@ class Holdings:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._origins: dict[tuple[int, str], str] = {}
         self._kept: list[object] = []  # so that no other object gets the id of one that is gone
-        for kind, name, tensor, module, key in named_tensors(modules, aliases=True):
+        for tensor_kind, name, tensor, module, key in named_tensors(modules, aliases=True):
             self._kept += [tensor, module]
             self._origins[id(module), key] = name
             self._built.setdefault(id(tensor), name)
             self._names.add((id(tensor), name))
-            self._kinds[name], self._shapes[name] = kind, tuple(tensor.shape)
+            self._kinds[name], self._shapes[name] = tensor_kind, tuple(tensor.shape)
         self._called: dict[int, nn.Module] = {}
         self._firsts: dict[int, torch.Tensor] = {}
         self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
@@ -216,41 +218,49 @@ class Holdings:
         return self._is_stepped(tensor) and all(tensor is not now for _, now in parameters_of(self._modules))
 
     def now(self) -> Iterator[torch.Tensor]:
-        seen: set[int] = set()
+        yielded: set[int] = set()
         for module in self._modules.values():
             for _, tensor in named_parameters(module):
-                seen.add(id(tensor))
+                yielded.add(id(tensor))
                 yield tensor
-        yield from (one for number, (_, one) in self._stepped.items() if number not in seen and _is_there(one))
+        yield from (
+            stepped for number, (_, stepped) in self._stepped.items() if number not in yielded and _is_there(stepped)
+        )
 
     def held(self) -> list[Held]:
         """Return the tensors of the model and of the optimizers that the rank holds, each with its placement."""
-        found = [
-            self._placed(kind, name, tensor, self._origin(tensor, module, key, name))
-            for kind, name, tensor, module, key in named_tensors(self._modules)
+        held_tensors = [
+            self._placed(tensor_kind, name, tensor, self._origin(tensor, module, key, name))
+            for tensor_kind, name, tensor, module, key in named_tensors(self._modules)
         ]
-        known = {id(one.tensor) for one in found}
-        flat = {id(view) for one in found for view in getattr(one.tensor, "_params", None) or ()}
-        owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
-        used = self._used().union(*(one.wholes for one in found if one.tensor.grad is not None))
-        mine = used.intersection(set().union(*(one.wholes for one in found)))
-        in_model = {one.whole: one.tensor for one in found if one.whole is not None}
+        ids_in_model = {id(holding.tensor) for holding in held_tensors}
+        flat = {id(view) for holding in held_tensors for view in getattr(holding.tensor, "_params", None) or ()}
+        owned = {
+            holding.built_name
+            for holding in held_tensors
+            if holding.built_name is not None and self._is_stepped(holding.tensor)
+        }
+        used_names = self._used().union(
+            *(holding.wholes for holding in held_tensors if holding.tensor.grad is not None)
+        )
+        mine = used_names.intersection(set().union(*(holding.wholes for holding in held_tensors)))
+        in_model = {holding.built_name: holding.tensor for holding in held_tensors if holding.built_name is not None}
         for number, (label, tensor) in self._stepped.items():
-            if number in known or number in flat or not _is_there(tensor):
+            if number in ids_in_model or number in flat or not _is_there(tensor):
                 continue
             if self._located is not None:
                 if label in self._located:
-                    found.append(replace(self._located[label], tensor=tensor))
+                    held_tensors.append(replace(self._located[label], tensor=tensor))
                 continue
-            one = self._placed("params", label, tensor, "")
-            if one.reason is not None:
-                found.append(replace(one, outside=True, late=self.is_late(tensor)))
+            holding = self._placed("params", label, tensor, "")
+            if holding.reason is not None:
+                held_tensors.append(replace(holding, outside=True, late=self.is_late(tensor)))
             # A second copy of a trained tensor, such as a teacher's, is judged by the first copy.
-            elif not one.wholes or not owned.issuperset(one.wholes):
-                replica = one.whole is not None and self._is_replica(tensor, in_model.get(one.whole))
-                found.append(replace(one, copy=replica or one.wholes <= mine, outside=replica))
-        stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
-        return [self._beside(stepped, one) for one in found]
+            elif not holding.wholes or not owned.issuperset(holding.wholes):
+                replica = holding.built_name is not None and self._is_replica(tensor, in_model.get(holding.built_name))
+                held_tensors.append(replace(holding, copy=replica or holding.wholes <= mine, outside=replica))
+        stepped = set().union(*(holding.wholes for holding in held_tensors if self._is_stepped(holding.tensor)))
+        return [self._beside(stepped, holding) for holding in held_tensors]
 
     def _is_replica(self, tensor: torch.Tensor, in_model: torch.Tensor | None) -> bool:
         """Return whether a copy of the model is trained beside the model, whose own tensor changes too.
@@ -258,16 +268,18 @@ class Holdings:
         Local SGD, federated averaging and DiLoCo train such replicas. Master weights are used in no module, and a copy
         that is trained in place of the model leaves the model as it was.
         """
-        first = self._firsts.get(id(tensor))
-        if in_model is None or first is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
+        initial = self._firsts.get(id(tensor))
+        if in_model is None or initial is None or id(tensor) not in self._in_modules or hasattr(in_model, "to_local"):
             return False
-        return not torch.equal(first, copied(in_model))
+        return not torch.equal(initial, copied(in_model))
 
-    def _beside(self, stepped: set[str], one: Held) -> Held:
+    def _beside(self, stepped: set[str], holding: Held) -> Held:
         """Return the tensor with `idle` and `replaced` set, which depend on the built tensors that optimizers step."""
-        mine = self._is_stepped(one.tensor)
-        idle = one.kind == "params" and bool(stepped) and one.tensor.requires_grad and not one.wholes & stepped
-        return replace(one, idle=idle, replaced=not mine and bool(one.wholes & stepped))
+        mine = self._is_stepped(holding.tensor)
+        idle = (
+            holding.kind == "params" and bool(stepped) and holding.tensor.requires_grad and not holding.wholes & stepped
+        )
+        return replace(holding, idle=idle, replaced=not mine and bool(holding.wholes & stepped))
 
     def unused(self, touched: Iterable[str]) -> set[str]:
         """Return the unused parameters and buffers: no module with them was called, and they are not in `touched`.
@@ -279,13 +291,15 @@ class Holdings:
 
     def _used(self) -> set[str]:
         """Return the built tensors that a called module has, or had before they were replaced."""
-        used: set[str] = set()
+        used_names: set[str] = set()
         for module in self._called.values():
             for key in (*module._parameters, *module._buffers):
                 if (name := self._origins.get((id(module), key))) is not None:
-                    used.add(name)
-            used.update(self._built[id(one)] for one in module._parameters.values() if id(one) in self._built)
-        return used
+                    used_names.add(name)
+            used_names.update(
+                self._built[id(parameter)] for parameter in module._parameters.values() if id(parameter) in self._built
+            )
+        return used_names
 
     def _is_stepped(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._stepped
@@ -295,58 +309,58 @@ class Holdings:
             return name
         return self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
 
-    def _placed(self, kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
-        as_built = self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == kind
+    def _placed(self, tensor_kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
+        as_built = self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == tensor_kind
         if as_built and self._rank.size == 1:
-            return Held(kind, label, tensor, origin)  # declarations apply to several ranks only
-        if self._placement is not None and kind == "params":
+            return Held(tensor_kind, label, tensor, origin)  # declarations apply to several ranks only
+        if self._placement is not None and tensor_kind == "params":
             try:
                 declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
             except ValueError as error:
                 raise Unusable(str(error)) from None
             if declared is not None:
-                return self._as_declared(kind, label, tensor, declared)
+                return self._as_declared(tensor_kind, label, tensor, declared)
         if as_built:
-            return Held(kind, label, tensor, self._expert(tensor, origin))
+            return Held(tensor_kind, label, tensor, self._expert(tensor, origin))
         local = hasattr(tensor, "to_local")
         declared = self._by_library(tensor, origin)
         slices = self._by_content(tensor, origin or label) if declared is None else declared
         if isinstance(slices, Unplaced):
             unlike = local and slices is Unplaced.NOWHERE
-            return Held(kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE if unlike else slices, local=local)
+            return Held(tensor_kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE if unlike else slices, local=local)
         if len(slices) == 1 and slices[0].at is None and slices[0].within is None:
-            return Held(kind, label, tensor, slices[0].whole, local=local)
-        return Held(kind, label, tensor, slices=tuple(slices), local=local)
+            return Held(tensor_kind, label, tensor, slices[0].whole, local=local)
+        return Held(tensor_kind, label, tensor, slices=tuple(slices), local=local)
 
     def _expert(self, tensor: torch.Tensor, origin: str) -> str:
         """Return the name of the built tensor; for an expert that was rebuilt, find it by values, not by name."""
         if not is_of_expert(tensor) or not self.is_foreign(tensor) or hasattr(tensor, "to_local"):
             return origin
-        found = self._by_content(tensor, origin)
-        alone = isinstance(found, list) and len(found) == 1 and found[0].at is None and found[0].within is None
-        return found[0].whole if isinstance(found, list) and alone else origin
+        slices = self._by_content(tensor, origin)
+        alone = isinstance(slices, list) and len(slices) == 1 and slices[0].at is None and slices[0].within is None
+        return slices[0].whole if isinstance(slices, list) and alone else origin
 
-    def _as_declared(self, kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
-        (part,) = declared
-        count = tensor.numel() if part.at is None else len(part.at)
-        if part.at is None and tuple(tensor.shape) == part.shape:
-            return Held(kind, label, tensor, part.whole)
-        if count != tensor.numel() or part.at is None:
+    def _as_declared(self, tensor_kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
+        (declared_slice,) = declared
+        count = tensor.numel() if declared_slice.at is None else len(declared_slice.at)
+        if declared_slice.at is None and tuple(tensor.shape) == declared_slice.shape:
+            return Held(tensor_kind, label, tensor, declared_slice.whole)
+        if count != tensor.numel() or declared_slice.at is None:
             raise Unusable(
-                f"placement of {label!r} selects {count if part.at is not None else 'all'} elements of "
-                f"{part.whole} with shape {list(part.shape)}, but rank {self._rank.index} holds shape "
-                f"{list(tensor.shape)}; declare the slice that it holds"
+                f"placement of {label!r} selects {count if declared_slice.at is not None else 'all'} elements of "
+                f"{declared_slice.whole} with shape {list(declared_slice.shape)}, but rank {self._rank.index} holds "
+                f"shape {list(tensor.shape)}; declare the slice that it holds"
             )
-        return Held(kind, label, tensor, slices=(part,))
+        return Held(tensor_kind, label, tensor, slices=(declared_slice,))
 
     def _by_library(self, tensor: torch.Tensor, origin: str) -> list[Slice] | None:
         ranges = flat_ranges(tensor)
         if ranges is not None:
-            names = [self._origins.get((id(module), key)) for module, key in ranges.owners]
-            if None not in names:
+            built_names = [self._origins.get((id(module), key)) for module, key in ranges.owners]
+            if None not in built_names:
                 return [
                     Slice(name, self._shapes[name], at, within)
-                    for name, (at, within) in zip(names, ranges.parts, strict=True)
+                    for name, (at, within) in zip(built_names, ranges.parts, strict=True)
                     if name is not None and at is not None
                 ]
         if origin in self._shapes:
@@ -358,13 +372,13 @@ class Holdings:
         return None
 
     def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
-        first, now = self._firsts.get(id(tensor)), _here(tensor)
-        if first is None or first.shape != now.shape:
-            first = copied(now)
-        found = self._wholes.find(first, hint)
-        if isinstance(found, Unplaced) and self._moved is not None:
-            return self._moved.find(first, hint)
-        return found
+        initial, now = self._firsts.get(id(tensor)), _here(tensor)
+        if initial is None or initial.shape != now.shape:
+            initial = copied(now)
+        slices = self._wholes.find(initial, hint)
+        if isinstance(slices, Unplaced) and self._moved is not None:
+            return self._moved.find(initial, hint)
+        return slices
 
     @functools.cached_property
     def _wholes(self) -> Wholes:
@@ -389,29 +403,29 @@ def named_tensors(
     kinds: tuple[tuple[_Kind, str], ...] = (("params", "_parameters"), ("buffers", "_buffers"))
     for prefix, module in modules.items():
         inside = list(named_modules(module))
-        seen: set[int] = set()
-        for kind, where in kinds:
-            for path, part in inside:
-                for key, tensor in getattr(part, where).items():
-                    if tensor is not None and (aliases or id(tensor) not in seen):
-                        seen.add(id(tensor))
-                        yield kind, prefix + (f"{path}.{key}" if path else key), tensor, part, key
+        yielded: set[int] = set()
+        for tensor_kind, registry in kinds:
+            for path, submodule in inside:
+                for key, tensor in getattr(submodule, registry).items():
+                    if tensor is not None and (aliases or id(tensor) not in yielded):
+                        yielded.add(id(tensor))
+                        yield tensor_kind, prefix + (f"{path}.{key}" if path else key), tensor, submodule, key
 
 
 def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter of modules that are named by prefixes: its name, its value."""
-    return ((name, value) for kind, name, value, _, _ in named_tensors(modules) if kind == "params")
+    return ((name, value) for tensor_kind, name, value, _, _ in named_tensors(modules) if tensor_kind == "params")
 
 
 def _here(tensor: Any) -> torch.Tensor:
     """Return the part of a DTensor that this rank has; any other tensor itself."""
-    here: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-    return here
+    local: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:
-    dense = [(name, one) for _, name, one, _, _ in named_tensors(modules) if not hasattr(one, "full_tensor")]
-    return Wholes({name: copied(one) for name, one in dense if not one.is_meta})
+    dense = [(name, tensor) for _, name, tensor, _, _ in named_tensors(modules) if not hasattr(tensor, "full_tensor")]
+    return Wholes({name: copied(tensor) for name, tensor in dense if not tensor.is_meta})
 
 
 def moved_apart(modules: Mapping[str, nn.Module]) -> None:
@@ -420,8 +434,8 @@ def moved_apart(modules: Mapping[str, nn.Module]) -> None:
     Equal values, such as the zeros of a bias, do not show which slice a rank holds.
     """
     generator = torch.Generator().manual_seed(0)
-    parts = [part for module in modules.values() for _, part in named_modules(module)]
-    caches = {id(part._buffers[key]) for part in parts for key in part._non_persistent_buffers_set}
+    submodules = [submodule for module in modules.values() for _, submodule in named_modules(module)]
+    caches = {id(submodule._buffers[key]) for submodule in submodules for key in submodule._non_persistent_buffers_set}
     for _, _, tensor, _, _ in named_tensors(modules):
         if id(tensor) not in caches and tensor.is_floating_point() and tensor.numel():
             make_distinct(tensor, float(tensor.detach().float().square().mean().sqrt()), generator)
@@ -444,222 +458,229 @@ class _Whole:
     gap: str
 
 
-def holders_of(seen: Sequence[ObservedRun]) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = defaultdict(set)
-    for name in set().union(*(one.unused for one in seen)):
-        found[name] |= {rank for rank, one in enumerate(seen) if name not in one.unused or not _trains(one)}
-    return found
+def holders_of(runs: Sequence[ObservedRun]) -> dict[str, set[int]]:
+    holders: dict[str, set[int]] = defaultdict(set)
+    for name in set().union(*(run.unused for run in runs)):
+        holders[name] |= {rank for rank, run in enumerate(runs) if name not in run.unused or not _trains(run)}
+    return holders
 
 
 def assembled(
-    seen: Sequence[ObservedRun],
+    runs: Sequence[ObservedRun],
     holders: Mapping[str, set[int]] | None = None,
     returns: Callable[[int], bool] | None = None,
 ) -> list[ObservedRun]:
     """Return the observations of ranks, with every divided result assembled on every rank."""
-    held = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(seen)}
-    divided = any(one.pieces or one.unplaced for one in seen) or bool(held)
-    divided |= len(seen) > 1 and (_names_differ(seen) or any(one.idle != seen[0].idle for one in seen))
+    users_by_name = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(runs)}
+    divided = any(run.pieces or run.unplaced for run in runs) or bool(users_by_name)
+    divided |= len(runs) > 1 and (_names_differ(runs) or any(run.idle != runs[0].idle for run in runs))
     if not divided and returns is None:
-        return list(seen)
-    found = [
-        replace(one, values=dict(one.values), digests=dict(one.digests), others=dict(one.others), snapshots=[])
-        for one in seen
+        return list(runs)
+    assembled_runs = [
+        replace(run, values=dict(run.values), digests=dict(run.digests), others=dict(run.others), snapshots=[])
+        for run in runs
     ]
-    values = [one.values for one in seen]
-    pieces = [one.pieces for one in seen]
+    values = [run.values for run in runs]
+    pieces = [run.pieces for run in runs]
     if returns is not None:
-        _take_returned(found, values, returns)
-    idle = [one.idle for one in seen]
-    for name, whole in _wholes(values, pieces, held, idle):
-        for rank, one in enumerate(found):
-            one.values[name], one.own[name] = whole.views[rank], whole.own[rank]
-            one.digests[name] = digest_of(whole.views[rank])
-            one.placements[name] = whole.placement
-            if whole.gap:
-                one.gaps[name] = whole.gap
-    steps = max((len(one.snapshots) for one in seen), default=0)
+        _take_returned(assembled_runs, values, returns)
+    idle = [run.idle for run in runs]
+    for name, result in _wholes(values, pieces, users_by_name, idle):
+        for rank, run in enumerate(assembled_runs):
+            run.values[name], run.own[name] = result.views[rank], result.own[rank]
+            run.digests[name] = digest_of(result.views[rank])
+            run.placements[name] = result.placement
+            if result.gap:
+                run.gaps[name] = result.gap
+    steps = max((len(run.snapshots) for run in runs), default=0)
     for step in range(steps):
-        there = [one.snapshots[step] if step < len(one.snapshots) else {} for one in seen]
-        slices = [one.pieces_of_steps[step] if step < len(one.pieces_of_steps) else [] for one in seen]
-        stages = [dict(stage) for stage in there]
-        for name, whole in _wholes(there, slices, held, idle):
-            for stage, view in zip(stages, whole.views, strict=True):
+        snapshots = [run.snapshots[step] if step < len(run.snapshots) else {} for run in runs]
+        slices = [run.pieces_of_steps[step] if step < len(run.pieces_of_steps) else [] for run in runs]
+        stages = [dict(stage) for stage in snapshots]
+        for name, result in _wholes(snapshots, slices, users_by_name, idle):
+            for stage, view in zip(stages, result.views, strict=True):
                 stage[name] = view
-        for one, stage in zip(found, stages, strict=True):
-            one.snapshots.append(stage)
-    return _alike(found)
+        for run, stage in zip(assembled_runs, stages, strict=True):
+            run.snapshots.append(stage)
+    return _alike(assembled_runs)
 
 
-def _trains(one: ObservedRun) -> bool:
-    return bool(one.trained or one.pieces)
+def _trains(run: ObservedRun) -> bool:
+    return bool(run.trained or run.pieces)
 
 
-def _names_differ(seen: Sequence[ObservedRun]) -> bool:
+def _names_differ(runs: Sequence[ObservedRun]) -> bool:
     """Return whether ranks with digests have results of different names, except returned ones."""
-    names = [one.digests.keys() for one in seen if one.digests]
-    return any(name.kind != "returned" for one in names for name in one ^ names[0])
+    name_sets = [run.digests.keys() for run in runs if run.digests]
+    return any(name.kind != "returned" for name_set in name_sets for name in name_set ^ name_sets[0])
 
 
 def _take_returned(
-    found: Sequence[ObservedRun], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
+    runs: Sequence[ObservedRun], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
 ) -> None:
     """Replace the returned values of ranks that do not count by the values of the first rank that counts."""
-    telling = [rank for rank in range(len(found)) if returns(rank)] or list(range(len(found)))
-    for rank, one in enumerate(found):
-        source = found[telling[0]] if rank not in telling else None
+    telling = [rank for rank in range(len(runs)) if returns(rank)] or list(range(len(runs)))
+    for rank, run in enumerate(runs):
+        source = runs[telling[0]] if rank not in telling else None
         if source is None:
             continue
-        for name in [name for name in one.digests.keys() | one.values.keys() if name.kind == "returned"]:
-            one.values.pop(name, None)
-            one.digests.pop(name, None)
-        one.others = {name: text for name, text in one.others.items() if name.kind != "returned"}
+        for name in [name for name in run.digests.keys() | run.values.keys() if name.kind == "returned"]:
+            run.values.pop(name, None)
+            run.digests.pop(name, None)
+        run.others = {name: text for name, text in run.others.items() if name.kind != "returned"}
         for name, value in values[telling[0]].items():
             if name.kind == "returned":
-                one.values[name] = value
+                run.values[name] = value
                 if name in source.digests:  # absent in a varied run
-                    one.digests[name] = source.digests[name]
-                one.own[name] = torch.zeros(value.shape, dtype=torch.bool)
-        one.others |= {name: text for name, text in source.others.items() if name.kind == "returned"}
+                    run.digests[name] = source.digests[name]
+                run.own[name] = torch.zeros(value.shape, dtype=torch.bool)
+        run.others |= {name: text for name, text in source.others.items() if name.kind == "returned"}
 
 
 def _wholes(
     values: Sequence[Mapping[Result, torch.Tensor]],
     pieces: Sequence[Sequence[HeldPiece]],
-    held: Mapping[str, set[int]],
+    users_by_name: Mapping[str, set[int]],
     idle: Sequence[set[str]],
 ) -> Iterator[tuple[Result, _Whole]]:
     """Yield each result that is divided among ranks, assembled.
 
     Args:
-        held: the ranks that use a parameter or buffer, if some ranks do not.
+        users_by_name: the ranks that use a parameter or buffer, if some ranks do not.
         idle: by rank, the parameters that no optimizer of the rank steps. Their gradients count only if no other rank's
             do.
     """
-    parts: Parts = defaultdict(list)
-    for rank, some in enumerate(pieces):
-        for piece in some:
-            parts[piece.name].append((rank, piece.slice, piece.value))
+    pieces_by_result: Parts = defaultdict(list)
+    for rank, pieces_of_rank in enumerate(pieces):
+        for piece in pieces_of_rank:
+            pieces_by_result[piece.name].append((rank, piece.slice, piece.value))
     shapes: dict[str, tuple[int, ...]] = {
-        name.of: part.shape for name, several in parts.items() for _, part, _ in several if name.kind == "params"
+        name.of: held_slice.shape
+        for name, several in pieces_by_result.items()
+        for _, held_slice, _ in several
+        if name.kind == "params"
     }
-    names = dict.fromkeys(itertools.chain(parts, *values))
-    for name in names:
+    result_names = dict.fromkeys(itertools.chain(pieces_by_result, *values))
+    for name in result_names:
         if name.kind in ("returned", "rng"):
             continue
         owner = name.parameter
-        users = held.get(owner, set(range(len(values))))
+        users = users_by_name.get(owner, set(range(len(values))))
         if name.kind == "grads":
             users = {rank for rank in users if owner not in idle[rank]} or users
-        mine = [entry for entry in parts.get(name, ()) if entry[0] in users]
+        mine = [entry for entry in pieces_by_result.get(name, ()) if entry[0] in users]
         with_pieces = {rank for rank, _, _ in mine}
         shape = shapes.get(owner) or next((tuple(v.shape) for v in _of_owner(values, owner)), None)
-        whole = [
+        full_values = [
             (rank, value)
-            for rank, one in enumerate(values)
-            if (value := one.get(name)) is not None and rank in users and rank not in with_pieces
+            for rank, values_of_rank in enumerate(values)
+            if (value := values_of_rank.get(name)) is not None and rank in users and rank not in with_pieces
         ]
-        if name.kind == "optimizer" and not mine and shape is not None and _is_state_in_chunks(whole, shape):
-            mine, whole = _in_order(name, whole, shape, len(values)), []
-        if not mine and (len(whole) in (0, len(values)) or any(not one for one in values)):
+        if name.kind == "optimizer" and not mine and shape is not None and _is_state_in_chunks(full_values, shape):
+            mine, full_values = _in_order(name, full_values, shape, len(values)), []
+        if not mine and (len(full_values) in (0, len(values)) or any(not values_of_rank for values_of_rank in values)):
             continue
         if mine and _all_hold_the_same(mine, len(values)):
             continue
-        mine += [(rank, Slice(name.of, tuple(value.shape)), value) for rank, value in whole]
+        mine += [(rank, Slice(name.of, tuple(value.shape)), value) for rank, value in full_values]
         size = mine[0][1].shape
         mine = [entry for entry in mine if entry[1].shape == size]
         yield name, _put_together(mine, len(values))
 
 
 def _of_owner(values: Sequence[Mapping[Result, torch.Tensor]], owner: str) -> Iterator[torch.Tensor]:
-    return (one[Result("params", owner)] for one in values if Result("params", owner) in one)
+    return (
+        values_of_rank[Result("params", owner)]
+        for values_of_rank in values
+        if Result("params", owner) in values_of_rank
+    )
 
 
 def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
     """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
-    first = mine[0][1]
+    head = mine[0][1]
     return (
         size > 1
         and len(mine) == size
-        and first.at is not None
-        and not bool(first.mask.all())
-        and all(part.at is not None and torch.equal(part.at, first.at) for _, part, _ in mine)
+        and head.at is not None
+        and not bool(head.mask.all())
+        and all(held_slice.at is not None and torch.equal(held_slice.at, head.at) for _, held_slice, _ in mine)
     )
 
 
 def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> _Whole:
-    base = joined([(part, local) for _, part, local in mine])
+    base = joined([(held_slice, local) for _, held_slice, local in mine])
     views, own = [], []
     for rank in range(size):
-        held = [(part, local) for other, part, local in mine if other == rank]
+        own_slices = [(held_slice, local) for holder, held_slice, local in mine if holder == rank]
         mask = torch.zeros(base.value.shape, dtype=torch.bool)
         view = base.value
-        if held:
+        if own_slices:
             view = base.value.clone()
-        for part, local in held:
-            part.put(local, view)
-            mask |= part.mask
+        for held_slice, local in own_slices:
+            held_slice.put(local, view)
+            mask |= held_slice.mask
         views.append(view)
         own.append(mask)
-    told: dict[str, list[int]] = defaultdict(list)
+    ranks_by_slice: dict[str, list[int]] = defaultdict(list)
     for rank, mask in enumerate(own):
         at = mask.view(-1).nonzero().flatten()
-        told[str(Slice("", tuple(mask.shape), None if bool(mask.all()) else at))].append(rank)
-    placement = "; ".join(f"{what} on {named(ranks)}" for what, ranks in told.items())
+        ranks_by_slice[str(Slice("", tuple(mask.shape), None if bool(mask.all()) else at))].append(rank)
+    placement = "; ".join(f"{description} on {named(ranks)}" for description, ranks in ranks_by_slice.items())
     gap = ""
     if base.missing is not None:
         gap = str(Slice("", tuple(base.missing.shape), base.missing.view(-1).nonzero().flatten()))
     return _Whole(views, own, placement, gap)
 
 
-def _is_state_in_chunks(whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...]) -> bool:
+def _is_state_in_chunks(ranked_chunks: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...]) -> bool:
     """Return whether ranks hold chunks of a state along one dimension, as optimizers with sharded states do."""
-    return bool(whole) and all(
+    return bool(ranked_chunks) and all(
         value.dim() == len(shape)
         and len(cut := [d for d in range(len(shape)) if value.shape[d] != shape[d]]) == 1
         and value.shape[cut[0]] < shape[cut[0]]
-        for _, value in whole
+        for _, value in ranked_chunks
     )
 
 
 def _in_order(
-    name: Result, whole: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
+    name: Result, ranked_chunks: Sequence[tuple[int, torch.Tensor]], shape: tuple[int, ...], size: int
 ) -> list[tuple[int, Slice, torch.Tensor]]:
     """Return the chunks of a state by rank; with replicas, in the order that makes replicas agree."""
-    first = whole[0][1]
-    dim = next(d for d in range(len(shape)) if first.shape[d] != shape[d])
-    count = -(-shape[dim] // max(1, first.shape[dim]))
-    orders = [[rank % count for rank, _ in whole], [rank // max(1, size // count) for rank, _ in whole]]
+    head = ranked_chunks[0][1]
+    dim = next(d for d in range(len(shape)) if head.shape[d] != shape[d])
+    count = -(-shape[dim] // max(1, head.shape[dim]))
+    orders = [[rank % count for rank, _ in ranked_chunks], [rank // max(1, size // count) for rank, _ in ranked_chunks]]
     chunks = torch.arange(shape[dim]).chunk(count)
     best: list[tuple[int, Slice, torch.Tensor]] = []
     for order in orders:
         if any(
             index >= len(chunks) or len(chunks[index]) != value.shape[dim]
-            for index, (_, value) in zip(order, whole, strict=True)
+            for index, (_, value) in zip(order, ranked_chunks, strict=True)
         ):
             continue
-        found = [
+        ordered = [
             (rank, Slice(name.of, shape, indexed(shape, (*[slice(None)] * dim, chunks[index]))), value)
-            for index, (rank, value) in zip(order, whole, strict=True)
+            for index, (rank, value) in zip(order, ranked_chunks, strict=True)
         ]
-        by_chunk = {index: value for index, (_, value) in zip(order, whole, strict=True)}
-        if all(_near(value, by_chunk[index]) for index, (_, value) in zip(order, whole, strict=True)):
-            return found
-        best = best or found
+        by_chunk = {index: value for index, (_, value) in zip(order, ranked_chunks, strict=True)}
+        if all(_near(value, by_chunk[index]) for index, (_, value) in zip(order, ranked_chunks, strict=True)):
+            return ordered
+        best = best or ordered
     return best
 
 
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other).abs() <= _CLOSE * other.abs().max()).all()) if one.numel() else True
+def _near(value: torch.Tensor, replica: torch.Tensor) -> bool:
+    return bool(((value - replica).abs() <= _CLOSE * replica.abs().max()).all()) if value.numel() else True
 
 
-def _alike(found: list[ObservedRun]) -> list[ObservedRun]:
+def _alike(runs: list[ObservedRun]) -> list[ObservedRun]:
     """Give each rank the touched and trained names of all ranks, since parts of one model are trained together."""
-    touched, trained = set().union(*(one.touched for one in found)), set().union(*(one.trained for one in found))
-    unplaced = {label: why for one in found for label, why in one.unplaced.items()}
-    optimizers = max(one.optimizers for one in found)
-    settings = {name: known for one in reversed(found) for name, known in one.settings.items()}
-    for one in found:
-        one.settings = settings | one.settings
-        one.touched, one.trained, one.unplaced, one.optimizers = touched, trained, unplaced, optimizers
-    return found
+    touched, trained = set().union(*(run.touched for run in runs)), set().union(*(run.trained for run in runs))
+    unplaced = {label: reason for run in runs for label, reason in run.unplaced.items()}
+    optimizers = max(run.optimizers for run in runs)
+    settings = {name: setting for run in reversed(runs) for name, setting in run.settings.items()}
+    for run in runs:
+        run.settings = settings | run.settings
+        run.touched, run.trained, run.unplaced, run.optimizers = touched, trained, unplaced, optimizers
+    return runs

@@ -90,27 +90,27 @@ def _flattened(
             return {name: repr(value.tolist())}
     if id(value) in outside:
         return _opaque(value, name, strict, "which holds itself")
-    parts = _parts(value)
-    if parts is None:
+    members = _parts(value)
+    if members is None:
         text = _text(value)
         return {name: text} if text is not None else _opaque(value, name, strict, "which cannot be taken apart")
-    found: dict[str, Any] = {}
-    for key, part in parts:
+    flat: dict[str, Any] = {}
+    for key, member in members:
         inner = f"{name}.{key}" if name and key else name or key
-        entries = _flattened(part, inner, take, strict, (*outside, id(value)))
-        if strict and (twice := found.keys() & entries.keys()):
+        entries = _flattened(member, inner, take, strict, (*outside, id(value)))
+        if strict and (twice := flat.keys() & entries.keys()):
             raise Opaque(f"there are two entries {min(twice)!r}; give them keys that differ, and have no dots in them")
-        found.update(entries)
-    return found
+        flat.update(entries)
+    return flat
 
 
-def _opaque(value: Any, name: str, strict: bool, why: str) -> dict[str, Any]:
-    kind = type(value).__name__
+def _opaque(value: Any, name: str, strict: bool, reason: str) -> dict[str, Any]:
+    type_name = type(value).__name__
     if not strict:
-        return {name: kind}
+        return {name: type_name}
     raise Opaque(
-        f"{name or 'the whole'} is a {kind}, {why}; give it a state_dict(), or give in its place the tensors, numbers "
-        "and texts that it holds"
+        f"{name or 'the whole'} is a {type_name}, {reason}; give it a state_dict(), or give in its place the tensors, "
+        "numbers and texts that it holds"
     )
 
 
@@ -124,8 +124,8 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
     elif callable(getattr(value, "state_dict", None)):
         pairs = [("", value.state_dict())]
     elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        pairs = {**{name: getattr(value, name) for name in names}, **getattr(value, "__dict__", {})}.items()
+        field_names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        pairs = {**{name: getattr(value, name) for name in field_names}, **getattr(value, "__dict__", {})}.items()
     elif isinstance(value, functools.partial):
         pairs = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     elif isinstance(value, random.Random):
@@ -144,7 +144,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
         pairs = vars(value).items()
     else:
         return None
-    return [(str(key), part) for key, part in pairs]
+    return [(str(key), member) for key, member in pairs]
 
 
 def _text(value: Any) -> str | None:
@@ -152,25 +152,25 @@ def _text(value: Any) -> str | None:
     if isinstance(value, _WITHOUT_STATE):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
     if isinstance(value, set | frozenset):  # sorted, because a set has no order
-        texts = [_text(part) for part in value]
+        texts = [_text(member) for member in value]
         return None if None in texts else repr(sorted(text for text in texts if text is not None))
-    text, kind = repr(value), cast(Any, type(value))
-    if kind.__repr__ is object.__repr__ or _ADDRESS.search(text) or _holds_tensors(value):
+    text, value_type = repr(value), cast(Any, type(value))
+    if value_type.__repr__ is object.__repr__ or _ADDRESS.search(text) or _holds_tensors(value):
         return None  # repr of a tensor has four digits, and leaves out elements
     return text
 
 
 def _holds_tensors(value: Any) -> bool:
-    seen: dict[int, Any] = {}
-    left = [value]
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, _WITHOUT_STATE):
+    visited: dict[int, Any] = {}
+    pending = [value]
+    while pending:
+        referent = pending.pop()
+        if id(referent) in visited or isinstance(referent, _WITHOUT_STATE):
             continue
-        seen[id(one)] = one
-        if isinstance(one, torch.Tensor) or type(one).__name__ == "ndarray":
+        visited[id(referent)] = referent
+        if isinstance(referent, torch.Tensor) or type(referent).__name__ == "ndarray":
             return True
-        left += gc.get_referents(one)
+        pending += gc.get_referents(referent)
     return False
 
 
@@ -229,7 +229,7 @@ class TrainingPart:
 
     Attributes:
         mesh: the mesh of the ranks; empty for none.
-        apart: whether each rank has its own checkpoint, in `directory` under its index.
+        per_rank: whether each rank has its own checkpoint, in `directory` under its index.
         spread: size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
         signs: seed of the signs of the errors.
     """
@@ -239,32 +239,39 @@ class TrainingPart:
     directory: Path
     seed: int
     mesh: Mesh = ()
-    apart: bool = False
+    per_rank: bool = False
     spread: float = 0.0
     signs: int = 0
 
 
-def train_and_keep(train: Train, part: TrainingPart, file: Path, rank: Rank) -> str:
+def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank) -> str:
     """Run a part of the training, and save the state that it returns.
 
     Returns why that state cannot be used, or "" if it can.
     """
-    if part.mesh:
-        rank = replace(rank, mesh=mesh_of(rank, part.mesh))
-    seed_everything(part.seed)
-    generator = torch.Generator().manual_seed(part.signs)
+    if training.mesh:
+        rank = replace(rank, mesh=mesh_of(rank, training.mesh))
+    seed_everything(training.seed)
+    generator = torch.Generator().manual_seed(training.signs)
     # Training runs in its own dtypes, so float64 is perturbed by its own roundoff.
-    perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
+    perturbed = (
+        Perturbed(training.spread, generator, unit_roundoff(torch.float64)) if training.spread else nullcontext()
+    )
     epochs: list[int] = []
     with perturbed, _noting_epochs(epochs):
-        state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
-    pause(f"steps {part.start} to {part.stop}", last=True)
+        state = train(
+            rank,
+            training.directory / str(rank.index) if training.per_rank else training.directory,
+            training.start,
+            training.stop,
+        )
+    pause(f"steps {training.start} to {training.stop}", last=True)
     # Read the generators before code of the gate can draw from them.
     generators = _generators(rank)
     if not isinstance(state, Mapping):
         return (
-            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping "
-            "from names to the parts of the state: tensors, numbers, state dicts, or objects with state_dict()"
+            f"train(rank, directory, {training.start}, {training.stop}) returned a {type(state).__name__}; return a "
+            "mapping from names to the parts of the state: tensors, numbers, state dicts, or objects with state_dict()"
         )
     try:
         flat = flattened(state)
@@ -307,9 +314,9 @@ def load(directory: Path, rank: Rank) -> dict[StateEntry, Any]:
 def load_of(directory: Path, index: int) -> dict[StateEntry, Any]:
     state: dict[str, dict[str, Any]] = torch.load(directory / f"{index}.pt", weights_only=False)
     return {
-        StateEntry(name, kind == _GENERATORS): value
-        for kind in (_ENTRIES, _GENERATORS)
-        for name, value in state[kind].items()
+        StateEntry(name, section == _GENERATORS): value
+        for section in (_ENTRIES, _GENERATORS)
+        for name, value in state[section].items()
     }
 
 
@@ -320,7 +327,12 @@ def _generators(rank: Rank) -> dict[str, str]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["NumPy"] = _digest(
-            repr([part if not hasattr(part, "tolist") else part.tolist() for part in numpy.random.get_state()])
+            repr(
+                [
+                    component if not hasattr(component, "tolist") else component.tolist()
+                    for component in numpy.random.get_state()
+                ]
+            )
         )
     return states
 
@@ -347,28 +359,32 @@ def compare(
         rounded: whether the runs add in different orders, so that all differences that rounding explains are granted.
     """
     new, old = load(got, rank), load(earlier, rank)
-    first, second = load(runs[0], rank), load(runs[-1], rank)
+    first_state, second_state = load(runs[0], rank), load(runs[-1], rank)
     moves = envelopes(
-        {entry: value for entry, value in first.items() if is_real(value)}, (load(run, rank) for run in perturbed)
+        {entry: value for entry, value in first_state.items() if is_real(value)}, (load(run, rank) for run in perturbed)
     )
     rows = []
-    for entry in dict.fromkeys([*first, *second, *new]):
-        noise = _noise(first.get(entry), second.get(entry)) if (entry in first) == (entry in second) else None
+    for entry in dict.fromkeys([*first_state, *second_state, *new]):
+        noise = (
+            _noise(first_state.get(entry), second_state.get(entry))
+            if (entry in first_state) == (entry in second_state)
+            else None
+        )
         repeats = entry.generator or (
-            noise is not None and noise <= explained_by_rounding(first.get(entry), tolerance or 0.0)
+            noise is not None and noise <= explained_by_rounding(first_state.get(entry), tolerance or 0.0)
         )
         if noise is None or not repeats:
             same: bool | None = None
-            detail = _difference(second.get(entry), first.get(entry), 0.0, None)
-        elif entry not in new or entry not in first:
-            same, detail = False, "is missing" if entry in first else "is there, but not in an uninterrupted run"
+            detail = _difference(second_state.get(entry), first_state.get(entry), 0.0, None)
+        elif entry not in new or entry not in first_state:
+            same, detail = False, "is missing" if entry in first_state else "is there, but not in an uninterrupted run"
         else:
             granted = _ROOM * noise + _BOTH * moves.get(entry, 0.0)
-            granted += explained_by_rounding(first[entry]) if rounded else 0.0
-            detail = _difference(new[entry], first[entry], granted, tolerance)
+            granted += explained_by_rounding(first_state[entry]) if rounded else 0.0
+            detail = _difference(new[entry], first_state[entry], granted, tolerance)
             same = not detail
-        moved = entry not in old or bool(_difference(first.get(entry), old[entry], 0.0, None))
-        digests = digest_of_value(new.get(entry)), digest_of_value(first.get(entry))
+        moved = entry not in old or bool(_difference(first_state.get(entry), old[entry], 0.0, None))
+        digests = digest_of_value(new.get(entry)), digest_of_value(first_state.get(entry))
         rows.append(StateRow(entry, same, detail, *digests, moved, repeats))
     return rows
 
@@ -382,19 +398,19 @@ def digest_of_value(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def _noise(one: Any, other: Any) -> float | None:
+def _noise(value: Any, repeated: Any) -> float | None:
     """Return the largest difference of an entry between two runs that should be equal; None if it is not comparable."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0 if type(one) is type(other) and one == other else None
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if not isinstance(value, torch.Tensor) or not isinstance(repeated, torch.Tensor):
+        return 0.0 if type(value) is type(repeated) and value == repeated else None
+    if value.shape != repeated.shape or value.dtype != repeated.dtype:
         return None
-    if digest_of_value(one) == digest_of_value(other):
+    if digest_of_value(value) == digest_of_value(repeated):
         return 0.0
-    one, other = as_real(one), as_real(other)
-    if not one.dtype.is_floating_point:
+    value, repeated = as_real(value), as_real(repeated)
+    if not value.dtype.is_floating_point:
         return None
-    same = (one == other) | (one.isnan() & other.isnan())  # infinities, too
-    return float(torch.where(same, 0.0, (one.double() - other.double()).abs().nan_to_num(torch.inf)).max())
+    same = (value == repeated) | (value.isnan() & repeated.isnan())  # infinities, too
+    return float(torch.where(same, 0.0, (value.double() - repeated.double()).abs().nan_to_num(torch.inf)).max())
 
 
 def explained_by_rounding(value: Any, tolerance: float = 0.0) -> float:
@@ -424,8 +440,8 @@ def _difference(got: Any, expected: Any, granted: torch.Tensor | float, toleranc
     got, expected = as_real(got), as_real(expected)
     if tolerance is not None and expected.dtype.is_floating_point and expected.numel():
         granted = tolerance * float(expected.double().abs().max())
-    found = difference(got, expected, granted)
-    return "" if found is None else str(found)
+    deviation = difference(got, expected, granted)
+    return "" if deviation is None else str(deviation)
 
 
 def _cut(value: Any) -> str:
@@ -440,7 +456,7 @@ Parts = list[torch.Tensor]
 
 
 def same_training(
-    one: Path, ranks_of_one: int, other: Path, ranks_of_other: int, tolerance: float | None, rank: Rank
+    directory: Path, ranks: int, other_directory: Path, other_ranks: int, tolerance: float | None, rank: Rank
 ) -> tuple[str, bool]:
     """Compare the floating-point entries of two states, each kept by its own number of ranks.
 
@@ -450,21 +466,21 @@ def same_training(
     """
     differing: list[str] = []
     agreeing = False
-    of_one, of_other = _parts_of_ranks(one, ranks_of_one), _parts_of_ranks(other, ranks_of_other)
-    for entry in filter(of_other.__contains__, of_one):
-        left, right = of_one[entry], of_other[entry]
-        if _shared(left) and _shared(right) and left[0].shape == right[0].shape:
-            if _close(left[0], right[0], tolerance or 0.0):
+    entries, other_entries = _parts_of_ranks(directory, ranks), _parts_of_ranks(other_directory, other_ranks)
+    for entry in filter(other_entries.__contains__, entries):
+        shards, other_shards = entries[entry], other_entries[entry]
+        if _shared(shards) and _shared(other_shards) and shards[0].shape == other_shards[0].shape:
+            if _close(shards[0], other_shards[0], tolerance or 0.0):
                 agreeing = True
             else:
                 differing.append(str(entry))
-        elif any(_close(*pair, tolerance or 0.0) for pair in _joined(left, right)):
+        elif any(_close(*pair, tolerance or 0.0) for pair in _joined(shards, other_shards)):
             agreeing = True
     return few(sorted(differing), _SHOWN) if differing else "", agreeing
 
 
 def resharded(
-    saved: Path, ranks_saved: int, right: Path, ranks_loaded: int, loaded: Path, rank: Rank
+    saved: Path, ranks_saved: int, reference: Path, ranks_loaded: int, loaded: Path, rank: Rank
 ) -> dict[StateEntry, str]:
     """Return the entries whose saved parts are in wrong places after loading, each with a description.
 
@@ -472,32 +488,33 @@ def resharded(
         saved: the state that the ranks of the checkpoint had.
         loaded: the state right after loading.
     """
-    of_saved, of_right = _parts_of_ranks(saved, ranks_saved), _parts_of_ranks(right, ranks_loaded)
+    of_saved, of_right = _parts_of_ranks(saved, ranks_saved), _parts_of_ranks(reference, ranks_loaded)
     of_loaded = _parts_of_ranks(loaded, ranks_loaded)
-    found = {}
-    for entry, parts in of_right.items():
-        if entry not in of_saved or entry not in of_loaded or (_shared(of_saved[entry]) and _shared(parts)):
+    misplaced = {}
+    for entry, shards in of_right.items():
+        if entry not in of_saved or entry not in of_loaded or (_shared(of_saved[entry]) and _shared(shards)):
             continue
-        held = {
+        wrong_shards = {
             index: got
-            for index, (got, expected) in enumerate(zip(of_loaded[entry], parts, strict=True))
+            for index, (got, expected) in enumerate(zip(of_loaded[entry], shards, strict=True))
             if not _close(got, expected)
         }
-        if seen := held and (
-            _single_parts(of_saved[entry], held, ranks_loaded) or _other_places(of_saved[entry], held)
+        if description := wrong_shards and (
+            _single_parts(of_saved[entry], wrong_shards, ranks_loaded) or _other_places(of_saved[entry], wrong_shards)
         ):
-            found[entry] = f"{entry} on {named(list(held))}: {seen}"
-    return found
+            misplaced[entry] = f"{entry} on {named(list(wrong_shards))}: {description}"
+    return misplaced
 
 
-def _single_parts(saved: Parts, held: Mapping[int, torch.Tensor], ranks: int) -> str:
+def _single_parts(saved: Parts, wrong_shards: Mapping[int, torch.Tensor], ranks: int) -> str:
     """Recognize ranks that each load the saved part of one rank.
 
     Args:
-        held: rank -> its wrong part.
+        wrong_shards: rank -> its wrong part.
     """
     sources = {
-        index: next((n for n, part in enumerate(saved) if _begins(got, part)), None) for index, got in held.items()
+        index: next((n for n, shard in enumerate(saved) if _begins(got, shard)), None)
+        for index, got in wrong_shards.items()
     }
     if None in sources.values():
         return ""
@@ -505,12 +522,12 @@ def _single_parts(saved: Parts, held: Mapping[int, torch.Tensor], ranks: int) ->
     return f"{loads}, but {ranks} ranks divide the entry in other places than {len(saved)}"
 
 
-def _other_places(saved: Parts, held: Mapping[int, torch.Tensor]) -> str:
+def _other_places(saved: Parts, wrong_shards: Mapping[int, torch.Tensor]) -> str:
     """Recognize saved values in other places. Only equal bits count, because many values are similar."""
-    known = torch.cat([part.flatten() for part in saved])
-    values = torch.cat([got.flatten() for got in held.values()])
+    saved_values = torch.cat([shard.flatten() for shard in saved])
+    values = torch.cat([got.flatten() for got in wrong_shards.values()])
     values = values[values != 0]  # padding
-    if not len(values) or not bool(torch.isin(values, known).all()):
+    if not len(values) or not bool(torch.isin(values, saved_values).all()):
         return ""
     return "each value was saved, but in another place: parts were joined in another order, or with their padding"
 
@@ -525,49 +542,51 @@ def _parts_of_ranks(directory: Path, ranks: int) -> dict[StateEntry, Parts]:
     }
 
 
-def _joined(left: Parts, right: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _joined(shards: Parts, other_shards: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the whole tensors that both sides may be parts of; flat parts may end with padding."""
-    found = []
-    for dim in range(min(part.dim() for part in (*left, *right))):
-        pairs = [(one, other) for one in _along(left, dim) for other in _along(right, dim)]
-        found += [(one, other) for one, other in pairs if one.shape == other.shape]
-        if left[0].dim() == 1:
-            found += [_without_padding(*pair) for pair in pairs if pair[0].shape != pair[1].shape]
-    return found
+    candidates = []
+    for dim in range(min(shard.dim() for shard in (*shards, *other_shards))):
+        pairs = [(joined, counterpart) for joined in _along(shards, dim) for counterpart in _along(other_shards, dim)]
+        candidates += [(joined, counterpart) for joined, counterpart in pairs if joined.shape == counterpart.shape]
+        if shards[0].dim() == 1:
+            candidates += [_without_padding(*pair) for pair in pairs if pair[0].shape != pair[1].shape]
+    return candidates
 
 
-def _along(parts: Parts, dim: int) -> list[torch.Tensor]:
+def _along(shards: Parts, dim: int) -> list[torch.Tensor]:
     """Return the parts joined along a dimension, with and without repeated ones: replicas of a mesh."""
     distinct = [
-        part for index, part in enumerate(parts) if not any(torch.equal(part, known) for known in parts[:index])
+        shard
+        for index, shard in enumerate(shards)
+        if not any(torch.equal(shard, earlier) for earlier in shards[:index])
     ]
-    several = [parts] if len(distinct) == len(parts) else [parts, distinct]
-    fit = len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) == 1
-    return [torch.cat(some, dim) for some in several] if fit else []
+    variants = [shards] if len(distinct) == len(shards) else [shards, distinct]
+    fit = len({(*shard.shape[:dim], *shard.shape[dim + 1 :]) for shard in shards}) == 1
+    return [torch.cat(variant, dim) for variant in variants] if fit else []
 
 
-def _without_padding(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_padding(tensor: torch.Tensor, counterpart: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut zeros from the end of the longer of two flat tensors, at most down to the length of the other one."""
-    length = min(len(one), len(other))
+    length = min(len(tensor), len(counterpart))
 
-    def cut(part: torch.Tensor) -> torch.Tensor:
-        return part[:length] if not bool(part[length:].any()) else part
+    def cut(flat: torch.Tensor) -> torch.Tensor:
+        return flat[:length] if not bool(flat[length:].any()) else flat
 
-    return cut(one), cut(other)
+    return cut(tensor), cut(counterpart)
 
 
-def _shared(parts: Parts) -> bool:
+def _shared(shards: Parts) -> bool:
     """Return whether all ranks have the same values; True for one rank."""
-    return all(torch.equal(part, parts[0]) for part in parts)
+    return all(torch.equal(shard, shards[0]) for shard in shards)
 
 
-def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 0.0) -> bool:
-    return one.dtype == other.dtype and close(one, other, explained_by_rounding(other, tolerance))
+def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> bool:
+    return got.dtype == expected.dtype and close(got, expected, explained_by_rounding(expected, tolerance))
 
 
-def _begins(got: torch.Tensor, part: torch.Tensor) -> bool:
+def _begins(got: torch.Tensor, shard: torch.Tensor) -> bool:
     """Return whether a tensor begins with a part, or is the beginning of it, along each dimension."""
-    if got.dim() != part.dim() or not min(got.numel(), part.numel()):
+    if got.dim() != shard.dim() or not min(got.numel(), shard.numel()):
         return False
-    common = tuple(slice(min(sizes)) for sizes in zip(got.shape, part.shape, strict=True))
-    return _close(got[common], part[common])
+    common = tuple(slice(min(sizes)) for sizes in zip(got.shape, shard.shape, strict=True))
+    return _close(got[common], shard[common])

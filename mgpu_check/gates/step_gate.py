@@ -40,7 +40,7 @@ def micro_batches_of(ranks: RanksFixture, program: Program) -> int:
                 return max(1, passes[-1])
     except (RankFailure, RankHang):
         return 1
-    grows = all(more == 2 * fewer for fewer, more in pairwise(passes))
+    grows = all(doubled == 2 * count for count, doubled in pairwise(passes))
     return _SAMPLES[0] // passes[0] if grows else 1
 
 
@@ -195,11 +195,11 @@ def _assert_scales(
     trials = Trials(ranks, program, frozenset(observe), tolerance, name_of(program.step))
     if micro_batches is None:
         micro_batches = micro_batches_of(ranks, program) if sizes == "divisible" else 1
-    for kind in families(worlds, sizes, drawn, max_examples or _EXAMPLES, micro_batches):
-        if kind.name == SEVERAL_STEPS and not trials.trains:
+    for family in families(worlds, sizes, drawn, max_examples or _EXAMPLES, micro_batches):
+        if family.name == SEVERAL_STEPS and not trials.trains:
             continue
         try:
-            failed = smallest_failure(trials, kind.scenarios, kind.examples)
+            failed = smallest_failure(trials, family.scenarios, family.examples)
         except RankHang as hang:
             raise _no_return(trials, hang) from None
         if failed is not None:

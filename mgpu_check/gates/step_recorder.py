@@ -149,8 +149,8 @@ class AppliedGradients:
     def _trace(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         if self._traced(parameter):
-            known = self._histories.get(id(parameter)) or digest_of(_local(parameter))
-            both = f"{known} {digest_of(_local(parameter.grad))}"
+            history = self._histories.get(id(parameter)) or digest_of(_local(parameter))
+            both = f"{history} {digest_of(_local(parameter.grad))}"
             self._histories[id(parameter)] = hashlib.sha1(both.encode(), usedforsecurity=False).hexdigest()
 
     def _remove_hook(self, optimizer: Optimizer) -> None:
@@ -168,8 +168,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(gradient: torch.Tensor, later: torch.Tensor) -> bool:
-    one, other = _local(gradient), _local(later)
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    local, local_later = _local(gradient), _local(later)
+    return local.shape == local_later.shape and local.dtype == local_later.dtype and torch.equal(local, local_later)
 
 
 _STEPS = "_mgpu_check_steps"  # attribute of a graph
@@ -212,8 +212,8 @@ Nudge = Callable[[int, Result, torch.Tensor], None]
 class _TensorCopy:
     """A copy of the gradient or value of a parameter at an optimizer step."""
 
-    kind: Kind
-    of: torch.Tensor
+    result_kind: Kind
+    tensor: torch.Tensor
     value: torch.Tensor
 
 
@@ -235,7 +235,7 @@ class StepRecorder:
         self,
         holdings: Holdings,
         modules: dict[str, nn.Module],
-        seen: ObservedRun,
+        run: ObservedRun,
         deep: bool | str,
         nudge: Nudge | None,
         several: bool,
@@ -243,7 +243,7 @@ class StepRecorder:
         rewritten: bool,
         histories: bool,
     ) -> None:
-        self._holdings, self._modules, self._seen, self._deep, self._nudge = holdings, modules, seen, deep, nudge
+        self._holdings, self._modules, self._seen, self._deep, self._nudge = holdings, modules, run, deep, nudge
         self._several, self._all_parameters = several, all_parameters
         self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizers: dict[int, Optimizer] = {}
@@ -301,8 +301,10 @@ class StepRecorder:
         self._gradients = []
         if self._deep and (_is_nonlinear(optimizer) or self._deep != "nonlinear"):
             self._gradients = [
-                _TensorCopy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
-                for one in self._holdings.now()
+                _TensorCopy(
+                    "grads", tensor, plain_copy(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+                )
+                for tensor in self._holdings.now()
             ]
 
     def _after_replay(self, optimizer: Optimizer) -> None:
@@ -336,15 +338,17 @@ class StepRecorder:
         self._seen.optimizer_steps += 1
         if self._deep:
             rest = self._holdings.now() if self._deep is True else ()
-            self._steps.append([*self._gradients, *(_TensorCopy("params", one, plain_copy(one)) for one in rest)])
+            self._steps.append(
+                [*self._gradients, *(_TensorCopy("params", tensor, plain_copy(tensor)) for tensor in rest)]
+            )
 
     def _take_first_step(self, optimizer: Optimizer) -> None:
         """Record the values and gradients at an optimizer's first step, if the gradients can distinguish ranks."""
-        names = {id(value): name for name, value in self._parameters()}
+        parameter_names = {id(value): name for name, value in self._parameters()}
         which = f" of optimizer {len(self._optimizers)}" if self._optimizers else ""
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter))
+                name = parameter_names.get(id(parameter))
                 if (name is None or self._all_parameters) and _tells_ranks_apart(parameter):
                     name = name or f"{_unnamed(position, index)}{which}"
                     self._seen.stepped.setdefault(name, (digest_of(parameter.detach()), digest_of(parameter.grad)))
@@ -363,79 +367,95 @@ class StepRecorder:
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
             inside = {id(buffer) for _, buffer in named_buffers(module)}
             self._seen.broadcast |= {
-                Result(kind, name) for kind, name, value, _, _ in named_tensors(self._modules) if id(value) in inside
+                Result(tensor_kind, name)
+                for tensor_kind, name, value, _, _ in named_tensors(self._modules)
+                if id(value) in inside
             }
 
-    def take_steps(self, held: dict[int, Held]) -> None:
+    def take_steps(self, held_by_id: dict[int, Held]) -> None:
         """Record the results of each optimizer step."""
         for copies in self._steps:
-            whole: dict[Result, torch.Tensor] = {}
+            snapshot: dict[Result, torch.Tensor] = {}
             pieces: list[HeldPiece] = []
             for copy in copies:
-                one = held.get(id(copy.of))
-                if one is not None:
-                    put(whole, pieces, copy.kind, "{}", one, copy.value)
-            self._seen.snapshots.append(whole)
+                holding = held_by_id.get(id(copy.tensor))
+                if holding is not None:
+                    put(snapshot, pieces, copy.result_kind, "{}", holding, copy.value)
+            self._seen.snapshots.append(snapshot)
             self._seen.pieces_of_steps.append(pieces)
         self._steps.clear()
 
-    def take_optimizers(self, held: dict[int, Held]) -> None:
-        seen = self._seen
-        seen.optimizers = len(self._optimizers)
-        partly = self._states_of_some_ranks(held)
-        order = {identity: number for number, identity in enumerate(held)}
+    def take_optimizers(self, held_by_id: dict[int, Held]) -> None:
+        run = self._seen
+        run.optimizers = len(self._optimizers)
+        partly = self._states_of_some_ranks(held_by_id)
+        order = {identity: number for number, identity in enumerate(held_by_id)}
         for number, optimizer in enumerate(self._optimizers.values()):
             which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
             states: list[tuple[Held, torch.Tensor]] = []
             for index, group in enumerate(optimizer.param_groups):
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
-                    seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
-                seen.groups += 1
-                settings = {key: one for key, one in group.items() if isinstance(one, (bool, int, float, str))}
+                    run.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
+                run.groups += 1
+                settings = {
+                    key: setting for key, setting in group.items() if isinstance(setting, (bool, int, float, str))
+                }
                 for position, parameter in enumerate(group["params"]):
-                    one = held.get(id(parameter)) or Held(
+                    holding = held_by_id.get(id(parameter)) or Held(
                         "params",
                         _unnamed(position, index),
                         parameter,
                         outside=True,
                         late=self._holdings.is_late(parameter),
                     )
-                    seen.settings |= dict.fromkeys(one.wholes, settings)
+                    run.settings |= dict.fromkeys(holding.wholes, settings)
                     if id(parameter) not in partly:
-                        states.append((one, parameter))
+                        states.append((holding, parameter))
             # Copies of DTensors are gathered: in the order of the model, because groups may differ between ranks.
             states.sort(key=lambda state: order.get(id(state[1]), len(order)))
-            for one, parameter in states:
+            for holding, parameter in states:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        copy, text = one.copy_of(value), f"{key} of {{}}{which}"
-                        put(seen.values, seen.pieces, "optimizer", text, one, copy)
-                        self.note_outside("optimizer", text, one)
+                        copy, text = holding.copy_of(value), f"{key} of {{}}{which}"
+                        put(run.values, run.pieces, "optimizer", text, holding, copy)
+                        self.note_outside("optimizer", text, holding)
         self._optimizers.clear()
 
-    def note_outside(self, kind: Kind, text: str, one: Held) -> None:
+    def note_outside(self, result_kind: Kind, text: str, holding: Held) -> None:
         """Record the history of a result, if its tensor is not part of the model; see `put`."""
-        if one.outside:
-            outside = Outside(self.applied.history(one.tensor), one.copy, one.late)
-            self._seen.outside[_whole_result(kind, text, one)] = outside
+        if holding.outside:
+            outside = Outside(self.applied.history(holding.tensor), holding.copy, holding.late)
+            self._seen.outside[_whole_result(result_kind, text, holding)] = outside
 
     def end_call(self) -> None:
         """End a call of the step under test."""
         self.applied.end_call(self._holdings.now())
         self.late = True
 
-    def _states_of_some_ranks(self, held: dict[int, Held]) -> set[int]:
+    def _states_of_some_ranks(self, held_by_id: dict[int, Held]) -> set[int]:
         """Return the ids of the DTensors whose states cannot be gathered, because some ranks lack them."""
-        divided = [one.tensor for one in held.values() if hasattr(one.tensor, "device_mesh") and not one.local]
-        states = [[optimizer.state.get(one, {}) for optimizer in self._optimizers.values()] for one in divided]
-        counts = [sum(isinstance(value, torch.Tensor) for state in some for value in state.values()) for some in states]
+        divided = [
+            holding.tensor
+            for holding in held_by_id.values()
+            if hasattr(holding.tensor, "device_mesh") and not holding.local
+        ]
+        states = [[optimizer.state.get(tensor, {}) for optimizer in self._optimizers.values()] for tensor in divided]
+        counts = [
+            sum(isinstance(value, torch.Tensor) for state in states_of_tensor for value in state.values())
+            for states_of_tensor in states
+        ]
         least = least_anywhere(list(zip(divided, counts, strict=True)))
-        return {id(one) for one, count, low in zip(divided, counts, least, strict=True) if low < count}
+        return {id(tensor) for tensor, count, low in zip(divided, counts, least, strict=True) if low < count}
 
 
 def put(
-    values: dict[Result, torch.Tensor], pieces: list[HeldPiece], kind: Kind, text: str, one: Held, value: torch.Tensor
+    values: dict[Result, torch.Tensor],
+    pieces: list[HeldPiece],
+    result_kind: Kind,
+    text: str,
+    holding: Held,
+    value: torch.Tensor,
 ) -> None:
     """Add a result of a tensor that a rank holds to the whole results, or to the pieces.
 
@@ -443,23 +463,23 @@ def put(
         text: name of the result, with {} for the name of the parameter.
         value: in the shape of the tensor, or in another shape, such as an optimizer's count of steps.
     """
-    if one.slices is None:
-        values[_whole_result(kind, text, one)] = value
+    if holding.slices is None:
+        values[_whole_result(result_kind, text, holding)] = value
         return
-    if one.copy and kind == "params":
-        kind, text = _OWN_COPY
-    for part in one.slices:
-        name = Result(kind, text.format(part.whole))
-        if value.shape == one.shape:
-            pieces.append(HeldPiece(name, part, value))
+    if holding.copy and result_kind == "params":
+        result_kind, text = _OWN_COPY
+    for held_slice in holding.slices:
+        name = Result(result_kind, text.format(held_slice.whole))
+        if value.shape == holding.shape:
+            pieces.append(HeldPiece(name, held_slice, value))
         else:
             values[name] = value
 
 
-def _whole_result(kind: Kind, text: str, one: Held) -> Result:
-    if one.copy and kind == "params":
-        kind, text = _OWN_COPY
-    return Result(kind, text.format(one.whole or one.label))
+def _whole_result(result_kind: Kind, text: str, holding: Held) -> Result:
+    if holding.copy and result_kind == "params":
+        result_kind, text = _OWN_COPY
+    return Result(result_kind, text.format(holding.built_name or holding.label))
 
 
 def _is_nonlinear(optimizer: Optimizer) -> bool:

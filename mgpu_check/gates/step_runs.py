@@ -88,20 +88,20 @@ def observe(
     )
     if alter is not None:
         batches = [alter(batch) for batch in batches]
-    seen = ObservedRun(batch=_digest_of_all(batches), built=seeds, calls=len(batches))
+    run = ObservedRun(batch=_digest_of_all(batches), built=seeds, calls=len(batches))
     if initial:
-        seen.equal_lengths = has_equal_lengths(batches)
+        run.equal_lengths = has_equal_lengths(batches)
         for _, name, value, _, _ in named_tensors(modules):
-            seen.initial[name] = plain_copy(value)
+            run.initial[name] = plain_copy(value)
     if double:
         _widen(modules)
         batches = [wider(batch) for batch in batches]
-    again = functools.partial(_built_again, program, scenario, double)
-    holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again, located)
+    rebuild = functools.partial(_built_again, program, scenario, double)
+    holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), rebuild, located)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
 
     def count() -> None:
-        seen.switched += 1
+        run.switched += 1
 
     with switched(None if of_reference else program.switch, modules, rank.device, count):
         # The constructor of a class may draw random numbers: in float64 it must draw the same ones.
@@ -111,7 +111,7 @@ def observe(
         before = torch.get_rng_state()
         every = traced or program.reference is not None
         recorder = StepRecorder(
-            holdings, modules, seen, deep, nudge, rank.size > 1, every, scenario.rewritten, histories
+            holdings, modules, run, deep, nudge, rank.size > 1, every, scenario.rewritten, histories
         )
         with _default_dtype(double), recorder, around(model, batches):
             call = call or make()  # traced: the calls of the constructor belong to the trace
@@ -123,26 +123,26 @@ def observe(
                 after_step(number, len(batches), modules)
                 if returned is not None:
                     result = Result("returned", "", number + 1 if len(batches) > 1 else None)
-                    _take(seen, result, returned, recorder.applied.by_gradient(holdings.now()))
-                    seen.touched.add("returned")
+                    _take(run, result, returned, recorder.applied.by_gradient(holdings.now()))
+                    run.touched.add("returned")
     after = torch.get_rng_state()
-    seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
-    held = holdings.held()
-    seen.rewritten = recorder.applied.rewritten
-    _take_state(seen, modules, held, recorder)
-    beside = [one for one in held if holdings.is_beside_model(one.tensor)]
-    seen.located = {one.label: dataclasses.replace(one, tensor=torch.empty(0)) for one in beside}
-    seen.sharded = {name for one in held if _is_sharded(one.tensor) for name in one.wholes}
-    by_id = {id(one.tensor): one for one in held}
+    run.rng, run.draws = digest_of(after), not torch.equal(before, after)
+    held_tensors = holdings.held()
+    run.rewritten = recorder.applied.rewritten
+    _take_state(run, modules, held_tensors, recorder)
+    beside = [holding for holding in held_tensors if holdings.is_beside_model(holding.tensor)]
+    run.located = {holding.label: dataclasses.replace(holding, tensor=torch.empty(0)) for holding in beside}
+    run.sharded = {name for holding in held_tensors if _is_sharded(holding.tensor) for name in holding.wholes}
+    by_id = {id(holding.tensor): holding for holding in held_tensors}
     recorder.take_steps(by_id)
     recorder.take_optimizers(by_id)
     if rank.size > 1:
-        seen.unused = holdings.unused(seen.trained)
-    elif seen.pieces:
-        (seen,) = assembled([seen])
+        run.unused = holdings.unused(run.trained)
+    elif run.pieces:
+        (run,) = assembled([run])
     if digests:
-        seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
-    return seen
+        run.digests = {name: digest_of(value) for name, value in run.values.items()}
+    return run
 
 
 def _is_sharded(tensor: Any) -> bool:
@@ -184,79 +184,89 @@ def _widen(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _take_state(
-    seen: ObservedRun, modules: Mapping[str, nn.Module], held: Sequence[Held], recorder: StepRecorder
+    run: ObservedRun, modules: Mapping[str, nn.Module], held_tensors: Sequence[Held], recorder: StepRecorder
 ) -> None:
-    shared = iter(least_anywhere([(one.tensor, int(one.tensor.grad is not None)) for one in held if not one.local]))
-    for one in held:
-        has_gradient = one.tensor.grad is not None if one.local else bool(next(shared))
-        tensor, now, taken = one.tensor, one.copy_of(one.tensor), one.kind == "params"
+    shared = iter(
+        least_anywhere(
+            [(holding.tensor, int(holding.tensor.grad is not None)) for holding in held_tensors if not holding.local]
+        )
+    )
+    for holding in held_tensors:
+        has_gradient = holding.tensor.grad is not None if holding.local else bool(next(shared))
+        tensor, now, is_parameter = holding.tensor, holding.copy_of(holding.tensor), holding.kind == "params"
         # A replica's gradient is not that of the model, whose own tensor is judged.
-        if taken and (tensor.requires_grad or tensor.grad is not None) and not (one.outside and one.copy):
+        if (
+            is_parameter
+            and (tensor.requires_grad or tensor.grad is not None)
+            and not (holding.outside and holding.copy)
+        ):
             if tensor.grad is not None:
-                seen.trained |= one.wholes
-                if not one.outside:
-                    seen.touched.add("grads")
-            gradient = one.copy_of(recorder.applied.of(tensor)) if has_gradient else torch.zeros_like(now)
-            if tensor.grad is not None or one.slices is None or not one.replaced:
-                put(seen.values, seen.pieces, "grads", "{}", one, gradient)
-                recorder.note_outside("grads", "{}", one)
-        put(seen.values, seen.pieces, one.kind, "{}", one, now)
-        recorder.note_outside(one.kind, "{}", one)
-        if (history := recorder.applied.history(tensor)) and one.whole is not None and not one.outside:
-            seen.histories[one.whole] = history
-        before, placed = _before(seen.initial, one)
+                run.trained |= holding.wholes
+                if not holding.outside:
+                    run.touched.add("grads")
+            gradient = holding.copy_of(recorder.applied.of(tensor)) if has_gradient else torch.zeros_like(now)
+            if tensor.grad is not None or holding.slices is None or not holding.replaced:
+                put(run.values, run.pieces, "grads", "{}", holding, gradient)
+                recorder.note_outside("grads", "{}", holding)
+        put(run.values, run.pieces, holding.kind, "{}", holding, now)
+        recorder.note_outside(holding.kind, "{}", holding)
+        if (history := recorder.applied.history(tensor)) and holding.built_name is not None and not holding.outside:
+            run.histories[holding.built_name] = history
+        before, placed = _before(run.initial, holding)
         if before is None or before.shape != now.shape or not torch.equal(before.to(now.dtype), now):
-            seen.touched.add(one.kind)
+            run.touched.add(holding.kind)
             if placed:
-                seen.trained |= one.wholes
-        if one.idle:
-            seen.idle |= one.wholes
-        if one.reason is not None and taken:
-            seen.unplaced[one.label] = one.reason
+                run.trained |= holding.wholes
+        if holding.idle:
+            run.idle |= holding.wholes
+        if holding.reason is not None and is_parameter:
+            run.unplaced[holding.label] = holding.reason
     for prefix, module in modules.items():
-        seen.normalized += [prefix + name for name, part in named_modules(module) if _normalizes(part)]
+        run.normalized += [prefix + name for name, submodule in named_modules(module) if _normalizes(submodule)]
 
 
-def _before(initial: Mapping[str, torch.Tensor], one: Held) -> tuple[torch.Tensor | None, bool]:
+def _before(initial: Mapping[str, torch.Tensor], holding: Held) -> tuple[torch.Tensor | None, bool]:
     """Return the initial value of a tensor (None if it was not kept), and whether it belongs to the model as built."""
-    if one.slices is None:
-        before = initial.get(one.whole or one.label)
+    if holding.slices is None:
+        before = initial.get(holding.built_name or holding.label)
         return before, before is not None
-    if one.tensor.is_complex() or any(part.whole not in initial for part in one.slices):
+    if holding.tensor.is_complex() or any(held_slice.whole not in initial for held_slice in holding.slices):
         return None, True
-    before = one.copy_of(one.tensor)
-    for part in one.slices:
-        part.of(before).copy_(initial[part.whole].reshape(-1)[slice(None) if part.at is None else part.at])
+    before = holding.copy_of(holding.tensor)
+    for held_slice in holding.slices:
+        held_slice.of(before).copy_(
+            initial[held_slice.whole].reshape(-1)[slice(None) if held_slice.at is None else held_slice.at]
+        )
     return before, True
 
 
 def _normalizes(module: nn.Module) -> bool:
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, batch_norm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
-def _take(seen: ObservedRun, name: Result, value: Any, applied: Mapping[int, torch.Tensor]) -> None:
+def _take(run: ObservedRun, name: Result, value: Any, applied: Mapping[int, torch.Tensor]) -> None:
     """Record a returned value, part by part.
 
     Args:
         applied: id of a gradient -> the value that the optimizer applied, if it differs.
     """
-    if (parts := entries(value)) is not None:
-        for key, part in parts:
-            _take(seen, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), part, applied)
+    if (members := entries(value)) is not None:
+        for key, member in members:
+            _take(run, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), member, applied)
         return
     value = applied.get(id(value), value)
     if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
         value = torch.from_numpy(np.array(value)) if (np := sys.modules.get("numpy")) else value
     if isinstance(value, torch.Tensor):
-        seen.values[name] = plain_copy(value)
+        run.values[name] = plain_copy(value)
     elif isinstance(value, (float, complex)):
         wide = torch.complex128 if isinstance(value, complex) else torch.float64
-        seen.values[name] = plain_copy(torch.tensor(value, dtype=wide))
+        run.values[name] = plain_copy(torch.tensor(value, dtype=wide))
     elif isinstance(value, int) and abs(value) < 2**63:
-        seen.values[name] = torch.tensor(value)
+        run.values[name] = torch.tensor(value)
     elif isinstance(value, (int, str, bytes)):
-        seen.others[name] = repr(value)
+        run.others[name] = repr(value)
     elif value is not None:
         raise Unusable(
             f"step returned {name.label or 'a result'} of type {type(value).__name__}; return tensors, numbers or "
@@ -296,7 +306,7 @@ def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> Non
         modules: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
             ranks of the mesh.
     """
-    pause(f"step {number + 1}", last=number + 1 == steps, held=_sharded_gradients(modules))
+    pause(f"step {number + 1}", last=number + 1 == steps, slices=_sharded_gradients(modules))
 
 
 def _sharded_gradients(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -312,21 +322,21 @@ _SMALL = 100_000
 
 
 def run_step(
-    rank: Rank, program: Program, scenario: Scenario, whole: bool = False, histories: bool = False
+    rank: Rank, program: Program, scenario: Scenario, all_values: bool = False, histories: bool = False
 ) -> ObservedRun:
     """Run the step on this rank and return its results.
 
     Args:
-        whole: every rank sends all values.
+        all_values: every rank sends all values.
         histories: see `observe`.
     """
     with full_precision():
-        seen = observe(_placed(rank, program, scenario), program, scenario, histories=histories)
-    if not whole and sum(value.numel() for value in seen.values.values()) > _SMALL:
-        seen.initial = {}  # only the diagnosis needs it, and that runs the step again
-        if rank.index and not seen.pieces and not seen.unused:
-            seen.values = {}
-    return seen
+        run = observe(_placed(rank, program, scenario), program, scenario, histories=histories)
+    if not all_values and sum(value.numel() for value in run.values.values()) > _SMALL:
+        run.initial = {}  # only the diagnosis needs it, and that runs the step again
+        if rank.index and not run.pieces and not run.unused:
+            run.values = {}
+    return run
 
 
 def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[ObservedRun, RankTrace]:
@@ -349,7 +359,7 @@ def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTr
 def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[ObservedRun, RankTrace]:
     trace = RankTrace()
     with full_precision():
-        seen = observe(
+        run = observe(
             rank,
             program,
             scenario,
@@ -358,7 +368,7 @@ def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool
             traced=True,
             around=lambda model, batches: _noting(model, trace, Rows(batches)),
         )
-    return seen, trace
+    return run, trace
 
 
 @contextlib.contextmanager

@@ -206,8 +206,8 @@ def _with_option(option: str, count: _Count, modules: _Modules, device: str, val
     def around(make: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(make)
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            given = kwargs.get(option)
-            uses = (default and not kwargs.get("fused")) if given is None else bool(given)
+            requested = kwargs.get(option)
+            uses = (default and not kwargs.get("fused")) if requested is None else bool(requested)
             if uses if value is None else uses != value:
                 count()
             if value is not None and uses != value:
@@ -219,14 +219,17 @@ def _with_option(option: str, count: _Count, modules: _Modules, device: str, val
         return made
 
     with Patches() as patches:
-        for kind in _descendants(torch.optim.Optimizer):
-            if "__init__" in vars(kind) and option in inspect.signature(vars(kind)["__init__"]).parameters:
-                patches.wrap(kind, "__init__", around)
+        for optimizer_type in _descendants(torch.optim.Optimizer):
+            if (
+                "__init__" in vars(optimizer_type)
+                and option in inspect.signature(vars(optimizer_type)["__init__"]).parameters
+            ):
+                patches.wrap(optimizer_type, "__init__", around)
         yield
 
 
-def _descendants(kind: type) -> set[type]:
-    return {kind}.union(*map(_descendants, kind.__subclasses__()))
+def _descendants(cls: type) -> set[type]:
+    return {cls}.union(*map(_descendants, cls.__subclasses__()))
 
 
 def _compilation(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:

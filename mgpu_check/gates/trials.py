@@ -83,61 +83,61 @@ class Expectations:
         """Return the results of one device; measure them once for all world sizes."""
         of_size = scenario.world_size if wants_world_size(self._program.reference) else 0
         case = key_of(replace(scenario, world_size=of_size))
-        known = self._expected.get((case, deep))
-        if known is None and effort is not Effort.IN_FULL:
-            known = self._provisional((case, "provisionally"), scenario, effort)
-        if known is None:  # not measured yet, or the provisional measurement is inconclusive
-            known = self._kept((case, deep), scenario, measure, deep)
-        assert known is not None
-        if isinstance(known, RankFailure):
-            raise known
-        return known
+        expected = self._expected.get((case, deep))
+        if expected is None and effort is not Effort.IN_FULL:
+            expected = self._provisional((case, "provisionally"), scenario, effort)
+        if expected is None:  # not measured yet, or the provisional measurement is inconclusive
+            expected = self._kept((case, deep), scenario, measure, deep)
+        assert expected is not None
+        if isinstance(expected, RankFailure):
+            raise expected
+        return expected
 
     def _provisional(
         self, key: tuple[object, ...], scenario: Scenario, effort: Effort
     ) -> Expected | RankFailure | None:
-        known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
-        if effort is Effort.WIDENED and isinstance(known, Expected) and not known.widened:
-            again = self._ranks.run(measure_slightly_moved, self._program, scenario, size=1)[0]
-            errors = rounding_seen(known.single, again)
+        expected = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
+        if effort is Effort.WIDENED and isinstance(expected, Expected) and not expected.widened:
+            moved_run = self._ranks.run(measure_slightly_moved, self._program, scenario, size=1)[0]
+            errors = rounding_seen(expected.single, moved_run)
             if errors is None:
                 return None
-            known.tolerance = granted_with(known.tolerance, known.exact, errors)
-            known.widened = True
-        return known
+            expected.tolerance = granted_with(expected.tolerance, expected.exact, errors)
+            expected.widened = True
+        return expected
 
     def _kept(
         self, key: tuple[object, ...], scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool
     ) -> Expected | RankFailure | None:
         try:
-            found: Expected | RankFailure | None = self._measured(scenario, measuring, *how)
+            outcome: Expected | RankFailure | None = self._measured(scenario, measuring, *how)
         except RankFailure as refused:
             raise_unusable(self._program.gate, refused)
-            found = refused
-        if found is not None:
-            self._expected[key] = found
+            outcome = refused
+        if outcome is not None:
+            self._expected[key] = outcome
         while len(self._expected) > 1 and (
             len(self._expected) > _KEPT or sum(map(_elements_of, self._expected.values())) > _KEPT_ELEMENTS
         ):
             del self._expected[next(iter(self._expected))]
-        return found
+        return outcome
 
     def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
         if measuring is measure_provisionally and (together := self._measured_together(scenario)) is not None:
             return together
         try:
-            found: Expected | None = self._ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
+            expected: Expected | None = self._ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
         except (RankDied, RankHang):
             if self._program.reference is None or not self.alone:
                 raise
             # Parallel code may hang or die at world size 1; with a reference it need not run there.
             self.alone = False
             return self._measured(scenario, measuring, *how)
-        if measuring is measure_provisionally and found is not None and self._elements is None:
-            elements = sum(value.numel() for value in found.single.values.values())
-            large = elements >= LARGE and not found.single.nonlinear and self._ranks._at_once > 1
+        if measuring is measure_provisionally and expected is not None and self._elements is None:
+            elements = sum(value.numel() for value in expected.single.values.values())
+            large = elements >= LARGE and not expected.single.nonlinear and self._ranks._at_once > 1
             self._elements = elements if large else 0
-        return found
+        return expected
 
     def _measured_together(self, scenario: Scenario) -> Expected | None:
         """Return `measure_provisionally` from runs shared by ranks; None if one rank has to do all runs."""
@@ -145,22 +145,22 @@ class Expectations:
         if not elements or (self._program.reference is not None and scenario.change):
             return None
         count = min(len(RUNS), self._ranks._at_once)
-        shares = [RUNS[first::count] for first in range(count)]
+        shares = [RUNS[offset::count] for offset in range(count)]
         arguments = [(self._program, scenario, runs, elements) for runs in shares]
         try:
             done = self._ranks._run_apart(measure_in_parts, arguments)
         except RankDied:  # memory may suffice for one rank and not for several
             self._elements = 0
             return None
-        parts = {
-            run: part
+        parts_by_run = {
+            run: run_part
             for runs, of_rank in zip(shares, done, strict=True)
-            for run, part in zip(runs, of_rank, strict=True)
+            for run, run_part in zip(runs, of_rank, strict=True)
         }
-        found = of_parts(self._program, [parts[run] for run in RUNS], elements)
-        if found is None:
+        expected = of_parts(self._program, [parts_by_run[run] for run in RUNS], elements)
+        if expected is None:
             self._elements = 0
-        return found
+        return expected
 
 
 def key_of(scenario: Scenario) -> tuple[object, ...]:
@@ -168,10 +168,10 @@ def key_of(scenario: Scenario) -> tuple[object, ...]:
     return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
 
-def _elements_of(known: Expected | RankFailure) -> int:
-    if isinstance(known, RankFailure):
+def _elements_of(outcome: Expected | RankFailure) -> int:
+    if isinstance(outcome, RankFailure):
         return 0
-    return 3 * sum(value.numel() for value in known.single.values.values())
+    return 3 * sum(value.numel() for value in outcome.single.values.values())
 
 
 _PATIENCE = 2
@@ -190,13 +190,13 @@ class Trial:
     scenario: Scenario
     expected: Expected
     relations: Relations | None
-    seen: Sequence[ObservedRun] = ()
+    runs: Sequence[ObservedRun] = ()
     error: RankFailure | None = None
 
     @property
     def rewritten(self) -> bool:
         """True if an optimizer that is not torch's own has written into gradients, on ranks or on one device."""
-        return self.relations is not None and any(run.rewritten for run in (self.expected.single, *self.seen))
+        return self.relations is not None and any(run.rewritten for run in (self.expected.single, *self.runs))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -204,8 +204,8 @@ class Trial:
         if self.error is not None:
             return self.error.ranks
         assert self.relations is not None
-        wrong = {rank for ranks in self.relations.wrong.values() for rank in ranks}
-        return tuple(sorted(wrong or range(self.scenario.world_size)))
+        wrong_ranks = {rank for ranks in self.relations.wrong.values() for rank in ranks}
+        return tuple(sorted(wrong_ranks or range(self.scenario.world_size)))
 
 
 class Trials:
@@ -333,11 +333,11 @@ class Trials:
         final = not expected.provisional  # a better measurement may still accept the values of rank 0
         if not relations.holds and not _have_values(runs) and (final or relations.split):
             # Checksums only show that ranks differ; values show by how much.
-            runs[:] = [self.on_ranks(scenario, whole=True)]
+            runs[:] = [self.on_ranks(scenario, all_values=True)]
             relations = self.compared(expected, runs[0])
         if relations.holds and relations.drifting:
             # Replicas that were updated alike must not drift, not even by rounding.
-            runs[:] = [self.on_ranks(scenario, whole=True, histories=True)]
+            runs[:] = [self.on_ranks(scenario, all_values=True, histories=True)]
             relations = self.compared(expected, runs[0])
         told_apart = scenario.apart or not self._apart  # if False, the scenario is tried again with distinct values
         if relations.holds and told_apart:
@@ -353,45 +353,51 @@ class Trials:
     ) -> bool:
         if len(runs) == 1:
             runs.append(self.on_ranks(scenario))
-            alike = all(one.digests == other.digests and one.rng == other.rng for one, other in zip(*runs, strict=True))
+            alike = all(
+                run.digests == repeated.digests and run.rng == repeated.rng for run, repeated in zip(*runs, strict=True)
+            )
             if not alike and not _have_values(runs):
-                runs[:] = [self.on_ranks(scenario, whole=True) for _ in range(2)]
-        seen, again = runs
-        repeats(relations, expected, seen, again, self.tolerance)
+                runs[:] = [self.on_ranks(scenario, all_values=True) for _ in range(2)]
+        first_runs, repeated_runs = runs
+        repeats(relations, expected, first_runs, repeated_runs, self.tolerance)
         return relations.holds
 
-    def _refuse(self, scenario: Scenario, why: str) -> None:
-        self._refusals.setdefault(scenario.place, why)
+    def _refuse(self, scenario: Scenario, reason: str) -> None:
+        self._refusals.setdefault(scenario.place, reason)
 
-    def _check(self, expected: Expected, seen: Sequence[ObservedRun]) -> None:
+    def _check(self, expected: Expected, runs: Sequence[ObservedRun]) -> None:
         """Check that there are results to compare, and that all come from the same batch."""
-        gate, first, single = self.program.gate, seen[0], expected.single
-        if {one.batch for one in seen} != {single.batch}:
+        gate, first_run, single = self.program.gate, runs[0], expected.single
+        if {run.batch for run in runs} != {single.batch}:
             raise ValueError(
                 f"{gate}: batch(n) gives other batches when it is called again under the same seed; draw "
                 "from torch's, Python's or NumPy's global generators, or from one of your own with a fixed seed"
             )
-        self._effects |= bool(first.touched | single.touched)
-        self.trains |= expected.by_reference and "params" in first.touched
+        self._effects |= bool(first_run.touched | single.touched)
+        self.trains |= expected.by_reference and "params" in first_run.touched
         if (expected.by_reference or not self.one_device) and "returned" in self.kinds:
-            names = [_returned(one) for one in (first, single)]
-            if names[0] != names[1]:
-                other = "the reference" if self.one_device else self.against
+            returned_names = [_returned(run) for run in (first_run, single)]
+            if returned_names[0] != returned_names[1]:
+                counterpart = "the reference" if self.one_device else self.against
                 raise ValueError(
-                    f"{gate}: {self.name} returns {_listed(names[0])}, and {other} {_listed(names[1])}; return "
-                    "the same names from both, or leave them out with observe="
+                    f"{gate}: {self.name} returns {_listed(returned_names[0])}, and {counterpart} "
+                    f"{_listed(returned_names[1])}; return the same names from both, or leave them out with observe="
                 )
-        if not any(name.kind in self.kinds for name in (*first.values, *first.others)):
+        if not any(name.kind in self.kinds for name in (*first_run.values, *first_run.others)):
             raise ValueError(
                 f"{gate}: {self.name} leaves no results of kind {', '.join(sorted(self.kinds))} to compare; return "
                 "named tensors or numbers from it, or choose other kinds with observe="
             )
-        known = {str(name) for name in (*first.values, *single.values)}
-        unknown = [name for name in self.tolerance if name not in known] if isinstance(self.tolerance, Mapping) else []
+        observed_names = {str(name) for name in (*first_run.values, *single.values)}
+        unknown = (
+            [name for name in self.tolerance if name not in observed_names]
+            if isinstance(self.tolerance, Mapping)
+            else []
+        )
         if unknown:
             raise ValueError(
                 f"{gate}: tolerance has {', '.join(map(repr, unknown))}, which is not observed; choose of "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(observed_names))}"
             )
 
     def _not_a_number(self, expected: Expected) -> Result | None:
@@ -408,15 +414,15 @@ class Trials:
             return False
         return expected.own is None or self.compared(expected, [expected.own]).holds
 
-    def compared(self, expected: Expected, seen: Sequence[ObservedRun]) -> Relations:
+    def compared(self, expected: Expected, runs: Sequence[ObservedRun]) -> Relations:
         """Return the relations between the results of ranks and of one device."""
-        return relations_of(expected, seen, self.kinds, self.tolerance)
+        return relations_of(expected, runs, self.kinds, self.tolerance)
 
-    def on_ranks(self, scenario: Scenario, whole: bool = False, histories: bool = False) -> list[ObservedRun]:
+    def on_ranks(self, scenario: Scenario, all_values: bool = False, histories: bool = False) -> list[ObservedRun]:
         started = time.monotonic()
-        seen = self.run_on_ranks(self.program, scenario, whole, histories)
+        runs = self.run_on_ranks(self.program, scenario, all_values, histories)
         self.latest = time.monotonic() - started
-        return self.assembled(scenario, seen)
+        return self.assembled(scenario, runs)
 
     def run_on_ranks(
         self, program: Program, scenario: Scenario, *how: Any, by: Callable[..., Any] = run_step
@@ -424,19 +430,19 @@ class Trials:
         size = 1 if program.single_process else scenario.world_size
         return self.ranks.run(by, program, scenario, *how, size=size)
 
-    def assembled(self, scenario: Scenario, seen: Sequence[ObservedRun]) -> list[ObservedRun]:
+    def assembled(self, scenario: Scenario, runs: Sequence[ObservedRun]) -> list[ObservedRun]:
         """Return the results of ranks, with divided results assembled from their pieces.
 
         A rank that used a parameter in some case of this world size or mesh counts as a holder of it in all of them.
         """
-        known = self._holders.setdefault(scenario.place, {})
-        now = holders_of(seen)
+        holders = self._holders.setdefault(scenario.place, {})
+        now = holders_of(runs)
         for name, ranks in now.items():
-            known[name] = known.get(name, set()) | ranks
-        self._apart |= any(why is Unplaced.AMBIGUOUS for one in seen for why in one.unplaced.values())
+            holders[name] = holders.get(name, set()) | ranks
+        self._apart |= any(reason is Unplaced.AMBIGUOUS for run in runs for reason in run.unplaced.values())
         returned_by = self.program.returned_by
         returns = None if returned_by is None else functools.partial(_returns, returned_by, scenario)
-        return assembled(seen, {name: known[name] for name in now}, returns)
+        return assembled(runs, {name: holders[name] for name in now}, returns)
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         return self._expectations.of(scenario, deep, effort)
@@ -451,18 +457,20 @@ class Trials:
         for place in places:
             if self.completed[place]:
                 continue
-            where = where_is(*place)
+            location = where_is(*place)
             if place in self._refusals:
-                why = f"nothing was compared at {where}, because {self.name} {self._refusals[place]}; so it was for "
-                why += "every batch that was tried"
+                reason = (
+                    f"nothing was compared at {location}, because {self.name} {self._refusals[place]}; so it was for "
+                    "every batch that was tried"
+                )
                 if self._cause is None:
-                    raise ValueError(f"{gate}: {why}")
+                    raise ValueError(f"{gate}: {reason}")
                 error, scenario = self._cause
                 run = functools.partial(self.ranks.run, run_step, scenario=scenario, size=1)
                 unmoved = left_on_cpu(self.program, error, run)
-                raise ValueError(f"{gate}: {'; '.join(filter(None, [unmoved, why]))}\n\n{error}") from None
+                raise ValueError(f"{gate}: {'; '.join(filter(None, [unmoved, reason]))}\n\n{error}") from None
             raise ValueError(
-                f"{gate}: no case could be drawn at {where}; sizes and world_sizes together leave nothing to try"
+                f"{gate}: no case could be drawn at {location}; sizes and world_sizes together leave nothing to try"
             )
         if not self._effects:
             raise ValueError(
@@ -494,22 +502,22 @@ class Trials:
 def _returns(returned_by: Callable[[Mapping[str, int]], bool] | str, scenario: Scenario, rank: int) -> bool:
     """Return whether the returned values of a rank count."""
     if callable(returned_by):
-        place = place_in(scenario.mesh, rank) if scenario.mesh else {"rank": rank, "size": scenario.world_size}
-        return bool(returned_by(place))
+        coordinates = place_in(scenario.mesh, rank) if scenario.mesh else {"rank": rank, "size": scenario.world_size}
+        return bool(returned_by(coordinates))
     axis = dict(scenario.mesh).get("pp", 0)
     return place_in(scenario.mesh, rank)["pp"] == axis - 1 if axis else rank == scenario.world_size - 1
 
 
 def _have_values(runs: Sequence[Sequence[ObservedRun]]) -> bool:
-    return all(one.values for run in runs for one in run)
+    return all(run.values for runs_of_ranks in runs for run in runs_of_ranks)
 
 
-def _returned(seen: ObservedRun) -> set[str]:
-    return {name.label for name in (*seen.values, *seen.others) if name.kind == "returned"}
+def _returned(run: ObservedRun) -> set[str]:
+    return {name.label for name in (*run.values, *run.others) if name.kind == "returned"}
 
 
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names)) or "nothing"
+def _listed(labels: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(labels)) or "nothing"
 
 
 def try_seeds(trials: Trials) -> None:
@@ -519,8 +527,8 @@ def try_seeds(trials: Trials) -> None:
         return
 
     def judge(ranks: RanksFixture) -> None:
-        again = Trials(ranks, program, trials.kinds, trials.tolerance, trials.name)
-        if (failed := again.run(passed)) is not None:
+        reseeded = Trials(ranks, program, trials.kinds, trials.tolerance, trials.name)
+        if (failed := reseeded.run(passed)) is not None:
             raise ScalingMismatch(_described(failed), ranks=failed.ranks) from failed.error
 
     with_seeds_apart(trials.ranks, program.gate, (program.step, program.build, program.batch), passed.described, judge)
@@ -530,8 +538,8 @@ def _described(failed: Trial) -> str:
     if failed.relations is None:
         return str(failed.error)
     relations = failed.relations
-    wrong = [*relations.wrong, *relations.split] or [
-        name for name, held in relations.held.items() if False in held.values()
+    failed_results = [*relations.wrong, *relations.split] or [
+        name for name, verdicts in relations.held.items() if False in verdicts.values()
     ]
-    details = relations.details.get(wrong[0], "") if wrong else ""
-    return f"{wrong[0] if wrong else 'a result'} differs{': ' if details else ''}{details}"
+    details = relations.details.get(failed_results[0], "") if failed_results else ""
+    return f"{failed_results[0] if failed_results else 'a result'} differs{': ' if details else ''}{details}"

@@ -34,8 +34,8 @@ class Difference:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        where = f"element {list(self.worst)}: " if self.worst else ""
-        text = f"{where}got {show(self.got, self.dtype)}, expected {show(self.expected, self.dtype)}"
+        position = f"element {list(self.worst)}: " if self.worst else ""
+        text = f"{position}got {show(self.got, self.dtype)}, expected {show(self.expected, self.dtype)}"
         if self.tolerance:
             text += f" ± {self.tolerance:.3g}"
         if self.count == self.total:
@@ -85,17 +85,17 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
     else:
         close = got_ == expected_
         distance = (got_.double() - expected_.double()).abs()
-    wrong = ~close
-    if not wrong.any():
+    mismatches = ~close
+    if not mismatches.any():
         return None
     # The worst element exceeds its tolerance by the largest factor; if a tolerance is 0, it has the largest error.
     excess = distance / allowed if bool((allowed > 0).all()) else distance
-    excess = torch.where(wrong, excess.nan_to_num(torch.inf), -1.0)
-    indices = wrong.nonzero()
+    excess = torch.where(mismatches, excess.nan_to_num(torch.inf), -1.0)
+    indices = mismatches.nonzero()
     worst = torch.unravel_index(excess.argmax(), got_.shape) if got_.dim() else ()
-    index = tuple(int(part) for part in worst)
+    index = tuple(int(coordinate) for coordinate in worst)
     return Difference(
-        count=int(wrong.sum()),
+        count=int(mismatches.sum()),
         total=got_.numel(),
         first=tuple(indices[0].tolist()),
         last=tuple(indices[-1].tolist()),
@@ -115,8 +115,8 @@ def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[
     """
     if got.dtype != expected.dtype or got.shape != expected.shape or not got.numel():
         return []
-    kind = INTEGER_OF_SIZE[got.element_size()]
-    changed = plain(got).view(kind) ^ plain(expected).view(kind)
+    integer_type = INTEGER_OF_SIZE[got.element_size()]
+    changed = plain(got).view(integer_type) ^ plain(expected).view(integer_type)
     indices = changed.nonzero()
     values = changed[changed != 0]
     if not len(indices) or bool((values & (values - 1)).any()):
@@ -147,7 +147,7 @@ def diagnose(
     expected: torch.Tensor,
     tolerance: torch.Tensor | float = 0.0,
     *,
-    parts: Sequence[torch.Tensor] = (),
+    contributions: Sequence[torch.Tensor] = (),
     rank: int | None = None,
     constants: Mapping[str, float] | None = None,
     previous: torch.Tensor | None = None,
@@ -159,7 +159,7 @@ def diagnose(
     Args:
         got, expected: of one shape; `expected` may be float64 for an exact value.
         tolerance: as for `difference`.
-        parts: the contribution of each rank, if the result should be their sum.
+        contributions: the contribution of each rank, if the result should be their sum.
         rank: the rank that holds `got`.
         constants: factors that a result may be off by, by name ("world size": 4, …).
         previous: the value of `got` before the operation or the step.
@@ -167,41 +167,48 @@ def diagnose(
     got_, expected_ = plain(got), plain(expected)
     if got_.shape != expected_.shape:
         return []
-    wide, right = got_.double(), expected_.double()
+    wide, goal = got_.double(), expected_.double()
     allowed = torch.as_tensor(tolerance, dtype=torch.float64).cpu().expand(wide.shape)
-    wrong = ~((wide == right) | ((wide - right).abs() <= allowed))
-    count = int(wrong.sum())
+    mismatches = ~((wide == goal) | ((wide - goal).abs() <= allowed))
+    count = int(mismatches.sum())
     if not count:
         return []
-    seen = _Differing(got_, wide[wrong], right[wrong], allowed[wrong], count)
-    found = _bits(got_, expected_, wrong, count) or seen.rounding()
-    if found:
-        return found
-    found += seen.constant({} if constants is None else constants)
-    if previous is not None and previous.shape == got.shape and seen.equals(plain(previous).double()[wrong]):
-        found.append(f"looks like a stale value: {seen.which} {seen.verb} what was there before")
-    if parts:
-        found += seen.of_parts([plain(part).double()[wrong] for part in parts], rank)
-    if count > 1 and not found and seen.permuted():
-        found.append(f"looks like a permutation: {seen.which} hold the expected values in another order")
-    if found:
-        return found
+    differing = _Differing(got_, wide[mismatches], goal[mismatches], allowed[mismatches], count)
+    findings = _bits(got_, expected_, mismatches, count) or differing.rounding()
+    if findings:
+        return findings
+    findings += differing.constant({} if constants is None else constants)
+    if previous is not None and previous.shape == got.shape and differing.equals(plain(previous).double()[mismatches]):
+        findings.append(f"looks like a stale value: {differing.which} {differing.verb} what was there before")
+    if contributions:
+        findings += differing.of_parts(
+            [plain(contribution).double()[mismatches] for contribution in contributions], rank
+        )
+    if count > 1 and not findings and differing.permuted():
+        findings.append(f"looks like a permutation: {differing.which} hold the expected values in another order")
+    if findings:
+        return findings
     if count == 1 and wide.numel() > 3:
-        return _single(got_.dtype, float(wide[wrong]), float(right[wrong]))
-    return _narrower(got_.dtype, wide[wrong], right[wrong], [plain(part).double()[wrong] for part in parts])
+        return _single(got_.dtype, float(wide[mismatches]), float(goal[mismatches]))
+    return _narrower(
+        got_.dtype,
+        wide[mismatches],
+        goal[mismatches],
+        [plain(contribution).double()[mismatches] for contribution in contributions],
+    )
 
 
-def _bits(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, count: int) -> list[str]:
+def _bits(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Tensor, count: int) -> list[str]:
     rounded = expected.to(got.dtype)
     if not torch.equal(rounded.double(), expected.double()) and not got.dtype.is_floating_point:
         return []
-    flips = flipped_bits(torch.where(wrong, got, rounded), rounded)
+    flips = flipped_bits(torch.where(mismatches, got, rounded), rounded)
     if len(flips) != count or count < _MANY or len({bit for _, bit in flips}) > 1:
         return []
-    off = got.double()[wrong] - expected.double()[wrong]
+    off = got.double()[mismatches] - expected.double()[mismatches]
     if got.dtype.is_floating_point:
         # A last bit is also what another order of rounding changes.
-        if bool((off.abs() <= _ROUNDINGS * unit_roundoff(got.dtype) * expected.double()[wrong].abs()).any()):
+        if bool((off.abs() <= _ROUNDINGS * unit_roundoff(got.dtype) * expected.double()[mismatches].abs()).any()):
             return []
     elif count == got.numel() and len(off.unique()) == 1:
         return []  # a number was added to all elements
@@ -268,35 +275,37 @@ class _Differing:
             if self.equals(self.expected / value):
                 return [f"looks like a factor: {self.which} {self.be} 1/{value:g} of the expected (1 / {name})"]
         # `equals` checks the factor against each element's measured tolerance, so no slack is needed here.
-        some = evenly(int(usable.sum()))
-        pairs = zip(self.got[usable][some].tolist(), self.expected[usable][some].tolist(), strict=True)
+        indices = evenly(int(usable.sum()))
+        pairs = zip(self.got[usable][indices].tolist(), self.expected[usable][indices].tolist(), strict=True)
         ratio = common_factor(list(pairs), least=0.0, of_largest=math.inf)
         if len(self.got) > 2 and ratio is not None and self.equals(self.expected * ratio):
             shown = f"{ratio:.6g}" if abs(ratio - 1) > 1e-5 else f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"
             return [f"looks like a factor: {self.which} {self.be} {shown} times the expected"]
         return []
 
-    def of_parts(self, parts: Sequence[torch.Tensor], rank: int | None) -> list[str]:
-        found: list[str] = []
-        if len(parts) < 2:
-            return found
-        for index, part in enumerate(parts):
-            if self.equals(part):
+    def of_parts(self, contributions: Sequence[torch.Tensor], rank: int | None) -> list[str]:
+        findings: list[str] = []
+        if len(contributions) < 2:
+            return findings
+        for index, contribution in enumerate(contributions):
+            if self.equals(contribution):
                 owner = "its own part" if index == rank else f"rank {index}'s part"
-                found.append(f"looks like a result that was not delivered: {self.which} {self.verb} {owner} alone")
-            elif self.equals(self.expected - part):
-                found.append(f"looks like a sum that misses rank {index}: with its part, {self.which} would be right")
-            elif self.equals(self.expected + part):
-                found.append(
+                findings.append(f"looks like a result that was not delivered: {self.which} {self.verb} {owner} alone")
+            elif self.equals(self.expected - contribution):
+                findings.append(
+                    f"looks like a sum that misses rank {index}: with its part, {self.which} would be right"
+                )
+            elif self.equals(self.expected + contribution):
+                findings.append(
                     f"looks like a sum that counts rank {index} twice: {self.which} {self.be} too large by its part"
                 )
-        partial = parts[0]
-        for last in range(1, len(parts) - 1):
-            partial = partial + parts[last]
-            if not found and self.equals(partial):
-                found.append(f"looks like a partial sum: {self.which} {self.verb} the sum over ranks 0 to {last}")
+        partial = contributions[0]
+        for last in range(1, len(contributions) - 1):
+            partial = partial + contributions[last]
+            if not findings and self.equals(partial):
+                findings.append(f"looks like a partial sum: {self.which} {self.verb} the sum over ranks 0 to {last}")
         # A few elements fit several patterns by chance: report only the first.
-        return found[:1]
+        return findings[:1]
 
 
 def _single(dtype: torch.dtype, got: float, expected: float) -> list[str]:
@@ -307,7 +316,7 @@ def _single(dtype: torch.dtype, got: float, expected: float) -> list[str]:
 
 
 def _narrower(
-    dtype: torch.dtype, got: torch.Tensor, expected: torch.Tensor, parts: Sequence[torch.Tensor]
+    dtype: torch.dtype, got: torch.Tensor, expected: torch.Tensor, contributions: Sequence[torch.Tensor]
 ) -> list[str]:
     if not bool(got.isfinite().all()) and bool(expected.isfinite().all()):
         largest = float(expected.abs().max())
@@ -315,9 +324,11 @@ def _narrower(
             f"looks like an overflow: values that are not finite, where up to {largest:.3g} was expected "
             "(float16 ends at 65504)"
         ]
-    scale = torch.stack([part.abs() for part in parts]).sum(0) if parts else expected.abs()
+    scale = (
+        torch.stack([contribution.abs() for contribution in contributions]).sum(0) if contributions else expected.abs()
+    )
     relative = float(((got - expected).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
-    terms = max(len(parts), 1)
+    terms = max(len(contributions), 1)
     for narrow, name in _NARROWER.get(dtype, ()):
         if _LEAST * unit_roundoff(narrow) <= relative <= terms * unit_roundoff(narrow):
             return [

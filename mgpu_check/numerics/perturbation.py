@@ -106,12 +106,12 @@ class Perturbed(TorchDispatchMode):
             return result  # only the float64 run widens here; the dtype that it stands for does not
         spared = not self.copies and (func.overloadpacket in _COPYING or func.namespace == "c10d")
         computes, written = _effects(func)
-        made: list[Any] = []
+        results: list[Any] = []
         if computes:
-            made += (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+            results += (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         if written:
-            made += tree_leaves([args[index] for index in written if index < len(args)])
-        for value in made:
+            results += tree_leaves([args[index] for index in written if index < len(args)])
+        for value in results:
             # Perturb only the local part of a DTensor: torch refuses operators that mix plain and distributed tensors.
             tensor = getattr(value, "_local_tensor", value)
             if isinstance(tensor, torch.Tensor):
@@ -143,37 +143,37 @@ class Perturbed(TorchDispatchMode):
         if tensor.device != factor.device:
             factor = factor.to(tensor.device)
         if self.counts and tensor.element_size() > 2:
-            whole = tensor == tensor.round()
-            if bool(whole.any()):  # most results have no whole numbers
-                factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
+            integral = tensor == tensor.round()
+            if bool(integral.any()):  # most results have no whole numbers
+                factor = torch.where(integral & (tensor.abs() <= 0.25 / roundoff), 1, factor)
         tensor.mul_(factor)
 
     def _perturb_large(self, tensor: torch.Tensor, size: float, roundoff: float, spared: bool) -> None:
         # A GPU has no such cache limit: take longer runs.
         length = _AT_ONCE if tensor.device.type == "cpu" else _TABLE // 2
-        parts = -(-tensor.numel() // length)
-        places = torch.randint(0, _TABLE - length + 1, (parts,), generator=self.generator).tolist()
+        pieces = -(-tensor.numel() // length)
+        offsets = torch.randint(0, _TABLE - length + 1, (pieces,), generator=self.generator).tolist()
         if spared:
             return
         if tensor.is_contiguous():
-            self._perturb_parts(tensor.view(-1), length, places, size, roundoff)
+            self._perturb_parts(tensor.view(-1), length, offsets, size, roundoff)
         else:  # take the elements in the order of their indices, so that signs do not depend on the layout
             values = tensor.flatten()
-            self._perturb_parts(values, length, places, size, roundoff)
+            self._perturb_parts(values, length, offsets, size, roundoff)
             tensor.copy_(values.view(tensor.shape))
 
     def _perturb_parts(
-        self, flat: torch.Tensor, length: int, places: Sequence[int], size: float, roundoff: float
+        self, flat: torch.Tensor, length: int, offsets: Sequence[int], size: float, roundoff: float
     ) -> None:
         table = _factors(size, flat.dtype, flat.device)
         counts = self.counts and flat.element_size() > 2
         scratch = torch.empty((2, min(length, flat.numel())), dtype=flat.dtype, device=flat.device) if counts else None
-        for number, place in enumerate(places):
-            part = flat[number * length : (number + 1) * length]
-            factor = table[place : place + part.numel()]
-            if scratch is not None and _has_counts(part, *scratch[:, : part.numel()]):
-                factor = torch.where((part == part.round()) & (part.abs() <= 0.25 / roundoff), 1, factor)
-            part.mul_(factor)
+        for number, offset in enumerate(offsets):
+            piece = flat[number * length : (number + 1) * length]
+            factor = table[offset : offset + piece.numel()]
+            if scratch is not None and _has_counts(piece, *scratch[:, : piece.numel()]):
+                factor = torch.where((piece == piece.round()) & (piece.abs() <= 0.25 / roundoff), 1, factor)
+            piece.mul_(factor)
 
 
 @functools.cache
@@ -193,27 +193,27 @@ def _factors(size: float, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.where(_signs(), up, down).to(device)
 
 
-def _is_wider(result: Any, given: Any) -> bool:
-    both = isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor)
+def _is_wider(result: Any, operand: Any) -> bool:
+    both = isinstance(result, torch.Tensor) and isinstance(operand, torch.Tensor)
     return bool(
         both
-        and given.is_floating_point()
+        and operand.is_floating_point()
         and result.is_floating_point()
-        and result.dtype.itemsize > given.dtype.itemsize
+        and result.dtype.itemsize > operand.dtype.itemsize
     )
 
 
-def _has_counts(part: torch.Tensor, size: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return whether some element may be a nonzero whole number; `size` and `whole` are scratch.
+def _has_counts(piece: torch.Tensor, size: torch.Tensor, integral: torch.Tensor) -> bool:
+    """Return whether some element may be a nonzero whole number; `size` and `integral` are scratch.
 
     Zeros do not count, because a ReLU makes many. Arithmetic is used because comparing takes 20 times as long on a CPU.
     """
-    torch.abs(part, out=size)
+    torch.abs(piece, out=size)
     if float(size.amax()) < 1:
         return False
-    torch.trunc(size, out=whole)
-    size.sub_(whole)  # 0 if it is whole, and then the term below is 1 if it is 0
-    size.add_(whole.neg_().add_(1).clamp_(min=0))
+    torch.trunc(size, out=integral)
+    size.sub_(integral)  # 0 if it is whole, and then the term below is 1 if it is 0
+    size.add_(integral.neg_().add_(1).clamp_(min=0))
     return not float(size.amin()) > 0
 
 
@@ -238,10 +238,12 @@ def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
     A result that aliases an argument without writing to it is a view, so the operator computes nothing.
     """
     schema = func._schema
-    computes = not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns)
+    computes = not any(
+        argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.returns
+    )
     if schema.returns:
         return computes, ()
-    return computes, tuple(index for index, part in enumerate(schema.arguments) if _written(part))
+    return computes, tuple(index for index, argument in enumerate(schema.arguments) if _written(argument))
 
 
 @functools.cache

@@ -65,10 +65,10 @@ class Slice:
         flat = local.reshape(-1)
         return flat if self.within is None else flat[slice(*self.within)]
 
-    def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+    def put(self, local: torch.Tensor, full_tensor: torch.Tensor) -> None:
         """Write the elements of a local tensor to their places in a contiguous whole."""
-        flat = whole.view(-1)
-        flat[slice(None) if self.at is None else self.at] = self.of(local).to(whole.dtype)
+        flat = full_tensor.view(-1)
+        flat[slice(None) if self.at is None else self.at] = self.of(local).to(full_tensor.dtype)
 
     def __str__(self) -> str:
         """Describe it: "all", "dim 0: 4 to 7 of 16", "elements 16 to 31 of 64"."""
@@ -96,19 +96,19 @@ class Assembled:
     missing: torch.Tensor | None
 
 
-def assembled(parts: Sequence[tuple[Slice, torch.Tensor]]) -> Assembled:
+def assembled(slices: Sequence[tuple[Slice, torch.Tensor]]) -> Assembled:
     """Put slices of one whole together.
 
     Args:
-        parts: at least one; each slice with the local tensor that has it.
+        slices: at least one; each slice with the local tensor that has it.
     """
-    first, local = parts[0]
-    value = torch.zeros(first.shape, dtype=local.dtype)
-    held = torch.zeros(first.shape, dtype=torch.bool)
-    for part, tensor in reversed(parts):
-        part.put(tensor, value)
-        held |= part.mask
-    return Assembled(value, None if bool(held.all()) else ~held)
+    head, local = slices[0]
+    value = torch.zeros(head.shape, dtype=local.dtype)
+    covered = torch.zeros(head.shape, dtype=torch.bool)
+    for piece, tensor in reversed(slices):
+        piece.put(tensor, value)
+        covered |= piece.mask
+    return Assembled(value, None if bool(covered.all()) else ~covered)
 
 
 def indexed(shape: Sequence[int], index: object) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _is_full(mask: torch.Tensor, dim: int) -> bool:
 
 def _used(mask: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the indices along a dimension that hold an element."""
-    others = [other for other in range(mask.dim()) if other != dim]
+    others = [axis for axis in range(mask.dim()) if axis != dim]
     return (mask.any(others) if others else mask).nonzero().flatten()
 
 
@@ -140,15 +140,15 @@ def _fills_its_box(mask: torch.Tensor, cut: Iterable[int]) -> list[bool]:
 
 def _ranges(indices: torch.Tensor) -> str:
     """Return "4 to 7", or "0 to 1 and 8 to 9"."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for index in indices.tolist():
-        if found and found[-1][1] == index - 1:
-            found[-1] = found[-1][0], index
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1] = ranges[-1][0], index
         else:
-            found.append((index, index))
-    shown = [f"{low} to {high}" if high > low else str(low) for low, high in found[:3]]
-    more = f" and {len(found) - 3} more ranges" if len(found) > 3 else ""
-    return " and ".join(shown) + more
+            ranges.append((index, index))
+    shown = [f"{low} to {high}" if high > low else str(low) for low, high in ranges[:3]]
+    remainder = f" and {len(ranges) - 3} more ranges" if len(ranges) > 3 else ""
+    return " and ".join(shown) + remainder
 
 
 _MANY = 256
@@ -165,8 +165,8 @@ class Wholes:
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self._named = dict(named)
         self._by_digest: dict[str, list[str]] = defaultdict(list)
-        for name, whole in self._named.items():
-            self._by_digest[digest_of(whole)].append(name)
+        for name, full_tensor in self._named.items():
+            self._by_digest[digest_of(full_tensor)].append(name)
         self._flats: dict[torch.dtype, tuple[torch.Tensor, list[tuple[int, str]]]] = {}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -196,11 +196,11 @@ class Wholes:
             return [Slice(same[0], tuple(local.shape))] if alone else Unplaced.AMBIGUOUS
         several = False
         hinted = [hint] if hint in self._named else []
-        for names in (hinted, [name for name in self._named if name != hint]):
-            found = [place for name in names for place in self._places(name, local)]
-            if len(found) == 1 and found[0] is not None:
-                return [found[0]]
-            several |= bool(found)
+        for candidates in (hinted, [name for name in self._named if name != hint]):
+            slices = [candidate for name in candidates for candidate in self._places(name, local)]
+            if len(slices) == 1 and slices[0] is not None:
+                return [slices[0]]
+            several |= bool(slices)
             if several:
                 return Unplaced.AMBIGUOUS
         return self._pieces(local)
@@ -211,17 +211,17 @@ class Wholes:
         if not bool((local == value).all()):
             return False
         return any(
-            name != but and whole.dtype == local.dtype and int((whole == value).sum()) >= local.numel()
-            for name, whole in self._named.items()
+            name != but and full_tensor.dtype == local.dtype and int((full_tensor == value).sum()) >= local.numel()
+            for name, full_tensor in self._named.items()
         )
 
     def _places(self, name: str, local: torch.Tensor) -> Iterator[Slice | None]:
         """Yield each place of a local tensor in one whole; None for a place that is not the only one."""
-        whole = self._named[name]
-        if whole.dtype != local.dtype or whole.numel() < local.numel() or not whole.dim():
+        full_tensor = self._named[name]
+        if full_tensor.dtype != local.dtype or full_tensor.numel() < local.numel() or not full_tensor.dim():
             return
-        for at in _boxes(whole, local):
-            yield None if at is None else Slice(name, tuple(whole.shape), at)
+        for at in _boxes(full_tensor, local):
+            yield None if at is None else Slice(name, tuple(full_tensor.shape), at)
 
     def _pieces(self, local: torch.Tensor) -> list[Slice] | Unplaced:
         """Return the ranges of flattened tensors in a flat buffer, or in a fused weight.
@@ -230,100 +230,114 @@ class Wholes:
         """
         everything, starts = self._flat(local.dtype)
         flat = local.reshape(-1)
-        found: list[Slice] = []
-        first = 0
-        while first < len(flat):
-            where = (everything == flat[first]).nonzero().flatten().tolist()
-            if len(where) > _MANY:
+        slices: list[Slice] = []
+        offset = 0
+        while offset < len(flat):
+            positions = (everything == flat[offset]).nonzero().flatten().tolist()
+            if len(positions) > _MANY:
                 return Unplaced.AMBIGUOUS
-            runs = [(_common(everything, place, flat, first, starts), place) for place in where]
+            runs = [(_common(everything, position, flat, offset, starts), position) for position in positions]
             longest = max(runs, default=(0, 0))
             if not longest[0]:
-                return found if found and not bool(flat[first:].any()) else Unplaced.NOWHERE
+                return slices if slices and not bool(flat[offset:].any()) else Unplaced.NOWHERE
             if sum(length == longest[0] for length, _ in runs) > 1:
                 return Unplaced.AMBIGUOUS
-            length, place = longest
-            start, name = max(entry for entry in starts if entry[0] <= place)
-            at = torch.arange(place - start, place - start + length)
-            found.append(Slice(name, tuple(self._named[name].shape), at, (first, first + length)))
-            first += length
-        return found
+            length, position = longest
+            start, name = max(entry for entry in starts if entry[0] <= position)
+            at = torch.arange(position - start, position - start + length)
+            slices.append(Slice(name, tuple(self._named[name].shape), at, (offset, offset + length)))
+            offset += length
+        return slices
 
     def _flat(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[int, str]]]:
         """Return all wholes of a dtype, one after the other, and where each starts."""
         if dtype not in self._flats:
-            wholes = {name: whole for name, whole in self._named.items() if whole.dtype == dtype and whole.numel()}
-            starts = itertools.accumulate([whole.numel() for whole in wholes.values()], initial=0)
-            flat = torch.cat([torch.empty(0, dtype=dtype), *(whole.reshape(-1) for whole in wholes.values())])
+            wholes = {
+                name: full_tensor
+                for name, full_tensor in self._named.items()
+                if full_tensor.dtype == dtype and full_tensor.numel()
+            }
+            starts = itertools.accumulate([full_tensor.numel() for full_tensor in wholes.values()], initial=0)
+            flat = torch.cat(
+                [torch.empty(0, dtype=dtype), *(full_tensor.reshape(-1) for full_tensor in wholes.values())]
+            )
             self._flats[dtype] = flat, list(zip(starts, wholes, strict=False))
         return self._flats[dtype]
 
 
 def _common(
-    everything: torch.Tensor, place: int, flat: torch.Tensor, first: int, starts: Sequence[tuple[int, str]]
+    everything: torch.Tensor, position: int, flat: torch.Tensor, offset: int, starts: Sequence[tuple[int, str]]
 ) -> int:
     """Return how many elements are the same from both places on, up to the end of one whole."""
-    end = min((start for start, _ in starts if start > place), default=len(everything))
-    count = min(end - place, len(flat) - first)
-    same = everything[place : place + count] == flat[first : first + count]
+    end = min((start for start, _ in starts if start > position), default=len(everything))
+    count = min(end - position, len(flat) - offset)
+    same = everything[position : position + count] == flat[offset : offset + count]
     return count if bool(same.all()) else int(same.to(torch.uint8).argmin())
 
 
-def _boxes(whole: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | None]:
+def _boxes(full_tensor: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | None]:
     """Yield the positions of a tensor that is a box or rows of a whole, or its transpose; None if ambiguous."""
-    shape = tuple(whole.shape)
-    if whole.dim() == local.dim():
-        cut = [dim for dim in range(whole.dim()) if whole.shape[dim] != local.shape[dim]]
-        if all(whole.shape[dim] >= local.shape[dim] for dim in cut):
+    shape = tuple(full_tensor.shape)
+    if full_tensor.dim() == local.dim():
+        cut = [dim for dim in range(full_tensor.dim()) if full_tensor.shape[dim] != local.shape[dim]]
+        if all(full_tensor.shape[dim] >= local.shape[dim] for dim in cut):
             if len(cut) == 1:
-                rows = _rows(whole, local, cut[0])
+                rows = _rows(full_tensor, local, cut[0])
                 if rows is not None:
-                    index = tuple(rows if dim == cut[0] else slice(None) for dim in range(whole.dim()))
+                    index = tuple(rows if dim == cut[0] else slice(None) for dim in range(full_tensor.dim()))
                     yield indexed(shape, index) if len(rows) else None
                     return
-            elif len(cut) > 1 and (corner := _corner(whole, local)) is not None:
+            elif len(cut) > 1 and (corner := _corner(full_tensor, local)) is not None:
                 ends = [low + size for low, size in zip(corner, local.shape, strict=True)]
                 yield indexed(shape, tuple(itertools.starmap(slice, zip(corner, ends, strict=True))))
                 return
-    if whole.dim() == local.dim() == 2 and (whole.shape[0] == local.shape[1] or whole.shape[1] == local.shape[0]):
-        turned = torch.arange(whole.numel()).view(shape).T.contiguous().view(-1)
-        if whole.T.shape == local.shape:
-            if torch.equal(whole.T, local):
+    if full_tensor.dim() == local.dim() == 2 and (
+        full_tensor.shape[0] == local.shape[1] or full_tensor.shape[1] == local.shape[0]
+    ):
+        turned = torch.arange(full_tensor.numel()).view(shape).T.contiguous().view(-1)
+        if full_tensor.T.shape == local.shape:
+            if torch.equal(full_tensor.T, local):
                 yield turned
             return
-        cut = [dim for dim in range(2) if whole.T.shape[dim] != local.shape[dim]]
-        if len(cut) == 1 and (rows := _rows(whole.T, local, cut[0])) is not None:
+        cut = [dim for dim in range(2) if full_tensor.T.shape[dim] != local.shape[dim]]
+        if len(cut) == 1 and (rows := _rows(full_tensor.T, local, cut[0])) is not None:
             index = (rows, slice(None)) if cut[0] == 0 else (slice(None), rows)
-            yield turned[indexed(tuple(whole.T.shape), index)] if len(rows) else None
+            yield turned[indexed(tuple(full_tensor.T.shape), index)] if len(rows) else None
 
 
-def _rows(whole: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Tensor | None:
+def _rows(full_tensor: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Tensor | None:
     """Return the indices of the rows of a local tensor along one dimension of a whole: a chunk, or interleaved rows.
 
     Empty if some row is in several places, and the rows together are, too. None if some row is nowhere.
     """
     places: dict[bytes, list[int]] = defaultdict(list)
-    for index, row in enumerate(whole.movedim(dim, 0)):
+    for index, row in enumerate(full_tensor.movedim(dim, 0)):
         places[bytes_of(row)].append(index)
-    found = [places.get(bytes_of(row), []) for row in local.movedim(dim, 0)]
-    if not all(found):
+    positions = [places.get(bytes_of(row), []) for row in local.movedim(dim, 0)]
+    if not all(positions):
         return None
-    if all(len(where) == 1 for where in found):
-        return torch.tensor([where[0] for where in found])
+    if all(len(indices) == 1 for indices in positions):
+        return torch.tensor([indices[0] for indices in positions])
     # The neighbours of a row that comes twice, such as one of zeros, decide.
-    starts = [first for first in found[0] if all(first + offset in where for offset, where in enumerate(found))]
-    return torch.arange(starts[0], starts[0] + len(found)) if len(starts) == 1 else torch.empty(0, dtype=torch.int64)
+    starts = [
+        initial
+        for initial in positions[0]
+        if all(initial + offset in indices for offset, indices in enumerate(positions))
+    ]
+    return (
+        torch.arange(starts[0], starts[0] + len(positions)) if len(starts) == 1 else torch.empty(0, dtype=torch.int64)
+    )
 
 
-def _corner(whole: torch.Tensor, local: torch.Tensor) -> list[int] | None:
+def _corner(full_tensor: torch.Tensor, local: torch.Tensor) -> list[int] | None:
     """Return where a box of several shorter dimensions begins; None if it is nowhere, or in several places."""
-    found = []
-    for corner in (whole == local.reshape(-1)[0]).nonzero().tolist():
+    corners = []
+    for corner in (full_tensor == local.reshape(-1)[0]).nonzero().tolist():
         ends = [low + size for low, size in zip(corner, local.shape, strict=True)]
         box = tuple(slice(low, high) for low, high in zip(corner, ends, strict=True))
-        if whole[box].shape == local.shape and torch.equal(whole[box], local):
-            found.append(corner)
-    return found[0] if len(found) == 1 else None
+        if full_tensor[box].shape == local.shape and torch.equal(full_tensor[box], local):
+            corners.append(corner)
+    return corners[0] if len(corners) == 1 else None
 
 
 _NOISE = 0.02
@@ -376,14 +390,14 @@ def by_user(
         spec = next((value for key, value in (placement or {}).items() if fnmatch.fnmatchcase(name, key)), None)
     if spec is None:
         return None
-    whole = name
+    parameter = name
     if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], str):
-        whole, spec = spec
-    if whole not in shapes:
+        parameter, spec = spec
+    if parameter not in shapes:
         raise ValueError(
-            f"placement of {name!r} names {whole!r}, which build() does not make; choose of {', '.join(shapes)}"
+            f"placement of {name!r} names {parameter!r}, which build() does not make; choose of {', '.join(shapes)}"
         )
-    shape = shapes[whole]
+    shape = shapes[parameter]
     try:
         at = _positions(spec, shape, coordinates)
     except (IndexError, TypeError, KeyError) as error:
@@ -392,7 +406,7 @@ def by_user(
             f"{_axes(coordinates)}: {error}; give a dimension, a mapping from mesh axes to dimensions, "
             '"whole", or an index of the whole tensor'
         ) from None
-    return [Slice(whole, shape, at)]
+    return [Slice(parameter, shape, at)]
 
 
 def check_placement(gate: str, placement: object) -> None:
@@ -405,7 +419,7 @@ def check_placement(gate: str, placement: object) -> None:
 
 
 def by_attributes(
-    tensor: torch.Tensor, whole: str, shape: tuple[int, ...], coordinates: Coordinates
+    tensor: torch.Tensor, parameter: str, shape: tuple[int, ...], coordinates: Coordinates
 ) -> list[Slice] | None:
     """Return the slice that Megatron's attributes declare.
 
@@ -415,19 +429,22 @@ def by_attributes(
     rank's place among those that share the tensor is not known.
     """
     if is_of_expert(tensor):
-        return _of_expert(tensor, whole, shape, coordinates)
+        return _of_expert(tensor, parameter, shape, coordinates)
     dim = getattr(tensor, "partition_dim", -1)
     if not getattr(tensor, "tensor_model_parallel", False) or not 0 <= dim < len(shape):
         return None
-    parts, rest = divmod(shape[dim], max(1, tensor.shape[dim]))
+    chunks, rest = divmod(shape[dim], max(1, tensor.shape[dim]))
     if rest:
         return None
-    place = next((place for axis in ("tp", _WORLD) if (place := coordinates.get(axis)) and place[1] == parts), None)
-    if place is None:
+    coordinate = next(
+        (coordinate for axis in ("tp", _WORLD) if (coordinate := coordinates.get(axis)) and coordinate[1] == chunks),
+        None,
+    )
+    if coordinate is None:
         return None
     stride = max(1, getattr(tensor, "partition_stride", 1))
-    rows = torch.arange(shape[dim]).chunk(stride * parts)[place[0] :: parts]
-    return [Slice(whole, shape, indexed(shape, (*[slice(None)] * dim, torch.cat(rows))))]
+    rows = torch.arange(shape[dim]).chunk(stride * chunks)[coordinate[0] :: chunks]
+    return [Slice(parameter, shape, indexed(shape, (*[slice(None)] * dim, torch.cat(rows))))]
 
 
 def is_of_expert(tensor: torch.Tensor) -> bool:
@@ -439,28 +456,28 @@ def is_of_expert(tensor: torch.Tensor) -> bool:
 
 
 def _of_expert(
-    tensor: torch.Tensor, whole: str, shape: tuple[int, ...], coordinates: Coordinates
+    tensor: torch.Tensor, parameter: str, shape: tuple[int, ...], coordinates: Coordinates
 ) -> list[Slice] | None:
     if tensor.dim() != len(shape):
         return None
     positions = indexed(shape, ...).view(shape)
-    used: set[str] = set()
+    used_axes: set[str] = set()
     within = "etp" if "etp" in coordinates else "tp"
-    for dim, (size, here) in enumerate(zip(shape, tensor.shape, strict=True)):
-        parts, rest = divmod(size, max(1, here))
+    for dim, (size, local_size) in enumerate(zip(shape, tensor.shape, strict=True)):
+        chunks, rest = divmod(size, max(1, local_size))
         if rest:
             return None
-        if parts > 1:
+        if chunks > 1:
             inside = getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "partition_dim", -1) == dim
-            axes = [axis for axis in ("ep", *[within] * inside) if axis not in used]
-            fitting = [axis for axis in axes if axis in coordinates and coordinates[axis][1] == parts]
-            if not fitting and coordinates.get(_WORLD, (0, 0))[1] == parts:
+            axes = [axis for axis in ("ep", *[within] * inside) if axis not in used_axes]
+            fitting = [axis for axis in axes if axis in coordinates and coordinates[axis][1] == chunks]
+            if not fitting and coordinates.get(_WORLD, (0, 0))[1] == chunks:
                 fitting = [_WORLD]
             if len({coordinates[axis] for axis in fitting}) != 1:
                 return None  # or two axes have as many ranks
-            positions = positions.chunk(parts, dim)[coordinates[fitting[0]][0]]
-            used.add(fitting[0])
-    return [Slice(whole, shape, positions.reshape(-1))] if used else None
+            positions = positions.chunk(chunks, dim)[coordinates[fitting[0]][0]]
+            used_axes.add(fitting[0])
+    return [Slice(parameter, shape, positions.reshape(-1))] if used_axes else None
 
 
 def _positions(spec: Any, shape: tuple[int, ...], coordinates: Coordinates) -> torch.Tensor | None:
@@ -518,8 +535,8 @@ def local_ranges(view: torch.Tensor, called: Iterable[Any]) -> tuple[torch.Tenso
     for module in called:
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         views, shards = getattr(flat, "_params", None) or (), getattr(flat, "_shard_param_infos", ())
-        for one, shard, shape in zip(views, shards, getattr(flat, "_shapes", ()), strict=False):
-            if one is view:
+        for candidate, shard, shape in zip(views, shards, getattr(flat, "_shapes", ()), strict=False):
+            if candidate is view:
                 at = _part(shard)[0]
                 return torch.empty(0, dtype=torch.int64) if at is None else at, tuple(shape)
     return None
@@ -543,38 +560,49 @@ def along_axes(
         coordinates: of this rank.
         others: the shapes and slices of other tensors of this rank. They must be chunks along the same axis.
     """
-    whole = wholes.whole(name)
-    cut = None if whole is None else _cut(tuple(whole.shape), local.shape)
-    if whole is None or cut is None:
+    full_tensor = wholes.whole(name)
+    cut = None if full_tensor is None else _cut(tuple(full_tensor.shape), local.shape)
+    if full_tensor is None or cut is None:
         return None
-    dim, parts = cut
-    alike = [(part, other) for shape, part in others if (other := _cut(part.shape, shape)) and other[1] == parts]
+    dim, chunks = cut
+    alike = [
+        (neighbour, other_cut)
+        for shape, neighbour in others
+        if (other_cut := _cut(neighbour.shape, shape)) and other_cut[1] == chunks
+    ]
     places = {
         index
         for index, size in coordinates.values()
-        if size == parts
+        if size == chunks
         and alike
-        and all(part.at is not None and torch.equal(part.at, _chunk(part.shape, other, index)) for part, other in alike)
+        and all(
+            neighbour.at is not None and torch.equal(neighbour.at, _chunk(neighbour.shape, other_cut, index))
+            for neighbour, other_cut in alike
+        )
     }
     if len(places) != 1:
         return None
-    at = _chunk(tuple(whole.shape), (dim, parts), places.pop())
-    return Slice(name, tuple(whole.shape), at) if torch.equal(whole.reshape(-1)[at], local.reshape(-1)) else None
+    at = _chunk(tuple(full_tensor.shape), (dim, chunks), places.pop())
+    return (
+        Slice(name, tuple(full_tensor.shape), at)
+        if torch.equal(full_tensor.reshape(-1)[at], local.reshape(-1))
+        else None
+    )
 
 
-def _cut(whole: tuple[int, ...], local: tuple[int, ...] | torch.Size) -> tuple[int, int] | None:
+def _cut(full_shape: tuple[int, ...], local: tuple[int, ...] | torch.Size) -> tuple[int, int] | None:
     """Return the one dimension that is divided, and into how many equal parts; None if there is no such dimension."""
-    if len(whole) != len(local):
+    if len(full_shape) != len(local):
         return None
-    cut = [dim for dim, (size, here) in enumerate(zip(whole, local, strict=True)) if size != here]
-    if len(cut) != 1 or not local[cut[0]] or whole[cut[0]] % local[cut[0]]:
+    cut = [dim for dim, (size, local_size) in enumerate(zip(full_shape, local, strict=True)) if size != local_size]
+    if len(cut) != 1 or not local[cut[0]] or full_shape[cut[0]] % local[cut[0]]:
         return None
-    return cut[0], whole[cut[0]] // local[cut[0]]
+    return cut[0], full_shape[cut[0]] // local[cut[0]]
 
 
 def _chunk(shape: tuple[int, ...], cut: tuple[int, int], index: int) -> torch.Tensor:
-    dim, parts = cut
-    width = shape[dim] // parts
+    dim, chunks = cut
+    width = shape[dim] // chunks
     return indexed(shape, (*[slice(None)] * dim, slice(index * width, (index + 1) * width)))
 
 
@@ -588,23 +616,23 @@ def beside(
         local: dense, on the CPU, with the values from before the first step.
         neighbours: the shapes and slices of other tensors of the same module.
     """
-    found = {}
-    for shape, part in neighbours:
-        whole = part.whole.rpartition(".")[0] + "." * ("." in part.whole) + name.rpartition(".")[2]
-        value, rows = wholes.whole(whole), _rows_beside(shape, part)
+    matches = {}
+    for shape, neighbour in neighbours:
+        parameter = neighbour.whole.rpartition(".")[0] + "." * ("." in neighbour.whole) + name.rpartition(".")[2]
+        value, rows = wholes.whole(parameter), _rows_beside(shape, neighbour)
         if value is None or rows is None or value.shape[1:] != local.shape[1:] or len(rows) != len(local):
             continue
-        if value.shape[0] == part.shape[0] and torch.equal(value[rows], local):
-            found[whole, tuple(rows.tolist())] = Slice(whole, tuple(value.shape), indexed(value.shape, rows))
-    return next(iter(found.values())) if len(found) == 1 else None
+        if value.shape[0] == neighbour.shape[0] and torch.equal(value[rows], local):
+            matches[parameter, tuple(rows.tolist())] = Slice(parameter, tuple(value.shape), indexed(value.shape, rows))
+    return next(iter(matches.values())) if len(matches) == 1 else None
 
 
-def _rows_beside(shape: torch.Size, part: Slice) -> torch.Tensor | None:
+def _rows_beside(shape: torch.Size, neighbour: Slice) -> torch.Tensor | None:
     """Return the indices of the rows of the whole that a slice consists of; None if it has parts of rows."""
-    if part.at is None or part.within is not None or not shape or not part.shape:
+    if neighbour.at is None or neighbour.within is not None or not shape or not neighbour.shape:
         return None
-    width = torch.Size(part.shape[1:]).numel()
-    if not len(part.at) or len(part.at) != shape[0] * width:
+    width = torch.Size(neighbour.shape[1:]).numel()
+    if not len(neighbour.at) or len(neighbour.at) != shape[0] * width:
         return None
-    at = part.at.view(shape[0], width)
+    at = neighbour.at.view(shape[0], width)
     return at[:, 0] // width if torch.equal(at, at[:, :1] // width * width + torch.arange(width)) else None

@@ -37,7 +37,7 @@ def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: i
     elements = torch.Size(shape).numel()
     index = torch.arange(elements)
     band = most // count
-    parts = []
+    contributions = []
     for rank in range(count):
         position = (index + rank) % count
         if band:
@@ -47,11 +47,11 @@ def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: i
             magnitude = 1 + position % most
         signed = dtype.is_floating_point or dtype.is_signed
         sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
-        part = (sign * magnitude).to(dtype)
+        contribution = (sign * magnitude).to(dtype)
         if dtype.is_floating_point:
-            part = torch.ldexp(part.double(), (index // count) % _SCALES - _SCALES // 2).to(dtype)
-        parts.append(part.reshape(tuple(shape)))
-    return parts
+            contribution = torch.ldexp(contribution.double(), (index // count) % _SCALES - _SCALES // 2).to(dtype)
+        contributions.append(contribution.reshape(tuple(shape)))
+    return contributions
 
 
 def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
     scaling = 6 if dtype.is_floating_point else max(0, min(bits - 3, 8))
     most = 2 ** (bits if dtype.is_floating_point else bits - scaling) - 1
     holder = index % count
-    parts = []
+    contributions = []
     for rank in range(count):
         many = torch.randint(1, min(most, 2**52) + 1, (elements,), generator=generator).double()
         if dtype.is_floating_point:
@@ -82,8 +82,8 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
         few = torch.ldexp(torch.ones(elements, dtype=torch.float64), power)
         signed = dtype.is_floating_point or dtype.is_signed
         sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
-        parts.append((sign * torch.where(holder == rank, many, few)).to(dtype).reshape(tuple(shape)))
-    return parts
+        contributions.append((sign * torch.where(holder == rank, many, few)).to(dtype).reshape(tuple(shape)))
+    return contributions
 
 
 def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
@@ -93,17 +93,17 @@ def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: 
     over the range of their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
     """
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    contributions = []
     for _ in range(count):
         if dtype.is_floating_point:
             normal = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
             scale = torch.randint(-3, 4, tuple(shape), generator=generator)
-            parts.append(torch.ldexp(normal, scale).to(dtype))
+            contributions.append(torch.ldexp(normal, scale).to(dtype))
         else:
             info = torch.iinfo(dtype)
             drawn = torch.randint(info.min, info.max, tuple(shape), generator=generator, dtype=torch.int64)
-            parts.append(drawn.to(dtype))
-    return parts
+            contributions.append(drawn.to(dtype))
+    return contributions
 
 
 def lowest_bits(value: torch.Tensor) -> torch.Tensor:
@@ -113,19 +113,19 @@ def lowest_bits(value: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((integer & -integer).double(), exponent - 53)
 
 
-def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return, element by element, whether every order of summation of `parts` gives the same bits.
+def sums_exactly(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return, element by element, whether every order of summation of `contributions` gives the same bits.
 
     The result is bool, in the shape of the parts. The test is sufficient, not necessary. Integers always qualify, since
     their sums wrap around; NaN and infinities never do.
     """
-    dtype = parts[0].dtype
+    dtype = contributions[0].dtype
     if not dtype.is_floating_point:
-        return torch.ones(parts[0].shape, dtype=torch.bool)
-    magnitude = torch.zeros(parts[0].shape, dtype=torch.float64)
-    grain = torch.full(parts[0].shape, torch.inf, dtype=torch.float64)
-    for part in parts:
-        value = part.double()
+        return torch.ones(contributions[0].shape, dtype=torch.bool)
+    magnitude = torch.zeros(contributions[0].shape, dtype=torch.float64)
+    grain = torch.full(contributions[0].shape, torch.inf, dtype=torch.float64)
+    for contribution in contributions:
+        value = contribution.double()
         low = lowest_bits(value)
         grain = torch.where(low != 0, torch.minimum(grain, low), grain)
         magnitude += value.abs()
@@ -144,20 +144,20 @@ class Reduced:
     """float64 for floating-point parts; otherwise in the dtype of the parts."""
     tolerance: torch.Tensor
     """float64, element by element; 0 where every order gives the same bits."""
-    parts: tuple[torch.Tensor, ...]
+    contributions: tuple[torch.Tensor, ...]
     operation: str
 
 
-def compensated_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum `parts` in float64, by Neumaier's algorithm: as if summed in twice the precision and rounded once.
+def compensated_sum(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum `contributions` in float64, by Neumaier's algorithm: as if summed in twice the precision and rounded once.
 
     Source: A. Neumaier, *Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen*, ZAMM 54 (1974);
     relative error 2u + O(n²u²)·cond with u = 2^-53.
     """
-    total = torch.zeros(parts[0].shape, dtype=torch.float64)
+    total = torch.zeros(contributions[0].shape, dtype=torch.float64)
     lost = torch.zeros_like(total)
-    for part in parts:
-        term = part.double()
+    for contribution in contributions:
+        term = contribution.double()
         new = total + term
         lost += torch.where(total.abs() >= term.abs(), (total - new) + term, (term - new) + total)
         total = new
@@ -165,8 +165,8 @@ def compensated_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.where(lost.isfinite(), total + lost, total)
 
 
-def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
-    """Return the result of `operation` over `parts`, one tensor per rank, all of one shape and dtype.
+def reduced(contributions: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
+    """Return the result of `operation` over `contributions`, one tensor per rank, all of one shape and dtype.
 
     Raises:
         ValueError: there are no parts, their shapes or dtypes differ, the operation is unknown, or it is "avg" of
@@ -174,14 +174,14 @@ def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
     """
     if operation not in OPERATIONS:
         raise ValueError(f"reduced: operation={operation!r} is unknown; choose one of {', '.join(OPERATIONS)}")
-    if not parts:
+    if not contributions:
         raise ValueError("reduced: parts is empty; give one tensor per rank")
-    kinds = {(tuple(part.shape), part.dtype) for part in parts}
+    kinds = {(tuple(contribution.shape), contribution.dtype) for contribution in contributions}
     if len(kinds) > 1:
         raise ValueError(
             f"reduced: the parts differ in shape or dtype, {sorted(map(str, kinds))}; a reduction needs equal ones"
         )
-    values = tuple(plain(part) for part in parts)
+    values = tuple(plain(contribution) for contribution in contributions)
     count, dtype = len(values), values[0].dtype
     exact = torch.zeros(values[0].shape, dtype=torch.float64)
     if operation in ("min", "max"):

@@ -68,11 +68,11 @@ def envelopes(usual: Mapping[Key, torch.Tensor], runs: Iterable[Mapping[Key, Any
     return {name: estimate(value) for name, value in moved.items()}
 
 
-def farthest(value: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the largest distance of `others` from `value`, element by element, in the dtype of `value`."""
+def farthest(value: torch.Tensor, moved_values: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the largest distance of `moved_values` from `value`, element by element, in the dtype of `value`."""
     reached: torch.Tensor | None = None
-    for other in others:
-        distance = _distance(value, other)
+    for moved in moved_values:
+        distance = _distance(value, moved)
         reached = distance if reached is None else torch.maximum(reached, distance, out=reached)
     return torch.zeros_like(value) if reached is None else reached
 
@@ -119,8 +119,8 @@ def least_mean_square(count: int, below: float) -> float:
     return max(root, 1e-3) ** 3
 
 
-def _distance(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (plain(other).to(value.dtype) - value).abs_()
+def _distance(value: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    return (plain(moved).to(value.dtype) - value).abs_()
 
 
 SAMPLES = 6
@@ -326,9 +326,9 @@ class MeasuredStep(Generic[Key]):
     amplification: dict[Key, float]
     """How many times the errors of the float32 step may exceed the effect of the perturbations; at least 1."""
 
-    def without(self, names: Iterable[Key]) -> MeasuredStep[Key]:
+    def without(self, keys: Iterable[Key]) -> MeasuredStep[Key]:
         """Return this measurement without some of the results."""
-        left_out = set(names)
+        left_out = set(keys)
         kept = [name for name in self.reference if name not in left_out]
         return MeasuredStep(
             {name: self.reference[name] for name in kept},
@@ -400,12 +400,12 @@ def measure_step_provisionally(
         ValueError: `inputs` has no floating-point tensor, or `single` names other results than `step`.
     """
     narrow, roundoff = _narrow(inputs)
-    held = {name: _at_least_float32(value).clone() for name, value in single.items()}
-    spread = deviations(sum(value.numel() for value in held.values()))
+    wide = {name: _at_least_float32(value).clone() for name, value in single.items()}
+    spread = deviations(sum(value.numel() for value in wide.values()))
     moved = _moved(step, narrow, 1, 0, spread, roundoff)
-    for one in moved:
-        _check_names(held, one)
-    return MeasuredStep(held, granted_at_least(held, moved, roundoff, spread), dict.fromkeys(held, 1.0))
+    for result in moved:
+        _check_names(wide, result)
+    return MeasuredStep(wide, granted_at_least(wide, moved, roundoff, spread), dict.fromkeys(wide, 1.0))
 
 
 def _narrow(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
@@ -418,10 +418,10 @@ def _narrow(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
 
 def _at_least_float32(value: torch.Tensor) -> torch.Tensor:
-    here = plain(value)
-    if not here.is_floating_point():
-        return here.double()
-    return here.float() if here.element_size() < 4 else here
+    local = plain(value)
+    if not local.is_floating_point():
+        return local.double()
+    return local.float() if local.element_size() < 4 else local
 
 
 def _check_names(single: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> None:
@@ -463,7 +463,8 @@ def assess(
     exact = {name: plain(value).double() for name, value in reference.items()}
     errors = {name: farthest(value, [single[name] for single in singles]) for name, value in exact.items()}
     envelope = {
-        name: estimate(farthest(value, [one[name] for one in moved]), crosswise=True) for name, value in exact.items()
+        name: estimate(farthest(value, [result[name] for result in moved]), crosswise=True)
+        for name, value in exact.items()
     }
     amplification = _amplification(envelope, errors, spread)
     rounding = {name: spread * roundoff * value.abs() for name, value in exact.items()}
@@ -492,12 +493,12 @@ def granted_at_least(
     """
     granted = {}
     for name, value in single.items():
-        moving = estimate(farthest(value, [one[name] for one in moved]), crosswise=True)
+        moving = estimate(farthest(value, [result[name] for result in moved]), crosswise=True)
         granted[name] = torch.maximum(moving, value.abs().mul_(spread * roundoff), out=moving).mul_(_SURE)
     return granted
 
 
-def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
+def errors_seen(single: Mapping[Key, torch.Tensor], moved: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
     """Return the largest relative error of each result that two runs in one precision prove.
 
     `assess` measures the errors of both runs from float64, and grants the larger one everywhere. It is at least half of
@@ -505,13 +506,13 @@ def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Te
 
     Args:
         single: results of the step on one device in its own dtype, all finite.
-        again: the same on inputs that are moved by a roundoff, so that every sum rounds differently.
+        moved: the same on inputs that are moved by a roundoff, so that every sum rounds differently.
     """
-    found = {}
+    errors = {}
     for name, value in single.items():
         size = _size(value)
-        found[name] = 0.0 if size is None else float((farthest(value, [again[name]]) / size).max()) / 2
-    return found
+        errors[name] = 0.0 if size is None else float((farthest(value, [moved[name]]) / size).max()) / 2
+    return errors
 
 
 def granted_with(
@@ -553,14 +554,14 @@ def _amplification(
     A result with few elements may be right by chance, so its ratio is raised to the largest value that is plausible for
     the observed one, up to the largest observed ratio of all results.
     """
-    seen = {}
+    ratios = {}
     for name, value in envelope.items():
         size = root_mean_square(value)
-        seen[name] = spread * root_mean_square(errors[name]) / size if size else 0.0
-    largest = max([1.0, *seen.values()])
+        ratios[name] = spread * root_mean_square(errors[name]) / size if size else 0.0
+    largest = max([1.0, *ratios.values()])
     return {
         name: max(1.0, min(largest, ratio / math.sqrt(least_mean_square(errors[name].numel(), _TEN_THOUSANDTH))))
-        for name, ratio in seen.items()
+        for name, ratio in ratios.items()
     }
 
 

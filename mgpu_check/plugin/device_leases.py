@@ -22,35 +22,37 @@ class TooFewDevices(Exception):
     """The machine has fewer devices than the run asks for."""
 
 
-def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str], torch: str) -> str:
+def too_few(settings: Settings, inventory: Inventory, environment: Mapping[str, str], torch: str) -> str:
     """Return a line that names the requested devices, the visible devices, and the remedy.
 
     Args:
         torch: version of torch.
     """
-    devices = found.devices
-    masked = environment.get(found.mask)
-    asked = "all" if settings.gpus is None else settings.gpus
-    names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
-    parts = [f"--gpus={asked} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {names}"]
+    devices = inventory.devices
+    masked = environment.get(inventory.mask)
+    requested = "all" if settings.gpus is None else settings.gpus
+    device_names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
+    clauses = [
+        f"--gpus={requested} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {device_names}"
+    ]
     if settings.simulate:
         origin = settings.origins["simulate"]
-        parts.insert(0, f"--simulate={settings.simulate} ({origin}): that device is not visible")
-    if found.trouble:
-        parts.append(": ".join(line.strip() for line in found.trouble.splitlines()))
+        clauses.insert(0, f"--simulate={settings.simulate} ({origin}): that device is not visible")
+    if inventory.trouble:
+        clauses.append(": ".join(line.strip() for line in inventory.trouble.splitlines()))
     elif masked is not None:
-        parts.append(f"{found.mask}={masked!r} restricts what is visible: change it if that is not intended")
+        clauses.append(f"{inventory.mask}={masked!r} restricts what is visible: change it if that is not intended")
     elif not devices:
-        parts.append(
+        clauses.append(
             f"torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check devices"
         )
     if devices:
-        parts.append(f"lower it: --gpus={len(devices)}")
-    simulated = 4 if asked == "all" else asked
-    parts.append(
+        clauses.append(f"lower it: --gpus={len(devices)}")
+    simulated = 4 if requested == "all" else requested
+    clauses.append(
         f"or simulate them: --gpus={simulated} --simulate, which tests the code and says nothing about this hardware"
     )
-    return "; ".join(parts)
+    return "; ".join(clauses)
 
 
 def lack(settings: Settings, count: int, host: int | None = None) -> str | None:

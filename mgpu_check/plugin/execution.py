@@ -114,8 +114,8 @@ def _home(module: types.ModuleType) -> list[types.ModuleType]:
         return [module]
     spec = PathFinder.find_spec(package.__name__, sys.path)
     # A different package of the same name may be importable; "tests" is a common name.
-    here = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
-    return [module] if here else [module, package]
+    in_spec = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
+    return [module] if in_spec else [module, package]
 
 
 def _conftests(config: pytest.Config) -> list[types.ModuleType]:
@@ -186,8 +186,8 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
             if steps := steps_to(hang):
                 shown = "\n".join(["", *steps])
             if drawn or steps:
-                why = "no example caused it" if isinstance(hang, AgentLost) else "every try would hang"
-                hang.add_note(f"Failing test case (not shrunk, because {why}): {shown}")
+                reason = "no example caused it" if isinstance(hang, AgentLost) else "every try would hang"
+                hang.add_note(f"Failing test case (not shrunk, because {reason}): {shown}")
             if drawn:
                 setattr(hang, BLOB, blob_of_this())
             raise

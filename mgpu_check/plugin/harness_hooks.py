@@ -113,16 +113,16 @@ class Adapting:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say how many tests were adapted, and which were not, and why."""
-        reports = [report for kind in list(terminalreporter.stats.values()) for report in kind]
+        reports = [report for category in list(terminalreporter.stats.values()) for report in category]
         of_calls = [report for report in reports if getattr(report, "when", "") == "call"]
         properties = [entry for report in of_calls for entry in report.user_properties]
-        told = Counter(str(value) for name, value in properties if name == _PROPERTY)
-        if not told:
+        counts = Counter(str(value) for name, value in properties if name == _PROPERTY)
+        if not counts:
             return
-        here = told.pop(_HERE, 0)
-        parts = [f"{here} test{'s' * (here != 1)} of torch's harnesses ran on forked ranks"]
-        parts += [f"{count} in their own harness: {why}" for why, count in told.items()]
-        terminalreporter.line(f"mgpu-check: {'; '.join(parts)}", yellow=bool(told))
+        on_ranks = counts.pop(_HERE, 0)
+        clauses = [f"{on_ranks} test{'s' * (on_ranks != 1)} of torch's harnesses ran on forked ranks"]
+        clauses += [f"{count} in their own harness: {reason}" for reason, count in counts.items()]
+        terminalreporter.line(f"mgpu-check: {'; '.join(clauses)}", yellow=bool(counts))
 
 
 def _static(cls: type | None, name: str) -> object:

@@ -77,8 +77,8 @@ class HarnessRuns:
         Args:
             test: its id.
         """
-        given = self._settings.given("rank_timeout")
-        timeout = self._settings.rank_timeout if given else float(sys.modules[HOME].get_timeout(test))
+        explicit = self._settings.given("rank_timeout")
+        timeout = self._settings.rank_timeout if explicit else float(sys.modules[HOME].get_timeout(test))
         try:
             return world.results(begun, timeout)
         finally:
@@ -169,15 +169,15 @@ class _KeptRanks:
 
     def put(self, test: str | None) -> None:
         """Begin a test, on new ranks if its predecessor has failed; None ends the ranks."""
-        first = self._world is None or self._world.broken
-        if self._world is not None and (first or test is None):
+        fresh = self._world is None or self._world.broken
+        if self._world is not None and (fresh or test is None):
             self._world.discard()
             with contextlib.suppress(OSError):
                 os.remove(self._cls.rdvz_file)
         if test is None:
             self._world = None
             return
-        if first:
+        if fresh:
             self._world = self._runs.fork(self._size)
             descriptor, self._cls.rdvz_file = tempfile.mkstemp()
             os.close(descriptor)
@@ -186,7 +186,7 @@ class _KeptRanks:
         self._test = test
         owner = harness_ranks.TestClass.of(self._cls)
         name = test.rpartition(".")[2]
-        self._begun = self._world.send(name, harness_ranks.run_next, owner, test, first, self._cls.rdvz_file)
+        self._begun = self._world.send(name, harness_ranks.run_next, owner, test, fresh, self._cls.rdvz_file)
 
     def get(self, timeout: float | None = None) -> str | unittest.SkipTest:
         """Return the id of the test once all ranks have run it, or why it is skipped."""

@@ -66,10 +66,10 @@ def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Ma
     logging.getLogger(HOME).setLevel(logging.CRITICAL)  # it logs the traceback that the report has anyway
     args, kwargs = of_ranks[rank.index]
     code, reason = 0, ""
-    kept, given = multiprocessing.Pipe()  # kept: an end that is closed would be an error of the other one
+    kept, passed = multiprocessing.Pipe()  # kept: an end that is closed would be an error of the other one
     with kept:
         try:
-            cls._run(*(given if isinstance(arg, Pipe) else arg for arg in args), **kwargs)
+            cls._run(*(passed if isinstance(arg, Pipe) else arg for arg in args), **kwargs)
         except SystemExit as exit:
             if exit.code == cls.TEST_ERROR_EXIT_CODE and isinstance(exit.__context__, Exception):
                 raise exit.__context__ from None
@@ -86,17 +86,17 @@ _skipped: str | None = None
 """Why the process group of a `MultiProcContinuousTest` was not made."""
 
 
-def run_next(rank: Rank, owner: TestClass, test: str, first: bool, file: str) -> str | None:
+def run_next(rank: Rank, owner: TestClass, test: str, fresh: bool, file: str) -> str | None:
     """Run a test of a `MultiProcContinuousTest`, and return why it is skipped, None if it is not.
 
     Args:
         test: its id.
-        first: whether this process has to make the process group first.
+        fresh: whether this process has to make the process group first.
         file: of the rendezvous.
     """
     global _skipped
     cls = owner.load()
-    if first:
+    if fresh:
         cls.rank, cls.world_size = rank.index, rank.size
         try:
             cls._init_pg(rank.index, rank.size, file)

@@ -52,17 +52,17 @@ def as_finding(error: BaseException) -> BaseException:
     if not frames or _FOLDER not in frames[0].filename:
         return error
     last = next(frame for frame in reversed(frames) if _FOLDER in frame.filename)
-    place = f"{last.filename.rpartition(_FOLDER)[2]}:{last.lineno}"
-    message = f"{_call(last)} raised {type(error).__name__}: {error} (in {place})"
+    location = f"{last.filename.rpartition(_FOLDER)[2]}:{last.lineno}"
+    message = f"{_call(last)} raised {type(error).__name__}: {error} (in {location})"
     return UnexpectedError(message).with_traceback(error.__traceback__)
 
 
 def _call(frame: traceback.FrameSummary) -> str:
     """Return the source of the expression that raised, in one line; the name of the function if it raised the error
     itself, or if there is no source."""
-    first, last = frame.lineno or 0, frame.end_lineno or frame.lineno or 0
-    lines = [linecache.getline(frame.filename, number).encode() for number in range(first, last + 1)]
-    if not first or not all(lines):
+    start, end = frame.lineno or 0, frame.end_lineno or frame.lineno or 0
+    lines = [linecache.getline(frame.filename, number).encode() for number in range(start, end + 1)]
+    if not start or not all(lines):
         return frame.name
     if frame.colno is not None and frame.end_colno is not None:
         lines[-1] = lines[-1][: frame.end_colno]
@@ -135,14 +135,14 @@ def _warn_of_strays() -> None:
     If the function itself raised, they are reported at the end of the test, as pytest does.
     """
     errors: list[Warning] = []
-    for one in python_hooks.take():
-        category = getattr(pytest, one.warning)
+    for stray in python_hooks.take():
+        category = getattr(pytest, stray.warning)
         try:
-            warnings.warn_explicit(one.text, category, one.file, one.line)
+            warnings.warn_explicit(stray.text, category, stray.file, stray.line)
         except category as error:
-            if one.error is not None:
-                error.args = (f"{one.summary}: {type(one.error).__name__}: {one.error}",)
-            errors.append(error.with_traceback(getattr(one.error, "__traceback__", None)))
+            if stray.error is not None:
+                error.args = (f"{stray.summary}: {type(stray.error).__name__}: {stray.error}",)
+            errors.append(error.with_traceback(getattr(stray.error, "__traceback__", None)))
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -205,14 +205,16 @@ def _fault(planting: Planting | None) -> Iterator[None]:
 
 def _render(error: BaseException) -> str:
     """Render the traceback in pytest's style, starting at the user's function."""
-    whole = error.__traceback__
+    full_traceback = error.__traceback__
     try:
-        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(without_engine(whole)))
+        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(
+            error.with_traceback(without_engine(full_traceback))
+        )
         buffer = io.StringIO()
         info.getrepr(style="long", tbfilter=_users_frames_in_full).toterminal(TerminalWriter(buffer))
         return buffer.getvalue().strip("\n")
     finally:
-        error.__traceback__ = whole
+        error.__traceback__ = full_traceback
 
 
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:

@@ -66,16 +66,16 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
         raise Misfit(str(wrong)) from None
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
     gpus = len(slots) if settings.gpus is None else settings.gpus
-    each, left = divmod(gpus, len(slots))
+    each, remainder = divmod(gpus, len(slots))
     # The ranks of a process share its hash seed, so a world on one host needs two processes to have two seeds.
     shared = settings.simulate == "cpu" and all(len(host.ranks) > 1 for host in launcher.hosts)
-    if shared and each > 1 and not left:
+    if shared and each > 1 and not remainder:
         slots = launcher.place(each)
     if gpus > len(slots):
-        more = " or a multiple of it" if shared else ""
+        alternative = " or a multiple of it" if shared else ""
         raise Misfit(
             f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one "
-            f"for each GPU, or use --gpus={len(slots)}{more}"
+            f"for each GPU, or use --gpus={len(slots)}{alternative}"
         )
     slots = slots[:gpus]
     pool.set_slots(slots)
@@ -86,15 +86,15 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
         backing = int(settings.simulate.partition(":")[2]) + 1 if settings.simulate else 0
         for host, count in enumerate(per_host):
             inventory = devices_of_host(pool, host)
-            found = inventory.devices
+            visible = inventory.devices
             wanted = 1 if launcher.visible_on(host) == 1 and not backing else backing or count
-            if len(found) < wanted:
+            if len(visible) < wanted:
                 raise Misfit(
                     f"--gpus={gpus} ({settings.origins['gpus']}): {count} ranks were launched on "
-                    f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to simulate them: "
+                    f"{launcher.hosts[host].name}, but a process there sees {len(visible)} GPUs; to simulate them: "
                     "--simulate" + (f"\n  {inventory.trouble}" if inventory.trouble else "")
                 )
-            devices += found[:count]
+            devices += visible[:count]
     return replace(settings, gpus=gpus, per_host=per_host), devices
 
 

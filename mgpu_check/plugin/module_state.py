@@ -80,29 +80,29 @@ def set_by(modules: Iterable[types.ModuleType]) -> Iterator[Place]:
     files = {module.__file__: module for module in modules if module.__file__}
     watched = [module for module in _watched if sys.modules.get(module.__name__) is module]
     for module in watched:
-        names = vars(module).get("__set_by__", {})
-        yield from ((module, False, name) for name, file in names.items() if file in files)
+        files_by_name = vars(module).get("__set_by__", {})
+        yield from ((module, False, name) for name, file in files_by_name.items() if file in files)
     targets = {file: () if file.startswith(_PACKAGE) else _targets(file) for file in files}
     if not any(targets.values()):
         return
-    known = {id(value) for module in watched for value in (module, *vars(module).values())}
+    object_ids = {id(value) for module in watched for value in (module, *vars(module).values())}
     for file, test in files.items():
         for target in targets[file]:
             with contextlib.suppress(Exception):  # the statement may not have run, and properties may raise anything
-                yield from _places(target, vars(test), known)
+                yield from _places(target, vars(test), object_ids)
 
 
-def _places(target: ast.expr, variables: Mapping[str, Any], known: Collection[int]) -> Iterator[Place]:
+def _places(target: ast.expr, variables: Mapping[str, Any], object_ids: Collection[int]) -> Iterator[Place]:
     """Yield what exists of a target: a statement that runs on ranks only has set nothing here.
 
     Args:
-        known: the ids of the objects that other processes find by the name of a module, and at most one below it.
+        object_ids: the ids of the objects that other processes find by the name of a module, and at most one below it.
     """
     if not isinstance(target, ast.Attribute | ast.Subscript):
         return
     holder = _value(target.value, variables)
-    if id(holder) not in known:
-        yield from _places(target.value, variables, known)
+    if id(holder) not in object_ids:
+        yield from _places(target.value, variables, object_ids)
     elif isinstance(target, ast.Attribute):
         if target.attr in vars(holder):
             yield holder, False, target.attr
@@ -114,7 +114,7 @@ def _places(target: ast.expr, variables: Mapping[str, Any], known: Collection[in
 
 
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    if any(isinstance(part, ast.Call) for part in ast.walk(node)):
+    if any(isinstance(child, ast.Call) for child in ast.walk(node)):
         raise ValueError("a call may have effects")
     return eval(ast.unparse(node), dict(variables))
 

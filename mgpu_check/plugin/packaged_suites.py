@@ -41,10 +41,10 @@ def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
 def modules_of_ranks(tests: Iterable[Path]) -> list[str]:
     """Return the modules that ranks import for these test files of the suite: those in the folders of their
     properties."""
-    found = []
+    modules = []
     for folder in sorted({path.parent for path in tests}):
         for file in sorted(folder.rglob("*.py")):
-            parts = file.relative_to(folder).with_suffix("").parts
-            if not any(map(_NOT_OF_RANKS.fullmatch, parts)) and parts[-1] != "__init__":
-                found.append(".".join((SUITE, folder.name, *parts)))
-    return found
+            segments = file.relative_to(folder).with_suffix("").parts
+            if not any(map(_NOT_OF_RANKS.fullmatch, segments)) and segments[-1] != "__init__":
+                modules.append(".".join((SUITE, folder.name, *segments)))
+    return modules

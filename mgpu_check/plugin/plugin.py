@@ -52,10 +52,10 @@ def complete_values(early_config: pytest.Config, parser: pytest.Parser, args: li
         return
     for index in alone:
         args[index] += "=" + OPTIONS[args[index][2:].replace("-", "_")].command_line["const"]
-    known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
+    namespace = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
     # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
-    known.confcutdir = early_config.known_args_namespace.confcutdir
-    early_config.known_args_namespace = known
+    namespace.confcutdir = early_config.known_args_namespace.confcutdir
+    early_config.known_args_namespace = namespace
 
 
 @pytest.fixture(scope="session")
@@ -173,8 +173,10 @@ def _invocation(config: pytest.Config) -> Invocation:
     if INVOCATION not in config.stash:
         from mgpu_check.plugin.report import replay
 
-        told = getattr(config, "workerinput", {}).get(WORKER_REPORT)
-        config.stash[INVOCATION] = replay.Invocation.of(config) if told is None else replay.Invocation.told(told)
+        worker_report = getattr(config, "workerinput", {}).get(WORKER_REPORT)
+        config.stash[INVOCATION] = (
+            replay.Invocation.of(config) if worker_report is None else replay.Invocation.told(worker_report)
+        )
     return config.stash[INVOCATION]
 
 
@@ -199,21 +201,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from mgpu_check.plugin.device_leases import TooFewDevices
     from mgpu_check.plugin.report import terminal
 
-    if wrong := without_torch() or wrong_launch(os.environ):
-        raise pytest.UsageError(f"mgpu-check: {wrong}")
+    if problem := without_torch() or wrong_launch(os.environ):
+        raise pytest.UsageError(f"mgpu-check: {problem}")
     gpu_session.on_wait = functools.partial(terminal.tell, session.config)
     # Under pytest-xdist, the controller has already counted the devices.
-    told = getattr(session.config, "workerinput", None)
+    worker_input = getattr(session.config, "workerinput", None)
     try:
         gpu_session.find_keeper()
-        if told is None:
+        if worker_input is None:
             gpu_session.count_devices()
         else:
-            gpu_session.take_over(told.get(WORKER_DEVICES), told["testrunuid"])
+            gpu_session.take_over(worker_input.get(WORKER_DEVICES), worker_input["testrunuid"])
     except (TooFewDevices, LeaseError, StartupFailure) as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     activate(gpu_session.settings)
-    if told is None and session.config.pluginmanager.has_plugin("dsession"):
+    if worker_input is None and session.config.pluginmanager.has_plugin("dsession"):
         if is_launched():
             raise pytest.UsageError("mgpu-check: -n is for one machine, but a launcher has started the ranks; omit -n")
         gpu_session.close()  # because the workers start their own processes
@@ -431,8 +433,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Collect the remarks of an xdist worker that has ended, for the summary in this process."""
-    told = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
-    node.config.stash[SESSION].notes.add(told)
+    worker_report = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
+    node.config.stash[SESSION].notes.add(worker_report)
 
 
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:

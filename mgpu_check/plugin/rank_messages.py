@@ -138,8 +138,8 @@ class Collector:
         """Within the context, apply these warning filters, lowest priority first, and forward each new warning."""
         with warnings.catch_warnings():
             warnings.resetwarnings()
-            for one in filters:
-                warnings.filterwarnings(*one)
+            for arguments in filters:
+                warnings.filterwarnings(*arguments)
             warnings.showwarning = self._note
             yield
 
@@ -154,7 +154,7 @@ class Collector:
     ) -> None:
         if is_engine(filename):  # torch attributes a warning to its caller, which may be a wrapper of this package
             filename, lineno = calling_line()
-        kinds = tuple((kind.__module__, kind.__qualname__) for kind in category.__mro__[:-1])
+        kinds = tuple((base.__module__, base.__qualname__) for base in category.__mro__[:-1])
         warning = kinds, str(message), filename, lineno
         if warning not in self._seen and len(self._seen) < _MOST_WARNINGS:
             self._seen.add(warning)
@@ -221,46 +221,46 @@ def steps_to(error: BaseException) -> list[str]:
     return list(getattr(error, _STEPS, None) or ())
 
 
-def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
+def deliver(messages: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     """Repeat the reports of the ranks in this process; equal reports of several ranks once.
 
     Args:
-        told: rank -> the reports of its `Collector`, in order.
+        messages: rank -> the reports of its `Collector`, in order.
     """
-    said: dict[str, dict[int, list[Any]]] = {}
-    for rank, asides in sorted(told.items()):
-        for kind, what in asides:
-            said.setdefault(kind, {}).setdefault(rank, []).append(what)
-    repeat(_flat(said.pop("log", {}).values()))
-    for warning in dict.fromkeys(_flat(said.pop("warning", {}).values())):
+    contents: dict[str, dict[int, list[Any]]] = {}
+    for rank, asides in sorted(messages.items()):
+        for topic, content in asides:
+            contents.setdefault(topic, {}).setdefault(rank, []).append(content)
+    repeat(_flat(contents.pop("log", {}).values()))
+    for warning in dict.fromkeys(_flat(contents.pop("warning", {}).values())):
         _warn(warning)
-    for text in dict.fromkeys(_flat(said.pop("stray", {}).values())):
+    for text in dict.fromkeys(_flat(contents.pop("stray", {}).values())):
         _warn_of_stray(text)
-    met = set(_flat(said.pop("known", {}).values()))
+    met = set(_flat(contents.pop("known", {}).values()))
     for name in sorted({name for name, _ in met}):
         known_defects.report(known_defects.Met(name, failed=(name, True) in met))
-    for case, why in dict.fromkeys(_flat(said.pop("left_out", {}).values())):
-        left_out(case, why)
+    for case, reason in dict.fromkeys(_flat(contents.pop("left_out", {}).values())):
+        left_out(case, reason)
     hypothesis: Any = sys.modules.get("hypothesis")
-    if not said or hypothesis is None or not hypothesis.currently_in_test_context():
+    if not contents or hypothesis is None or not hypothesis.currently_in_test_context():
         return
-    _note(hypothesis, said.get("notes", {}), ranks=len(told))
-    for value, payload in dict.fromkeys(_flat(_flat(said.get("events", {}).values()))):
+    _note(hypothesis, contents.get("notes", {}), ranks=len(messages))
+    for value, payload in dict.fromkeys(_flat(_flat(contents.get("events", {}).values()))):
         hypothesis.event(value, payload)
     targets: dict[str, float] = {}
-    for label, observation in _flat(_flat(said.get("targets", {}).values())):
+    for label, observation in _flat(_flat(contents.get("targets", {}).values())):
         targets[label] = max(observation, targets.get(label, observation))
     for label, observation in targets.items():
         hypothesis.target(observation, label=label)
 
 
-def _note(hypothesis: Any, said: Mapping[int, list[tuple[str, ...]]], ranks: int) -> None:
+def _note(hypothesis: Any, contents: Mapping[int, list[tuple[str, ...]]], ranks: int) -> None:
     """Pass the ranks' notes to Hypothesis: equal texts once, prefixed with the ranks if not all `ranks` agree."""
-    notes = ((tuple(note for many in what for note in many), rank) for rank, what in said.items())
+    notes = ((tuple(note for many in content for note in many), rank) for rank, content in contents.items())
     for texts, who in grouped(notes):
-        some = "" if len(who) == ranks else f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: "
+        prefix = "" if len(who) == ranks else f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: "
         for text in texts:
-            hypothesis.note(some + text)
+            hypothesis.note(prefix + text)
 
 
 def _warn(warning: _Warning) -> None:
@@ -275,17 +275,17 @@ def _warn(warning: _Warning) -> None:
         warnings.warn_explicit(text, category, filename, line)
 
 
-def _warn_of_stray(told: tuple[str, str, str, int]) -> None:
+def _warn_of_stray(stray: tuple[str, str, str, int]) -> None:
     """Warn of an uncaught exception, as of a thread, that came after the function returned; apply the current
     filters."""
     import pytest
 
-    warning, text, filename, line = told
+    warning, text, filename, line = stray
     warnings.warn_explicit(text, getattr(pytest, warning), filename, line)
 
 
 def _category(name: tuple[str, str]) -> type[Warning] | None:
-    found: Any = sys.modules.get(name[0])  # without an import, because the module may be torch
-    for part in name[1].split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Warning) else None
+    resolved: Any = sys.modules.get(name[0])  # without an import, because the module may be torch
+    for attribute in name[1].split("."):
+        resolved = getattr(resolved, attribute, None)
+    return resolved if isinstance(resolved, type) and issubclass(resolved, Warning) else None

@@ -143,7 +143,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
             raise
         raise _in_fixture(late) from None
     except Abandoned as abandoned:
-        kind, reason = abandoned.failure.kind, abandoned.failure.message
+        ending, reason = abandoned.failure.kind, abandoned.failure.message
     except pytest.fail.Exception as failed:
         hang = session.pool.stopped()
         if hang is None:
@@ -153,11 +153,11 @@ def abandoning(session: GpuSession) -> Iterator[None]:
         raise (hang if session.test.in_body else _in_fixture(hang)) from None
     else:
         return
-    if kind == "reject":
+    if ending == "reject":
         from hypothesis import reject  # already imported if an example can be rejected
 
         reject()
-    elif kind == "xfail":
+    elif ending == "xfail":
         pytest.xfail(reason)
     else:
         # Report the skip at the line of the test, not here.

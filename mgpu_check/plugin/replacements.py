@@ -74,16 +74,23 @@ class Changes:
     def __enter__(self) -> Self:
         if self._undo is None:
             self._undo = contextlib.ExitStack()
-            for one in pickling.loads(self._pickled):
+            for replacement in pickling.loads(self._pickled):
                 try:
-                    target = _found(importlib.import_module(one.module), one.path)
+                    target = _found(importlib.import_module(replacement.module), replacement.path)
                 except Exception:  # importing a module runs its code
                     continue  # this process has no original to replace
-                self._undo.callback(_put, target, one.item, one.name, _value(target, one.item, one.name))
-                _put(target, one.item, one.name, _MISSING if one.value is None else pickling.loads(one.value))
+                self._undo.callback(
+                    _put, target, replacement.item, replacement.name, _value(target, replacement.item, replacement.name)
+                )
+                _put(
+                    target,
+                    replacement.item,
+                    replacement.name,
+                    _MISSING if replacement.value is None else pickling.loads(replacement.value),
+                )
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, tb: types.TracebackType | None) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, tb: types.TracebackType | None) -> None:
         assert self._undo is not None
         self._undo.close()
         self._undo = None
@@ -117,26 +124,28 @@ class Replacements:
     def start(self) -> None:
         """Start to record."""
         # Include existing patches, such as one that a conftest created at import.
-        self._patches.update(one for one in gc.get_referrers(pytest.MonkeyPatch) if type(one) is pytest.MonkeyPatch)
-        seen, mocks = self._patches, self._mocks
-        made = pytest.MonkeyPatch.__init__
+        self._patches.update(
+            referrer for referrer in gc.get_referrers(pytest.MonkeyPatch) if type(referrer) is pytest.MonkeyPatch
+        )
+        patches, mocks = self._patches, self._mocks
+        original = pytest.MonkeyPatch.__init__
 
-        @functools.wraps(made)
+        @functools.wraps(original)
         def make(self: pytest.MonkeyPatch) -> None:
-            made(self)
-            seen.add(self)
+            original(self)
+            patches.add(self)
 
         self._set(pytest.MonkeyPatch, "__init__", make)
-        for kind in (_patch, _patch_dict):
-            self._set(kind, "__enter__", _noting(kind.__enter__, mocks.append))
-            self._set(kind, "__exit__", _noting(kind.__exit__, self._forget))
+        for patch_class in (_patch, _patch_dict):
+            self._set(patch_class, "__enter__", _noting(patch_class.__enter__, mocks.append))
+            self._set(patch_class, "__exit__", _noting(patch_class.__exit__, self._forget))
 
-    def _set(self, kind: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, kind, name, getattr(kind, name))
-        setattr(kind, name, value)
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
-    def _forget(self, one: Any) -> None:
-        self._mocks[:] = [other for other in self._mocks if other is not one]
+    def _forget(self, mock_patch: Any) -> None:
+        self._mocks[:] = [candidate for candidate in self._mocks if candidate is not mock_patch]
 
     def end(self) -> None:
         """Stop recording."""
@@ -164,10 +173,10 @@ class Replacements:
                     "that runs on the ranks, such as build or step"
                 )
         code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
-        place = code.co_filename, code.co_firstlineno
-        for sentence in set(missing.values()) - self._warned.setdefault(place, set()):
-            self._warned[place].add(sentence)
-            warnings.warn_explicit(sentence, pytest.PytestWarning, *place)
+        position = code.co_filename, code.co_firstlineno
+        for sentence in set(missing.values()) - self._warned.setdefault(position, set()):
+            self._warned[position].add(sentence)
+            warnings.warn_explicit(sentence, pytest.PytestWarning, *position)
         return Changes(pickling.dumps(tuple(replacements)), missing)
 
     def _places(self) -> Collection[Place]:
@@ -177,15 +186,15 @@ class Replacements:
                 places[id(target), name] = target, False, name
             for target, key, _ in patch._setitem:
                 places[id(target), repr(key)] = target, True, key
-        for one in self._mocks:
-            if isinstance(one, _patch_dict):
-                original = getattr(one, "_original", None) or {}
-                now = one.in_dict
+        for mock_patch in self._mocks:
+            if isinstance(mock_patch, _patch_dict):
+                original = getattr(mock_patch, "_original", None) or {}
+                now = mock_patch.in_dict
                 for key in {*original, *now}:
                     if key not in now or key not in original or now[key] is not original[key]:
                         places[id(now), repr(key)] = now, True, key
-            elif one.target is not None:
-                places[id(one.target), one.attribute] = one.target, False, one.attribute
+            elif mock_patch.target is not None:
+                places[id(mock_patch.target), mock_patch.attribute] = mock_patch.target, False, mock_patch.attribute
         for target, item, name in set_by(self._modules()):
             path = self._paths.of(target)
             if path is not None and isinstance(sys.modules[path[0]], WatchedModule):
@@ -206,8 +215,8 @@ class _ImportPaths:
     def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
         """Return the module and the names below it; None if there is no such path, or the module is pickled by
         value."""
-        known, modules, path = self._known.get(id(target), (None, 0, None))
-        if known is not target or modules != len(sys.modules):
+        cached, modules, path = self._known.get(id(target), (None, 0, None))
+        if cached is not target or modules != len(sys.modules):
             path = _import_path(target)
             self._known[id(target)] = target, len(sys.modules), path
         return path
@@ -215,7 +224,7 @@ class _ImportPaths:
     def forget_all_but(self, targets: list[Any]) -> None:
         """Drop all other objects from the cache, so that it does not keep them alive."""
         ids = {id(target) for target in targets}
-        self._known = {one: known for one, known in self._known.items() if one in ids}
+        self._known = {object_id: entry for object_id, entry in self._known.items() if object_id in ids}
 
 
 def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Callable[..., Any]:
@@ -231,14 +240,14 @@ class _CannotBeSent(Exception):
     """A value of the pytest process cannot be sent to ranks; the text says why."""
 
 
-def _replacement(where: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any) -> _Replacement:
+def _replacement(location: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any) -> _Replacement:
     value = _value(target, item, name)
     if value is _MISSING:
-        return _Replacement(*where, item, name, None)
+        return _Replacement(*location, item, name, None)
     if isinstance(value, mock.NonCallableMock):
         raise _CannotBeSent("is a mock, and its calls would not be seen here")
     try:
-        return _Replacement(*where, item, name, pickling.dumps(value))
+        return _Replacement(*location, item, name, pickling.dumps(value))
     except Exception as error:
         raise _CannotBeSent(f"cannot be pickled: {error}") from error
 
@@ -274,13 +283,13 @@ def _import_path(target: Any) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _importable(module: str) -> bool:
-    known = sys.modules.get(module)
+    imported = sys.modules.get(module)
     by_value = cloudpickle.list_registry_pickle_by_value()
     return (
-        isinstance(known, types.ModuleType)
-        and known.__spec__ is not None
+        isinstance(imported, types.ModuleType)
+        and imported.__spec__ is not None
         and module.partition(".")[0] not in _OWN
-        and not any(module == one or module.startswith(one + ".") for one in by_value)
+        and not any(module == package or module.startswith(package + ".") for package in by_value)
     )
 
 

@@ -54,15 +54,15 @@ def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
     Args:
         per_host: number of devices of each host; empty on one machine.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for size in sizes:
         within = next((host for host, count in enumerate(per_host) if count >= size), None)
         if within is None or size < 2 or len(per_host) < 2:
-            found[f"ranks={size}"] = size
+            counts[f"ranks={size}"] = size
             continue
-        found[f"ranks={size}-within"] = WorldSize([size if host == within else 0 for host in range(len(per_host))])
-        found[f"ranks={size}-across"] = spread(size, per_host)
-    return found
+        counts[f"ranks={size}-within"] = WorldSize([size if host == within else 0 for host in range(len(per_host))])
+        counts[f"ranks={size}-across"] = spread(size, per_host)
+    return counts
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:

@@ -23,13 +23,13 @@ Filter = tuple[str, str, type[Warning], str, int]
 
 def warning_filters() -> tuple[Filter, ...]:
     """Return the current warning filters, highest priority first. pytest sets them per test, from options and marks."""
-    found: list[Any] = []
+    filters: list[Any] = []
     for action, message, category, module, line in warnings.filters:
         # Message and module are patterns; in the interpreter's own filters, plain texts or None.
-        texts = [getattr(part, "pattern", part) or "" for part in (message, module)]
+        texts = [getattr(matcher, "pattern", matcher) or "" for matcher in (message, module)]
         # With "always", every rank would print the same line for every example.
-        found.append(("default" if action in ("always", "all") else action, texts[0], category, texts[1], line))
-    return tuple(found)
+        filters.append(("default" if action in ("always", "all") else action, texts[0], category, texts[1], line))
+    return tuple(filters)
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     for module in modules:
         # With --import-mode=importlib, pytest removes a conftest from `sys.modules`; cloudpickle then pickles it by
         # value.
-        there = module.__name__ in sys.modules
-        if there and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        is_loaded = module.__name__ in sys.modules
+        if is_loaded and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
     try:

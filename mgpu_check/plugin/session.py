@@ -89,13 +89,13 @@ class RunNotes:
         """Return the notes as plain values, for the process that distributes the tests."""
         return asdict(self)
 
-    def add(self, told: Mapping[str, Any]) -> None:
-        """Add the notes that another process has `told`. Its positions at Ctrl-C are its own."""
-        self.remarks += [line for line in told.get("remarks", []) if line not in self.remarks]
-        for line, steps in told.get("not_seen", {}).items():
+    def add(self, notes: Mapping[str, Any]) -> None:
+        """Add the `notes` of another process. Its positions at Ctrl-C are its own."""
+        self.remarks += [line for line in notes.get("remarks", []) if line not in self.remarks]
+        for line, steps in notes.get("not_seen", {}).items():
             self.not_seen.setdefault(line, []).extend(steps)
-        self.deaths += told.get("deaths", [])
-        self.waits += told.get("waits", [])
+        self.deaths += notes.get("deaths", [])
+        self.waits += notes.get("waits", [])
 
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
@@ -179,9 +179,10 @@ class GpuSession:
         from mgpu_check.plugin.rank_messages import deliver
 
         self._agents = launch.launcher_of_this_run(self.settings)
-        more = self.preload if self.settings.simulate == "cpu" else ()
+        unshared = self.preload if self.settings.simulate == "cpu" else ()
         return RankPool(
-            self._agents or LocalLauncher(self._shared, self.settings.simulate, FIRST, keep=self._keep, more=more),
+            self._agents
+            or LocalLauncher(self._shared, self.settings.simulate, FIRST, keep=self._keep, unshared=unshared),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
@@ -230,12 +231,14 @@ class GpuSession:
         from mgpu_check.engine.environments import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
 
-        why = "a launcher starts the ranks" if launch.is_launched() else keeper_socket.obstacle(os.environ)
-        if why:
-            self._keep, self._kept = None, f"imports are not kept warm, because {why}"
+        reason = "a launcher starts the ranks" if launch.is_launched() else keeper_socket.obstacle(os.environ)
+        if reason:
+            self._keep, self._kept = None, f"imports are not kept warm, because {reason}"
             return
-        found = keeper_socket.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
-        self._kept = f"imports kept warm {f'by process {found}' if found else f'from now on, for {self._keep:g} s'}"
+        process_id = keeper_socket.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
+        self._kept = (
+            f"imports kept warm {f'by process {process_id}' if process_id else f'from now on, for {self._keep:g} s'}"
+        )
 
     def count_devices(self) -> None:
         """Count the real devices, in a process of their own, and check that there are enough.
@@ -253,12 +256,12 @@ class GpuSession:
         if backing == "cpu":
             return
         pool = self._pool = self._new_pool(settings.gpus or 1)
-        found = devices_of_host(pool)
-        self.devices = list(found.devices)
+        inventory = devices_of_host(pool)
+        self.devices = list(inventory.devices)
         needed = int(backing.partition(":")[2]) + 1 if backing else settings.gpus
         if not self.devices or (needed is not None and needed > len(self.devices)):
             self.close()
-            raise TooFewDevices(too_few(settings, found, os.environ, torch_version()))
+            raise TooFewDevices(too_few(settings, inventory, os.environ, torch_version()))
         if backing is None:
             self.settings = settings.counted(len(self.devices))
             pool.set_slots(self.settings.gpus or 0)
@@ -269,22 +272,23 @@ class GpuSession:
         shared = str(self._directory.make()) if self.settings.simulate else ""
         return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
 
-    def take_over(self, told: dict[str, Any] | None, run: str) -> None:
+    def take_over(self, handed_over: dict[str, Any] | None, run: str) -> None:
         """Use the devices of the controller in a pytest-xdist worker.
 
         Args:
-            told: the result of the controller's `hand_over`; None on another machine, where the worker counts its own.
+            handed_over: the result of the controller's `hand_over`; None on another machine, where the worker
+                counts its own.
             run: unique id of this run.
 
         Raises:
             TooFewDevices: see `count_devices`.
         """
-        if told is None:
+        if handed_over is None:
             self.shared = self._directory.of(run) if self.settings.simulate else None
             self.count_devices()
             return
-        self.shared = self._directory.join(Path(told["shared"])) if told["shared"] else None
-        self.devices = [Device(**device) for device in told["devices"]]
+        self.shared = self._directory.join(Path(handed_over["shared"])) if handed_over["shared"] else None
+        self.devices = [Device(**device) for device in handed_over["devices"]]
         self.settings = self.settings.counted(len(self.devices))
 
     def _take_slots(self) -> None:
@@ -337,8 +341,8 @@ class GpuSession:
         if self.leasing.active:
             yield
             return
-        right = isinstance(size, int) and 0 < size <= len(self.pool.slots)
-        slots = self.leasing.begin(size if size and right else 0, "a fixture")
+        valid = isinstance(size, int) and 0 < size <= len(self.pool.slots)
+        slots = self.leasing.begin(size if size and valid else 0, "a fixture")
         before, self.pool.available = self.pool.available, slots or self.pool.available
         try:
             yield
@@ -413,23 +417,25 @@ class GpuSession:
     def header(self) -> str:
         """Return the header line of a run."""
         settings = self.settings
-        parts = [f"mgpu-check {version()}"]
+        clauses = [f"mgpu-check {version()}"]
         if settings.simulate:
-            parts.append(f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware")
-            parts.append("backend gloo in place of nccl")
+            clauses.append(
+                f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware"
+            )
+            clauses.append("backend gloo in place of nccl")
         elif self.devices:
-            parts.append(", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0]))
-            parts.append("backend nccl, gloo for CPU tensors")
+            clauses.append(", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0]))
+            clauses.append("backend nccl, gloo for CPU tensors")
         else:
-            parts.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
+            clauses.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
         if self._agents is not None:
-            parts.append(launch.describe(self._agents))
-        parts.append(f"torch {torch_version()}")
+            clauses.append(launch.describe(self._agents))
+        clauses.append(f"torch {torch_version()}")
         sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
-        parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
+        clauses.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
         if self._kept:
-            parts.append(self._kept)
-        return "; ".join(parts)
+            clauses.append(self._kept)
+        return "; ".join(clauses)
 
 
 def begin(item: pytest.Item, needs: Needs, session: GpuSession) -> None:

@@ -134,20 +134,20 @@ class Channel:
 
     def receive(self) -> object | None:
         """Return the next message; None until it is complete, or after a large part, so that the caller may work."""
-        left = _AT_ONCE
+        remaining = _AT_ONCE
         while True:
             if not self._missing and len(self._in) >= _HEADER.size:
-                kind, length = _header(self._in)
+                frame_type, length = _header(self._in)
                 end = _HEADER.size + length
-                if kind == _BUFFER:
+                if frame_type == _BUFFER:
                     self._begin_buffer(length)
                     continue
-                if len(self._in) >= end and kind == _FILE:
+                if len(self._in) >= end and frame_type == _FILE:
                     self._map_file(end)
                     continue
                 if len(self._in) >= end:
                     return self._take(end)
-            if left <= 0:
+            if remaining <= 0:
                 return None
             try:
                 received = self._receive_some()
@@ -155,7 +155,7 @@ class Channel:
                 return None
             if not received:
                 raise EOFError("the other end is closed")
-            left -= received
+            remaining -= received
 
     def _receive_some(self) -> int:
         if self._missing:
@@ -197,7 +197,7 @@ class Channel:
             raise Garbled(f"a file of {total} bytes cannot be mapped: {error}") from error
         finally:
             os.close(file)
-        self._buffers += [content[place] for place in places]
+        self._buffers += [content[span] for span in places]
         del self._in[:end]
 
     def _take(self, end: int) -> object:
@@ -294,10 +294,10 @@ def _file_of(contents: Sequence[memoryview]) -> int:
     file = os.memfd_create("mgpu-check")
     try:
         os.ftruncate(file, total)
-        for content, place in zip(contents, places, strict=True):
+        for content, span in zip(contents, places, strict=True):
             written = 0
             while written < content.nbytes:
-                written += os.pwrite(file, content[written:], place.start + written)
+                written += os.pwrite(file, content[written:], span.start + written)
     except BaseException:
         os.close(file)
         raise

@@ -176,12 +176,12 @@ def clear(directory: str) -> None:
     """Kill the processes that the ranks of a run started, if their fork server could not, and remove their names."""
     ended: set[int] = set()
     for _ in range(_MOST_ROUNDS):  # a process may start another before it is killed
-        found = {pid for pid in _marked(directory) - ended if not _is_manager(pid)}
-        for pid in found:
+        pids = {pid for pid in _marked(directory) - ended if not _is_manager(pid)}
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        ended |= found
-        if not found:
+        ended |= pids
+        if not pids:
             break
     remove_all_names(directory)
 
@@ -189,10 +189,10 @@ def clear(directory: str) -> None:
 def _marked(directory: str) -> set[int]:
     """Return the other processes whose environment has the mark of a run."""
     mark = os.fsencode(f"{MARK}={directory}")
-    found = set()
+    pids = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
                 if mark in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry))
-    return found
+                    pids.add(int(entry))
+    return pids

@@ -67,8 +67,8 @@ class Entered:
 
     def __str__(self) -> str:
         number = f" #{self.number}" if self.number else ""
-        of = f" of ranks {self.group}" if self.group else ""
-        return f"{self.name}{number}{of} ({self.site})"
+        members = f" of ranks {self.group}" if self.group else ""
+        return f"{self.name}{number}{members} ({self.site})"
 
     @property
     def site(self) -> str:
@@ -77,7 +77,7 @@ class Entered:
 
     @property
     def details(self) -> str:
-        return ", ".join(part for part in (self.operand, self.options) if part)
+        return ", ".join(detail for detail in (self.operand, self.options) if detail)
 
     @property
     def cut(self) -> bool:
@@ -161,9 +161,9 @@ def parse(data: bytes) -> Record:
 
 def _parse_entry(slot: bytes) -> Entered | None:
     text = slot.partition(b"\0")[0].decode(errors="replace")
-    parts = text[1:].split(_SEPARATOR)
+    fields = text[1:].split(_SEPARATOR)
     try:
-        name, number, group_name, group, operand, options, compared, line, file = parts
+        name, number, group_name, group, operand, options, compared, line, file = fields
         return Entered(
             name, int(number), group_name, group, operand, options, compared, file, int(line), _STATES[text[0]]
         )
@@ -215,27 +215,27 @@ class Uneven:
     def missing(self) -> list[int]:
         return [rank for rank, count in self.counts.items() if count == min(self.counts.values())]
 
-    def told(self, when: str, what: str = "") -> str:
+    def told(self, when: str, noun: str = "") -> str:
         """Describe the difference in a line: the counts of the ranks, and the unmatched collective.
 
         Args:
             when: a clause that ends the first count, such as "by the end of step 1".
-            what: the counted noun; default "collectives".
+            noun: the counted noun; default "collectives".
         """
-        where = "the default group"
+        group_text = "the default group"
         if self.group.name:
-            where = f"group {self.described or self.group.name} of {named(self.group.ranks)}"
+            group_text = f"group {self.described or self.group.name} of {named(self.group.ranks)}"
         by_count = sorted(grouped((count, rank) for rank, count in self.counts.items()))
         (fewest, behind), *others = by_count
-        what = what or ("collective" if fewest == 1 else "collectives")
-        made = f"{named(behind)} made {fewest} {what} in {where} {when}"
-        made += "".join(f", {named(ranks)} made {count}" for count, ranks in others)
+        noun = noun or ("collective" if fewest == 1 else "collectives")
+        statement = f"{named(behind)} made {fewest} {noun} in {group_text} {when}"
+        statement += "".join(f", {named(ranks)} made {count}" for count, ranks in others)
         entered = next(iter(self.unmatched.values()), None)
         if entered is None:
-            return made
+            return statement
         details = f", {entered.details}" if entered.details else ""
         by = "" if len(by_count) == 2 else f" of {named(self.unmatched)}"
-        return f"{made}: {entered}{details},{by} is not matched on {named(self.missing)}"
+        return f"{statement}: {entered}{details},{by} is not matched on {named(self.missing)}"
 
 
 def uneven(counts: Mapping[int, Counts], records: Mapping[int, Record], described: Mapping[str, str]) -> Uneven | None:
@@ -282,7 +282,7 @@ def ahead(
 
 
 def _count(counts: Counts, group: Group) -> int:
-    return next((count for other, count in counts.items() if other.name == group.name), 0)
+    return next((count for candidate, count in counts.items() if candidate.name == group.name), 0)
 
 
 def members(entered: Entered, size: int) -> tuple[int, ...]:
@@ -302,26 +302,27 @@ def _uneven(
         if rank in records
     }
     most, fewest = max(counts.values()), min(counts.values())
-    more = [rank for rank, count in counts.items() if count == most]
+    leaders = [rank for rank, count in counts.items() if count == most]
     less = next(rank for rank, count in counts.items() if count == fewest)
-    number = _first_unmatched(entries.get(more[0], {}), entries.get(less, {}), fewest)
-    unmatched = {rank: entries[rank][number] for rank in more if number in entries.get(rank, {})}
+    number = _first_unmatched(entries.get(leaders[0], {}), entries.get(less, {}), fewest)
+    unmatched = {rank: entries[rank][number] for rank in leaders if number in entries.get(rank, {})}
     return Uneven(group, described.get(group.name, ""), counts, unmatched)
 
 
-def _first_unmatched(more: Mapping[int, Entered], less: Mapping[int, Entered], fewest: int) -> int:
-    """Return the number of the first collective in `more` that `less`, with `fewest` collectives, lacks."""
-    begin = max(min(more, default=0), min(less, default=1))
-    longer = [number for number in sorted(more) if number >= begin]
+def _first_unmatched(leading: Mapping[int, Entered], less: Mapping[int, Entered], fewest: int) -> int:
+    """Return the number of the first collective in `leading` that `less`, with `fewest` collectives, lacks."""
+    begin = max(min(leading, default=0), min(less, default=1))
+    longer = [number for number in sorted(leading) if number >= begin]
     shorter = [number for number in sorted(less) if number >= begin]
     matcher = difflib.SequenceMatcher(
-        None, _looks([more[number] for number in longer]), _looks([less[number] for number in shorter]), autojunk=False
+        None,
+        _looks([leading[number] for number in longer]),
+        _looks([less[number] for number in shorter]),
+        autojunk=False,
     )
-    surplus = [longer[i] for kind, i, _, _, _ in matcher.get_opcodes() if kind == "delete"]
+    surplus = [longer[i] for tag, i, _, _, _ in matcher.get_opcodes() if tag == "delete"]
     # If ranks take different branches, the collectives of both branches pair up, and only the surplus is unmatched.
-    surplus += [
-        longer[i + k - j] for kind, i, i2, j, k in matcher.get_opcodes() if kind == "replace" and i2 - i > k - j
-    ]
+    surplus += [longer[i + k - j] for tag, i, i2, j, k in matcher.get_opcodes() if tag == "replace" and i2 - i > k - j]
     return min(surplus, default=fewest + 1)
 
 
@@ -344,24 +345,24 @@ def deadlocked(records: Mapping[int, Record], finished: Collection[int], size: i
         finished: ranks that enter no further operation.
         size: number of ranks in the world.
     """
-    found = {rank for rank, record in records.items() if rank not in finished and record.current is not None}
+    stuck = {rank for rank, record in records.items() if rank not in finished and record.current is not None}
     while True:
-        kept = {rank for rank in found if any(_lacks(rank, other, records, size) for other in {*found, *finished})}
-        if kept == found:
-            return found
-        found = kept
+        kept = {rank for rank in stuck if any(_lacks(rank, peer, records, size) for peer in {*stuck, *finished})}
+        if kept == stuck:
+            return stuck
+        stuck = kept
 
 
-def _lacks(rank: int, other: int, records: Mapping[int, Record], size: int) -> bool:
+def _lacks(rank: int, peer: int, records: Mapping[int, Record], size: int) -> bool:
     """Return whether a rank waits for an operation that another one has not begun."""
     entered = records[rank].current
-    if entered is None or rank == other or other not in records:
+    if entered is None or rank == peer or peer not in records:
         return False
     if not entered.number:
-        return _is_unsent(entered, rank, other, records)
-    if other not in _needed(entered, rank, size):
+        return _is_unsent(entered, rank, peer, records)
+    if peer not in _needed(entered, rank, size):
         return False
-    return _operations_in(records[other], entered.group_name) < entered.number
+    return _operations_in(records[peer], entered.group_name) < entered.number
 
 
 def _needed(entered: Entered, rank: int, size: int) -> tuple[int, ...]:
@@ -382,16 +383,20 @@ def _operations_in(record: Record, group_name: str) -> float:
     return max(numbers, default=0 if _is_whole(record) else float("inf"))
 
 
-def _is_unsent(entered: Entered, rank: int, other: int, records: Mapping[int, Record]) -> bool:
+def _is_unsent(entered: Entered, rank: int, peer: int, records: Mapping[int, Record]) -> bool:
     """Return whether a rank waits to receive a message that another rank has not begun to send.
 
     Earlier receives from that rank must have ended: otherwise the messages may arrive in another order, by their tags.
     """
-    if entered.group or entered.options != f"src={other}" or not all(_is_whole(records[one]) for one in (rank, other)):
+    if (
+        entered.group
+        or entered.options != f"src={peer}"
+        or not all(_is_whole(records[member]) for member in (rank, peer))
+    ):
         return False
-    received = [one for one in _messages(records[rank], f"src={other}") if one.state == "done"]
-    begun = [one for one in _messages(records[rank], f"src={other}") if one.state != "done"]
-    return begun[0] is entered and len(received) >= len(_messages(records[other], f"dst={rank}"))
+    received = [message for message in _messages(records[rank], f"src={peer}") if message.state == "done"]
+    begun = [message for message in _messages(records[rank], f"src={peer}") if message.state != "done"]
+    return begun[0] is entered and len(received) >= len(_messages(records[peer], f"dst={rank}"))
 
 
 def _messages(record: Record, options: str) -> list[Entered]:

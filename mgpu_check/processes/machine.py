@@ -21,8 +21,8 @@ def available_memory() -> int | None:
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return None
-    most, used = limit_of_group("memory.max"), limit_of_group("memory.current")
-    return available if most is None or used is None else min(available, most - used)
+    most, usage = limit_of_group("memory.max"), limit_of_group("memory.current")
+    return available if most is None or usage is None else min(available, most - usage)
 
 
 def available_processors() -> int:
@@ -64,15 +64,15 @@ def distinct_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
         hosts: name and boot id of each; empty where unknown.
     """
     of_name = dict(grouped(hosts))
-    found = []
-    for place, (name, boot) in enumerate(hosts):
+    distinct = []
+    for index, (name, boot) in enumerate(hosts):
         boots = of_name[name]
         if not name:
-            found.append(f"host {place}")
+            distinct.append(f"host {index}")
         elif len(boots) == 1:
-            found.append(name)
+            distinct.append(name)
         elif all(boots) and len(set(boots)) == len(boots):
-            found.append(f"{name} (boot {boot[:_SHOWN]})")
+            distinct.append(f"{name} (boot {boot[:_SHOWN]})")
         else:
-            found.append(f"{name} (node {place})")
-    return found
+            distinct.append(f"{name} (node {index})")
+    return distinct

@@ -29,35 +29,35 @@ _known_modules = 0
 
 def by_name(value: Any) -> Reduced | None:
     """Return a reduction that finds `value` by name in another process; None if it must be pickled in the usual way."""
-    kind = type(value)
-    if issubclass(kind, types.ModuleType):
-        return _module(value, kind)
-    if issubclass(kind, type):
+    value_type = type(value)
+    if issubclass(value_type, types.ModuleType):
+        return _module(value, value_type)
+    if issubclass(value_type, type):
         return _class(value)
-    if not _of_torch(kind):
+    if not _of_torch(value_type):
         return None
     torch = sys.modules["torch"]
     if not _is_single(value):
         return None  # without a search of all modules
-    if kind in (torch.finfo, torch.iinfo):
-        return kind, (getattr(torch, value.dtype),)
+    if value_type in (torch.finfo, torch.iinfo):
+        return value_type, (getattr(torch, value.dtype),)
     operators = sys.modules["torch._ops"]
-    found: Any
-    if kind is operators.OpOverloadPacket:
+    operator: Any
+    if value_type is operators.OpOverloadPacket:
         return _operator, (value._qualified_op_name,)
-    if kind is operators.OpOverload:
+    if value_type is operators.OpOverload:
         return _operator, (value._schema.name, value._overloadname)
-    if issubclass(kind, operators.HigherOrderOperator):
-        found = getattr(operators.ops.higher_order, value._name, None)
-        return (_operator, (f"higher_order::{value._name}",)) if found is value else None
+    if issubclass(value_type, operators.HigherOrderOperator):
+        operator = getattr(operators.ops.higher_order, value._name, None)
+        return (_operator, (f"higher_order::{value._name}",)) if operator is value else None
     return _held(value)
 
 
-def _module(value: types.ModuleType, kind: type) -> Reduced | None:
+def _module(value: types.ModuleType, module_type: type) -> Reduced | None:
     name = value.__name__
     if sys.modules.get(name) is value:
         # cloudpickle handles plain modules, and sends test modules by value. Modules that are watched ask it to.
-        reduces = kind is types.ModuleType or "__reduce__" in vars(kind)
+        reduces = module_type is types.ModuleType or "__reduce__" in vars(module_type)
         return None if reduces else (importlib.import_module, (name,))
     # ``torch.ops.aten`` and ``torch._C._functions`` are reachable only as attributes of their owners. torch writes the
     # name of ``torch.classes.prim`` without its last dot.
@@ -72,10 +72,10 @@ def _class(value: type) -> Reduced | None:
     """Reduce a class of torch that is no attribute of its module, such as ``torch.nn.attention.SDPBackend``."""
     if not _of_torch(value):
         return None
-    here: Any = sys.modules.get(value.__module__)
-    for part in value.__qualname__.split("."):
-        here = getattr(here, part, None)
-    return None if here is value else _held(value)
+    resolved: Any = sys.modules.get(value.__module__)
+    for attribute in value.__qualname__.split("."):
+        resolved = getattr(resolved, attribute, None)
+    return None if resolved is value else _held(value)
 
 
 def _held(value: Any) -> Reduced | None:
@@ -85,9 +85,9 @@ def _held(value: Any) -> Reduced | None:
         _places.clear()
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "torch":
-                for attribute, one in list(vars(module).items()):
-                    if not attribute.startswith("__") and _is_single(one):
-                        _places.setdefault(id(one), (name, attribute))
+                for attribute, member in list(vars(module).items()):
+                    if not attribute.startswith("__") and _is_single(member):
+                        _places.setdefault(id(member), (name, attribute))
     owner, attribute = _places.get(id(value), ("", ""))
     if not owner or getattr(sys.modules.get(owner), attribute, None) is not value:
         return None
@@ -96,17 +96,17 @@ def _held(value: Any) -> Reduced | None:
 
 def _is_single(value: Any) -> bool:
     """Return whether a value may be a per-process object of torch, which tensors, their parts and models are not."""
-    kind = type(value)  # isinstance would read `__class__`, and deprecated objects warn about that
-    if issubclass(kind, type):
+    value_type = type(value)  # isinstance would read `__class__`, and deprecated objects warn about that
+    if issubclass(value_type, type):
         return _of_torch(value)
     torch = sys.modules["torch"]
-    parts = (torch.UntypedStorage, torch.TypedStorage, torch.Size, torch.device, torch.dtype)  # pickle knows dtypes
-    values = (types.ModuleType, types.FunctionType, torch.nn.Module, torch.Tensor, *parts)
-    return _of_torch(kind) and not issubclass(kind, values)
+    pieces = (torch.UntypedStorage, torch.TypedStorage, torch.Size, torch.device, torch.dtype)  # pickle knows dtypes
+    values = (types.ModuleType, types.FunctionType, torch.nn.Module, torch.Tensor, *pieces)
+    return _of_torch(value_type) and not issubclass(value_type, values)
 
 
-def _of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch" and "torch" in sys.modules
+def _of_torch(value_type: type) -> bool:
+    return value_type.__module__.partition(".")[0] == "torch" and "torch" in sys.modules
 
 
 def _attribute(owner: str, name: str) -> Any:
@@ -116,8 +116,8 @@ def _attribute(owner: str, name: str) -> Any:
 def _operator(name: str, overload: str | None = None) -> Any:
     """Return ``torch.ops.aten.add`` for "aten::add", or one of its overloads."""
     namespace, _, plain = name.partition("::")
-    found = getattr(getattr(importlib.import_module("torch").ops, namespace), plain)
-    return found if overload is None else getattr(found, overload or "default")
+    packet = getattr(getattr(importlib.import_module("torch").ops, namespace), plain)
+    return packet if overload is None else getattr(packet, overload or "default")
 
 
 ORIGINAL = "_mgpu_check_original"
@@ -136,8 +136,8 @@ def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[objec
     cloudpickle's own function of this name scans `sys.modules` for each package that a function uses. With torch
     imported, the scan takes a third of the pytest process's time for a small test.
     """
-    found = []
-    names = set(code.co_names)
+    submodules = []
+    code_names = set(code.co_names)
     below = [
         module.__name__
         for module in dependencies
@@ -145,11 +145,11 @@ def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[objec
     ]
     while below:
         parent = below.pop()
-        for name in names:
+        for name in code_names:
             if (module := sys.modules.get(f"{parent}.{name}")) is not None:
-                found.append(module)
+                submodules.append(module)
                 below.append(f"{parent}.{name}")
-    return found
+    return submodules
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types

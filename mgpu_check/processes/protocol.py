@@ -165,13 +165,13 @@ class TensorRun:
     """Consecutive tensors of the same kind.
 
     Attributes:
-        what: dtype and number of elements, such as "float32[8]"; or "objects"; or `MANY`.
+        content: dtype and number of elements, such as "float32[8]"; or "objects"; or `MANY`.
         name: of the function of ``torch.distributed``.
         file, line: where the code under test called it.
     """
 
     count: int
-    what: str
+    content: str
     name: str
     file: str
     line: int
@@ -182,14 +182,14 @@ class PeerTransfers:
     """The tensors that a rank has sent to one peer, or received from it, in one group and with one tag.
 
     Attributes:
-        given: True if sent, False if received.
+        sent: True if sent, False if received.
         peer: rank of the peer; `ANY` for receives from any source.
         tag: of sends and receives; `COLLECTIVE` for the parts of collectives, which are counted separately.
         runs: the tensors in their order.
     """
 
     group: Group
-    given: bool
+    sent: bool
     peer: int
     tag: int
     runs: tuple[TensorRun, ...]
@@ -207,7 +207,7 @@ class Outcome:
             sends and receives.
         agreement: for each group whose collectives it has entered: their number, and a checksum of their names, dtypes,
             sizes, operations and roots.
-        told: the messages that the function reported besides its result; see `worker.tell`.
+        messages: the messages that the function reported besides its result; see `worker.tell`.
         flows: the tensors that it has sent to other ranks and received from them; see `lockstep`.
         settled: whether its devices have finished all queued work. If not, `Settle` asks for a new `Outcome`.
         reusable: whether another call can use its devices: no device has a sticky error, or work that may never end.
@@ -218,7 +218,7 @@ class Outcome:
     failure: RaisedInRank | None
     lockstep: tuple[int, ...]
     agreement: tuple[tuple[Group, int, int], ...]
-    told: tuple[tuple[str, Any], ...] = ()
+    messages: tuple[tuple[str, Any], ...] = ()
     flows: tuple[PeerTransfers, ...] = ()
     settled: bool = True
     reusable: bool = True
@@ -235,7 +235,7 @@ class Paused:
         operations: for each group whose backends count equally on all ranks: the operations counted since the start of
             the call, including those called from C++.
         described: name of a group -> the description that its maker gave.
-        held: each tensor with a part on this rank, such as "gradient of 0.weight", with all ranks that must hold a
+        slices: each tensor with a part on this rank, such as "gradient of 0.weight", with all ranks that must hold a
             part.
     """
 
@@ -245,7 +245,7 @@ class Paused:
     last: bool
     operations: tuple[tuple[Group, int], ...] = ()
     described: tuple[tuple[str, str], ...] = ()
-    held: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    slices: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -282,11 +282,11 @@ class Rested:
 
     Attributes:
         left_behind: the changes that cannot be undone, in words. A rank with any must be replaced.
-        told: the messages since the last call.
+        messages: the messages since the last call.
     """
 
     left_behind: tuple[str, ...]
-    told: tuple[tuple[str, Any], ...] = ()
+    messages: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -84,12 +84,12 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 def simulating(environment: Mapping[str, str], gpus: int | None, backing: str = "cpu") -> dict[str, str]:
     """Return an environment whose Pythons simulate `gpus` GPUs on `backing`; an unchanged copy if `gpus` is None."""
-    made = dict(environment)
+    variables = dict(environment)
     if gpus is None:
-        return made
+        return variables
     if backing == "cpu":
         # It restricts real devices, often to none. If the program sets it for its children, it takes effect there.
-        made.pop("CUDA_VISIBLE_DEVICES", None)
-    made["PYTHONPATH"] = with_startup(made)
-    made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
-    return made
+        variables.pop("CUDA_VISIBLE_DEVICES", None)
+    variables["PYTHONPATH"] = with_startup(variables)
+    variables["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
+    return variables

@@ -33,12 +33,12 @@ def named(ranks: Collection[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(sorted(ranks))}"
 
 
-def few(names: Sequence[object], shown: int = 2) -> str:
+def few(labels: Sequence[object], shown: int = 2) -> str:
     """List the first names, and count the rest: "a, b and 3 more"."""
-    return ", ".join(map(str, names[:shown])) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    return ", ".join(map(str, labels[:shown])) + (f" and {len(labels) - shown} more" if len(labels) > shown else "")
 
 
 def by_ranks(ranks_of: Mapping[Key, Sequence[int]], shown: int = 2) -> str:
     """List names by their ranks, at most `shown` names per group of ranks: "a, b on ranks 1-2; c on rank 3"."""
     groups = grouped((tuple(ranks), name) for name, ranks in ranks_of.items())
-    return "; ".join(f"{few(names, shown)} on {named(ranks)}" for ranks, names in groups)
+    return "; ".join(f"{few(labels, shown)} on {named(ranks)}" for ranks, labels in groups)

@@ -39,9 +39,9 @@ _KINDS: dict[tuple[str, str], Any] = {
 
 
 def _kind(error: BaseException) -> Any:
-    for one in type(error).__mro__:
-        if kind := _KINDS.get((one.__module__, one.__qualname__)):
-            return kind
+    for base in type(error).__mro__:
+        if ending := _KINDS.get((base.__module__, base.__qualname__)):
+            return ending
     return "error"
 
 
@@ -74,10 +74,14 @@ def _render(error: BaseException) -> str:
         rendered = traceback.TracebackException.from_exception(error)
     todo = [rendered]
     while todo:
-        one = todo.pop()
-        kept = [frame for frame in one.stack if not is_engine(frame.filename)]
-        one.stack = traceback.StackSummary.from_list(kept or list(one.stack))
-        todo += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
+        summary = todo.pop()
+        kept = [frame for frame in summary.stack if not is_engine(frame.filename)]
+        summary.stack = traceback.StackSummary.from_list(kept or list(summary.stack))
+        todo += [
+            linked
+            for linked in (summary.__cause__, summary.__context__, *(summary.exceptions or ()))
+            if linked is not None
+        ]
     return "".join(rendered.format()).rstrip()
 
 
@@ -141,7 +145,7 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
 
 def _found(value: types.FunctionType | type) -> object:
     """Return the object that another process would import by the name of a function or class."""
-    found: object = sys.modules.get(value.__module__)
+    resolved: object = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found
+        resolved = getattr(resolved, name, None)
+    return resolved

@@ -50,9 +50,9 @@ def kept(file: int) -> str:
 
 def thin_out(file: int) -> None:
     """Free the disk space of the part that `kept` omits, if the file is large and the file system supports holes."""
-    found = os.fstat(file)
-    if sys.platform == "linux" and found.st_blocks * 512 > _MOST_ON_DISK:
-        hole = ctypes.c_int64(_HEAD), ctypes.c_int64(found.st_size - MOST_OUTPUT)
+    status = os.fstat(file)
+    if sys.platform == "linux" and status.st_blocks * 512 > _MOST_ON_DISK:
+        hole = ctypes.c_int64(_HEAD), ctypes.c_int64(status.st_size - MOST_OUTPUT)
         ctypes.CDLL(None).fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, *hole)
 
 
@@ -87,16 +87,16 @@ class Scratch:
         _live.add(self)
 
     @classmethod
-    def new(cls, kind: Kind) -> Scratch:
+    def new(cls, purpose: Kind) -> Scratch:
         """Make a new directory, and remove unused directories of other runs."""
         directory = Path(tempfile.gettempdir())
         sweep(directory)
-        return cls(Path(tempfile.mkdtemp(prefix=_prefix(kind), dir=directory)))
+        return cls(Path(tempfile.mkdtemp(prefix=_prefix(purpose), dir=directory)))
 
     @classmethod
-    def named(cls, kind: Kind, name: str) -> Scratch:
+    def named(cls, purpose: Kind, name: str) -> Scratch:
         """Use the directory that all processes of this machine with the same `name` share."""
-        return cls(Path(tempfile.gettempdir()) / f"{_prefix(kind)}{name}")
+        return cls(Path(tempfile.gettempdir()) / f"{_prefix(purpose)}{name}")
 
     def __enter__(self) -> Path:
         return self.path
@@ -137,7 +137,7 @@ class Scratch:
 
 def sweep(directory: Path) -> None:
     """Remove this user's directories in `directory` that no process of this machine uses."""
-    pattern = re.compile("|".join(re.escape(_prefix(kind)) for kind in get_args(Kind)))
+    pattern = re.compile("|".join(re.escape(_prefix(purpose)) for purpose in get_args(Kind)))
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             if pattern.match(name):
@@ -181,6 +181,6 @@ def _stands_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _prefix(kind: str) -> str:
+def _prefix(purpose: str) -> str:
     """Return the prefix of names, which contains the machine, because machines that share a disk do not share locks."""
-    return _NAME.format(kind=kind, machine=boot_id()[:8] or os.uname().nodename)
+    return _NAME.format(kind=purpose, machine=boot_id()[:8] or os.uname().nodename)

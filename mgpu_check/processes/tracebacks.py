@@ -60,7 +60,7 @@ def line_under_test(lines: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
             return file, line
         if not is_engine(file):
             others.append((file, line))
-    generated = [one for one in others if not is_installed(one[0])]
+    generated = [location for location in others if not is_installed(location[0])]
     return next(iter([*generated, *others]), None)
 
 
@@ -137,8 +137,8 @@ def location_of(stacks: str) -> Location | None:
     collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
     if frames and frames[0]["function"] == _BACKWARD:
         collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
-    found = line_under_test((frame["file"], int(frame["line"])) for frame in frames)
-    return None if found is None else Location(collective, frames[0]["function"], *found)
+    position = line_under_test((frame["file"], int(frame["line"])) for frame in frames)
+    return None if position is None else Location(collective, frames[0]["function"], *position)
 
 
 def _frames(stacks: str) -> list[re.Match[str]]:

@@ -31,14 +31,14 @@ class _Figures:
         self.taken = 0
         self.given_back = 0
 
-    def add(self, kind: str, amount: int) -> None:
-        self.current[kind] += amount
-        self.allocated[kind] += amount
-        self.peak[kind] = max(self.peak[kind], self.current[kind])
+    def add(self, statistic: str, amount: int) -> None:
+        self.current[statistic] += amount
+        self.allocated[statistic] += amount
+        self.peak[statistic] = max(self.peak[statistic], self.current[statistic])
 
-    def remove(self, kind: str, amount: int) -> None:
-        self.current[kind] -= amount
-        self.freed[kind] += amount
+    def remove(self, statistic: str, amount: int) -> None:
+        self.current[statistic] -= amount
+        self.freed[statistic] += amount
 
 
 _figures = _Figures()
@@ -83,7 +83,7 @@ def is_pinned(storage: torch.UntypedStorage) -> bool:
         return False
     start = storage.data_ptr()
     with _lock:
-        return any(first <= start < end for first, end in _registered.items())
+        return any(base <= start < end for base, end in _registered.items())
 
 
 def register(pointer: int, size: int) -> int:
@@ -91,7 +91,7 @@ def register(pointer: int, size: int) -> int:
     with _lock:
         if size <= 0 or not pointer:
             return 1
-        if any(first < pointer + size and pointer < end for first, end in _registered.items()):
+        if any(base < pointer + size and pointer < end for base, end in _registered.items()):
             return 712
         _registered[pointer] = pointer + size
     return 0
@@ -127,19 +127,19 @@ def reset_accumulated() -> None:
 def host_stats() -> dict[str, object]:
     with _lock:
         counts = {
-            kind: {name: getattr(_figures, name)[kind] for name in ("current", "peak", "allocated", "freed")}
-            for kind in _KINDS
+            statistic: {name: getattr(_figures, name)[statistic] for name in ("current", "peak", "allocated", "freed")}
+            for statistic in _KINDS
         }
-        taken, given_back = _figures.taken, _figures.given_back
+        allocations, given_back = _figures.taken, _figures.given_back
 
     def times(count: int) -> dict[str, int]:
         return {"total": 0, "max": 0, "min": 0, "count": count, "avg": 0}
 
     return {
         **counts,
-        "num_host_alloc": taken,
+        "num_host_alloc": allocations,
         "num_host_free": given_back,
-        "host_alloc_time": times(taken),
+        "host_alloc_time": times(allocations),
         "host_free_time": times(given_back),
     }
 
@@ -184,13 +184,15 @@ def _counts(current: int, peak: int, allocated: int, freed: int) -> Counts:
 
 
 def _blocks(pool: Pool) -> Counts:
-    given, freed = pool.since[:2]
-    return _counts(pool.blocks, pool.blocks_peak, pool.blocks_given - given, pool.blocks_given - pool.blocks - freed)
+    allocated, freed = pool.since[:2]
+    return _counts(
+        pool.blocks, pool.blocks_peak, pool.blocks_given - allocated, pool.blocks_given - pool.blocks - freed
+    )
 
 
 def _bytes(pool: Pool) -> Counts:
-    given, freed = pool.since[2:]
-    return _counts(pool.bytes, pool.bytes_peak, pool.bytes_given - given, pool.bytes_given - pool.bytes - freed)
+    allocated, freed = pool.since[2:]
+    return _counts(pool.bytes, pool.bytes_peak, pool.bytes_given - allocated, pool.bytes_given - pool.bytes - freed)
 
 
 def _reserved(pool: Pool) -> Counts:
@@ -198,8 +200,8 @@ def _reserved(pool: Pool) -> Counts:
 
 
 def _segment(pool: Pool) -> Counts:
-    there = int(pool.reserved > 0)
-    return _counts(there, there, there, 0)
+    count = int(pool.reserved > 0)
+    return _counts(count, count, count, 0)
 
 
 def _none(pool: Pool) -> Counts:
@@ -213,8 +215,8 @@ def _live(memory: DeviceMemory) -> list[Block]:
 def _memory_stats(index: int) -> dict[str, object]:
     memory = device_memory(index)
 
-    def by_pool(of: Callable[[Pool], Counts], peak: int | None = None) -> dict[str, Counts]:
-        small, large = of(memory.small), of(memory.large)
+    def by_pool(counts_of: Callable[[Pool], Counts], peak: int | None = None) -> dict[str, Counts]:
+        small, large = counts_of(memory.small), counts_of(memory.large)
         both = {key: small[key] + large[key] for key in small}
         if peak is not None:
             both["peak"] = peak
@@ -268,16 +270,16 @@ def _snapshot_of(memory: DeviceMemory, pool: Pool, name: str) -> dict[str, objec
                 }
             )
             address += block.nbytes
-    used, requested = address - base, sum(int(b["requested_size"]) for b in blocks)  # type: ignore[call-overload]
-    if pool.reserved > used:
-        free = {"address": address, "size": pool.reserved - used, "requested_size": 0, "state": "inactive"}
+    occupied, requested = address - base, sum(int(b["requested_size"]) for b in blocks)  # type: ignore[call-overload]
+    if pool.reserved > occupied:
+        free = {"address": address, "size": pool.reserved - occupied, "requested_size": 0, "state": "inactive"}
         blocks.append({**free, "frames": []})
     return {
         "device": memory.index,
         "address": base,
         "total_size": pool.reserved,
-        "allocated_size": used,
-        "active_size": used,
+        "allocated_size": occupied,
+        "active_size": occupied,
         "requested_size": requested,
         "stream": 0,
         "segment_type": name,

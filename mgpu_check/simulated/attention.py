@@ -32,7 +32,7 @@ from mgpu_check.simulated.node import active_node
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.patches import Patches
 
-SINCE_2_14 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+SINCE_2_14 = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 14)
 """Since torch 2.14 all kernels accept one head of keys and values for all queries, and unbatched operands."""
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -72,18 +72,18 @@ def _on_cuda(params: Params) -> str:
     )
 
 
-def _dtype_in(*known: torch.dtype) -> Condition:
-    """Return the condition that the three operands have the same dtype, one of ``known``."""
+def _dtype_in(*allowed: torch.dtype) -> Condition:
+    """Return the condition that the three operands have the same dtype, one of ``allowed``."""
 
     def condition(params: Params) -> str:
         dtypes = [t.dtype for t in _tensors(params)]
-        if dtypes[0] in known and len(set(dtypes)) == 1:
+        if dtypes[0] in allowed and len(set(dtypes)) == 1:
             return ""
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
+        allowed_names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         query, key, value = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
-            f"Expected query, key and value to all be of dtype: {{{names}}}. Got Query dtype: {query}, Key dtype: "
-            f"{key}, and Value dtype: {value} instead."
+            f"Expected query, key and value to all be of dtype: {{{allowed_names}}}. Got Query dtype: {query}, Key "
+            f"dtype: {key}, and Value dtype: {value} instead."
         )
 
     return condition
@@ -377,10 +377,10 @@ class _Weights:
             generator = torch.Generator(self.query.device).manual_seed(self.seed)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            block, seen = slice(start, stop), slice(0, min(stop, columns) if self.causal else columns)
-            scores = (self.query[:, :, block].float() * self.scale) @ self.key[:, :, seen].mT
+            block, visible = slice(start, stop), slice(0, min(stop, columns) if self.causal else columns)
+            scores = (self.query[:, :, block].float() * self.scale) @ self.key[:, :, visible].mT
             if self.bias is not None:
-                scores += (self.bias[:, :, block] if self.bias.size(2) > 1 else self.bias)[..., seen]
+                scores += (self.bias[:, :, block] if self.bias.size(2) > 1 else self.bias)[..., visible]
             if self.causal:  # aligned to the upper left, as torch has it
                 hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + start)
                 scores.masked_fill_(hidden, -math.inf)
@@ -390,19 +390,19 @@ class _Weights:
                 kept = (
                     (drawn >= self.dropout).float() / (1 - self.dropout) if self.dropout < 1 else scores.new_zeros(())
                 )
-            yield block, seen, scores, kept
+            yield block, visible, scores, kept
 
 
 def _attend(weights: _Weights, value: Tensor) -> Attended:
     """Return the attention and the logsumexp of each row of scores, in float32; 0 and inf for a row without keys."""
     outs, sums = [], []
-    for _, seen, scores, kept in weights.blocks():
+    for _, visible, scores, kept in weights.blocks():
         largest = scores.amax(-1, keepdim=True)
         largest.masked_fill_(largest == -math.inf, 0.0)
         shares = scores.sub_(largest).exp_()
         total = shares.sum(-1, keepdim=True)
         empty = total == 0
-        out = (shares if kept is None else shares.mul_(kept)) @ value[:, :, seen]
+        out = (shares if kept is None else shares.mul_(kept)) @ value[:, :, visible]
         outs.append(out.div_(total.masked_fill(empty, 1.0)))
         sums.append(total.log_().add_(largest).masked_fill_(empty, math.inf).squeeze(-1))
     return torch.cat(outs, 2), torch.cat(sums, 2)
@@ -416,17 +416,17 @@ def _gradients(
     mean = (gradient * out.float()).sum(-1, keepdim=True)
     of_queries, of_scores = [], []
     of_key, of_value = torch.zeros_like(weights.key), torch.zeros_like(value)
-    for block, seen, scores, kept in weights.blocks():
+    for block, visible, scores, kept in weights.blocks():
         shares = scores.sub_(logsumexp[:, :, block]).exp_()
-        of_shares = gradient[:, :, block] @ value[:, :, seen].mT
-        of_value[:, :, seen] += (shares if kept is None else shares * kept).mT @ gradient[:, :, block]
+        of_shares = gradient[:, :, block] @ value[:, :, visible].mT
+        of_value[:, :, visible] += (shares if kept is None else shares * kept).mT @ gradient[:, :, block]
         if kept is not None:
             of_shares.mul_(kept)
         moved = of_shares.sub_(mean[:, :, block]).mul_(shares)
-        of_queries.append(moved @ weights.key[:, :, seen])
-        of_key[:, :, seen] += moved.mT @ weights.query[:, :, block].float()
+        of_queries.append(moved @ weights.key[:, :, visible])
+        of_key[:, :, visible] += moved.mT @ weights.query[:, :, block].float()
         if of_bias:
-            of_scores.append(torch.nn.functional.pad(moved, (0, value.size(2) - seen.stop)))
+            of_scores.append(torch.nn.functional.pad(moved, (0, value.size(2) - visible.stop)))
     of_query = torch.cat(of_queries, 2).mul_(weights.scale)
     return of_query, of_key.mul_(weights.scale), of_value, torch.cat(of_scores, 2) if of_bias else None
 
@@ -464,10 +464,10 @@ def _check_flash(query: Tensor, *others: Tensor) -> None:
         )
 
 
-def _check_dtype(name: str, known: tuple[torch.dtype, ...], query: Tensor, bias: Optional) -> None:
-    if query.dtype not in known:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
-        raise RuntimeError(f"{name} takes {names}, but got {str(query.dtype).removeprefix('torch.')}")
+def _check_dtype(name: str, allowed: tuple[torch.dtype, ...], query: Tensor, bias: Optional) -> None:
+    if query.dtype not in allowed:
+        allowed_names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise RuntimeError(f"{name} takes {allowed_names}, but got {str(query.dtype).removeprefix('torch.')}")
     if bias is not None and bias.dtype != query.dtype:
         raise RuntimeError("invalid dtype for bias - should match query's dtype")
 
@@ -727,11 +727,11 @@ def _attention(original: Function) -> Function:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        given = [t for t in (query, key, value, attn_mask) if t is not None]
+        operands = [t for t in (query, key, value, attn_mask) if t is not None]
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        if has_torch_function(given):
+        if has_torch_function(operands):
             handled: torch.Tensor = handle_torch_function(
-                attention, given, query, key, value, attn_mask, dropout_p, is_causal, **options
+                attention, operands, query, key, value, attn_mask, dropout_p, is_causal, **options
             )
             return handled
         if not query.device == key.device == value.device:
@@ -784,8 +784,8 @@ def _dispatched(
     backend = chosen_kernel(Params(*batched, full, dropout, causal, gqa))
     if backend == SDPBackend.MATH:
         return _math(operands, mask, dropout, causal, scale, gqa)
-    found = _FUSED[backend](batched, full, dropout, causal, scale)
-    return found.squeeze(0) if single else found
+    output = _FUSED[backend](batched, full, dropout, causal, scale)
+    return output.squeeze(0) if single else output
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> torch.Tensor | None:

@@ -133,46 +133,65 @@ _UNSAFE = (
 Policy = Callable[[torch._ops.OpOverload, tuple[object, ...], dict[str, object], torch.dtype, type], object]
 
 
-def _eligible(t: torch.Tensor, kind: type) -> bool:
-    mine = isinstance(t, SimulatedTensor) is (kind is SimulatedTensor)
+def _eligible(t: torch.Tensor, tensor_class: type) -> bool:
+    mine = isinstance(t, SimulatedTensor) is (tensor_class is SimulatedTensor)
     return mine and t.is_floating_point() and t.dtype is not torch.float64
 
 
-def _cast(value: object, dtype: torch.dtype, kind: type) -> object:
-    """Return ``value`` with its eligible tensors (of ``kind``, floating, not float64) in ``dtype``."""
+def _cast(value: object, dtype: torch.dtype, tensor_class: type) -> object:
+    """Return ``value`` with its eligible tensors (of ``tensor_class``, floating, not float64) in ``dtype``."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if _eligible(value, kind) else value
+        return value.to(dtype) if _eligible(value, tensor_class) else value
     if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, dtype, kind) for item in value)
+        return type(value)(_cast(item, dtype, tensor_class) for item in value)
     return value
 
 
 def _lower(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dtype: torch.dtype,
+    tensor_class: type,
 ) -> object:
-    return op(*(_cast(a, dtype, kind) for a in args), **{name: _cast(v, dtype, kind) for name, v in kwargs.items()})
+    return op(
+        *(_cast(a, dtype, tensor_class) for a in args),
+        **{name: _cast(v, dtype, tensor_class) for name, v in kwargs.items()},
+    )
 
 
 def _float32(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dtype: torch.dtype,
+    tensor_class: type,
 ) -> object:
-    return _lower(op, args, kwargs, torch.float32, kind)
+    return _lower(op, args, kwargs, torch.float32, tensor_class)
 
 
 def _float32_result(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dtype: torch.dtype,
+    tensor_class: type,
 ) -> object:
-    first = args[0]
+    operand = args[0]
     position = [a.name for a in op._schema.arguments].index("dtype")
-    given = args[position] if position < len(args) else kwargs.get("dtype")
-    if given is None and isinstance(first, torch.Tensor) and _eligible(first, kind):
+    requested = args[position] if position < len(args) else kwargs.get("dtype")
+    if requested is None and isinstance(operand, torch.Tensor) and _eligible(operand, tensor_class):
         args = args[:position]
         return op(*args, **{**kwargs, "dtype": torch.float32})
     return op(*args, **kwargs)
 
 
 def _widest(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dtype: torch.dtype,
+    tensor_class: type,
 ) -> object:
     tensors = [
         t
@@ -181,17 +200,25 @@ def _widest(
         if isinstance(t, torch.Tensor) and t.is_floating_point()
     ]
     wide = torch.float32 if any(t.dtype is torch.float32 for t in tensors) else dtype
-    return _lower(op, args, kwargs, wide, kind)
+    return _lower(op, args, kwargs, wide, tensor_class)
 
 
 def _as_it_is(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dtype: torch.dtype,
+    tensor_class: type,
 ) -> object:
     return op(*args, **kwargs)
 
 
 def _unsafe(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    dtype: torch.dtype,
+    tensor_class: type,
 ) -> object:
     raise RuntimeError(_UNSAFE)
 
@@ -205,7 +232,7 @@ _POLICIES: tuple[tuple[list[str], Policy], ...] = (
 )
 
 
-KNOWN = frozenset(name for names, _ in _POLICIES for name in names)
+KNOWN = frozenset(name for operations, _ in _POLICIES for name in operations)
 
 
 def _holds_simulated(values: object) -> bool:
@@ -259,8 +286,8 @@ class _Autocast:
             library = torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that its own kernels are replaced, which is intended
-                for names, policy in _POLICIES:
-                    for name in names:
+                for operations, policy in _POLICIES:
+                    for name in operations:
                         self._register_one(library, name, policy)
             self._library = library
 
@@ -271,8 +298,8 @@ class _Autocast:
         if op is None:
             return
         on_cuda, on_cpu = (
-            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{kind}")
-            for kind in ("CUDA", "CPU")
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{backend}")
+            for backend in ("CUDA", "CPU")
         )
         if not on_cuda and not on_cpu:
             return

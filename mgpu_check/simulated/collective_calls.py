@@ -194,7 +194,7 @@ class LateWork(dist.Work):
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> object:
-        return next((found for work in self.works if (found := work.exception()) is not None), None)
+        return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def _source_rank(self) -> int:
         return self.works[0]._source_rank()
@@ -262,13 +262,13 @@ class TransferCall:
         outs, ins = self.lists
         return (outs and any(t is tensor for t in self.outs)) or (ins and any(t is tensor for t in self.ins))
 
-    def options(self, kind: type, **given: Any) -> Any:
-        made = kind()
+    def options(self, options_type: type, **fields: Any) -> Any:
+        options = options_type()
         if self.timeout is not None and self.timeout > timedelta(0):
-            made.timeout = self.timeout
-        for name, value in given.items():
-            setattr(made, name, value)
-        return made
+            options.timeout = self.timeout
+        for name, value in fields.items():
+            setattr(options, name, value)
+        return options
 
 
 def _title(name: str) -> Callable[[], None]:
@@ -311,10 +311,10 @@ def all_reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> S
     works, factors = [], []
     for tensor in call.both:
         host = staging.update(tensor)
-        given, op = _prepared(host, call.op)
-        works.append(_on_gloo(call, "allreduce", pg, [given], call.options(_c10d.AllreduceOptions, reduceOp=op)))
-        if given.dtype is host.dtype and given is not host:
-            factors.append((host, given))
+        prepared, op = _prepared(host, call.op)
+        works.append(_on_gloo(call, "allreduce", pg, [prepared], call.options(_c10d.AllreduceOptions, reduceOp=op)))
+        if prepared.dtype is host.dtype and prepared is not host:
+            factors.append((host, prepared))
     return works, (lambda: _copy(factors)) if factors else None
 
 
@@ -324,24 +324,24 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def broadcast(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    here = pg.rank() == call.root
-    hosts = [_bytes(staging.read(t) if here else staging.write(t)) for t in call.both]
-    if here:
+    is_root = pg.rank() == call.root
+    hosts = [_bytes(staging.read(t) if is_root else staging.write(t)) for t in call.both]
+    if is_root:
         staging.results.extend(call.both)
     options = call.options(_c10d.BroadcastOptions, rootRank=call.root)
     return [_on_gloo(call, "broadcast", pg, [host], options) for host in hosts], None
 
 
 def reduce(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    here = pg.rank() == call.root
+    is_root = pg.rank() == call.root
     tensor = call.both[0]
     # gloo uses the tensors of the others as scratch memory; NCCL does not change them.
-    host = staging.update(tensor) if here else staging.read(tensor).clone()
-    given, op = _prepared(host, call.op)
+    host = staging.update(tensor) if is_root else staging.read(tensor).clone()
+    prepared, op = _prepared(host, call.op)
     options = call.options(_c10d.ReduceOptions, reduceOp=op, rootRank=call.root)
-    work = _on_gloo(call, "reduce", pg, [given], options)
-    again = here and given is not host and given.dtype is host.dtype
-    return [work], (lambda: _copy([(host, given)])) if again else None
+    work = _on_gloo(call, "reduce", pg, [prepared], options)
+    copies_back = is_root and prepared is not host and prepared.dtype is host.dtype
+    return [work], (lambda: _copy([(host, prepared)])) if copies_back else None
 
 
 def all_gather(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
@@ -384,24 +384,24 @@ def gather_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -
 
 
 def scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    given = [_bytes(staging.read(t)) for t in call.ins]
+    inputs = [_bytes(staging.read(t)) for t in call.ins]
     out = _bytes(staging.write(call.outs[0]))
     options = call.options(_c10d.ScatterOptions, rootRank=call.root)
-    return [_on_gloo(call, "scatter", pg, [out], [given] if given else [], options)], None
+    return [_on_gloo(call, "scatter", pg, [out], [inputs] if inputs else [], options)], None
 
 
 def reduce_scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    given = [staging.read(t) for t in call.ins]
+    inputs = [staging.read(t) for t in call.ins]
     out = staging.write(call.outs[0])
-    prepared = [_prepared(t, call.op) for t in given]
+    prepared = [_prepared(t, call.op) for t in inputs]
     op = prepared[0][1]
     target = out.view(torch.uint8) if out.dtype is torch.bool else out
     if len({t.numel() for t in call.ins}) == 1:
         options = call.options(_c10d.ReduceScatterOptions, reduceOp=op)
         return [_on_gloo(call, "reduce_scatter", pg, [target], [[t for t, _ in prepared]], options)], None
     works, mine = [], target
-    for root, (part, _) in enumerate(prepared):
-        scratch = part.clone()
+    for root, (shard, _) in enumerate(prepared):
+        scratch = shard.clone()
         options = call.options(_c10d.ReduceOptions, reduceOp=op, rootRank=root)
         works.append(_on_gloo(call, "reduce", pg, [scratch], options))
         if root == pg.rank():
@@ -410,33 +410,33 @@ def reduce_scatter(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) 
 
 
 def reduce_scatter_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    given, op = _prepared(staging.read(call.ins[0]), call.op)
+    prepared, op = _prepared(staging.read(call.ins[0]), call.op)
     out = staging.write(call.outs[0])
     target = out.view(torch.uint8) if out.dtype is torch.bool else out
     options = call.options(_c10d.ReduceScatterOptions, reduceOp=op)
-    return [_on_gloo(call, "_reduce_scatter_base", pg, target.view(-1), given.view(-1), options)], None
+    return [_on_gloo(call, "_reduce_scatter_base", pg, target.view(-1), prepared.view(-1), options)], None
 
 
 def all_to_all(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    given = [_bytes(staging.read(t)).view(-1) for t in call.ins]
+    inputs = [_bytes(staging.read(t)).view(-1) for t in call.ins]
     outs = [_bytes(staging.write(t)).view(-1) for t in call.outs]
     joined = torch.empty(sum(t.numel() for t in outs), dtype=outs[0].dtype)
-    sizes = [t.numel() for t in outs], [t.numel() for t in given]
+    sizes = [t.numel() for t in outs], [t.numel() for t in inputs]
     options = call.options(_c10d.AllToAllOptions)
-    work = _on_gloo(call, "alltoall_base", pg, joined, torch.cat(given), *sizes, options)
+    work = _on_gloo(call, "alltoall_base", pg, joined, torch.cat(inputs), *sizes, options)
     return [work], lambda: _copy(list(zip(outs, joined.split(sizes[0]), strict=True)))
 
 
 def all_to_all_single(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) -> Started:
-    given = staging.read(call.ins[0])
+    source = staging.read(call.ins[0])
     out = staging.write(call.outs[0])
     outs, ins = (list(sizes) for sizes in call.splits)
-    if given.dtype not in _MOVED_AS_IS:
+    if source.dtype not in _MOVED_AS_IS:
         # Rows of bytes: splits count rows.
-        given = given.reshape(given.size(0), -1).view(torch.uint8) if given.numel() else given.view(torch.uint8)
+        source = source.reshape(source.size(0), -1).view(torch.uint8) if source.numel() else source.view(torch.uint8)
         out = out.view(out.size(0), -1).view(torch.uint8) if out.numel() else out.view(torch.uint8)
     options = call.options(_c10d.AllToAllOptions)
-    return [_on_gloo(call, "alltoall_base", pg, out, given, outs, ins, options)], None
+    return [_on_gloo(call, "alltoall_base", pg, out, source, outs, ins, options)], None
 
 
 def _tag(call: TransferCall) -> int:
@@ -455,33 +455,33 @@ def recv_anysource(call: TransferCall, pg: dist.ProcessGroup, staging: Staging) 
     return [_on_gloo(call, "recv_anysource", pg, [staging.write(call.outs[0])], _tag(call))], None
 
 
-def without_self(pg: dist.ProcessGroup, asked: list[TransferCall], staging: Staging) -> Iterator[TransferCall]:
+def without_self(pg: dist.ProcessGroup, calls: list[TransferCall], staging: Staging) -> Iterator[TransferCall]:
     """Copy the messages that this rank sends to itself, and return the other calls: gloo cannot send to self."""
-    mine = [call for call in asked if call.nccl and call.peer and call.root == pg.rank()]
+    mine = [call for call in calls if call.nccl and call.peer and call.root == pg.rank()]
     sent = [staging.read(call.ins[0]) for call in mine if call.ins]
     received = [call.outs[0] for call in mine if call.outs]
     for values, target in zip(sent, received, strict=False):
         staging.write(target).copy_(values.view(target.shape))
-    return (call for call in asked if call not in mine)
+    return (call for call in calls if call not in mine)
 
 
-def _one(title: str, run: Callable[..., Started], opts: Any, timeout: Any = None, **given: Any) -> list[TransferCall]:
+def _one(title: str, run: Callable[..., Started], opts: Any, timeout: Any = None, **fields: Any) -> list[TransferCall]:
     """Return a call; its options are an object of torch, a time limit, or another argument, which has neither."""
     if timeout is None:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
-    return [TransferCall(title, run, bool(getattr(opts, "asyncOp", True)), timeout=timeout, **given)]
+    return [TransferCall(title, run, bool(getattr(opts, "asyncOp", True)), timeout=timeout, **fields)]
 
 
-def _list(value: Any, other: Any = None) -> Tensors:
+def _list(value: Any, alternative: Any = None) -> Tensors:
     """Return the tensors of an argument, or of its other spelling."""
-    value = value if other is None else other
+    value = value if alternative is None else alternative
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
 def _nested(value: Any) -> Tensors:
     """Return the only list inside a list of lists, or a flat list unchanged."""
-    given = list(value or ())
-    return list(given[0]) if given and isinstance(given[0], (list, tuple)) else given
+    tensors = list(value or ())
+    return list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors
 
 
 def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:

@@ -51,10 +51,10 @@ def _group(name: Any) -> Any:
     return name if isinstance(name, dist.ProcessGroup) else _c10d.ProcessGroup.unbox(name)
 
 
-def _reduction(kind: type, name: str) -> Any:
-    opts = kind()
-    known = _OPS.get(name.lower())
-    opts.reduceOp = getattr(dist.ReduceOp, known or name.upper())
+def _reduction(options_type: type, name: str) -> Any:
+    opts = options_type()
+    operation = _OPS.get(name.lower())
+    opts.reduceOp = getattr(dist.ReduceOp, operation or name.upper())
     return opts
 
 
@@ -118,9 +118,9 @@ def _all_gather_into_tensor(input: torch.Tensor, group_size: int, group_name: An
 
 def _all_gather_into_tensor_coalesced(inputs: Tensors, group_size: int, group_name: Any) -> Tensors:
     outs = [_gathered(t, group_size) for t in inputs]
-    given = [_dense(t) for t in inputs]
+    dense = [_dense(t) for t in inputs]
     group = _group(group_name)
-    _pending(group.allgather_into_tensor_coalesced(outs, given, _c10d.AllgatherOptions()), *outs)
+    _pending(group.allgather_into_tensor_coalesced(outs, dense, _c10d.AllgatherOptions()), *outs)
     return outs
 
 
@@ -145,8 +145,8 @@ def _reduce_scatter_tensor(input: torch.Tensor, reduce_op: str, group_size: int,
 def _reduce_scatter_tensor_coalesced(inputs: Tensors, reduce_op: str, group_size: int, group_name: Any) -> Tensors:
     outs = [_scattered(t, group_size) for t in inputs]
     opts = _reduction(_c10d.ReduceScatterOptions, reduce_op)
-    given = [_dense(t) for t in inputs]
-    _pending(_group(group_name).reduce_scatter_tensor_coalesced(outs, given, opts), *outs)
+    dense = [_dense(t) for t in inputs]
+    _pending(_group(group_name).reduce_scatter_tensor_coalesced(outs, dense, opts), *outs)
     return outs
 
 
@@ -189,20 +189,20 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _fused_all_gather_matmul(
-    part: torch.Tensor, factors: Tensors, gather_dim: int, group_name: Any, *, return_A: bool = True
+    shard: torch.Tensor, factors: Tensors, gather_dim: int, group_name: Any, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, Tensors]:
     group = _group(group_name)
-    whole = wait_pending(_all_gather_into_tensor(part.movedim(gather_dim, 0), group.size(), group))
-    whole = whole.movedim(0, gather_dim)
-    return whole if return_A else None, [whole @ factor for factor in factors]
+    full_tensor = wait_pending(_all_gather_into_tensor(shard.movedim(gather_dim, 0), group.size(), group))
+    full_tensor = full_tensor.movedim(0, gather_dim)
+    return full_tensor if return_A else None, [full_tensor @ factor for factor in factors]
 
 
 def _fused_matmul_reduce_scatter(
     x: torch.Tensor, factor: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: Any
 ) -> torch.Tensor:
     group = _group(group_name)
-    made = (x @ factor).movedim(scatter_dim, 0)
-    return wait_pending(_reduce_scatter_tensor(made, reduce_op, group.size(), group)).movedim(0, scatter_dim)
+    product = (x @ factor).movedim(scatter_dim, 0)
+    return wait_pending(_reduce_scatter_tensor(product, reduce_op, group.size(), group)).movedim(0, scatter_dim)
 
 
 OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTIONS.items()} | {
@@ -214,11 +214,11 @@ OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTI
 
 def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Callable[..., Any]:
     positions = list(inspect.signature(original).parameters)
-    first, group_at = positions[0], positions.index("group")
+    leading, group_at = positions[0], positions.index("group")
 
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        value = args[0] if args else kwargs.get(first)
+        value = args[0] if args else kwargs.get(leading)
         tensors = value if isinstance(value, (list, tuple)) else (value,)
         if any(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors):
             refuse(args[group_at] if len(args) > group_at else kwargs.get("group"))
@@ -231,8 +231,8 @@ def install_functional(replace: Callable[[object, object], None], refuse: Callab
     """Make the public functions call ``refuse(group)`` for CPU tensors, which C++ would pass to gloo."""
     for name, function in list(vars(public).items()):
         if inspect.isfunction(function) and function.__module__ == public.__name__ and not name.startswith("_"):
-            names = list(inspect.signature(function).parameters)
-            if "group" in names[1:] and names[0] in ("self", "inputs"):
+            parameter_names = list(inspect.signature(function).parameters)
+            if "group" in parameter_names[1:] and parameter_names[0] in ("self", "inputs"):
                 replace(function, _refusing(function, refuse))
 
 
@@ -280,29 +280,29 @@ def _refuse(call: TransferCall, group: NcclGroup) -> None:
             raise TypeError("Cannot use ReduceOp.AVG with boolean input")
 
 
-def _carry_out(group: NcclGroup, asked: list[TransferCall]) -> LateWork | None:
+def _carry_out(group: NcclGroup, calls: list[TransferCall]) -> LateWork | None:
     """Run calls as NCCL does, or queue them while the group coalesces."""
-    for call in asked:
+    for call in calls:
         _refuse(call, group)
         call.nccl = True
-    first = next((t for call in asked for t in call.tensors()), None)
+    tensor = next((t for call in calls for t in call.tensors()), None)
     # Messages do not connect the group: NCCL makes a separate communicator for each pair of ranks.
-    if first is not None and not asked[0].peer:
-        connect(group, first.get_device())
+    if tensor is not None and not calls[0].peer:
+        connect(group, tensor.get_device())
     queue = _coalescing.get(group.pg.group_name)
     if queue is not None:
-        queue.extend(asked)
+        queue.extend(calls)
         return None
-    return _run(group.pg, asked)
+    return _run(group.pg, calls)
 
 
-def _run(pg: dist.ProcessGroup, asked: list[TransferCall]) -> LateWork | None:
-    late = any(call.late for call in asked)
+def _run(pg: dist.ProcessGroup, calls: list[TransferCall]) -> LateWork | None:
+    late = any(call.late for call in calls)
     staging = Staging(late)
-    delivered = None if hardware.present is None else hardware.sent(hardware.present, nccl_of(pg), asked)
+    delivered = None if hardware.present is None else hardware.sent(hardware.present, nccl_of(pg), calls)
     works: list[dist.Work] = []
     after: list[Callable[[], None]] = []
-    for call in without_self(pg, asked, staging):
+    for call in without_self(pg, calls, staging):
         started, then = call.start(call, pg, staging)
         if not late:
             for work in started:
@@ -314,7 +314,7 @@ def _run(pg: dist.ProcessGroup, asked: list[TransferCall]) -> LateWork | None:
         if then is not None:
             after.append(then)
     if late:
-        return LateWork(works, staging, after, asked[0].title.upper() if asked and asked[0].nccl else "", delivered)
+        return LateWork(works, staging, after, calls[0].title.upper() if calls and calls[0].nccl else "", delivered)
     staging.deliver()
     if delivered is not None:
         delivered()
@@ -328,20 +328,20 @@ def _method(original: Callable[..., object], parse: Callable[..., list[TransferC
         if active_node() is None:
             return original(self, *args, **kwargs)
         if any(map(is_pending, tensors)):
-            args, kwargs = tree_map(lambda one: one.trigger_wait() if is_pending(one) else one, (args, kwargs))
+            args, kwargs = tree_map(lambda leaf: leaf.trigger_wait() if is_pending(leaf) else leaf, (args, kwargs))
             tensors = list(tensors_in([*args, *kwargs.values()]))
         group = nccl_of(self)
         if any(isinstance(t, SimulatedTensor) for t in tensors):
-            asked = parse(*args, **kwargs)
-            return _run(self, asked) if group is None else _carry_out(group, asked)
+            calls = parse(*args, **kwargs)
+            return _run(self, calls) if group is None else _carry_out(group, calls)
         if tensors and group is not None and "cpu" not in group.backends:
             raise RuntimeError(NO_CPU)
         if not tensors or any(t.layout is not torch.strided for t in tensors):
             return original(self, *args, **kwargs)
-        asked = parse(*args, **kwargs)
-        if not any(call.late for call in asked):
+        calls = parse(*args, **kwargs)
+        if not any(call.late for call in calls):
             return original(self, *args, **kwargs)
-        return _run(self, asked)
+        return _run(self, calls)
 
     return method
 
@@ -386,9 +386,9 @@ def _start_coalescing(original: Callable[..., None], self: dist.ProcessGroup, de
 def _end_coalescing(original: Callable[..., object], self: dist.ProcessGroup, device: torch.device) -> object:
     if nccl_of(self) is None or device.type != "cuda":
         return original(self, device)
-    for call in (asked := _coalescing.pop(self.group_name, [])):
+    for call in (calls := _coalescing.pop(self.group_name, [])):
         call.late = True
-    return _run(self, asked)
+    return _run(self, calls)
 
 
 _recorded: Callable[[str, Callable[..., object]], Callable[..., object]] | None = None

@@ -34,13 +34,13 @@ _c10d = torch._C._distributed_c10d
 
 def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Connect the device of `tensors`, which C++ sends together, to `group`, or raise NCCL's error for CPU tensors."""
-    found = nccl_of(group)
-    if found is None or not tensors:
+    nccl_group = nccl_of(group)
+    if nccl_group is None or not tensors:
         return
-    first = tensors[0]
-    if isinstance(first, SimulatedTensor):
-        connect(found, first.get_device())
-    elif "cpu" not in found.backends and first.device.type == "cpu":
+    tensor = tensors[0]
+    if isinstance(tensor, SimulatedTensor):
+        connect(nccl_group, tensor.get_device())
+    elif "cpu" not in nccl_group.backends and tensor.device.type == "cpu":
         raise RuntimeError(NO_CPU)
 
 
@@ -148,18 +148,18 @@ def _finishing(original: Callable[..., object], *args: Any) -> object:
 
 @around
 def _bucket_buffer(original: Callable[..., torch.Tensor], self: object) -> torch.Tensor:
-    made = original(self)
+    buffer = original(self)
     home = self.parameters()[0]  # type: ignore[attr-defined]
-    return tag(made, home.device) if isinstance(home, SimulatedTensor) and type(made) is torch.Tensor else made
+    return tag(buffer, home.device) if isinstance(home, SimulatedTensor) and type(buffer) is torch.Tensor else buffer
 
 
 @around
 def _bucket_gradients(original: Callable[..., list[torch.Tensor]], self: object) -> list[torch.Tensor]:
     home = self.parameters()[0]  # type: ignore[attr-defined]
-    made = original(self)
+    gradients = original(self)
     if not isinstance(home, SimulatedTensor):
-        return made
-    return [tag(g, home.device) if type(g) is torch.Tensor else g for g in made]
+        return gradients
+    return [tag(g, home.device) if type(g) is torch.Tensor else g for g in gradients]
 
 
 def install_reducer(patches: Patches) -> None:
@@ -183,9 +183,9 @@ def install_reducer(patches: Patches) -> None:
 def _device(index: int) -> torch.device:
     if index < 0:
         raise RuntimeError(f"Expected non-negative device index, but got {index}")
-    made = simulated_device(index)
-    assert made is not None
-    return made
+    device = simulated_device(index)
+    assert device is not None
+    return device
 
 
 def _check_outputs(out: Sequence[torch.Tensor]) -> None:
@@ -221,8 +221,8 @@ def _broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[to
 
 def _of_nccl(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether torch calls NCCL: several contiguous tensors, each on its own device."""
-    apart = len({tensor.device for tensor in tensors}) == len(tensors) > 1
-    return apart and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+    distinct = len({tensor.device for tensor in tensors}) == len(tensors) > 1
+    return distinct and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
 
 
 def _broadcast_coalesced(
@@ -248,7 +248,7 @@ def _copies(
     shards: Sequence[torch.Tensor], devices: Sequence[torch.device], streams: Sequence[Stream | None] | None
 ) -> list[torch.Tensor]:
     """Copy each shard to its device on its stream; a shard that is on its device already stays a view."""
-    made = []
+    copies = []
     for i, (shard, device) in enumerate(zip(shards, devices, strict=False)):
         stream = streams[i] if streams else None
         if stream is not None and stream.device != device:
@@ -257,8 +257,8 @@ def _copies(
                 f"device supplied at that index (expected {device.index})"
             )
         with torch.no_grad(), StreamContext(stream):
-            made.append(move(shard, device, non_blocking=True))
-    return made
+            copies.append(move(shard, device, non_blocking=True))
+    return copies
 
 
 def _scatter(
@@ -290,10 +290,10 @@ def _scatter_out(
     dim = dim + tensor.dim() if dim < 0 else dim
     shape = list(tensor.shape)
     for i, target in enumerate(out):
-        given = list(target.shape)
-        if len(given) != len(shape) or [*given[:dim], shape[dim], *given[dim + 1 :]] != shape:
+        actual = list(target.shape)
+        if len(actual) != len(shape) or [*actual[:dim], shape[dim], *actual[dim + 1 :]] != shape:
             raise RuntimeError(
-                f"Output tensor at index {i} has incorrect shape: {given}. Expected same shape except for scatter dim "
+                f"Output tensor at index {i} has incorrect shape: {actual}. Expected same shape except for scatter dim "
                 f"{dim} as the source tensor: {shape}"
             )
     sizes = [target.size(dim) for target in out]

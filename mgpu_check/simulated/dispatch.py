@@ -99,23 +99,26 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
         return None
     operands = []
     for operand in _operands(func, args, kwargs):
-        kind = type(operand.tensor)
-        own = kind is not SimulatedTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        tensor_class = type(operand.tensor)
+        own = (
+            tensor_class is not SimulatedTensor
+            and tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        )
         if own:
             return NotImplemented  # type: ignore[no-any-return]
-        if kind is SimulatedTensor:
+        if tensor_class is SimulatedTensor:
             operands.append(operand)
             continue
-        held = sys.getrefcount(operand.tensor)
-        if _seen is not None:
-            _seen.append(held)
+        references = sys.getrefcount(operand.tensor)
+        if _reference_counts is not None:
+            _reference_counts.append(references)
         # If only this call holds a plain tensor, one of torch's own operators created it in C++. Operators in the table
         # create it with the options of the backing device, so it belongs to the simulated device. In other operators it
         # may be a view or a copy of an argument of the caller.
-        made_here = held <= _held_by_this_call and (name in _MASKED_FILL or not operand.tensor._is_view())
+        made_here = references <= _held_by_this_call and (name in _MASKED_FILL or not operand.tensor._is_view())
         if not (made_here and rules.temporaries.get(name) == operand.name):
             operands.append(operand)
-    if _seen is not None:
+    if _reference_counts is not None:
         return None
     if len({o.device for o in operands}) < 2 or _called_by_autograd():
         return None
@@ -144,18 +147,18 @@ def _refuse_if_mixed(name: str, full: str, operands: list[_Operand], rules: _Rul
 
 
 def _operands(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Operand]:
-    found: list[_Operand] = []
+    operands: list[_Operand] = []
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, torch.Tensor):
-                found.append(_Operand(argument.name, item, written))
-    return found
+                operands.append(_Operand(argument.name, item, written))
+    return operands
 
 
 _held_by_this_call = 0
-_seen: list[int] | None = None  # while calibrating: the reference count of each plain operand
+_reference_counts: list[int] | None = None  # while calibrating: the reference count of each plain operand
 
 
 def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -164,17 +167,17 @@ def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
     ``one_hot`` compares its input with its own ``arange``. If an operand of the caller has no more references than
     that, the two cannot be distinguished, and every mismatch is refused.
     """
-    global _held_by_this_call, _seen
-    made: list[int] = []
-    given: list[int] = []
+    global _held_by_this_call, _reference_counts
+    of_temporary: list[int] = []
+    of_caller: list[int] = []
     try:
-        _seen = made
+        _reference_counts = of_temporary
         torch.nn.functional.one_hot(tagged(torch.zeros(1, dtype=torch.int64)), 1)
-        _seen = given
+        _reference_counts = of_caller
         _ = tagged(torch.zeros(1)) + torch.ones(1)
     finally:
-        _seen = None
-    _held_by_this_call = max(made) if made and given and max(made) < min(given) else 0
+        _reference_counts = None
+    _held_by_this_call = max(of_temporary) if of_temporary and of_caller and max(of_temporary) < min(of_caller) else 0
 
 
 def _called_by_autograd() -> bool:
@@ -212,17 +215,17 @@ def _check_iterator(operands: list[_Operand]) -> None:
         )
 
 
-def _check_arguments(operands: list[_Operand], method: str, names: dict[str, str]) -> None:
-    if names:
-        order = list(names)
+def _check_arguments(operands: list[_Operand], method: str, labels: dict[str, str]) -> None:
+    if labels:
+        order = list(labels)
         operands = sorted(operands, key=lambda o: order.index(o.name) if o.name in order else len(order))
     ordered = [o for o in operands if o.name == "out"] + [o for o in operands if o.name != "out"]
     common = ordered[0].device
     for o in ordered:
         if o.device != common:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but got {names.get(o.name, o.name)} is on {o.device}, "
-                f"different from other tensors on {common} (when checking argument in method {method})"
+                f"Expected all tensors to be on the same device, but got {labels.get(o.name, o.name)} is on "
+                f"{o.device}, different from other tensors on {common} (when checking argument in method {method})"
             )
 
 
@@ -237,24 +240,24 @@ def _check_indexing(operands: list[_Operand]) -> None:
 
 
 def _check_convolution(operands: list[_Operand]) -> None:
-    given = {o.name: o for o in operands}
-    image = given["input"]
+    by_name = {o.name: o for o in operands}
+    image = by_name["input"]
     for name in ("weight", "bias"):
-        other = given.get(name)
-        if other is None or other.device == image.device:
+        operand = by_name.get(name)
+        if operand is None or operand.device == image.device:
             continue
-        if other.device.type == image.device.type:
+        if operand.device.type == image.device.type:
             _check_arguments(operands, "wrapper_CUDA__cudnn_convolution", {})
         tail = f" or input should be a MKLDNN tensor and {name} is a dense tensor" if image.device.type == "cpu" else ""
         raise RuntimeError(
-            f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(other.tensor)}) should be the "
+            f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(operand.tensor)}) should be the "
             f"same{tail}"
         )
 
 
 def _check_masked_fill(operands: list[_Operand]) -> None:
-    given = {o.name: o for o in operands}
-    me, mask = given["self"], given.get("mask")
+    by_name = {o.name: o for o in operands}
+    me, mask = by_name["self"], by_name.get("mask")
     if mask is not None and mask.device != me.device:
         raise RuntimeError(
             f"expected self and mask to be on the same device, but got mask on {mask.device} and self on {me.device}"
@@ -311,7 +314,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     kernel = kernels.KERNELS.get(f"{name}.{schema.overload_name}") or kernels.KERNELS.get(name, func)
-    found = _Operator(
+    operator = _Operator(
         call=storage.operator(name, kernel),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
         scalars=allows_scalars(func),
@@ -325,8 +328,8 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         computes=not views and name not in _IDLE and name.rpartition("::")[2] not in storage.EMPTY,
         written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
-    _operators[func] = found
-    return found
+    _operators[func] = operator
+    return operator
 
 
 def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -347,11 +350,11 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     if _sync is not None and (operator.syncs or (operator.by_mask and _counts(args))):
         _sync(device)
     below = hardware.present
-    given: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
     if below is not None:
-        given = list(tensors_in([args, tuple(kwargs.values())]))
+        inputs = list(tensors_in([args, tuple(kwargs.values())]))
         below.touch(device)
-        below.read(device, given)
+        below.read(device, inputs)
     if operator.random:
         out = _run_random(operator, device, args, kwargs)
     else:
@@ -364,7 +367,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
             storage.refuse_oversized(func, device, args, kwargs)
             raise
     if below is not None and operator.computes:
-        _spoil(below, operator, device, given, args, kwargs, out)
+        _spoil(below, operator, device, inputs, args, kwargs, out)
     if not operator.fresh:
         return out
     if operator.on_host >= 0 and type(out) is tuple:
@@ -379,13 +382,13 @@ def _device_of(
     device: torch.device | None = None
     mixed = False
     for value in args if not kwargs else (*args, *kwargs.values()):
-        kind = type(value)
-        if kind is SimulatedTensor:
+        value_class = type(value)
+        if value_class is SimulatedTensor:
             if device is None:
                 device = value._dev  # type: ignore[attr-defined]
             elif device is not value._dev:  # type: ignore[attr-defined]
                 mixed = True
-        elif kind is list or kind is tuple:
+        elif value_class is list or value_class is tuple:
             for item in value:  # type: ignore[attr-defined]
                 if type(item) is SimulatedTensor:
                     if device is None:
@@ -394,7 +397,7 @@ def _device_of(
                         mixed = True
                 elif isinstance(item, torch.Tensor):
                     mixed = True
-        elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
+        elif isinstance(value, torch.Tensor) and not (operator.scalars and value_class is _plain and value.dim() == 0):
             mixed = True
     return device, mixed
 
@@ -411,7 +414,7 @@ def _spoil(
     below: hardware.Hardware,
     operator: _Operator,
     device: torch.device,
-    given: list[torch.Tensor],
+    inputs: list[torch.Tensor],
     args: tuple[object, ...],
     kwargs: dict[str, object],
     out: object,
@@ -420,7 +423,7 @@ def _spoil(
     changed = list(tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
     with _no_dispatch(), torch.no_grad():
         written = list(tensors_in(out)) if operator.fresh else []
-        below.operated(device, operator.name, given, [raw(t) for t in written or changed])
+        below.operated(device, operator.name, inputs, [raw(t) for t in written or changed])
         below.read(device, changed)
 
 
@@ -442,13 +445,13 @@ def _run_random(
             return operator.call(*args, **kwargs)
     generator = node.generators[device.index]
     if operator.takes_generator:
-        given = kwargs.get("generator")
-        if given is None:
+        requested = kwargs.get("generator")
+        if requested is None:
             kwargs = {**kwargs, "generator": generator}
-        elif (owner := device_of(given)).type != "cuda":  # type: ignore[arg-type]  # the schema says a generator
+        elif (owner := device_of(requested)).type != "cuda":  # type: ignore[arg-type]  # the schema says a generator
             raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{owner.type}'")
         else:
-            generator = owner_of(given)  # type: ignore[arg-type]  # see above
+            generator = owner_of(requested)  # type: ignore[arg-type]  # see above
     with drawing(generator, None if operator.takes_generator else node.ambient) as drawn, _no_dispatch():
         out = operator.call(*args, **kwargs)
         drawn.extend(tensors_in(out))

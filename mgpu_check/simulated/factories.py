@@ -31,12 +31,12 @@ class _DeviceMeta(type):
     """Metaclass of the replacement, which creates real devices, compares equal to the real type and has its hash."""
 
     def __call__(cls, *args: object, **kwargs: object) -> torch.device:
-        first = args[0] if args else kwargs.get("device")
-        if isinstance(first, int) and not isinstance(first, bool) and len(args) + len(kwargs) == 1:
-            if first < 0:
-                raise RuntimeError(f"Device index must not be negative, got {first}")
-            made: torch.device = _real("cuda", first)
-            return made
+        argument = args[0] if args else kwargs.get("device")
+        if isinstance(argument, int) and not isinstance(argument, bool) and len(args) + len(kwargs) == 1:
+            if argument < 0:
+                raise RuntimeError(f"Device index must not be negative, got {argument}")
+            device: torch.device = _real("cuda", argument)
+            return device
         return _real(*args, **kwargs)  # type: ignore[no-any-return]
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -87,19 +87,19 @@ def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, .
     """Return ``like.new(*args)`` on ``device``, from sizes, from a sequence, or over a tensor's own memory."""
     assert device is not None
     if len(args) == 1:
-        (given,) = args
-        if isinstance(given, torch.Tensor):
-            if given.device != device:
+        (argument,) = args
+        if isinstance(argument, torch.Tensor):
+            if argument.device != device:
                 raise RuntimeError(
-                    f"legacy constructor expects device type: {device.type} but device type: {given.device.type} was "
-                    "passed"
+                    f"legacy constructor expects device type: {device.type} but device type: {argument.device.type} "
+                    "was passed"
                 )
-            return given.detach()
-        if isinstance(given, (list, tuple)) and not isinstance(given, torch.Size):
-            return torch.tensor(given, dtype=like.dtype, device=device)
+            return argument.detach()
+        if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
+            return torch.tensor(argument, dtype=like.dtype, device=device)
     if any(isinstance(a, (torch.TypedStorage, torch.UntypedStorage)) for a in args):
-        made = like.new(*args)
-        return made.to(device)
+        tensor = like.new(*args)
+        return tensor.to(device)
     sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args or (0,)
     return torch.empty(sizes, dtype=like.dtype, device=device)  # type: ignore[arg-type]
 
@@ -117,15 +117,17 @@ def _new(original: Callable[..., torch.Tensor], self: torch.Tensor, *args: objec
 
 
 @around
-def _default_type(original: Callable[..., None], kind: object, /) -> None:
-    name = kind if isinstance(kind, str) else ""
-    chosen = getattr(torch.cuda, name.removeprefix("torch.cuda."), None) if name.startswith("torch.cuda.") else kind
+def _default_type(original: Callable[..., None], tensor_type: object, /) -> None:
+    name = tensor_type if isinstance(tensor_type, str) else ""
+    chosen = (
+        getattr(torch.cuda, name.removeprefix("torch.cuda."), None) if name.startswith("torch.cuda.") else tensor_type
+    )
     if type(chosen) is _Typed:
         torch.set_default_dtype(chosen.dtype)
         torch.set_default_device("cuda")
     else:
         torch.set_default_device(None)
-        original(kind)
+        original(tensor_type)
 
 
 def install_typed(patches: Patches) -> None:
@@ -178,24 +180,24 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
     if kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
     if make.__name__ in _RANDOM:
-        given = kwargs.get("generator")
-        if given is None:
+        generator = kwargs.get("generator")
+        if generator is None:
             kwargs["generator"] = node.generators[device.index]
-        elif given.device.type != "cuda":  # type: ignore[attr-defined]
+        elif generator.device.type != "cuda":  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
+                f"Expected a 'cuda' device type for generator but found '{generator.device.type}'"  # type: ignore[attr-defined]
             )
     require(make, device, args, kwargs)
     recorder = None if make.__name__ in EMPTY else recorder_of(device)
     if recorder is not None:
         if make.__name__ in _FROM_DATA:
             host_waits(device)
-        made: torch.Tensor = recorder.record(
-            lambda given, named: _made_on(make, device, given, named), args, kwargs, [], device
+        tensor: torch.Tensor = recorder.record(
+            lambda operands, named: _made_on(make, device, operands, named), args, kwargs, [], device
         )
     else:
-        made = _made_on(make, device, args, kwargs)
-    return made.requires_grad_() if requires_grad else made
+        tensor = _made_on(make, device, args, kwargs)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
@@ -205,28 +207,29 @@ def _made_on(make: Maker, device: torch.device, args: tuple[object, ...], kwargs
         hardware.present.touch(device)
     generator = kwargs.get("generator")
     if generator is None:
-        made = make(*args, device=node.backing, **kwargs)
+        tensor = make(*args, device=node.backing, **kwargs)
     else:
         with drawing(generator) as drawn:  # type: ignore[arg-type]  # `make` refuses any other type
-            made = make(*args, device=node.backing, **kwargs)
-            drawn.append(made)
-    if type(made) is SimulatedTensor and made.device != device:
+            tensor = make(*args, device=node.backing, **kwargs)
+            drawn.append(tensor)
+    if type(tensor) is SimulatedTensor and tensor.device != device:
         # For a tensor on `meta`, torch runs functions of Python. These take the backing device for a simulated one.
-        made = raw(made)
-        made.untyped_storage().__dict__.pop(BLOCK, None)
+        tensor = raw(tensor)
+        tensor.untyped_storage().__dict__.pop(BLOCK, None)
     if hardware.present is not None and make.__name__ not in EMPTY:
-        _on_hardware(hardware.present, make.__name__, device, made)
-    if type(made) is not SimulatedTensor:  # it is simulated if an argument is, as in torch.full((2,), scalar_on_device)
-        made = tag(made.detach() if made.requires_grad else made, device)
+        _on_hardware(hardware.present, make.__name__, device, tensor)
+    # It is simulated if an argument is, as in torch.full((2,), scalar_on_device).
+    if type(tensor) is not SimulatedTensor:
+        tensor = tag(tensor.detach() if tensor.requires_grad else tensor, device)
         if make.__name__ in EMPTY:
-            never_written(made)
-    return made
+            never_written(tensor)
+    return tensor
 
 
-def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, made: torch.Tensor) -> None:
+def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, tensor: torch.Tensor) -> None:
     """Pass new values, made by a kernel or copied from the host, to the simulated hardware."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        bare = raw(made)
+        bare = raw(tensor)
         if name in _FROM_DATA:
             below.copied(None, device, bare, None, pinned=False)
         else:
@@ -312,8 +315,8 @@ def _from_data(make: Maker) -> Maker:
             kwargs.pop("pin_memory", None)
             if make.__name__ == "tensor":
                 grad = kwargs.pop("requires_grad", False)
-                made = move(make(raw(data), *args, **kwargs), target)
-                return made.requires_grad_() if grad else made
+                tensor = move(make(raw(data), *args, **kwargs), target)
+                return tensor.requires_grad_() if grad else tensor
             kwargs.pop("copy", None)
             return make(move(data, target), *args, **kwargs)
         return _on_device(make, target, (data, *args), kwargs)
@@ -346,8 +349,8 @@ def _new_tensor(self: torch.Tensor, data: object, **kwargs: object) -> torch.Ten
 
 
 def install_factories(patches: Patches) -> None:
-    for names, wrap in ((_FROM_SIZES, _from_sizes), (_LIKE, _like), (_FROM_DATA, _from_data)):
-        for name in names:
+    for function_names, wrap in ((_FROM_SIZES, _from_sizes), (_LIKE, _like), (_FROM_DATA, _from_data)):
+        for name in function_names:
             original = getattr(torch, name, None)
             if original is not None:
                 patches.replace(original, wrap(original))

@@ -44,10 +44,10 @@ class _GeneratorState:
         return z ^ (z >> 31)
 
 
-def _refuse_while_capturing(what: str) -> None:
+def _refuse_while_capturing(action: str) -> None:
     if is_capturing():
         raise RuntimeError(
-            f"{what} during CUDA graph capture. If you need this call to be captured, please file an issue. Current "
+            f"{action} during CUDA graph capture. If you need this call to be captured, please file an issue. Current "
             "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
         )
 
@@ -70,9 +70,9 @@ class DeviceGenerator(_base):
 
     def seed(self) -> int:
         _refuse_while_capturing("Cannot call CUDAGeneratorImpl::seed")
-        made = _base.seed(self)
-        self.state.seed, self.state.offset = made & _MASK, 0
-        return made
+        drawn = _base.seed(self)
+        self.state.seed, self.state.offset = drawn & _MASK, 0
+        return drawn
 
     def initial_seed(self) -> int:
         _refuse_while_capturing("Cannot call CUDAGeneratorImpl::current_seed")
@@ -99,10 +99,10 @@ class DeviceGenerator(_base):
         )
         if not isinstance(new_state, torch.Tensor) or new_state.dtype != torch.uint8 or new_state.device.type != "cpu":
             raise TypeError("RNG state must be a torch.ByteTensor")
-        given = bytes(new_state.flatten().tolist())
-        if len(given) not in (_STATE.size, _STATE.size // 2):
+        content = bytes(new_state.flatten().tolist())
+        if len(content) not in (_STATE.size, _STATE.size // 2):
             raise RuntimeError("RNG state is wrong size")
-        seed, offset = _STATE.unpack(given.ljust(_STATE.size, b"\0"))
+        seed, offset = _STATE.unpack(content.ljust(_STATE.size, b"\0"))
         if offset % _STEP:
             raise RuntimeError("offset must be a multiple of 4")
         self.state.seed, self.state.offset = seed, offset
@@ -249,12 +249,12 @@ def _make(device: torch.device) -> torch.Generator:
 
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
     """Make one generator per device, with the seed of the CPU's default generator."""
-    made = []
+    generators = []
     for device in devices:
         generator = made_on(device, backing)
         generator.manual_seed(torch.initial_seed() & (2**63 - 1))
-        made.append(generator)
-    return tuple(made)
+        generators.append(generator)
+    return tuple(generators)
 
 
 def ambient_generator(backing: torch.device) -> torch.Generator:
@@ -269,11 +269,11 @@ def _generator(device: object = None) -> torch.Generator:
     node = active_node()
     if node is None:
         raise RuntimeError("the simulated node is not active")
-    made = untraced_device(device)
-    if made is None:
+    resolved = untraced_device(device)
+    if resolved is None:
         node.initialize()
     else:
-        simulated_device(made)  # raises for an invalid ordinal
+        simulated_device(resolved)  # raises for an invalid ordinal
     return node.generators[device_index(device)]
 
 

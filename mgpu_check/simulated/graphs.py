@@ -66,15 +66,15 @@ def _storage(t: torch.Tensor) -> int:
     return int(t.untyped_storage()._cdata) if t.layout is torch.strided else -1
 
 
-def _made(result: object, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of a result with new memory: no wrappers, and none that share memory with ``given``."""
-    known = set(map(_storage, given))
-    return [t for t in tensors_in(result) if _storage(t) not in known and not _wraps(type(t))]
+def _made(result: object, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a result with new memory: no wrappers, and none that share memory with ``inputs``."""
+    storages = set(map(_storage, inputs))
+    return [t for t in tensors_in(result) if _storage(t) not in storages and not _wraps(type(t))]
 
 
-def _wraps(kind: Any) -> bool:
+def _wraps(tensor_class: Any) -> bool:
     """Return whether tensors of this type wrap others and dispatch on them, as DTensor does."""
-    return kind is not SimulatedTensor and kind.__torch_dispatch__ is not _own_dispatch
+    return tensor_class is not SimulatedTensor and tensor_class.__torch_dispatch__ is not _own_dispatch
 
 
 def _bare(t: torch.Tensor) -> torch.Tensor:
@@ -170,12 +170,14 @@ class GraphRecorder(TorchDispatchMode):
         )
         if device is not None and not is_capturing(device.index):
             return func(*args, **kwargs)
-        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
-        written = list(tensors_in(given))
+        targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in effects.written]
+        written = list(tensors_in(targets))
         if device is not None:
             self._there.update((_storage(t), device) for t in written)
-        held = self._tagged if device is not None else _bare
-        return self.record(lambda args, kwargs: _run(func, args, kwargs), args, kwargs, written, device, held=held)
+        substitute = self._tagged if device is not None else _bare
+        return self.record(
+            lambda args, kwargs: _run(func, args, kwargs), args, kwargs, written, device, substitute=substitute
+        )
 
     def _tagged(self, t: torch.Tensor) -> torch.Tensor:
         """Return the same memory as `_bare`, on its device even if C++ treats it as host memory."""
@@ -192,7 +194,7 @@ class GraphRecorder(TorchDispatchMode):
         device: torch.device | None,
         *,
         after: Callable[[Any], object] | None = None,
-        held: Callable[[torch.Tensor], torch.Tensor] = _bare,
+        substitute: Callable[[torch.Tensor], torch.Tensor] = _bare,
     ) -> Any:
         """Run an operation on a device, and record it.
 
@@ -201,12 +203,15 @@ class GraphRecorder(TorchDispatchMode):
             written: tensors among the arguments that the operation writes.
             device: device of the operation; None if no argument is on a device.
             after: called after each replay with its first new tensor; None without new tensors.
-            held: returns the tensor that a replay uses in place of a tensor argument.
+            substitute: returns the tensor that a replay uses in place of a tensor argument.
         """
         for t in written:
             self._keep(t)
-        given, named = _mapped(args, held), {name: _mapped(value, held) for name, value in kwargs.items()}
-        reads = list(tensors_in([given, tuple(named.values())]))
+        operands, named = (
+            _mapped(args, substitute),
+            {name: _mapped(value, substitute) for name, value in kwargs.items()},
+        )
+        reads = list(tensors_in([operands, tuple(named.values())]))
         paused, self.paused = self.paused, True
         draws = Draws()
         try:
@@ -218,7 +223,7 @@ class GraphRecorder(TorchDispatchMode):
         for target in targets:
             self._memory.setdefault(_storage(target), target)
         self.nodes.append(
-            GraphNode(lambda: run(given, named), reads, targets, [_bare(t) for t in written], draws, after)
+            GraphNode(lambda: run(operands, named), reads, targets, [_bare(t) for t in written], draws, after)
         )
         if device is not None:
             branch = current_stream(device).branch
@@ -245,8 +250,8 @@ class GraphRecorder(TorchDispatchMode):
         if key in self._before or key in self._memory or t.layout is not torch.strided:
             return
         with _no_dispatch(), torch.no_grad():
-            whole = bytes_of(t.untyped_storage())
-            self._before[key] = whole, whole.clone()
+            content = bytes_of(t.untyped_storage())
+            self._before[key] = content, content.clone()
 
     def finish(self) -> list[GraphNode]:
         """Undo all captured operations, and return them without those on host memory alone."""
@@ -267,13 +272,13 @@ class GraphRecorder(TorchDispatchMode):
 
     def _on_devices(self) -> list[GraphNode]:
         """Return the operations on memory of a device, including buckets, which C++ treats as host memory."""
-        there: set[int] = set()
+        device_storages: set[int] = set()
         kept = []
         for node in self.nodes:
             touched = (*node.reads, *node.writes, *node.targets)
-            if any(isinstance(t, SimulatedTensor) or _storage(t) in there or _is_device(t) for t in touched):
+            if any(isinstance(t, SimulatedTensor) or _storage(t) in device_storages or _is_device(t) for t in touched):
                 if node.after is None:  # a copy to the host writes host memory
-                    there.update(_storage(t) for t in (*node.writes, *node.targets))
+                    device_storages.update(_storage(t) for t in (*node.writes, *node.targets))
                 kept.append(node)
         return kept
 
@@ -335,9 +340,9 @@ class CUDAGraph:
     _instantiated = False
 
     def __new__(cls, keep_graph: bool = False) -> Self:
-        made = super().__new__(cls)
-        made._keep_graph = keep_graph
-        return made
+        graph = super().__new__(cls)
+        graph._keep_graph = keep_graph
+        return graph
 
     _keep_graph: bool
 

@@ -4,7 +4,7 @@ A simulated node has no hardware until `planted` adds it. Then the hardware sets
 and blocks have addresses. Events measure virtual time (bytes and floating-point operations over rates), without
 sleeping. Each `Defect` receives every operation after it ran correctly, and may spoil its result.
 
-This module identifies a device by its number: the index in the machine plus `Hardware.first`. None is the host.
+This module identifies a device by its number: the index in the machine plus `Hardware.first_device`. None is the host.
 
 A collective takes the time of its links, and meets the defects of the links and devices of its ranks. NCCL sends
 along a ring of all ranks in their order: a chunk of a sum, or the part of one rank, passes from rank to rank.
@@ -88,13 +88,13 @@ class Rates:
 Count = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
 
 
-def _product(first: int) -> Count:
-    """Return the function that counts the operations of a product; ``first`` is the index of its first factor."""
+def _product(factor: int) -> Count:
+    """Return the function that counts the operations of a product; ``factor`` is the index of its first factor."""
 
     def count(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
-        if len(inputs) <= first or not outputs:
+        if len(inputs) <= factor or not outputs:
             return 0.0
-        return 2.0 * outputs[0].numel() * inputs[first].shape[-1]
+        return 2.0 * outputs[0].numel() * inputs[factor].shape[-1]
 
     return count
 
@@ -247,13 +247,13 @@ class Hardware:
     Attributes:
         planted: defects, including those that have not begun.
         memory: bytes of each device.
-        first: number of the node's first device; numbers continue from host to host.
+        first_device: number of the node's first device; numbers continue from host to host.
     """
 
     planted: Sequence[Defect]
     memory: int
     rates: Rates = field(default_factory=Rates)
-    first: int = 0
+    first_device: int = 0
     clock: WorkClock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -282,7 +282,7 @@ class Hardware:
         node = active_node()
         if device.type != "cuda" or node is None:
             return None
-        return self.first + node.physical[device.index]
+        return self.first_device + node.physical[device.index]
 
     def touch(self, device: torch.device) -> None:
         if self.defects and (number := self.number(device)) is not None:
@@ -304,20 +304,20 @@ class Hardware:
         ]
         for defect in concerned:
             touched = False
-            for place in defect.places:
+            for location in defect.places:
                 for storage in storages:
-                    if place[0] == number and _at(storage, *place[1:]) is not None:
-                        self._holders[place] = StorageWeakRef(storage)
+                    if location[0] == number and _at(storage, *location[1:]) is not None:
+                        self._holders[location] = StorageWeakRef(storage)
                         touched = True
-            memory = [self._held(place) for place in defect.places] if touched else [None]
+            memory = [self._held(location) for location in defect.places] if touched else [None]
             if None not in memory:
                 defect.remembered(*memory)
 
-    def _held(self, place: tuple[int, int, int]) -> torch.Tensor | None:
+    def _held(self, location: tuple[int, int, int]) -> torch.Tensor | None:
         """Return the memory of a place, or None if no live storage is known to hold it."""
-        holder = self._holders.get(place)
+        holder = self._holders.get(location)
         storage = None if holder is None else torch.UntypedStorage._new_with_weak_ptr(holder.cdata)
-        return None if storage is None else _at(storage, *place[1:])
+        return None if storage is None else _at(storage, *location[1:])
 
     def operated(
         self, device: torch.device, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -436,14 +436,14 @@ def _at(storage: torch.UntypedStorage, address: int, length: int) -> torch.Tenso
         return torch.empty(0, dtype=torch.uint8, device=_HOST).set_(storage, offset, (length,), (1,))
 
 
-def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_layout(source: torch.Tensor, target: torch.Tensor) -> bool:
     """Return whether the bytes of one tensor can be copied to the other without conversion."""
     return (
-        one.dtype == other.dtype
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-        and torch.ops.aten.is_non_overlapping_and_dense(one)
-        and all(a == b for a, b, n in zip(one.stride(), other.stride(), one.shape, strict=True) if n > 1)
+        source.dtype == target.dtype
+        and source.is_conj() == target.is_conj()
+        and source.is_neg() == target.is_neg()
+        and torch.ops.aten.is_non_overlapping_and_dense(source)
+        and all(a == b for a, b, n in zip(source.stride(), target.stride(), source.shape, strict=True) if n > 1)
     )
 
 
@@ -477,13 +477,13 @@ class Hop:
 
     Attributes:
         source, target: ranks at the ends of the link.
-        parts: number of equal parts of the result.
+        pieces: number of equal parts of the result.
     """
 
     source: int
     target: int
-    part: int
-    parts: int
+    piece: int
+    pieces: int
 
 
 def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
@@ -520,15 +520,15 @@ def share_of_link(name: str, size: int) -> float:
     return TRANSFERS[name].share_of_link(size) if name in TRANSFERS else 1.0  # a message crosses one link
 
 
-def _along(start: int, steps: int, size: int, part: int, parts: int) -> Iterator[Hop]:
+def _along(start: int, steps: int, size: int, piece: int, pieces: int) -> Iterator[Hop]:
     for step in range(steps):
-        here = (start + step) % size
-        yield Hop(here, (here + 1) % size, part, parts)
+        rank = (start + step) % size
+        yield Hop(rank, (rank + 1) % size, piece, pieces)
 
 
-def sent(below: Hardware, group: NcclGroup | None, asked: list[TransferCall]) -> Callable[[], None] | None:
+def sent(below: Hardware, group: NcclGroup | None, calls: list[TransferCall]) -> Callable[[], None] | None:
     """Prepare calls of a group, and return the function to call after them; None if they involve no device."""
-    tensors = [t for call in asked for t in call.tensors() if isinstance(t, SimulatedTensor)]
+    tensors = [t for call in calls for t in call.tensors() if isinstance(t, SimulatedTensor)]
     if group is None or not tensors:
         return None
     device = tensors[0].device
@@ -542,7 +542,7 @@ def sent(below: Hardware, group: NcclGroup | None, asked: list[TransferCall]) ->
     def delivered() -> None:
         moment = start
         with torch.no_grad():
-            for call in asked:
+            for call in calls:
                 moment += _arrive(below, group, call, number)
         below.read(device, tensors)
         current_stream(device).busy_until(moment)
@@ -589,16 +589,16 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def _parts(call: TransferCall, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
     """Return the bytes of the results that crossed a hop."""
-    if len(outputs) == hop.parts:  # a list by rank
-        outputs, parts = [outputs[hop.part]], 1
+    if len(outputs) == hop.pieces:  # a list by rank
+        outputs, count = [outputs[hop.piece]], 1
     else:
-        parts = hop.parts
-    found = []
+        count = hop.pieces
+    views = []
     for data in map(cells, outputs):
         if data is None:
             continue
         row = data.numel() // max(outputs[0].size(0), 1) if outputs[0].dim() else 1
         sizes = [row * rows for rows in call.splits[0]]
-        pieces = data.split(sizes) if parts > 1 and sizes else data.tensor_split(parts)
-        found.append(pieces[hop.part if parts > 1 else 0].view(torch.uint8))
-    return found
+        pieces = data.split(sizes) if count > 1 and sizes else data.tensor_split(count)
+        views.append(pieces[hop.piece if count > 1 else 0].view(torch.uint8))
+    return views

@@ -104,8 +104,8 @@ def batch_norm_backward_reduce(
     grad = _accumulate(grad_out)
     sum_dy = grad.sum(axes)
     sum_dy_xmu = (grad * (_accumulate(x) - mean.view(shape))).sum(axes)
-    kind = sum_dy.dtype if weight is None else weight.dtype
-    return sum_dy, sum_dy_xmu, (sum_dy_xmu * invstd).to(kind), sum_dy.to(kind)
+    dtype = sum_dy.dtype if weight is None else weight.dtype
+    return sum_dy, sum_dy_xmu, (sum_dy_xmu * invstd).to(dtype), sum_dy.to(dtype)
 
 
 def batch_norm_backward_elemt(
@@ -207,10 +207,10 @@ _OF_ATTENTION = ATTENTION_KERNELS | {"aten::_fused_sdp_choice": _fused_sdp_choic
 def _product_in_another_dtype(name: str) -> Callable[..., Tensor]:
     product = getattr(torch.ops.aten, name)
 
-    def run(*given: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-        *operands, dtype = given
-        made: Tensor = product(*(operand.to(dtype) for operand in operands), **options)
-        return made if out is None else out.copy_(made)
+    def run(*arguments: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+        *operands, dtype = arguments
+        output: Tensor = product(*(operand.to(dtype) for operand in operands), **options)
+        return output if out is None else out.copy_(output)
 
     return run
 
@@ -263,8 +263,8 @@ def _istft(
 
 @around
 def _one_hot(original: Function, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    made = original(raw(tensor), num_classes)
-    return tag(made, tensor.device) if isinstance(tensor, SimulatedTensor) else made
+    encoded = original(raw(tensor), num_classes)
+    return tag(encoded, tensor.device) if isinstance(tensor, SimulatedTensor) else encoded
 
 
 @around
@@ -291,10 +291,10 @@ def _unflatten(
     original: Callable[..., Sequence[torch.Tensor]], flat: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Wrap the inverse of flattening, which creates new tensors for those without elements."""
-    made = original(flat, tensors)
+    unflattened = original(flat, tensors)
     if not isinstance(flat, SimulatedTensor):
-        return made
-    return tuple(one if isinstance(one, SimulatedTensor) else tag(one, flat.device) for one in made)
+        return unflattened
+    return tuple(tensor if isinstance(tensor, SimulatedTensor) else tag(tensor, flat.device) for tensor in unflattened)
 
 
 @around
@@ -312,12 +312,12 @@ def _recurrent(original: Callable[..., object], input: torch.Tensor, *args: obje
     """Wrap recurrent networks, which compare an input on the host with their parameters in C++."""
     if not isinstance(input, SimulatedTensor):
         weights = next((number for number, value in enumerate(args) if isinstance(value, list)), len(args))
-        for kind, values in (("hidden", args[:weights]), ("parameter", args[weights:])):
-            for other in tensors_in(values):
-                if isinstance(other, SimulatedTensor):
+        for role, values in (("hidden", args[:weights]), ("parameter", args[weights:])):
+            for tensor in tensors_in(values):
+                if isinstance(tensor, SimulatedTensor):
                     raise RuntimeError(
-                        f"Input and {kind} tensors are not at the same device, found input tensor at {input.device} "
-                        f"and {kind} tensor at {other.device}"
+                        f"Input and {role} tensors are not at the same device, found input tensor at {input.device} "
+                        f"and {role} tensor at {tensor.device}"
                     )
     return original(input, *args)
 
@@ -330,12 +330,12 @@ def _grouped(
     if not any(isinstance(t, SimulatedTensor) or is_distributed(t) for t in lists[0]):
         return original(lists, with_indices)
     groups: _Groups = {}
-    for number, first in enumerate(lists[0]):
-        assert first is not None  # as in C++
-        tensors, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
-        for group, given in zip(tensors, lists, strict=True):
-            if given:  # a list that an optimizer does not need is empty
-                group.append(given[number])
+    for number, tensor in enumerate(lists[0]):
+        assert tensor is not None  # as in C++
+        tensors, indices = groups.setdefault((tensor.device, tensor.dtype), ([[] for _ in lists], []))
+        for group, source in zip(tensors, lists, strict=True):
+            if source:  # a list that an optimizer does not need is empty
+                group.append(source[number])
         if with_indices:
             indices.append(number)
     return groups

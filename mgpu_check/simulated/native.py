@@ -132,10 +132,10 @@ def _check_operands(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
 
 
 def _combined(inputs: Sequence[torch.Tensor], op: int, device: torch.device) -> torch.Tensor:
-    first, *others = (move(tensor, device) for tensor in inputs)
-    result = first.clone()
-    for other in others:
-        result = _COMBINE[op](result, other)
+    head, *others = (move(tensor, device) for tensor in inputs)
+    result = head.clone()
+    for operand in others:
+        result = _COMBINE[op](result, operand)
     return result / len(inputs) if op == _MEAN else result
 
 
@@ -168,16 +168,16 @@ def _all_gather(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
     _check_operands(inputs, outputs)
     with torch.no_grad():
         for target in outputs:
-            parts = [move(tensor, target.device).reshape(-1) for tensor in inputs]
-            target.copy_(torch.cat(parts).view(target.shape))
+            pieces = [move(tensor, target.device).reshape(-1) for tensor in inputs]
+            target.copy_(torch.cat(pieces).view(target.shape))
 
 
 def _reduce_scatter(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], op: int = 0, *_: object) -> None:
     _check_operands(inputs, outputs)
     with torch.no_grad():
-        parts = _combined(inputs, op, inputs[0].device).reshape(-1).chunk(len(outputs))
-        for part, target in zip(parts, outputs, strict=True):
-            target.copy_(part.view(target.shape))
+        chunks = _combined(inputs, op, inputs[0].device).reshape(-1).chunk(len(outputs))
+        for chunk, target in zip(chunks, outputs, strict=True):
+            target.copy_(chunk.view(target.shape))
 
 
 def library_functions() -> dict[str, object]:
@@ -284,8 +284,8 @@ REFUSED = frozenset(
 )
 
 
-def _switches(*names: str) -> list[str]:
-    return [f"_{verb}_{name}" for name in names for verb in ("get", "set")]
+def _switches(*switch_names: str) -> list[str]:
+    return [f"_{verb}_{name}" for name in switch_names for verb in ("get", "set")]
 
 
 # These need no driver: flags of torch itself, and its bookkeeping.

@@ -34,21 +34,21 @@ def visible(listed: str | None, total: int) -> tuple[int, ...]:
     """
     if listed is None:
         return tuple(range(total))
-    seen: list[int] = []
+    devices: list[int] = []
     for entry in listed.split(","):
         device = _device(entry.strip(), total)
         if device is None:
             break
-        if device in seen:
+        if device in devices:
             return ()
-        seen.append(device)
-    return tuple(seen)
+        devices.append(device)
+    return tuple(devices)
 
 
 def _device(entry: str, total: int) -> int | None:
     if entry.startswith("GPU-"):
-        found = [i for i in range(total) if f"GPU-{uuid_of(i)}".startswith(entry.lower().replace("gpu-", "GPU-", 1))]
-        return found[0] if len(found) == 1 else None
+        matches = [i for i in range(total) if f"GPU-{uuid_of(i)}".startswith(entry.lower().replace("gpu-", "GPU-", 1))]
+        return matches[0] if len(matches) == 1 else None
     index = re.match(r"\+?\d+", entry)
     return int(index[0]) if index is not None and int(index[0]) < total else None
 
@@ -130,8 +130,8 @@ class Pool:
         self.blocks_peak, self.bytes_peak = self.blocks, self.bytes
 
     def reset_accumulated(self) -> None:
-        given, size = self.blocks_given, self.bytes_given
-        self.since = (given, given - self.blocks, size, size - self.bytes)
+        blocks, size = self.blocks_given, self.bytes_given
+        self.since = (blocks, blocks - self.blocks, size, size - self.bytes)
 
 
 class DeviceMemory:
@@ -195,16 +195,16 @@ class DeviceMemory:
             pool.bytes -= nbytes
             pool.requested -= requested
 
-    def ask_again(self, nbytes: int, more: int) -> None:
-        """Add ``more`` (may be negative) to the requested bytes of a block of ``nbytes`` that keeps its size."""
+    def ask_again(self, nbytes: int, extra: int) -> None:
+        """Add ``extra`` (may be negative) to the requested bytes of a block of ``nbytes`` that keeps its size."""
         with _lock:
-            self.pool_of(nbytes).requested += more
+            self.pool_of(nbytes).requested += extra
 
     def _reserve(self, pool: Pool) -> None:
         self.taken += 1
-        more = _segments(pool.bytes) - pool.reserved
-        pool.reserved += more
-        self.reserved += more
+        growth = _segments(pool.bytes) - pool.reserved
+        pool.reserved += growth
+        self.reserved += growth
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def empty_cache(self) -> None:
@@ -446,8 +446,8 @@ def untraced_device(device: object) -> torch.device | None:
     if isinstance(device, _DEVICE_TYPE):
         return device  # type: ignore[return-value]
     if isinstance(device, str):
-        made: torch.device = _DEVICE_TYPE(device)
-        return made
+        resolved: torch.device = _DEVICE_TYPE(device)
+        return resolved
     if isinstance(device, int) and not isinstance(device, bool):
         if device < 0:
             raise RuntimeError(f"Device index must not be negative, got {device}")
@@ -463,12 +463,12 @@ def simulated_device(device: object) -> torch.device | None:
     node = _node
     if node is None:
         return None
-    made = untraced_device(device)
-    if made is None or made.type != "cuda":
+    resolved = untraced_device(device)
+    if resolved is None or resolved.type != "cuda":
         return None
     if not node.initialized or node.pid != os.getpid():
         node.initialize()
-    index = _current.index if made.index is None else made.index
+    index = _current.index if resolved.index is None else resolved.index
     if index >= node.n:
         raise invalid_ordinal()
     return node.devices[index]
@@ -480,7 +480,7 @@ def device_index(device: object = None) -> int:
         return _current.index
     if isinstance(index := getattr(device, "idx", None), int):  # torch.cuda.device(i)
         return index
-    made = untraced_device(device)
-    if made is None or made.type != "cuda":
+    resolved = untraced_device(device)
+    if resolved is None or resolved.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {device}")
-    return _current.index if made.index is None else int(made.index)
+    return _current.index if resolved.index is None else int(resolved.index)

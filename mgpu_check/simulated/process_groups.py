@@ -94,12 +94,12 @@ class ProcessGroupNCCL:
     supports_reconfigure = False
 
     def __init__(self, store: Any, rank: int, size: int, options: NcclOptions | timedelta | None = None, **named: Any):
-        given = options or named.get("timeout")
-        if not isinstance(given, NcclOptions):
-            made = NcclOptions()
-            made._timeout = given or made._timeout
-            given = made
-        self._start(_construct(store, rank, size, given), given)
+        group_options = options or named.get("timeout")
+        if not isinstance(group_options, NcclOptions):
+            defaults = NcclOptions()
+            defaults._timeout = group_options or defaults._timeout
+            group_options = defaults
+        self._start(_construct(store, rank, size, group_options), group_options)
 
     def _start(self, group: dist.ProcessGroup, options: NcclOptions) -> None:
         self.options = options
@@ -115,9 +115,9 @@ class ProcessGroupNCCL:
     @classmethod
     def of(cls, group: dist.ProcessGroup, options: NcclOptions) -> ProcessGroupNCCL:
         """Return the backend of an existing group."""
-        made = cls.__new__(cls)
-        made._start(group, options)
-        return made
+        instance = cls.__new__(cls)
+        instance._start(group, options)
+        return instance
 
     def __getattr__(self, name: str) -> Any:
         if name == "_group":  # not initialized yet, as in `copy.copy`
@@ -240,8 +240,8 @@ def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
 
 
 def nccl_alone(group: dist.ProcessGroup | None) -> bool:
-    found = nccl_of(group)
-    return found is not None and "cpu" not in found.backends
+    nccl_group = nccl_of(group)
+    return nccl_group is not None and "cpu" not in nccl_group.backends
 
 
 def connect(group: NcclGroup, index: int) -> None:
@@ -249,40 +249,40 @@ def connect(group: NcclGroup, index: int) -> None:
 
     All ranks take part. Raises DistBackendError if two ranks are on the same device of the same host.
     """
-    known = group.backend
-    if index in known.used:
+    backend = group.backend
+    if index in backend.used:
         return
     node = active_node()
     physical = index if node is None else node.physical[index]
     rank, size = group.pg.rank(), group.pg.size()
     # NCCL identifies the host by this variable too, so that one host can pass for several.
     mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{physical}"
-    key = f"mgpu_check/device/{known.attempts}/"
-    known.attempts += 1
+    key = f"mgpu_check/device/{backend.attempts}/"
+    backend.attempts += 1
     group.store.set(f"{key}{rank}", mine)
-    taken = next((other for other, where in known.devices.items() if where == mine and other != rank), None)
-    if taken is not None:
+    holder = next((peer for peer, location in backend.devices.items() if location == mine and peer != rank), None)
+    if holder is not None:
         # The other rank has a communicator on this device. Either all ranks change devices and it comes to the store
         # too, or it never comes: NCCL would hang there, and this raises after `_CHANGING_PLACES`.
         try:
-            group.store.wait([f"{key}{other}" for other in range(size)], _CHANGING_PLACES)
+            group.store.wait([f"{key}{peer}" for peer in range(size)], _CHANGING_PLACES)
         except RuntimeError:
-            raise _duplicate(mine, rank, taken) from None
-    known.devices = {}
-    for other in range(size):
-        where = group.store.get(f"{key}{other}").decode()
-        first = next((earlier for earlier, device in known.devices.items() if device == where), None)
-        if first is not None:
-            raise _duplicate(where, other, first)
-        known.devices[other] = where
-    known.used.append(index)
+            raise _duplicate(mine, rank, holder) from None
+    backend.devices = {}
+    for peer in range(size):
+        location = group.store.get(f"{key}{peer}").decode()
+        duplicate = next((earlier for earlier, device in backend.devices.items() if device == location), None)
+        if duplicate is not None:
+            raise _duplicate(location, peer, duplicate)
+        backend.devices[peer] = location
+    backend.used.append(index)
 
 
-def _duplicate(where: str, rank: int, other: int) -> dist.DistBackendError:
+def _duplicate(location: str, rank: int, peer: int) -> dist.DistBackendError:
     return dist.DistBackendError(
         "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
         "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-        f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {where.rpartition(':')[2]}"
+        f"Duplicate GPU detected : rank {rank} and rank {peer} both on CUDA device {location.rpartition(':')[2]}"
     )
 
 
@@ -313,40 +313,40 @@ def _helper(
     **kwargs: object,
 ) -> tuple[dist.ProcessGroup, c10d.Store]:
     _let_go()
-    given = (group_size, group_rank, global_ranks_in_group)
+    rank_arguments = (group_size, group_rank, global_ranks_in_group)
     backends: dict[str, str] = {}
     if active_node() is not None:
         backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
     if not any(name in _NCCL_NAMES for name in backends.values()):
         _groups.pop(str(group_name), None)
-        return original(*given, backend, store, group_name, backend_options, *args, **kwargs)
+        return original(*rank_arguments, backend, store, group_name, backend_options, *args, **kwargs)
     if backend_options is not None and not isinstance(backend_options, NcclOptions):
         raise AssertionError("Expected backend_options argument to be of type ProcessGroupNCCL.Options")
     device = kwargs.pop("device_id", None)
-    known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
-    pg, prefix_store = original(*given, "gloo", store, group_name, None, *args, **kwargs)
+    device_backends = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
+    pg, prefix_store = original(*rank_arguments, "gloo", store, group_name, None, *args, **kwargs)
     if isinstance(pg, _pg) and (group_name not in _groups or _groups[group_name].pg is not pg):
         world = c10d._world
         world.pg_map[pg] = (c10d.Backend(backend), prefix_store)
-        world.pg_backend_config[pg] = ",".join(f"{d}:{b}" for d, b in known.items())
+        world.pg_backend_config[pg] = ",".join(f"{d}:{b}" for d, b in device_backends.items())
         options = backend_options or NcclOptions()
         timeout = kwargs.get("timeout")
         if isinstance(timeout, timedelta):
             options._timeout = timeout
         options.group_name = str(group_name)
         options.global_ranks_in_group = list(global_ranks_in_group)
-        _register(pg, prefix_store, known, options, device)
+        _register(pg, prefix_store, device_backends, options, device)
     return pg, prefix_store
 
 
 def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
     pg: dist.ProcessGroup = _pg(store, rank, size)
-    kind = _pg.BackendType.GLOO
-    pg._set_default_backend(kind)
+    backend_type = _pg.BackendType.GLOO
+    pg._set_default_backend(backend_type)
     gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
     for device in ("cpu", "cuda"):
-        pg._register_backend(torch.device(device), kind, gloo)
+        pg._register_backend(torch.device(device), backend_type, gloo)
     pg._set_group_name(name)  # type: ignore[arg-type]  # takes a str
     return pg
 
@@ -365,11 +365,11 @@ def _forgetting(original: Callable[..., None], group: dist.ProcessGroup | None =
     that goes just after the last collective, gloo joins its thread under Python's lock, and the thread may wait for it.
     """
     every = group is None or group is dist.group.WORLD
-    given = [*c10d._world.pg_map] if every else [group]
-    names = [one.group_name for one in given if isinstance(one, _pg)]
+    groups = [*c10d._world.pg_map] if every else [group]
+    group_names = [process_group.group_name for process_group in groups if isinstance(process_group, _pg)]
     _let_go()
     original(group)
-    _destroyed[:] = [_groups.pop(name) for name in names if name in _groups]
+    _destroyed[:] = [_groups.pop(name) for name in group_names if name in _groups]
 
 
 @around
@@ -407,21 +407,21 @@ def _split(
 
 @around
 def _backend_for(original: Callable[..., object], self: dist.ProcessGroup, device: torch.device) -> object:
-    found = nccl_of(self)
-    if found is None:
+    nccl_group = nccl_of(self)
+    if nccl_group is None:
         return original(self, device)
-    if device.type not in found.backends:
+    if device.type not in nccl_group.backends:
         raise RuntimeError(f"No backend type associated with device type {device.type}")
-    return found.backend if found.backends[device.type] in _NCCL_NAMES else original(self, device)
+    return nccl_group.backend if nccl_group.backends[device.type] in _NCCL_NAMES else original(self, device)
 
 
 def _device_types(original: property) -> property:
     def types(self: dist.ProcessGroup) -> list[torch.device]:
-        found = nccl_of(self)
-        if found is None:
+        nccl_group = nccl_of(self)
+        if nccl_group is None:
             listed: list[torch.device] = original.__get__(self)
             return listed
-        return [torch.device(name) for name in found.backends]
+        return [torch.device(name) for name in nccl_group.backends]
 
     return property(types)
 

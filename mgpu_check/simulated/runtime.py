@@ -61,7 +61,7 @@ class _CudaError(int):
 
 _CudaError.success = _CudaError(0)
 _handles = itertools.count(0x1000, 0x10)
-_made: set[int] = set()
+_created: set[int] = set()
 
 
 def _words(error: int) -> str:
@@ -70,15 +70,15 @@ def _words(error: int) -> str:
 
 def _stream_create(pointer: int) -> _CudaError:
     handle = next(_handles)
-    _made.add(handle)
+    _created.add(handle)
     ctypes.c_void_p.from_address(pointer).value = handle
     return _CudaError.success
 
 
 def _stream_destroy(handle: int) -> _CudaError:
-    if handle not in _made:
+    if handle not in _created:
         return _CudaError(400)
-    _made.discard(handle)
+    _created.discard(handle)
     return _CudaError.success
 
 
@@ -132,8 +132,8 @@ class _DeviceGuard:
     """``torch.cuda.device(d)``: makes d current inside; None and negative numbers change nothing."""
 
     def __init__(self, device: object) -> None:
-        made = untraced_device(device) if not (isinstance(device, int) and device < 0) else None
-        self.idx = -1 if made is None else (current_index() if made.index is None else int(made.index))
+        resolved = untraced_device(device) if not (isinstance(device, int) and device < 0) else None
+        self.idx = -1 if resolved is None else (current_index() if resolved.index is None else int(resolved.index))
         self.prev_idx = -1
 
     def __enter__(self) -> None:
@@ -237,11 +237,11 @@ def _properties(device: object = None) -> DeviceProperties:
 
 
 def _can_access(device: object, peer_device: object) -> bool:
-    one, other = device_index(device), device_index(peer_device)
-    for index in (one, other):
+    reader, peer = device_index(device), device_index(peer_device)
+    for index in (reader, peer):
         if not 0 <= index < _used().n:
-            raise AssertionError(f"Invalid {'' if index == one else 'peer '}device id")
-    return one != other
+            raise AssertionError(f"Invalid {'' if index == reader else 'peer '}device id")
+    return reader != peer
 
 
 def _synchronize(device: object = None) -> None:
@@ -274,9 +274,9 @@ def _is_available() -> bool:
 def _device_module(device: object = None) -> object:
     if device is None:
         return torch.cuda
-    made = untraced_device(device)
-    if isinstance(device, torch.device | str) and made is not None:
-        name = made.type
+    resolved = untraced_device(device)
+    if isinstance(device, torch.device | str) and resolved is not None:
+        name = resolved.type
         module = getattr(torch, name, None)
         if module is not None:
             return module
@@ -394,7 +394,7 @@ def _native_functions() -> dict[str, object]:
         "_cuda_setDevice": lambda index: _set_device(index),
         "_cuda_exchangeDevice": lambda index: _exchange(index),
         "_cuda_maybeExchangeDevice": lambda index: _exchange(index),
-        "_cuda_canDeviceAccessPeer": lambda one, other: _can_access(one, other),
+        "_cuda_canDeviceAccessPeer": lambda device, peer: _can_access(device, peer),
         "_cuda_synchronize": lambda: _synchronize(),
         "_CudaDeviceProperties": DeviceProperties,
     }

@@ -99,10 +99,10 @@ def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mappi
 
     try:
         with _no_dispatch():
-            made = make(*map(bare, args), **{k: bare(v) for k, v in kwargs.items() if v is not None})
+            output = make(*map(bare, args), **{k: bare(v) for k, v in kwargs.items() if v is not None})
     except (RuntimeError, TypeError, NotImplementedError):
         return None
-    results = made if isinstance(made, (list, tuple)) else [made]
+    results = output if isinstance(output, (list, tuple)) else [output]
     return sum(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor))
 
 
@@ -118,9 +118,9 @@ def refuse_oversized(
 
 def _emptying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def call(*args: object, **kwargs: object) -> torch.Tensor:
-        made = _sized(func)(*args, **kwargs)
-        never_written(made)
-        return made
+        tensor = _sized(func)(*args, **kwargs)
+        never_written(tensor)
+        return tensor
 
     return call
 
@@ -139,13 +139,13 @@ def _resizing(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         assert isinstance(t, torch.Tensor)
         storage = t.untyped_storage()
         block, before = block_of(storage), storage.nbytes()
-        made = func(*args, **kwargs)
+        tensor = func(*args, **kwargs)
         grown = storage.nbytes() > before
         if grown and block is not None:
             block.resize(storage.nbytes())
         if grown:
             never_written_bytes(storage, before)
-        return made
+        return tensor
 
     return call
 
@@ -186,11 +186,11 @@ def _copy_on(self: torch.UntypedStorage, device: torch.device) -> torch.UntypedS
     node = active_node()
     home = device if node is None or device.type != "cuda" else node.backing
     with torch._C._DisableTorchDispatch():
-        made = torch.empty(self.nbytes(), dtype=torch.uint8, device=home).untyped_storage()
-        made.copy_(self, False)
+        storage = torch.empty(self.nbytes(), dtype=torch.uint8, device=home).untyped_storage()
+        storage.copy_(self, False)
     if node is not None and device.type == "cuda":
-        made.__dict__[BLOCK] = Block(device, node.memory[device.index], made.nbytes())
-    return made
+        storage.__dict__[BLOCK] = Block(device, node.memory[device.index], storage.nbytes())
+    return storage
 
 
 def _cuda(self: torch.UntypedStorage, device: object = None, non_blocking: bool = False) -> torch.UntypedStorage:
@@ -236,11 +236,11 @@ def _new(original: Callable[..., torch.UntypedStorage]) -> staticmethod[..., tor
         memory = node.memory[device.index]
         if args and isinstance(args[0], int):
             memory.require(args[0])
-        made = original(cls, *args, **{**kwargs, "device": node.backing})
-        made.__dict__[BLOCK] = Block(device, memory, made.nbytes())
+        storage = original(cls, *args, **{**kwargs, "device": node.backing})
+        storage.__dict__[BLOCK] = Block(device, memory, storage.nbytes())
         if args and isinstance(args[0], int) and args[0]:
-            never_written_bytes(made, 0)
-        return made
+            never_written_bytes(storage, 0)
+        return storage
 
     return staticmethod(new)
 

@@ -68,10 +68,10 @@ class Capture:
         """
         if not self.branches:
             _under_way.append(self)
-        stream.branch = made = Branch(self, id(stream))
-        self.branches.append(made)
+        stream.branch = branch = Branch(self, id(stream))
+        self.branches.append(branch)
         self._streams.append(stream)
-        return made
+        return branch
 
     def fail(self, error: tuple[int, str]) -> NoReturn:
         self.broken = True
@@ -83,7 +83,7 @@ class Capture:
         origin = self.branches[0]
         if self.broken:
             raise cuda_error(*_INVALIDATED)
-        if any(other.work > origin.seen.get(other.stream, 0) for other in self.branches[1:]):
+        if any(branch.work > origin.preceding.get(branch.stream, 0) for branch in self.branches[1:]):
             raise cuda_error(*_UNJOINED)
 
     def release(self) -> None:
@@ -104,17 +104,17 @@ class Branch:
 
     Attributes:
         work: number of operations that it has recorded.
-        seen: stream -> number of its operations that come before the next operation of this stream.
+        preceding: stream -> number of its operations that come before the next operation of this stream.
     """
 
     capture: Capture
     stream: int
     work: int = 0
-    seen: dict[int, int] = field(default_factory=dict)
+    preceding: dict[int, int] = field(default_factory=dict)
 
     def mark(self) -> Branch:
         """Return the branch for an event that is recorded now."""
-        return Branch(self.capture, self.stream, self.work, {**self.seen, self.stream: self.work})
+        return Branch(self.capture, self.stream, self.work, {**self.preceding, self.stream: self.work})
 
 
 class Recording:
@@ -130,9 +130,9 @@ class Recording:
             raise cuda_error(*_CAPTURED_EVENT)
         self.branch.capture.fail(_UNSUPPORTED)
 
-    def follow(self, other: Recording) -> None:
+    def follow(self, predecessor: Recording) -> None:
         """Order the later work of this stream after the recorded work of another stream or event."""
-        mine, theirs = self.branch, other.branch
+        mine, theirs = self.branch, predecessor.branch
         if theirs is None:
             if mine is not None:
                 mine.capture.fail(_ISOLATION)
@@ -143,8 +143,8 @@ class Recording:
             mine = theirs.capture.begin_on(self)
         elif mine.capture is not theirs.capture:
             mine.capture.fail(_MERGE)
-        for stream, work in theirs.mark().seen.items():
-            mine.seen[stream] = max(mine.seen.get(stream, 0), work)
+        for stream, work in theirs.mark().preceding.items():
+            mine.preceding[stream] = max(mine.preceding.get(stream, 0), work)
 
 
 def abandon() -> None:
@@ -170,9 +170,9 @@ class WorkClock:
         return moment <= self.now()
 
     def wait_until(self, moment: float) -> None:
-        left = moment - self.now()
-        if left > 0:
-            time.sleep(left)
+        remaining = moment - self.now()
+        if remaining > 0:
+            time.sleep(remaining)
 
     def touch(self, device: torch.device | None) -> None:
         """Call the driver of a device; simulated hardware raises here if the device is lost."""
@@ -186,10 +186,10 @@ def clock() -> WorkClock:
     return _clock
 
 
-def use_clock(other: WorkClock | None) -> None:
+def use_clock(clock: WorkClock | None) -> None:
     """Use another clock for streams and events; None restores wall time."""
     global _clock
-    _clock = other or _wall
+    _clock = clock or _wall
 
 
 def poison(t: torch.Tensor) -> None:
@@ -250,8 +250,8 @@ class Waiting(Recording):
         _clock.touch(self.device)
         _clock.wait_until(self._reached)
         late, self._late = self._late, []
-        for one in late:
-            one.deliver()
+        for late_copy in late:
+            late_copy.deliver()
 
 
 _LONGEST_SLEEP = 1e6  # seconds; `time.sleep` raises OverflowError for much longer times
@@ -266,20 +266,20 @@ class Stream(Waiting):
 
     device: torch.device
 
-    def __new__(cls, device: object = None, priority: int = 0, **given: object) -> Self:
-        if "stream_id" in given:
-            return stream_by_id(**given)  # type: ignore[arg-type, return-value]
+    def __new__(cls, device: object = None, priority: int = 0, **identity: object) -> Self:
+        if "stream_id" in identity:
+            return stream_by_id(**identity)  # type: ignore[arg-type, return-value]
         return super().__new__(cls)
 
-    def __init__(self, device: object = None, priority: int = 0, **given: object) -> None:
-        if "stream_id" in given:
+    def __init__(self, device: object = None, priority: int = 0, **identity: object) -> None:
+        if "stream_id" in identity:
             return
-        made = None if isinstance(device, int) and device < 0 else device
+        target = None if isinstance(device, int) and device < 0 else device
         node = active_node()
         if node is None:
             raise RuntimeError("the simulated node is not active")
         node.initialize()
-        index = device_index(made)
+        index = device_index(target)
         if not 0 <= index < node.n:
             raise invalid_ordinal()
         self.device = node.devices[index]
@@ -341,12 +341,13 @@ class Stream(Waiting):
     def wait_event(self, event: Event) -> None:
         self._follow(event)
 
-    def _follow(self, other: Waiting) -> None:
-        if not isinstance(other, Event) or other._recorded:  # an event that was never recorded holds no work
-            self.follow(other)
+    def _follow(self, predecessor: Waiting) -> None:
+        # An event that was never recorded holds no work.
+        if not isinstance(predecessor, Event) or predecessor._recorded:
+            self.follow(predecessor)
         # Each once: streams that follow each other in turn would double the list each time.
-        self._late = list(dict.fromkeys(late for late in (*self._late, *other._late) if not late.done))
-        self._reached = max(self._reached, other._reached)
+        self._late = list(dict.fromkeys(late for late in (*self._late, *predecessor._late) if not late.done))
+        self._reached = max(self._reached, predecessor._reached)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -486,9 +487,9 @@ def reset_streams() -> None:
     _streams.current.clear()
 
 
-def go_by(other: WorkClock | None) -> None:
+def go_by(clock: WorkClock | None) -> None:
     """Use another clock for streams and events (None: wall time), and mark all streams as idle."""
-    use_clock(other)
+    use_clock(clock)
     _busy.clear()
     for stream in (*_by_id.values(), *_defaults.values()):
         stream._reached = 0.0
@@ -498,9 +499,9 @@ def default_stream(device: object = None) -> Stream:
     index = device_index(device)
     stream = _defaults.get(index)
     if stream is None:
-        made = Stream(torch.device("cuda", index))
-        made.stream_id = 0
-        stream = _defaults.setdefault(index, made)
+        created = Stream(torch.device("cuda", index))
+        created.stream_id = 0
+        stream = _defaults.setdefault(index, created)
     return stream
 
 
@@ -558,8 +559,8 @@ def synchronize(device: object = None) -> None:
 
 def wait_until_idle(seconds: float) -> bool:
     end = time.perf_counter() + seconds
-    while (left := min(max(_busy.values(), default=0.0), end) - time.perf_counter()) > 0:
-        time.sleep(min(left, _LONGEST_SLEEP))
+    while (remaining := min(max(_busy.values(), default=0.0), end) - time.perf_counter()) > 0:
+        time.sleep(min(remaining, _LONGEST_SLEEP))
     return max(_busy.values(), default=0.0) <= time.perf_counter()
 
 
@@ -576,10 +577,10 @@ def hold_on_current(late: Late, device: torch.device) -> None:
 
 def host_waits(device: torch.device) -> None:
     if _sync_debug_mode:
-        told = "called a synchronizing CUDA operation"
+        message = "called a synchronizing CUDA operation"
         if _sync_debug_mode == 2:
-            raise RuntimeError(told)
-        warnings.warn(told, stacklevel=2)
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
     current_stream(device).synchronize()
 
 
@@ -599,8 +600,8 @@ class ExternalStream(Stream):
     def __new__(cls, stream_ptr: int, device: object = None, **_: object) -> Self:
         return super().__new__(cls)
 
-    def __init__(self, stream_ptr: int = 0, device: object = None, **given: object) -> None:
-        if "stream_id" in given:  # an existing stream
+    def __init__(self, stream_ptr: int = 0, device: object = None, **identity: object) -> None:
+        if "stream_id" in identity:  # an existing stream
             return
         super().__init__(device)
         self._pointer = int(stream_ptr)
@@ -613,10 +614,10 @@ class ExternalStream(Stream):
 def external_stream(pointer: int, device: int | None) -> Stream:
     """Return the stream of another library with this handle; it is kept until the node exits."""
     index = device_index(device)
-    made = external.get((pointer, index))
-    if made is None:
-        made = external.setdefault((pointer, index), ExternalStream(pointer, torch.device("cuda", index)))
-    return made
+    stream = external.get((pointer, index))
+    if stream is None:
+        stream = external.setdefault((pointer, index), ExternalStream(pointer, torch.device("cuda", index)))
+    return stream
 
 
 _LATE = "_mgpu_check_late"
@@ -649,6 +650,6 @@ def deliver_queued(host: torch.Tensor, device: torch.device) -> None:
     late: list[Late] | None = host.untyped_storage().__dict__.get(_LATE)
     if late:
         stream = current_stream(device)
-        for one in late:
-            if stream.holds(one):
-                one.deliver()
+        for late_copy in late:
+            if stream.holds(late_copy):
+                late_copy.deliver()

@@ -157,10 +157,10 @@ class SimulatedTensor(torch.Tensor):
         shape = (storage, self.storage_offset(), tuple(self.size()), self.stride())
         state = {k: v for k, v in self.__dict__.items() if k not in ("_dev", "_is_param", CLASS)}
         if getattr(self, "_is_param", False):
-            given = (_on_storage(self, self.untyped_storage()), self.requires_grad, hooks)
+            arguments = (_on_storage(self, self.untyped_storage()), self.requires_grad, hooks)
             if state:
-                return torch._utils._rebuild_parameter_with_state, (*given, state)
-            return torch._utils._rebuild_parameter, given
+                return torch._utils._rebuild_parameter_with_state, (*arguments, state)
+            return torch._utils._rebuild_parameter, arguments
         build = (torch._utils._rebuild_tensor_v2, (*shape, self.requires_grad, hooks))
         if state:
             return torch._tensor._rebuild_from_type_v2, (*build[:1], torch.Tensor, build[1], state)

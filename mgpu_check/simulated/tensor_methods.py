@@ -44,12 +44,17 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
 
     ``convert`` must keep shape and strides. The result is differentiable if ``convert`` is.
     """
-    given: Any = t
-    local = convert(given.to_local())
-    made: torch.Tensor = type(given).from_local(
-        local, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
+    distributed: Any = t
+    local = convert(distributed.to_local())
+    converted: torch.Tensor = type(distributed).from_local(
+        local,
+        distributed.device_mesh,
+        distributed.placements,
+        run_check=False,
+        shape=distributed.shape,
+        stride=distributed.stride(),
     )
-    return made
+    return converted
 
 
 def is_wrapper(t: torch.Tensor) -> bool:
@@ -65,11 +70,11 @@ class _Moved(torch.autograd.Function):
         ctx.device = t.device
         if is_pending(t):
             return t.trigger_wait().to(device, non_blocking=non_blocking, copy=True)
-        names, context = t.__tensor_flatten__()
-        parts = {name: getattr(t, name) for name in names}
+        attributes, context = t.__tensor_flatten__()
+        tensors = {name: getattr(t, name) for name in attributes}
         moved = {  # a DTensor also has its mesh among them
-            name: part.to(device, non_blocking=non_blocking) if isinstance(part, torch.Tensor) else part
-            for name, part in parts.items()
+            name: inner.to(device, non_blocking=non_blocking) if isinstance(inner, torch.Tensor) else inner
+            for name, inner in tensors.items()
         }
         return type(t).__tensor_unflatten__(moved, context, t.shape, t.stride())
 
@@ -92,17 +97,17 @@ def move_wrapper(
 
 def _inner(self: torch.Tensor) -> torch.Tensor:
     """Return the first tensor that ``self`` wraps."""
-    names, _ = self.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner: torch.Tensor = getattr(self, names[0])
+    attributes, _ = self.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: torch.Tensor = getattr(self, attributes[0])
     return inner
 
 
-def _teach(patches: Patches, kind: type) -> None:
+def _teach(patches: Patches, tensor_class: type) -> None:
     """Make wrappers of this class report the device of their wrapped tensor."""
-    patches.set(kind, "device", property(lambda self: _inner(self).device))
-    patches.set(kind, "is_cuda", property(lambda self: _inner(self).is_cuda))
-    patches.set(kind, "is_cpu", property(lambda self: _inner(self).is_cpu))
-    patches.set(kind, "get_device", lambda self: _inner(self).get_device())
+    patches.set(tensor_class, "device", property(lambda self: _inner(self).device))
+    patches.set(tensor_class, "is_cuda", property(lambda self: _inner(self).is_cuda))
+    patches.set(tensor_class, "is_cpu", property(lambda self: _inner(self).is_cpu))
+    patches.set(tensor_class, "get_device", lambda self: _inner(self).get_device())
 
 
 def _make_wrapper(patches: Patches, original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
@@ -161,10 +166,10 @@ def _target(device: object) -> torch.device:
     target = simulated_device(device)
     if target is not None:
         return target
-    made = untraced_device(device)
-    if made is None:
+    resolved = untraced_device(device)
+    if resolved is None:
         raise TypeError(f"to(): a device must be an int, a string or a torch.device, not {type(device).__name__}")
-    return made
+    return resolved
 
 
 _LOWER = "_mp_param"  # attribute of a parameter in DistributedDataParallel's mixed precision
@@ -178,9 +183,9 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     device = kwargs.get("device")
     dtype = kwargs.get("dtype")
     rest = args
-    other = kwargs.get("other", args[0] if args else None)
-    if isinstance(other, torch.Tensor):
-        device, dtype = other.device, other.dtype
+    like = kwargs.get("other", args[0] if args else None)
+    if isinstance(like, torch.Tensor):
+        device, dtype = like.device, like.dtype
         rest = args[1:] if "other" not in kwargs else args
     elif args:
         if type(args[0]) is _dtype:
@@ -193,14 +198,14 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     target = None if device is None else _target(device)
     if isinstance(self, LAZY):
         return uninitialized_on(self, target or self.device, dtype)
-    held = isinstance(self, SimulatedTensor) or (is_wrapper(self) and self.is_cuda)
-    if target is None or (target.type != "cuda" and not held):
-        if isinstance(other, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
+    on_device = isinstance(self, SimulatedTensor) or (is_wrapper(self) and self.is_cuda)
+    if target is None or (target.type != "cuda" and not on_device):
+        if isinstance(like, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
             return original(self, dtype, *rest, **_without(kwargs, "other"))
         return original(self, *args, **kwargs)
-    names = dict(zip(("non_blocking", "copy"), rest, strict=False))
-    non_blocking = bool(names.get("non_blocking", kwargs.get("non_blocking", False)))
-    copy = bool(names.get("copy", kwargs.get("copy", False)))
+    options = dict(zip(("non_blocking", "copy"), rest, strict=False))
+    non_blocking = bool(options.get("non_blocking", kwargs.get("non_blocking", False)))
+    copy = bool(options.get("copy", kwargs.get("copy", False)))
     memory_format = kwargs.get("memory_format") or torch.preserve_format
     if target == self.device:
         return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
@@ -209,8 +214,8 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
 
 
-def _without(kwargs: dict[str, object], *names: str) -> dict[str, object]:
-    return {k: v for k, v in kwargs.items() if k not in names}
+def _without(kwargs: dict[str, object], *keys: str) -> dict[str, object]:
+    return {k: v for k, v in kwargs.items() if k not in keys}
 
 
 @around
@@ -251,12 +256,12 @@ def _type(
     if isinstance(dtype, torch.dtype):
         return self.to(dtype, non_blocking=non_blocking)
     name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"  # type: ignore[attr-defined]
-    kind = name.rpartition(".")[2]
+    short_name = name.rpartition(".")[2]
     by_name = {type_name(torch.empty(0, dtype=d)).rpartition(".")[2]: d for d in _DTYPES}
-    if kind not in by_name:
+    if short_name not in by_name:
         raise ValueError(f"invalid type: '{name}'")
     device = ("cuda" if self.device.type != "cuda" else self.device) if ".cuda." in name else "cpu"
-    return self.to(device=device, dtype=by_name[kind], non_blocking=non_blocking)
+    return self.to(device=device, dtype=by_name[short_name], non_blocking=non_blocking)
 
 
 _DTYPES = (
@@ -268,17 +273,21 @@ _DTYPES = (
 @around
 def _copy_(original: Method, self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> object:
     if type(self) is not type(src) or isinstance(self, SimulatedTensor):
-        here, there = self.device, src.device
-        if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
+        own_device, source_device = self.device, src.device
+        if (
+            own_device != source_device
+            and "cuda" in (own_device.type, source_device.type)
+            and active_node() is not None
+        ):
             if is_wrapper(src):
-                return original(self, move_wrapper(src, here), non_blocking)
-            if non_blocking and here.type == "cpu" and self.is_pinned() and captured_to_host(self, src):
+                return original(self, move_wrapper(src, own_device), non_blocking)
+            if non_blocking and own_device.type == "cpu" and self.is_pinned() and captured_to_host(self, src):
                 return self
             into = None if hardware.present is None else self.detach()
-            late = non_blocking and here.type == "cuda"
-            copied = original(self, move(src, here, non_blocking=late, into=into), non_blocking)
-            if non_blocking and here.type == "cpu" and self.is_pinned():
-                late_host_copy(self, there, non_blocking=True)
+            late = non_blocking and own_device.type == "cuda"
+            copied = original(self, move(src, own_device, non_blocking=late, into=into), non_blocking)
+            if non_blocking and own_device.type == "cpu" and self.is_pinned():
+                late_host_copy(self, source_device, non_blocking=True)
             return copied
     return original(self, src, non_blocking)
 
@@ -311,12 +320,12 @@ def _data(original: object) -> property:
         return data
 
     def put(self: torch.Tensor, value: torch.Tensor) -> None:
-        here = isinstance(self, SimulatedTensor)
-        if not here and not isinstance(value, SimulatedTensor):
+        simulated = isinstance(self, SimulatedTensor)
+        if not simulated and not isinstance(value, SimulatedTensor):
             original.__set__(self, value)  # type: ignore[attr-defined]
             if isinstance(self, LAZY) and isinstance(value, LAZY) and TARGET in value.__dict__:
                 self.__dict__[TARGET] = value.__dict__[TARGET]
-        elif here and isinstance(value, SimulatedTensor):
+        elif simulated and isinstance(value, SimulatedTensor):
             with torch._C._DisableTorchDispatch():
                 original.__set__(self, value)  # type: ignore[attr-defined]
                 if (view := self.__dict__.get(_VIEW)) is not None:
@@ -365,25 +374,25 @@ def _grad(original: object) -> property:
 @around
 def _gradients(original: Method, outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
     """Wrap ``torch.autograd.grad``: zeros that C++ returns for an unused input are on the device of the input."""
-    found = original(outputs, inputs, *args, **kwargs)
+    gradients = original(outputs, inputs, *args, **kwargs)
     sources = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)  # type: ignore[arg-type]
     return tuple(
         tag(g, source._dev) if isinstance(source, SimulatedTensor) and type(g) is torch.Tensor else g
-        for g, source in zip(found, sources, strict=True)  # type: ignore[call-overload]
+        for g, source in zip(gradients, sources, strict=True)  # type: ignore[call-overload]
     )
 
 
-def _check_grad_device(mine: torch.device, given: torch.device) -> None:
+def _check_grad_device(mine: torch.device, gradient_device: torch.device) -> None:
     tail = "Please ensure that the gradient and the tensor are on the same device"
-    if mine.type != given.type:
+    if mine.type != gradient_device.type:
         raise RuntimeError(
-            f"attempting to assign a gradient with device type '{given.type}' to a tensor with device type "
+            f"attempting to assign a gradient with device type '{gradient_device.type}' to a tensor with device type "
             f"'{mine.type}'. {tail}"
         )
-    if mine != given:
+    if mine != gradient_device:
         raise RuntimeError(
-            f"attempting to assign a gradient located on device with index '{given.index}' to a tensor located on "
-            f"device with index '{mine.index}'. {tail}"
+            f"attempting to assign a gradient located on device with index '{gradient_device.index}' to a tensor "
+            f"located on device with index '{mine.index}'. {tail}"
         )
 
 
@@ -436,11 +445,11 @@ def _apply(
     original: Callable[..., torch.nn.Module], self: torch.nn.Module, fn: object, recurse: bool = True
 ) -> torch.nn.Module:
     """Make ``Module._apply`` move gradients: put each back, because C++ still refers to the data that it had before."""
-    held = [(p, grad) for p in self._parameters.values() if p is not None and (grad := p.grad) is not None]
+    gradients = [(p, grad) for p in self._parameters.values() if p is not None and (grad := p.grad) is not None]
     try:
         return original(self, fn, recurse)
     finally:
-        for param, grad in held:
+        for param, grad in gradients:
             if param.grad is not grad:
                 put_grad(param, grad)
 

@@ -21,14 +21,14 @@ from torch._C._profiler import ProfilerActivity, ProfilerState
 
 from mgpu_check.torch_hooks.patches import Patches, around
 
-_said: set[int] = set()
+_warned: set[int] = set()
 
 
 def _say_once() -> None:
     """Print the notice once per process, and only on rank 0."""
-    if os.getpid() in _said or os.environ.get("RANK", "0") != "0":
+    if os.getpid() in _warned or os.environ.get("RANK", "0") != "0":
         return
-    _said.add(os.getpid())
+    _warned.add(os.getpid())
     print(
         "mgpu-check: torch.compile has no effect on simulated GPUs: the code runs eagerly, with the same results",
         file=sys.stderr,

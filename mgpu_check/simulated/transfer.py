@@ -29,9 +29,9 @@ LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which
 def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
     """Return a lazy tensor like ``t`` whose values will be created on ``target``; ``dtype`` None keeps its dtype."""
     make: Callable[..., torch.Tensor] = type(t)
-    made = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
-    made.__dict__[TARGET] = target
-    return made
+    uninitialized = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
+    uninitialized.__dict__[TARGET] = target
+    return uninitialized
 
 
 def _new(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
@@ -39,9 +39,9 @@ def _new(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tenso
         target = simulated_device(kwargs.get("device"))
         if target is None:
             return original(cls, *args, **kwargs)
-        made = original(cls, *args, **{**kwargs, "device": "cpu"})
-        made.__dict__[TARGET] = target
-        return made
+        tensor = original(cls, *args, **{**kwargs, "device": "cpu"})
+        tensor.__dict__[TARGET] = target
+        return tensor
 
     return staticmethod(new)
 
@@ -75,8 +75,8 @@ def _device(self: torch.Tensor) -> torch.device:
 
 
 def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
-    for kind in (UninitializedParameter, UninitializedBuffer):
-        patches.set(kind, "__new__", _new(kind.__new__))
+    for lazy_class in (UninitializedParameter, UninitializedBuffer):
+        patches.set(lazy_class, "__new__", _new(lazy_class.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))
     patches.set(LAZY, "device", property(_device))
     patches.set(LAZY, "is_cuda", property(lambda self: self.device.type == "cuda"))
@@ -109,13 +109,13 @@ def become(t: torch.Tensor, value: torch.Tensor) -> None:
             f"and u is on {value.device}; assign to t.detach(), or use t.to()"
         )
     grad = _base.grad.__get__(t)
-    hooks = {name: found for name in _HOOKS if (found := getattr(t, name)) is not None}
+    hooks = {name: hook for name in _HOOKS if (hook := getattr(t, name)) is not None}
     if t.requires_grad and t._use_count() > 1:  # type: ignore[attr-defined]  # a graph may hold it
         torch.autograd.graph.get_gradient_edge(t).node.register_prehook(_refusal(t.device, value.device))
     new = _twin(t, value)
     _exchange(t, new)
-    for name, found in hooks.items():
-        setattr(t, name, found)  # even if Python still has them: C++ holds its own, which were exchanged
+    for name, hook in hooks.items():
+        setattr(t, name, hook)  # even if Python still has them: C++ holds its own, which were exchanged
     if grad is not None:
         grad.__dict__[_ELSEWHERE] = True
         put_grad(t, grad)
@@ -162,29 +162,29 @@ def _twin(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.layout is torch.strided and new.untyped_storage()._cdata != value.untyped_storage()._cdata:
         with torch.no_grad():
             new = value.view_as(value)
-    kind = t.__dict__.get(CLASS, type(t))
+    tensor_class = t.__dict__.get(CLASS, type(t))
     if isinstance(t, torch.nn.Parameter):
-        if not isinstance(new, SimulatedTensor) and issubclass(kind, torch.nn.Parameter):
-            new = torch.Tensor._make_subclass(kind, new, t.requires_grad)
+        if not isinstance(new, SimulatedTensor) and issubclass(tensor_class, torch.nn.Parameter):
+            new = torch.Tensor._make_subclass(tensor_class, new, t.requires_grad)
         else:
             new = torch.nn.Parameter(new, requires_grad=t.requires_grad)
     else:
         new.requires_grad_(t.requires_grad)
     new.__dict__.update({key: kept for key, kept in t.__dict__.items() if key not in _OWN})
-    if isinstance(new, SimulatedTensor) and kind not in (_plain, torch.nn.Parameter, SimulatedTensor):
-        new.__dict__[CLASS] = kind
+    if isinstance(new, SimulatedTensor) and tensor_class not in (_plain, torch.nn.Parameter, SimulatedTensor):
+        new.__dict__[CLASS] = tensor_class
     return new
 
 
-def _exchange(one: Any, other: Any) -> None:
+def _exchange(target: Any, source: Any) -> None:
     """Exchange the contents of two tensor objects, as ``torch.utils.swap_tensors`` does, even if a graph holds one."""
-    attributes = ["__class__", "__dict__", *copyreg._slotnames(type(one))]  # type: ignore[attr-defined]
+    attributes = ["__class__", "__dict__", *copyreg._slotnames(type(target))]  # type: ignore[attr-defined]
     for name in attributes:
-        if hasattr(one, name) and hasattr(other, name):
-            kept = getattr(one, name)
-            setattr(one, name, getattr(other, name))
-            setattr(other, name, kept)
-    torch._C._swap_tensor_impl(one, other)
+        if hasattr(target, name) and hasattr(source, name):
+            kept = getattr(target, name)
+            setattr(target, name, getattr(source, name))
+            setattr(source, name, kept)
+    torch._C._swap_tensor_impl(target, source)
 
 
 _to = torch._C.TensorBase.to
@@ -220,8 +220,8 @@ def _transfer(
             if not non_blocking:
                 host_waits(device)
 
-    def copied(given: tuple[torch.Tensor], _: object = None) -> torch.Tensor:
-        return _copied(given[0], device, dtype, non_blocking, memory_format, into)
+    def copied(operands: tuple[torch.Tensor], _: object = None) -> torch.Tensor:
+        return _copied(operands[0], device, dtype, non_blocking, memory_format, into)
 
     recorder = recorder_of(device if device.type == "cuda" else source)
     if recorder is None:
@@ -267,11 +267,11 @@ def captured_to_host(host: torch.Tensor, t: torch.Tensor) -> bool:
     if recorder is None:
         return False
 
-    def copy(given: tuple[torch.Tensor, torch.Tensor], _: object = None) -> torch.Tensor:
-        return given[0].copy_(_copied(given[1], host.device, None, True, torch.preserve_format, None))
+    def copy(operands: tuple[torch.Tensor, torch.Tensor], _: object = None) -> torch.Tensor:
+        return operands[0].copy_(_copied(operands[1], host.device, None, True, torch.preserve_format, None))
 
-    given = host, t.detach()
-    recorder.record(copy, given, {}, [host], source, after=lambda _: late_host_copy(host, source, True))
+    operands = host, t.detach()
+    recorder.record(copy, operands, {}, [host], source, after=lambda _: late_host_copy(host, source, True))
     return True
 
 

@@ -43,16 +43,16 @@ def _sizes(tensors: Any, count: int) -> list[str]:
     return []
 
 
-def _one(tensor: Any, peers: Sequence[int], given: bool) -> Parts:
+def _one(tensor: Any, peers: Sequence[int], sent: bool) -> Parts:
     if isinstance(tensor, torch.Tensor):
         size = size_of(tensor)
         for peer in peers:
-            yield given, peer, size
+            yield sent, peer, size
 
 
-def _each(tensors: Any, count: int, given: bool) -> Parts:
+def _each(tensors: Any, count: int, sent: bool) -> Parts:
     for peer, size in enumerate(_sizes(tensors, count)):
-        yield given, peer, size
+        yield sent, peer, size
 
 
 def _of_row(row: Collective, transfer: Transfer) -> Reader:
@@ -69,23 +69,23 @@ def _of_row(row: Collective, transfer: Transfer) -> Reader:
 
 
 def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
-    given = get("input")
-    if not isinstance(given, torch.Tensor) or given.dim() == 0:
+    source = get("input")
+    if not isinstance(source, torch.Tensor) or source.dim() == 0:
         return
     # Computed from the dimensions, because a rank that sends no rows still receives rows of this size.
-    row = math.prod(given.shape[1:])
+    row = math.prod(source.shape[1:])
     for giving, tensor, splits in (
-        (True, given, get("input_split_sizes")),
+        (True, source, get("input_split_sizes")),
         # The functional version allocates its output itself.
         (False, get("output"), get("output_split_sizes")),
     ):
         rows = list(splits) if isinstance(splits, (list, tuple)) and splits else None
         if rows is None:
-            whole = tensor if isinstance(tensor, torch.Tensor) else given
-            sizes = [size_of(given, whole.numel() // count)] * count
+            exchanged = tensor if isinstance(tensor, torch.Tensor) else source
+            sizes = [size_of(source, exchanged.numel() // count)] * count
         else:
-            sizes = [size_of(given, number * row) for number in rows]
-        if isinstance(tensor, torch.Tensor) and tensor.dtype != given.dtype:
+            sizes = [size_of(source, number * row) for number in rows]
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != source.dtype:
             return
         for peer, size in enumerate(sizes):
             yield giving, peer, size
@@ -145,13 +145,13 @@ class Flows:
         """Record an operation before it starts, and return a function that removes it again, if it fails."""
         added: list[list[Any]] = []
         with self._lock:
-            for given, index, what in FLOWS[name](get, group.ranks.index(me), len(group.ranks), root):
+            for sent, index, content in FLOWS[name](get, group.ranks.index(me), len(group.ranks), root):
                 peer = ANY if index == ANY else group.ranks[index]
-                runs = self._runs.setdefault((group, given, peer, tag), [])
+                runs = self._runs.setdefault((group, sent, peer, tag), [])
                 if len(runs) >= _MOST_RUNS:
-                    what = MANY
-                if not runs or (runs[-1][1:] != [what, name, *site] and runs[-1][1] != MANY):
-                    runs.append([0, what, name, *site])
+                    content = MANY
+                if not runs or (runs[-1][1:] != [content, name, *site] and runs[-1][1] != MANY):
+                    runs.append([0, content, name, *site])
                 runs[-1][0] += 1
                 added.append(runs[-1])
 
@@ -168,8 +168,8 @@ class Flows:
             return ()
         with self._lock:
             return tuple(
-                PeerTransfers(group, given, peer, tag, tuple(TensorRun(*run) for run in runs if run[0]))
-                for (group, given, peer, tag), runs in self._runs.items()
+                PeerTransfers(group, sent, peer, tag, tuple(TensorRun(*run) for run in runs if run[0]))
+                for (group, sent, peer, tag), runs in self._runs.items()
             )
 
 
@@ -220,7 +220,7 @@ def compared(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return size_of(value)
     if isinstance(value, (list, tuple)):
-        sizes = [size_of(one) for one in value if isinstance(one, torch.Tensor)]
+        sizes = [size_of(tensor) for tensor in value if isinstance(tensor, torch.Tensor)]
         return f"{zlib.crc32(';'.join(sizes).encode()):x}"
     return ""
 

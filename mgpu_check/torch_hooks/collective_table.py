@@ -327,11 +327,11 @@ class Form(Protocol):
 
 class _OfTable:
     def __init__(self, function: str) -> None:
-        known = COLLECTIVES[function]
+        row = COLLECTIVES[function]
         self.name = function.lstrip("_")
-        self.peer = known.kind == "message"
-        self.symmetric = known.sizes == "equal"
-        self.paired = known.sizes == "paired"
+        self.peer = row.kind == "message"
+        self.symmetric = row.sizes == "equal"
+        self.paired = row.sizes == "paired"
 
 
 class FunctionForm(_OfTable):
@@ -378,8 +378,8 @@ class MethodForm(_OfTable):
         position = 1 + self._given.index(name)
         if name in _KEYWORDS:
             return _option(name, args[position : position + 1], [*args[1:], kwargs.get("opts")], kwargs)
-        given = [*args[1:], *(value for key, value in kwargs.items() if key not in _OTHER_KEYWORDS)]
-        value = given[position - 1] if position <= len(given) else None
+        positional = [*args[1:], *(value for key, value in kwargs.items() if key not in _OTHER_KEYWORDS)]
+        value = positional[position - 1] if position <= len(positional) else None
         if name in _SINGLE or (is_list(name) and _nested(value)):
             return value[0] if isinstance(value, (list, tuple)) and value else value
         return value

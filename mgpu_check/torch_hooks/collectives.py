@@ -134,11 +134,11 @@ class Recorder:
     ) -> tuple[int, Callable[[], None] | None]:
         """Record a collective; return its slot, and a function that removes it from the flows again, or None."""
         group = group_of(form.argument(form.group, args, kwargs))
-        given = form.argument(form.operand, args, kwargs) if form.operand else None
-        operand = shown(given)
+        argument = form.argument(form.operand, args, kwargs) if form.operand else None
+        operand = shown(argument)
         values = ((name, form.argument(name, args, kwargs)) for name in form.options)
         options = ", ".join(option(name, value) for name, value in values if value is not None)
-        alike = compared(given) if form.symmetric else ""
+        alike = compared(argument) if form.symmetric else ""
         file, line = calling_line()
         take_back = None
         if form.paired and group is not None:
@@ -152,8 +152,8 @@ class Recorder:
                 count, check = self._groups.get(group, (0, 0))
                 number, check = count + 1, zlib.crc32(f"{form.name} {alike} {options}".encode(), check)
                 self._groups[group] = number, check
-            whole = group is None or len(group.ranks) == dist.get_world_size()
-            ranks = "" if whole or group is None else ",".join(map(str, group.ranks))
+            default_group = group is None or len(group.ranks) == dist.get_world_size()
+            ranks = "" if default_group or group is None else ",".join(map(str, group.ranks))
             name = group.name if group is not None else ""
             slot = self._total
             start = collective_records.HEADER.size + slot % collective_records.KEPT * collective_records.SLOT

@@ -25,12 +25,12 @@ import torch
 from mgpu_check.processes.tracebacks import is_installed
 
 
-def _loaded(names: str) -> list[Any]:
-    return [sys.modules[name] for name in names.split() if name in sys.modules]
+def _loaded(module_names: str) -> list[Any]:
+    return [sys.modules[name] for name in module_names.split() if name in sys.modules]
 
 
-def _classes(names: str) -> list[type]:
-    values = (value for module in _loaded(names) for value in vars(module).values())
+def _classes(module_names: str) -> list[type]:
+    values = (value for module in _loaded(module_names) for value in vars(module).values())
     return list(dict.fromkeys(value for value in values if isinstance(value, type)))
 
 
@@ -89,7 +89,7 @@ _FUNCTIONS = (
     (torch.Tensor, [name for name in dir(torch.Tensor) if callable(getattr(torch.Tensor, name))]),  # also inherited
 )
 _DATA = (
-    *((owner, _variables(owner, names)) for owner, names in _FUNCTIONS if owner in _PROCESS_WIDE),
+    *((owner, _variables(owner, attributes)) for owner, attributes in _FUNCTIONS if owner in _PROCESS_WIDE),
     *((owner, ["default_generator"]) for owner in (torch, torch.random)),
     (torch.hub, ["_hub_dir"]),
 )
@@ -99,9 +99,11 @@ class Replaceable:
     """The objects, functions, modules and hooks of a fresh rank that a test could replace."""
 
     def __init__(self) -> None:
-        self._functions = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _FUNCTIONS]
+        self._functions = [
+            (owner, attributes, list(map(vars(owner).get, attributes))) for owner, attributes in _FUNCTIONS
+        ]
         self._values = [[*vars(owner).values()] for owner, _ in _FUNCTIONS]
-        self._data = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _DATA]
+        self._data = [(owner, attributes, list(map(vars(owner).get, attributes))) for owner, attributes in _DATA]
         self._lists = [(value, list(value)) for value in (getattr(owner, name) for owner, name in _LISTS)]
         self._tables = [(value, dict(value)) for value in (getattr(owner, name) for owner, name in _TABLES)]
         self._added_to = [(owner, frozenset(vars(owner))) for owner in _ADDED_TO]
@@ -131,18 +133,18 @@ class Replaceable:
         Args:
             imported: whether the test has imported a module, which may have added names to other modules.
         """
-        for owner, names, values in self._data:
+        for owner, attributes, values in self._data:
             present = vars(owner)
-            if not all(map(is_, map(present.get, names), values)):  # equal objects are not the same
-                for name, value in zip(names, values, strict=True):
+            if not all(map(is_, map(present.get, attributes), values)):  # equal objects are not the same
+                for name, value in zip(attributes, values, strict=True):
                     if present.get(name, _MISSING) is not value:
                         setattr(owner, name, value)
         for values, before in self._lists:
             if len(values) != len(before) or not all(map(is_, values, before)):
-                added = (value for value in values if not any(value is known for known in before))
+                added = (value for value in values if not any(value is entry for entry in before))
                 values[:] = [*before, *(value for value in added if not _by_a_test(_maker(value)))]
-        for table, known in self._tables:
-            table.update(known)
+        for table, original in self._tables:
+            table.update(original)
         for owner, fresh in self._added_to if not imported else ():
             for name in vars(owner).keys() - fresh if len(vars(owner)) > len(fresh) else ():
                 delattr(owner, name)
@@ -150,12 +152,12 @@ class Replaceable:
     def changed(self) -> list[str]:
         """Describe the functions, modules and hooks that have changed."""
         replaced = set(self._put_back)
-        for number, (owner, names, functions) in enumerate(self._functions):
+        for number, (owner, attributes, functions) in enumerate(self._functions):
             present = vars(owner)
             values = [*present.values()]
             if _are_equal(values, self._values[number]):
                 continue
-            for name, function in zip(names, functions, strict=True):
+            for name, function in zip(attributes, functions, strict=True):
                 now = present.get(name)
                 if now is not function and _by_a_test(now, owner):
                     replaced.add(f"{owner.__name__}.{name}")

@@ -23,37 +23,37 @@ def entries(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, torch.Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(part.name, getattr(value, part.name)) for part in dataclasses.fields(value)]
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return [(key, value[key]) for key in value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
-    known = tree_leaves(value, is_leaf=lambda one: one is not value)
-    return None if len(known) == 1 and known[0] is value else list(enumerate(known))
+    children = tree_leaves(value, is_leaf=lambda node: node is not value)
+    return None if len(children) == 1 and children[0] is value else list(enumerate(children))
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
     """Yield the leaves of a value in order. `is_leaf` may make further values leaves."""
-    parts = None if is_leaf(value) else entries(value)
-    if parts is None:
+    children = None if is_leaf(value) else entries(value)
+    if children is None:
         yield value
     else:
-        for _, part in parts:
-            yield from leaves(part, is_leaf)
+        for _, child in children:
+            yield from leaves(child, is_leaf)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value in order; for a dataclass, those of its constructor's parameters."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     _mapped(take, value)
-    return found
+    return tensors
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -66,20 +66,20 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {
-            part.name: _mapped(change, getattr(value, part.name)) for part in dataclasses.fields(value) if part.init
+        changed = {
+            field.name: _mapped(change, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init
         }
-        return dataclasses.replace(value, **parts)
+        return dataclasses.replace(value, **changed)
     if isinstance(value, Mapping):
         new: Any = copy.copy(value)
         for key in list(value):
             new[key] = _mapped(change, value[key])
         return new
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(change, part) for part in value))
+        return type(value)(*(_mapped(change, child) for child in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(change, part) for part in value)
-    return tree_map(lambda part: part if part is value else _mapped(change, part), value)
+        return type(value)(_mapped(change, child) for child in value)
+    return tree_map(lambda child: child if child is value else _mapped(change, child), value)
 
 
 def named_modules(
@@ -112,10 +112,10 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return _named(module, "_buffers")
 
 
-def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+def _named(module: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
     yielded: set[int] = set()
-    for name, part in named_modules(module):
-        for key, tensor in getattr(part, kind).items():
+    for name, submodule in named_modules(module):
+        for key, tensor in getattr(submodule, attribute).items():
             if tensor is not None and id(tensor) not in yielded:
                 yielded.add(id(tensor))
                 yield _joined(name, key), tensor

@@ -37,8 +37,8 @@ class _Bytes:
     def __reduce__(self) -> tuple[Any, ...]:
         from mgpu_check.torch_hooks.tensors import memory_of
 
-        here = self._tensor
-        return _tensor, (pickle.PickleBuffer(memory_of(here)), here.dtype, tuple(here.shape))
+        tensor = self._tensor
+        return _tensor, (pickle.PickleBuffer(memory_of(tensor)), tensor.dtype, tuple(tensor.shape))
 
 
 def _packed(value: Any) -> Any:

@@ -57,9 +57,9 @@ class Patches:
 
         Static and class methods keep their kind. The function of a class method takes the class.
         """
-        found = inspect.getattr_static(owner, name) if isinstance(owner, type) else None
-        if isinstance(found, (staticmethod, classmethod)):
-            self.set(owner, name, type(found)(around(found.__func__)))
+        attribute = inspect.getattr_static(owner, name) if isinstance(owner, type) else None
+        if isinstance(attribute, (staticmethod, classmethod)):
+            self.set(owner, name, type(attribute)(around(attribute.__func__)))
         else:
             self.set(owner, name, around(getattr(owner, name)))
 
@@ -77,7 +77,7 @@ class Patches:
 
     def changed(self, owner: object) -> frozenset[str]:
         """Return the names of the attributes of `owner` that have been set."""
-        return frozenset(name for other, name, _ in self._undo if other is owner)
+        return frozenset(name for patched, name, _ in self._undo if patched is owner)
 
     def at_exit(self, call: Callable[[], object]) -> None:
         """Register `call` to run in `undo`, before anything is restored."""
@@ -111,7 +111,7 @@ class Patches:
                 setattr(module, name, value)
 
     def _names(self, mapping: dict[int, object]) -> list[tuple[ModuleType, str, object]]:
-        found = []
+        bindings = []
         for module in list(sys.modules.values()) if mapping else ():
             if not isinstance(module, ModuleType) or not module.__name__.startswith(self._among):
                 continue
@@ -120,10 +120,10 @@ class Patches:
             if mapping.keys().isdisjoint(map(id, list(vars(module).values()))):
                 continue  # most modules: by far the fastest way to look at 200,000 names
             for name, value in list(vars(module).items()):
-                other = mapping.get(id(value), _ABSENT)
-                if other is not _ABSENT:
-                    found.append((module, name, other))
-        return found
+                replacement = mapping.get(id(value), _ABSENT)
+                if replacement is not _ABSENT:
+                    bindings.append((module, name, replacement))
+        return bindings
 
 
 def around(new: Callable[..., R]) -> Callable[[Callable[..., Any]], Callable[..., R]]:

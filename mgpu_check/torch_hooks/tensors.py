@@ -68,15 +68,15 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a dense tensor's elements in order."""
-    here = plain(tensor)
-    return bytes(memory_of(here))
+    plain_tensor = plain(tensor)
+    return bytes(memory_of(plain_tensor))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a checksum of a dense tensor's dtype, shape and bits."""
-    here = plain(tensor)
-    checksum = hashlib.sha1(memory_of(here), usedforsecurity=False)  # processors have instructions for it
-    checksum.update(f"{here.dtype}{tuple(here.shape)}".encode())
+    plain_tensor = plain(tensor)
+    checksum = hashlib.sha1(memory_of(plain_tensor), usedforsecurity=False)  # processors have instructions for it
+    checksum.update(f"{plain_tensor.dtype}{tuple(plain_tensor.shape)}".encode())
     return checksum.hexdigest()[:24]
 
 
@@ -89,11 +89,11 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def memory_of(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+def memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     """Return the memory of a contiguous CPU tensor, as an array that keeps the tensor alive."""
-    size = here.numel() * here.element_size()
-    memory = (ctypes.c_char * size).from_address(here.data_ptr() or ctypes.addressof(_NOTHING))
-    memory.of = here  # type: ignore[attr-defined]  # a new attribute, which keeps the tensor alive
+    size = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
+    memory.of = tensor  # type: ignore[attr-defined]  # a new attribute, which keeps the tensor alive
     return memory
 
 
@@ -120,8 +120,8 @@ def is_pending(value: object) -> bool:
 
 
 def _is(value: object, module: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(value, cls)
 
 
 def readable(tensor: Any) -> torch.Tensor | None:
@@ -174,7 +174,9 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _SWITCHES:
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            if isinstance(given, (bool, int, float)) and not given:
+            argument_value = (
+                args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            )
+            if isinstance(argument_value, (bool, int, float)) and not argument_value:
                 return False
     return True

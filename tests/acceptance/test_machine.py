@@ -60,7 +60,7 @@ def wrong(observations: list[Observation]) -> list[str]:
 def test_a_core_is_named_if_the_others_agree():
     healthy = vote_of_cores(0.0, range(4))
     assert [(one.outcome, one.work.operations) for one in healthy] == [("passed", 80)]
-    found = vote_of_cores(0.0, range(4), wrong=2)
+    found = vote_of_cores(0.0, range(4), wrong_core=2)
     assert wrong(found) == [
         "core 2 computes other results than 3 others: integers, products in float64, products in float32, products in "
         "bfloat16, functions"
@@ -69,7 +69,7 @@ def test_a_core_is_named_if_the_others_agree():
 
 
 def test_two_cores_that_differ_name_none():
-    found = vote_of_cores(0.0, range(2), wrong=1)
+    found = vote_of_cores(0.0, range(2), wrong_core=1)
     assert wrong(found)[0] == "cores 0, 1 compute different results, without a majority: integers"
     assert not any("core" in one.evidence for one in found if one.outcome == "failed")
     assert "no core can be named: a vote needs 3 cores, and this process may use 2" in [one.seen for one in found]
@@ -106,7 +106,7 @@ def test_memory_is_compared_while_gpus_copy():
         devices = [torch.device("cuda", index) for index in range(2)]
         (right,) = examine_memory(devices, 10 << 20, 2, 2)
         assert (right.outcome, right.work.bytes) == ("passed", 20 << 20)
-        found = examine_memory(devices, 10 << 20, 2, 2, wrong=(1 << 20) + 3)
+        found = examine_memory(devices, 10 << 20, 2, 2, wrong_word=(1 << 20) + 3)
     assert wrong(found) == [
         f"host memory: 1 words wrong in pass {turn}, the first at byte {8 * ((1 << 20) + 3)}, bits 0x20"
         for turn in range(2)

@@ -39,10 +39,10 @@ from tests.acceptance.speeds import (
 
 def test_a_slow_gpu_is_named_if_both_looks_show_it():
     one, healthy = node("gpu", 4, lambda m: 0.5 if m[0] == 2 else 1.0), node("gpu", 4, lambda m: 1.0)
-    both = judge(one, gpus(4), floors=NONE, again=one[::-1])
+    both = judge(one, gpus(4), floors=NONE, second_look=one[::-1])
     assert failed(both) == {(2,)} and "again when measured in another order" in both[2].seen
     for first, again in ((one, healthy), (healthy, one)):
-        found = [judged(o, {}) for o in judge(first, gpus(4), floors=NONE, again=again)]
+        found = [judged(o, {}) for o in judge(first, gpus(4), floors=NONE, second_look=again)]
         assert not failed(found)
         ((warned,), rest) = ([o for o in found if o.finding], [o for o in found if not o.finding])
         assert (warned.finding, warned.ruling) == ("MGPU-SPEED-ONCE", "warn") and "in one of two looks" in warned.seen
@@ -81,7 +81,7 @@ def test_a_slow_gpu_is_measured_again_in_the_reverse_order(slow_calls, finding):
 
 def test_what_was_not_measured_again_keeps_its_failure():
     slow = node("gpu", 4, lambda m: 0.5 if m[0] == 2 else 1.0)
-    found = judge(slow, gpus(4), floors=NONE, again=node("copy", 4, lambda m: 1.0))
+    found = judge(slow, gpus(4), floors=NONE, second_look=node("copy", 4, lambda m: 1.0))
     assert failed(found) == {(2,)}
 
 

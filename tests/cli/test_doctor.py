@@ -73,7 +73,12 @@ def test_a_healthy_machine_has_no_remarks(devices):
         ({"environment": {"NCCL_SOCKET_IFNAME": "=ib0:1,eth"}}, "bad", "network", "unset NCCL_SOCKET_IFNAME"),
         ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "warn", "environment", "races stay hidden"),
         ({"devices": dataclasses.replace(GPUS, nccl="")}, "bad", "NCCL", "no NCCL"),
-        ({"devices": dataclasses.replace(GPUS, apart=((0, 2), (2, 0)))}, "warn", "peer access", "0 to 2, 2 to 0"),
+        (
+            {"devices": dataclasses.replace(GPUS, separate_pairs=((0, 2), (2, 0)))},
+            "warn",
+            "peer access",
+            "0 to 2, 2 to 0",
+        ),
         ({"devices": GpuFacts(Inventory((), "cannot be used: 802\n  start it"))}, "bad", "GPUs", "802; start it"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_script_that_the_pages_start_comes_first(repository):
         *("tools/main.py", "train.py", "other/main.py", "benchmarks/train.py")
     ]
     (command,) = found.entries[0].documented
-    assert (command.place, command.arguments) == ("README:3", "--data <DIR>")
+    assert (command.location, command.arguments) == ("README:3", "--data <DIR>")
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,9 @@ def test_constants_are_placed_as_another_run_has_found_them():
         known = read_placements(found.fileno())
     assert known["scale"][0].at.tolist() == [1, 3, 5]
     still = Wholes({**moved, "scale": torch.ones(6)})
-    (_, scale) = sorted(placed(Scales(WEIGHT[1::2], torch.ones(3)), still, known=known), key=lambda part: part.label)
+    (_, scale) = sorted(
+        placed(Scales(WEIGHT[1::2], torch.ones(3)), still, placements=known), key=lambda part: part.label
+    )
     assert cut_of(scale) == "dim 0: 1 and 3 and 5 of 6" and not scale.unplaced
 
 

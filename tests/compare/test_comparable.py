@@ -211,7 +211,7 @@ def test_other_samples_from_the_start(samples, words):
 
     found = others_from_the_start(aligned())
     assert bool(found) == (words is not None)
-    assert not found or words in found[0].why
+    assert not found or words in found[0].reason
     assert others_from_the_start(aligned(elsewhere=1.0)) == []  # a mistake, whatever the samples
 
 
@@ -224,7 +224,7 @@ def test_another_start_and_other_samples_are_named_at_once():
     for training in ranks:
         change(training)
     found = others_from_the_start(Aligned(Training().trace(), [training.trace() for training in ranks]))
-    assert "the ranks together saw 8 samples; 0 of them" in found[0].why and found[-1] is OTHER_START
+    assert "the ranks together saw 8 samples; 0 of them" in found[0].reason and found[-1] is OTHER_START
 
     later = verdict(change)
     assert later.kind == "not comparable" and later.report.headline.count(" and step 1: the ranks together saw 8") == 1
@@ -275,7 +275,7 @@ def test_what_stands_in_the_way():
         for training in (one, *ranks):
             training.events = [{"event": "seed", "after": 0}]
             change(training)
-        return [entry.why.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], own)]
+        return [entry.reason.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], own)]
 
     def flawed(training):
         training.gradient = lambda number: [0 * g for g in gradients(number)]

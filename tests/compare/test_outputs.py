@@ -67,7 +67,7 @@ def aligned(one: dict[str, Any], ranks: list[dict[str, Any]], seen=None, grow: f
 def test_what_ranks_have_is_put_together(parts, seen, wrong, why):
     found, _ = aligned({"a": WHOLE}, [{"a": own} for own in parts], seen)
     compared = compared_output(found, 0, "a", 1e-6)
-    assert (compared.wrong(1e-6), compared.why) == (wrong, why)
+    assert (compared.wrong(1e-6), compared.reason) == (wrong, why)
 
 
 def test_mean_losses_are_weighted_by_the_samples_of_the_ranks():
@@ -77,7 +77,7 @@ def test_mean_losses_are_weighted_by_the_samples_of_the_ranks():
     )
     assert compared_output(found, 0, "a", 1e-6).wrong(1e-6) == [0, 1]
     found.ranks[0].steps[0].samples, found.ranks[1].steps[0].samples = [[1]], [[10, 11, 12]]
-    assert compared_output(found, 0, "a", 1e-6).why == PARTIAL.replace("sum", "mean")
+    assert compared_output(found, 0, "a", 1e-6).reason == PARTIAL.replace("sum", "mean")
 
 
 def test_a_run_in_place_of_one_device():

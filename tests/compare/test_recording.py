@@ -180,7 +180,7 @@ dist.all_reduce(torch.ones(3))
 """
     run = record(raises, world=3)
     assert [ended.how for ended in run.ranks] == ["failed"] * 3
-    assert run.first == 2, run.ranks
+    assert run.failed_rank == 2, run.ranks
 
 
 def test_models_micro_batches_and_optimizers(record):
@@ -289,7 +289,7 @@ def test_complex_parameters_are_real_ones_with_one_more_dimension(record):
     assert step.gradients["weight"].samples == (0, -1, 2, 0, 1, 0)
     assert step.parameters["weight"].samples == (1, 2.5, 2, -1, -0.5, 0.5)
     found = deviation(step.parameters["weight"], step.before["weight"], shape)
-    assert found.what == "element [2, 0]" and (found.got, found.expected) == (-0.5, 0)
+    assert found.number == "element [2, 0]" and (found.got, found.expected) == (-0.5, 0)
 
 
 def test_sharded_parameters_are_gathered(record):

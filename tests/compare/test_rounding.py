@@ -28,7 +28,7 @@ def test_repeatability():
     assert repeatability(first.trace(), again.trace()).step == 1
     again = Training()
     again.samples = lambda number: [7 - i for i in range(8)]
-    assert "different samples" in repeatability(first.trace(), again.trace()).what
+    assert "different samples" in repeatability(first.trace(), again.trace()).description
 
 
 def test_where_rounding_has_taken_over():
@@ -109,7 +109,7 @@ def test_the_element_that_is_named():
     got = expected.clone()
     got[4, 5] = -30
     found = deviation(summary(got), summary(expected), (5, 6))
-    assert (found.what, found.got, found.expected) == ("element [4, 5]", -30, 30)
+    assert (found.number, found.got, found.expected) == ("element [4, 5]", -30, 30)
 
 
 def test_the_sum_that_is_named_has_its_elements():
@@ -117,7 +117,7 @@ def test_the_sum_that_is_named_has_its_elements():
     got = expected.clone()
     got[998] = -1.0  # its norm is the same, and this element is not stored
     first = 1000 - chunk_sizes(1000)[-1]
-    assert deviation(summary(got), summary(expected), (1000,)).what == f"sum of elements {first} to 999 of 1000"
+    assert deviation(summary(got), summary(expected), (1000,)).number == f"sum of elements {first} to 999 of 1000"
 
 
 def test_a_square_of_a_gradient_may_deviate_twice_as_much():

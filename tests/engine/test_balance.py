@@ -62,7 +62,7 @@ def received(peer: int, what: str, tag: int = 0) -> PeerTransfers:
 )
 def test_each_tensor_that_was_sent_must_be_received(flows, found):
     told = {
-        (one.sender, one.receiver, one.given and one.given.what, one.taken and one.taken.what)
+        (one.sender, one.receiver, one.sent and one.sent.content, one.received and one.received.content)
         for one in unmatched(flows)
     }
     assert told == set(found)

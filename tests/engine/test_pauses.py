@@ -128,7 +128,7 @@ def test_a_message_may_be_received_after_a_pause_unless_it_is_the_last(pool):
 
 def test_what_some_ranks_hold_no_part_of_is_named(pool):
     def body(rank):
-        pause("step 1", held=[("gradient of a", (0, 1))] if rank.index == 0 else [])
+        pause("step 1", slices=[("gradient of a", (0, 1))] if rank.index == 0 else [])
 
     with pytest.raises(RankFailure, match="gradient of a: of ranks 0-1 that hold a part each, rank 1 had none") as info:
         pool.run(body, size=2)

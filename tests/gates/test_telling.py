@@ -25,7 +25,7 @@ UNNAMED = Mismatch(
     ),
     expected=Expected(ObservedRun(), None),
     axes=Axes(("tp",), "any", ("dp",), ("dp",)),
-    first=FirstWrong(1, 2, WEIGHT),
+    first_wrong=FirstWrong(1, 2, WEIGHT),
     parting=Parting("train.py:40", "all_reduce, its result", ["1", "1", "2", "2"]),
     module=WrongModule("0", (2, 3), "output"),
     factor=2.0,

@@ -32,7 +32,7 @@ def test_patterns(kind, expected) -> None:
     parts = PARTS[kind]
     should = reduced(parts)
     got = CASES[expected](parts, should.value.float())
-    found = diagnose(got, should.value, should.tolerance, parts=parts, rank=3, constants={"world size": 4})
+    found = diagnose(got, should.value, should.tolerance, contributions=parts, rank=3, constants={"world size": 4})
     assert expected in found[0], found
 
 
@@ -42,7 +42,7 @@ def test_a_pattern_in_part_of_the_elements(kind) -> None:
     should = reduced(parts)
     got = should.value.float()
     got.view(-1)[15:] = parts[1].view(-1)[15:]
-    found = diagnose(got, should.value, should.tolerance, parts=parts, rank=0)
+    found = diagnose(got, should.value, should.tolerance, contributions=parts, rank=0)
     assert "the 5 elements that differ equal rank 1's part alone" in found[0]
 
 
@@ -101,7 +101,7 @@ def test_low_precision(dtype, name) -> None:
     parts = PARTS["random"]
     should = reduced(parts)
     got = sum((part.to(dtype) for part in parts[1:]), parts[0].to(dtype)).float()
-    assert f"arithmetic in {name}" in diagnose(got, should.value, should.tolerance, parts=parts)[0]
+    assert f"arithmetic in {name}" in diagnose(got, should.value, should.tolerance, contributions=parts)[0]
 
 
 def test_overflow() -> None:
@@ -136,7 +136,13 @@ def test_nothing_is_made_up() -> None:
     should = reduced(PARTS["random"])
     torch.manual_seed(0)
     assert (
-        diagnose(torch.randn(4, 5), should.value, should.tolerance, parts=PARTS["random"], constants={"world size": 4})
+        diagnose(
+            torch.randn(4, 5),
+            should.value,
+            should.tolerance,
+            contributions=PARTS["random"],
+            constants={"world size": 4},
+        )
         == []
     )
     assert diagnose(should.value, should.value) == []

@@ -317,12 +317,12 @@ leases._FIRST_WORD = 0.0
 import mgpu_check.plugin.device_leases
 mgpu_check.plugin.device_leases._A_WAIT = mgpu_check.plugin.device_leases._WORTH_TELLING = 0.0
 
-from mgpu_check.plugin.report import summary
-tell = summary.tell
+from mgpu_check.plugin.report import terminal
+tell = terminal.tell
 def told(config, line):
     tell(config, line)
     note("told")
-summary.tell = told
+terminal.tell = told
 """
     pytester.makeconftest(SHARED + ON_FAKE_GPUS + patch)
     locks.mkdir(mode=0o1777)

@@ -243,9 +243,7 @@ def test_the_three_spellings(run, pytester, monkeypatch):
 def test_another_suffix_is_a_usage_error(run, value):
     result = run(f"--gpu-report={value}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        [f"ERROR: mgpu-check: --gpu-report: '{value}' is not valid; choose a file*ends in .md *"]
-    )
+    result.stderr.fnmatch_lines([f"ERROR: mgpu-check: --gpu-report: '{value}' is not valid; choose a file*ends in .md"])
 
 
 def test_a_file_that_cannot_be_written_is_a_usage_error(run, pytester):

@@ -18,7 +18,7 @@ import pytest, torch, torch.distributed as dist
 from hypothesis import given, settings
 
 from mgpu_check import strategies
-from mgpu_check.engine.remote import current
+from mgpu_check.engine.remote import launched_process
 from mgpu_check.devices.placement import WorldSize
 
 
@@ -106,7 +106,7 @@ class Bomb:
 
 
 def test_strangers(ranks):
-    port = current.driver().connections.port
+    port = launched_process.driver().connections.port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     for said in (b"", b"x", os.urandom(1 << 16), b"{}\\n" * 100, pickle.dumps(Bomb()) * 100, b"\\0" * 64):
         with socket.create_connection(("127.0.0.1", port)) as stranger:

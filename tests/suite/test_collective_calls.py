@@ -53,7 +53,7 @@ def test_every_collective_is_called_in_groups_on_devices_and_the_cpu(seed):
 
 
 def test_each_pair_of_options_is_drawn_and_by_some_backend_taken():
-    drawn = calls.options(4, 3, more=True)
+    drawn = calls.options(4, 3, complete=True)
     assert [str(call) for call in drawn if left_out(call)] == []
     rows = calls.option_rows()
     assert {(row["dtype"], row["coalesced"]) for row in rows} == set(itertools.product(COPIED, (False, True)))
@@ -61,7 +61,7 @@ def test_each_pair_of_options_is_drawn_and_by_some_backend_taken():
     assert {row["root"] for row in rows if row["dtype"] == "bool" and row["root"]} == {row["root"] for row in rows} - {
         None
     }
-    eighths = [call for seed in range(8) for call in calls.options(4, seed, more=False)]
+    eighths = [call for seed in range(8) for call in calls.options(4, seed, complete=False)]
     assert sorted(str(replace(call, seed=0)) for call in eighths) == sorted(str(replace(one, seed=0)) for one in drawn)
 
 

@@ -22,12 +22,12 @@ def test_wrong_shares_are_named(
     shares: list[list[int]], drop_last: bool, at_fault: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(ShardError, match=words) as caught:
-        assert_shares(shares, 5, drop_last=drop_last, what="a sampler")
+        assert_shares(shares, 5, drop_last=drop_last, label="a sampler")
     assert caught.value.ranks == at_fault
 
 
 def test_right_shares_pass() -> None:
-    assert_shares([[0, 2, 4], [1, 3, 0]], 5, drop_last=False, what="padded")
-    assert_shares([[0, 2], [1, 3]], 5, drop_last=True, what="dropped")
-    assert_shares([[], []], 0, drop_last=False, what="empty")
-    assert_shares([[0], [1], [0], [1], [0]], 2, drop_last=False, what="fewer samples than ranks")
+    assert_shares([[0, 2, 4], [1, 3, 0]], 5, drop_last=False, label="padded")
+    assert_shares([[0, 2], [1, 3]], 5, drop_last=True, label="dropped")
+    assert_shares([[], []], 0, drop_last=False, label="empty")
+    assert_shares([[0], [1], [0], [1], [0]], 2, drop_last=False, label="fewer samples than ranks")

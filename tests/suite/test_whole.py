@@ -36,8 +36,8 @@ def test_float32_computes_exactly(model: str) -> None:
                 weighted(narrow(x), targets).backward()
                 shards = list(zip(x.tensor_split(5), targets.tensor_split(5), strict=True))
                 parts = one.parts(shards)
-                assert_gradients_are(narrow, parts, what=model)
-                assert_gradients_are(narrow, one.parts([(x, targets)]), what=model)
+                assert_gradients_are(narrow, parts, label=model)
+                assert_gradients_are(narrow, one.parts([(x, targets)]), label=model)
                 one.step(total(parts))
                 one.settle()
                 with torch.no_grad():
@@ -101,13 +101,13 @@ def test_findings_name_parameter_part_and_element() -> None:
     parts = one.parts(shards)
     weighted(net(x[:6]), targets[:6]).backward()
     with pytest.raises(GradientMismatch) as caught:
-        assert_gradients_are(net, parts, what="a step", rank=2)
+        assert_gradients_are(net, parts, label="a step", rank=2)
     text = str(caught.value)
     assert "a step, rank 2" in text and "0.weight: element [" in text and "misses rank 3" in text
     assert caught.value.ranks == (2,)
     net.zero_grad()
     with pytest.raises(GradientMismatch, match=r"rank 1: 0\.weight has no gradient, expected one"):
-        assert_gradients_are(net, parts, what="a step", rank=1)
+        assert_gradients_are(net, parts, label="a step", rank=1)
 
 
 def test_wrong_runs_are_refused() -> None:

@@ -39,13 +39,13 @@ def examine_collectives(rank: Rank, cases: Cases) -> list[Observation]:
 
 
 def observations_of_views(cases: Sequence[RepeatedCollective], results: Iterable[Sequence[View]]) -> list[Observation]:
-    views = grouped(((view.case, view.members), view) for seen in results for view in seen)
-    found: list[Observation] = []
-    for (number, members), group in sorted(views, key=lambda one: one[0]):
+    views = grouped(((view.case, view.members), view) for rank_views in results for view in rank_views)
+    observations: list[Observation] = []
+    for (number, members), group in sorted(views, key=lambda group: group[0]):
         # A case may be drawn without regard to the size of its group.
         case = dataclasses.replace(cases[number], root=cases[number].root % len(members))
-        found += _of_group(case, members, group)
-    return found
+        observations += _of_group(case, members, group)
+    return observations
 
 
 def _of_group(case: RepeatedCollective, members: tuple[int, ...], views: Sequence[View]) -> Iterator[Observation]:
@@ -70,28 +70,28 @@ def _of_group(case: RepeatedCollective, members: tuple[int, ...], views: Sequenc
             yield Observation(_CHECK, Subject("copy", pair), "failed", _seen(view), str(case), work, evidence)
         return
     suspects = tuple(sorted(_suspects(case, members, bad, set(ways))))
-    first = next(iter(bad.values()))
-    text = f"wrong on {named(sorted(bad))}: {_seen(first)}"
+    sample_view = next(iter(bad.values()))
+    text = f"wrong on {named(sorted(bad))}: {_seen(sample_view)}"
     yield Observation(_CHECK, subject, "failed", text, str(case), work, evidence, suspects)
 
 
 def _pairs_that_passed(case: RepeatedCollective, members: Sequence[int], work: Work) -> Iterator[Observation]:
     count = len(members)
     for step in {iteration % max(1, count - 1) + 1 for iteration in range(case.iterations)}:
-        for place, source in enumerate(members):
-            pair = (source, members[(place + step) % count])
+        for index, source in enumerate(members):
+            pair = (source, members[(index + step) % count])
             if pair[0] != pair[1]:
                 share = Work(work.bytes // case.iterations, 1)
                 yield Observation(_CHECK, Subject("copy", pair), "passed", case=str(case), work=share)
 
 
 def _ways(bad: Mapping[int, View]) -> dict[tuple[int, int], View]:
-    found: dict[tuple[int, int], View] = {}
+    ways: dict[tuple[int, int], View] = {}
     for receiver, view in bad.items():
-        for wrong in view.wrong:
-            for source in wrong.sources:
-                found.setdefault((source, receiver), view)
-    return found
+        for mismatch in view.wrong:
+            for source in mismatch.sources:
+                ways.setdefault((source, receiver), view)
+    return ways
 
 
 def _suspects(
@@ -120,10 +120,10 @@ def _suspects(
 
 
 def _seen(view: View) -> str:
-    first = view.wrong[0]
+    mismatch = view.wrong[0]
     return (
-        f"{view.failed} of {view.checked} results are wrong; in iteration {first.iteration} {first.count} of "
-        f"{first.of} from {first.first} on: {first.looks}"
+        f"{view.failed} of {view.checked} results are wrong; in iteration {mismatch.iteration} {mismatch.count} of "
+        f"{mismatch.of} from {mismatch.first} on: {mismatch.looks}"
     )
 
 
@@ -141,12 +141,12 @@ def measure_collectives(rank: Rank, cases: Cases, repeats: int) -> list[Measurem
     dist.all_gather_object(results, time_collectives(rank, cases.all, repeats))  # over the host
     if rank.index:
         return []
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for number, case in enumerate(cases.all):
         members = case.members or tuple(range(rank.size))
-        times = [statistics.fmean(one) for one in zip(*(results[member][number] for member in members), strict=True)]
-        found += _speeds(case, members, times)
-    return found
+        times = [statistics.fmean(laps) for laps in zip(*(results[member][number] for member in members), strict=True)]
+        measurements += _speeds(case, members, times)
+    return measurements
 
 
 def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[float]) -> Iterator[Measurement]:
@@ -167,19 +167,19 @@ def _speeds(case: RepeatedCollective, members: Sequence[int], times: Sequence[fl
 
 def time_collectives(rank: Rank, cases: Sequence[RepeatedCollective], repeats: int) -> list[list[float]]:
     """Return for each case `repeats` measurements of the seconds of a call; empty for a group without this rank."""
-    found: list[list[float]] = []
+    timings: list[list[float]] = []
     with groups_of(rank, (case.members for case in cases)) as groups:
         for case in cases:
             members = case.members or tuple(range(rank.size))
             if rank.index not in members:
-                found.append([])
+                timings.append([])
                 continue
             dtype: torch.dtype = getattr(torch, case.dtype)
             count = len(members)
-            given = torch.ones(case.elements(count), dtype=dtype, device=rank.device)
-            made = runner(
-                case.operation, case.reduction, given, groups[case.members], count, members.index(rank.index),
+            inputs = torch.ones(case.elements(count), dtype=dtype, device=rank.device)
+            collective = runner(
+                case.operation, case.reduction, inputs, groups[case.members], count, members.index(rank.index),
                 members[case.root % count],
             )  # fmt: skip
-            found.append(seconds_of(made.call, rank.device, repeats, inner=case.iterations))
-    return found
+            timings.append(seconds_of(collective.call, rank.device, repeats, inner=case.iterations))
+    return timings

@@ -68,14 +68,14 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
     place_of_operation = OPERATIONS.index((operation, reduction))
     if node.depth == "quick" and (operation, reduction) != ("all_reduce", "sum"):
         # The only example of a quick run is the simplest one, so rotate the dtypes to cover others in each operation.
-        first = place_of_operation * 2 % len(usable)
-        chosen = data.draw(st.permutations([*usable[first:], *usable[:first]]), label="dtypes")[:2]
+        start = place_of_operation * 2 % len(usable)
+        chosen = data.draw(st.permutations([*usable[start:], *usable[:start]]), label="dtypes")[:2]
     seed, root = data.draw(st.integers(0, 2**30), label="seed"), data.draw(st.integers(0, 63), label="root")
     around = st.integers(-100, 100)
     cases: list[RepeatedCollective] = []
-    for place, dtype in enumerate(chosen):
+    for index, dtype in enumerate(chosen):
         borders = [border for border in _BORDERS[node.depth] if fits(node, border)]
-        for border in borders[place % 2 :: 2] if node.depth == "quick" else borders:
+        for border in borders[index % 2 :: 2] if node.depth == "quick" else borders:
             size = border + data.draw(around, label="bytes around the border")
             cases.append(
                 RepeatedCollective(
@@ -86,7 +86,7 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
                     reduction,
                     (root + place_of_operation + len(cases)) % len(node.numbers),
                     iterations=3,
-                    seed=seed + place,
+                    seed=seed + index,
                 )
             )
     if operation in ("all_reduce", "all_to_all") and reduction == "sum" and fits(node, _LARGEST[node.depth]):
@@ -124,8 +124,8 @@ def groups(node: Node) -> list[tuple[int, ...]]:
     count = len(node.numbers)
     hosts = [node.gpus[number].host for number in node.numbers]
     pairs = sorted(itertools.combinations(range(count), 2), key=lambda pair: hosts[pair[0]] == hosts[pair[1]])
-    found = {tuple(range(count // 2)), tuple(range(count // 2, count)), tuple(range(0, count, 2))}
-    larger = sorted(members for members in found if 2 < len(members) < count)
+    candidates = {tuple(range(count // 2)), tuple(range(count // 2, count)), tuple(range(0, count, 2))}
+    larger = sorted(members for members in candidates if 2 < len(members) < count)
     return [*larger, *(pairs[: _MOST_PAIRS[active().depth]] if count > 2 else [])]
 
 
@@ -173,9 +173,9 @@ def test_speed_of_collectives(node: Node) -> None:
 def rounds_of(count: int) -> list[list[tuple[int, int]]]:
     """Divide the pairs of `count` ranks into rounds, as of a tournament: a round has each rank in one pair at most."""
     ring = [*range(count), -1][: count + count % 2]
-    found = []
+    rounds = []
     for _ in ring[1:]:
         pairs = zip(ring, ring[::-1], strict=True)
-        found.append([(min(pair), max(pair)) for pair in itertools.islice(pairs, len(ring) // 2) if min(pair) >= 0])
+        rounds.append([(min(pair), max(pair)) for pair in itertools.islice(pairs, len(ring) // 2) if min(pair) >= 0])
         ring = [ring[0], ring[-1], *ring[1:-1]]
-    return found
+    return rounds

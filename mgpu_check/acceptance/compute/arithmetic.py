@@ -34,9 +34,11 @@ def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
 
     from mgpu_check.suite.common.timing import measured, seconds_of
 
-    one = torch.zeros(1, device=rank.device)
-    laps = seconds_of(lambda: one.add_(1), rank.device, repeats, inner=_LAUNCHES)
-    return [*measured("compute", Subject("gpu", (rank.index,)), "launch of a small kernel", "s", 0, laps, one.nbytes)]
+    tensor = torch.zeros(1, device=rank.device)
+    laps = seconds_of(lambda: tensor.add_(1), rank.device, repeats, inner=_LAUNCHES)
+    return [
+        *measured("compute", Subject("gpu", (rank.index,)), "launch of a small kernel", "s", 0, laps, tensor.nbytes)
+    ]
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
@@ -44,22 +46,22 @@ def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
     numbers = node.numbers
     results = node.on_ranks("compute", _EXAMINE, cases, timeout=20 + 3 * sum(case.seconds for case in cases))
     ballots: dict[ComputeCase, dict[int, int]] = {}
-    wrong: set[tuple[str, int]] = set()
+    failures: set[tuple[str, int]] = set()
     for number, entries in zip(numbers, results, strict=False):
         for entry in entries:
             if isinstance(entry, Ballot):
                 ballots.setdefault(entry.case, {})[number] = entry.digest
             elif isinstance(entry, Observation) and entry.outcome == "failed":
-                wrong.add((entry.case, number))
+                failures.add((entry.case, number))
     models = {gpu.number: gpu.name for gpu in node.gpus}
     for case, digests in ballots.items():
-        known = {gpu for gpu in digests if (str(case), gpu) in wrong}
+        failed_gpus = {gpu for gpu in digests if (str(case), gpu) in failures}
         for result in vote(digests, models):
-            node.record(_outvoted(node, case, result, digests, known))
+            node.record(_outvoted(node, case, result, digests, failed_gpus))
 
 
 def _outvoted(
-    node: Node, case: ComputeCase, result: Vote, digests: Mapping[int, int], known: set[int]
+    node: Node, case: ComputeCase, result: Vote, digests: Mapping[int, int], failed_gpus: set[int]
 ) -> list[Observation]:
     """Return failed observations for the outvoted GPUs that no oracle has found wrong.
 
@@ -67,44 +69,59 @@ def _outvoted(
     If no oracle has found one, any of the voters may be wrong: the failure is of their group, and accuses none alone.
     """
     if not result.decided:
-        if known & set(result.odd):
+        if failed_gpus & set(result.odd):
             return []
-        seen = f"no majority among {len(result.voters)} GPUs of one model, which give different bits"
+        message = f"no majority among {len(result.voters)} GPUs of one model, which give different bits"
         evidence: dict[str, Any] = {"digests": {str(gpu): f"{digests[gpu]:016x}" for gpu in result.odd}}
         group = Subject("group", result.odd)
-        return [Observation("compute", group, "failed", seen, str(case), evidence=evidence | {EXCHANGED: False})]
-    found = []
+        return [Observation("compute", group, "failed", message, str(case), evidence=evidence | {EXCHANGED: False})]
+    observations = []
     for gpu in result.odd:
-        if gpu in known:
+        if gpu in failed_gpus:
             continue
-        others = [other for other in result.voters if other not in result.odd]
+        others = [voter for voter in result.voters if voter not in result.odd]
         evidence = {"digest": f"{digests[gpu]:016x}", "voters": list(result.voters)}
         if isinstance(result.usual, int):
             evidence |= {"usual digest": f"{result.usual:016x}"} | _located(node, case, gpu, others[0], result.usual)
-        seen = f"other bits than {len(others)} of {len(result.voters)} GPUs of its model, which agree"
-        found.append(Observation("compute", Subject("gpu", (gpu,)), "failed", seen, str(case), evidence=evidence))
-    return found
+        message = f"other bits than {len(others)} of {len(result.voters)} GPUs of its model, which agree"
+        observations.append(
+            Observation("compute", Subject("gpu", (gpu,)), "failed", message, str(case), evidence=evidence)
+        )
+    return observations
 
 
-def _located(node: Node, case: ComputeCase, odd: int, other: int, usual: int) -> dict[str, Any]:
+def _located(node: Node, case: ComputeCase, odd: int, peer: int, usual: int) -> dict[str, Any]:
     """Compute again on the odd GPU and on one of the majority, and return where their results differ."""
-    again = node.on_ranks("compute", _pieces, case, usual, gpus=[odd, other])
-    if len(again) < 2 or not (again[0][0] and again[1][0]):
+    recomputed = node.on_ranks("compute", _pieces, case, usual, gpus=[odd, peer])
+    if len(recomputed) < 2 or not (recomputed[0][0] and recomputed[1][0]):
         return {"again": "the results agree"}
-    pieces = [number for number, pair in enumerate(zip(again[0][1], again[1][1], strict=False)) if pair[0] != pair[1]]
+    pieces = [
+        number
+        for number, pair in enumerate(zip(recomputed[0][1], recomputed[1][1], strict=False))
+        if pair[0] != pair[1]
+    ]
     if not pieces:
         return {"again": "the results agree"}
-    contents = node.on_ranks("compute", _ELEMENTS, pieces[0], gpus=[odd, other])
+    contents = node.on_ranks("compute", _ELEMENTS, pieces[0], gpus=[odd, peer])
     if len(contents) < 2:
         return {"pieces": pieces}
-    (start, got), (_, right) = contents
-    differing = [(start + i, one, two) for i, (two, one) in enumerate(zip(got, right, strict=True)) if one != two]
+    (start, got), (_, expected) = contents
+    differing = [
+        (start + i, expected_bits, actual_bits)
+        for i, (actual_bits, expected_bits) in enumerate(zip(got, expected, strict=True))
+        if expected_bits != actual_bits
+    ]
     return {
         "pieces": pieces,
-        "of pieces": len(again[0][1]),
+        "of pieces": len(recomputed[0][1]),
         "errors": len(differing),
         "indices": [index for index, _, _ in differing[:_LISTED]],
-        "values": [[f"{one:#x}", f"{two:#x}"] for _, one, two in differing[:_LISTED]],
+        "values": [
+            [f"{expected_bits:#x}", f"{actual_bits:#x}"] for _, expected_bits, actual_bits in differing[:_LISTED]
+        ],
         "lanes": len({index % 32 for index, _, _ in differing}),
-        "share of single bits": sum((one ^ two).bit_count() == 1 for _, one, two in differing) / max(1, len(differing)),
+        "share of single bits": sum(
+            (expected_bits ^ actual_bits).bit_count() == 1 for _, expected_bits, actual_bits in differing
+        )
+        / max(1, len(differing)),
     }

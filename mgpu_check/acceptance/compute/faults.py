@@ -8,8 +8,8 @@ from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, mad
 from mgpu_check.simulated.defects.parameters import UNITS, Parameters
 
 
-def _fault(name: str, summary: str, unit: str, defaults: Parameters, level: str = "quick", **given: Any) -> None:
-    defect = made_by("Unit", operations=UNITS[unit], **given)
+def _fault(name: str, summary: str, unit: str, defaults: Parameters, level: str = "quick", **arguments: Any) -> None:
+    defect = made_by("Unit", operations=UNITS[unit], **arguments)
     parameters = {"device": 1, "pattern": "bits", "seed": 0, **defaults}
     hardware_fault(HardwareFault(name, summary, parameters, gpu, ("compute",), level, defect))
 

@@ -67,8 +67,8 @@ def test_each_kind_of_kernel_once(node: Node, seed: int) -> None:
     cases = [
         ComputeCase(operation, dtype, side, seed, repeats=2, seconds=0.2)
         for number, operation in enumerate(TIMED)
-        for place, dtype in enumerate(OPERATIONS[operation])
-        if operation == TIMED[0] or place == (seed + number) % len(OPERATIONS[operation])
+        for index, dtype in enumerate(OPERATIONS[operation])
+        if operation == TIMED[0] or index == (seed + number) % len(OPERATIONS[operation])
     ]
     compute(node, cases)
 

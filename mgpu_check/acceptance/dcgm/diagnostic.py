@@ -64,15 +64,15 @@ def read_diagnostic(path: Path) -> Diagnostic:
     document = read_document(path)
     try:
         runs = _of(document, "the file", dict).get("iterations", [document])
-        found = [_run(_of(run, "an iteration", dict)) for run in _of(runs, "iterations", list)]
+        parsed_runs = [_run(_of(run, "an iteration", dict)) for run in _of(runs, "iterations", list)]
     except (ValueError, KeyError, TypeError, AttributeError) as wrong:
         text = str(wrong) if isinstance(wrong, ValueError) else f"it is in no layout of DCGM ({wrong!r})"
         raise ValueError(f"{path}: {text}. {_ORIGIN}") from wrong
-    results = tuple(result for _, some, _ in found for result in some)
-    error = "; ".join(dict.fromkeys(text for _, _, text in found if text))
+    results = tuple(result for _, run_results, _ in parsed_runs for result in run_results)
+    error = "; ".join(dict.fromkeys(text for _, _, text in parsed_runs if text))
     if not results and not error:
         raise ValueError(f"{path}: it has no result of a test. {_ORIGIN}")
-    return Diagnostic(str(path), next((version for version, _, _ in found if version), ""), results, error)
+    return Diagnostic(str(path), next((version for version, _, _ in parsed_runs if version), ""), results, error)
 
 
 def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str]:
@@ -88,26 +88,26 @@ def _run(document: Mapping[str, Any]) -> tuple[str, list[DiagnosticResult], str]
     for group in document.get("entity_groups", ()):
         if group.get("entity_group_id") == _GPU:
             serials |= {entity["entity_id"]: str(entity.get("serial_num", "")) for entity in group["entities"]}
-    found: list[DiagnosticResult] = []
+    results: list[DiagnosticResult] = []
     for category in _of(body.get("test_categories"), "test_categories", list):
         for test in _of(_of(category, "a category", dict).get("tests", []), "tests", list):
             if test is not None:  # a test that did not run leaves a gap
-                found += _test(_of(test, "a test", dict), str(category.get("category", "")), serials)
-    return version, found, ""
+                results += _test(_of(test, "a test", dict), str(category.get("category", "")), serials)
+    return version, results, ""
 
 
 def _test(test: Mapping[str, Any], category: str, serials: Mapping[int, str]) -> list[DiagnosticResult]:
     name = str(test.get("name", "a test"))
-    found = [
+    results = [
         result
         for entry in _of(test.get("results", []), f"results of {name}", list)
         if entry is not None  # a GPU that did not run the test
         for result in _results(name, category, _of(entry, f"a result of {name}", dict), serials)
     ]
     summary = test.get("test_summary")
-    if summary is not None and not any(result.state == summary.get("status") for result in found):
-        found += _results(name, category, _of(summary, f"test_summary of {name}", dict), {})
-    return found
+    if summary is not None and not any(result.state == summary.get("status") for result in results):
+        results += _results(name, category, _of(summary, f"test_summary of {name}", dict), {})
+    return results
 
 
 def _results(
@@ -119,12 +119,12 @@ def _results(
         raise ValueError(f"status of {test} is {state!r}; DCGM has {', '.join(_STATES)}")
     warnings = entry.get("warnings") or []
     texts, errors = [], [entry["error_id"]] if "error_id" in entry else []
-    for one in [warnings] if isinstance(warnings, str) else warnings:
-        if isinstance(one, Mapping):
-            texts.append(str(one.get("warning") or one.get("warnings") or ""))
-            errors += [one["error_id"]] if "error_id" in one else []
-        elif one is not None:
-            texts.append(str(one))
+    for warning in [warnings] if isinstance(warnings, str) else warnings:
+        if isinstance(warning, Mapping):
+            texts.append(str(warning.get("warning") or warning.get("warnings") or ""))
+            errors += [warning["error_id"]] if "error_id" in warning else []
+        elif warning is not None:
+            texts.append(str(warning))
     gpus: list[int | None] = [None]
     if "entity_group_id" in entry:
         if entry["entity_group_id"] == _GPU:
@@ -139,9 +139,9 @@ def _results(
         yield DiagnosticResult(test, category, gpu, serial, state, message, tuple(int(error) for error in errors))
 
 
-def _of(value: Any, what: str, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{what} is {str(value)[:60]!r}, not {'an object' if kind is dict else 'a list'}")
+def _of(value: Any, label: str, json_type: type) -> Any:
+    if not isinstance(value, json_type):
+        raise ValueError(f"{label} is {str(value)[:60]!r}, not {'an object' if json_type is dict else 'a list'}")
     return value
 
 
@@ -162,46 +162,48 @@ def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Map
     if diagnostic.error:
         return [_of_host(0, "unknown", f"the diagnostic did not run: {diagnostic.error}", case)]
     serials = {gpu.serial: gpu for gpu in gpus if gpu.serial}
-    known = {result.serial for result in diagnostic.results if result.serial}
-    if known and not known & serials.keys():
-        text = f"{diagnostic.file} is about other GPUs, with serial numbers {', '.join(sorted(known))}"
+    dcgm_serials = {result.serial for result in diagnostic.results if result.serial}
+    if dcgm_serials and not dcgm_serials & serials.keys():
+        text = f"{diagnostic.file} is about other GPUs, with serial numbers {', '.join(sorted(dcgm_serials))}"
         return [_of_host(0, "unknown", f"{text}; give the file of this node", case)]
-    whole = len({gpu.host for gpu in gpus}) == 1 and len(gpus) == visible.get(gpus[0].host) and all(g.pci for g in gpus)
-    places = dict(enumerate(sorted(gpus, key=lambda gpu: gpu.pci))) if whole else {}
-    host = next((gpu.host for serial, gpu in serials.items() if serial in known), gpus[0].host)
-    found = []
+    covers_host = (
+        len({gpu.host for gpu in gpus}) == 1 and len(gpus) == visible.get(gpus[0].host) and all(g.pci for g in gpus)
+    )
+    places = dict(enumerate(sorted(gpus, key=lambda gpu: gpu.pci))) if covers_host else {}
+    host = next((gpu.host for serial, gpu in serials.items() if serial in dcgm_serials), gpus[0].host)
+    observations = []
     for result in diagnostic.results:
         if result.gpu is None:
-            found.append(_observation(Subject("host", (host,)), result, case))
+            observations.append(_observation(Subject("host", (host,)), result, case))
             continue
         gpu = serials.get(result.serial) if result.serial else places.get(result.gpu)
         if gpu is not None:
-            found.append(_observation(Subject("gpu", (gpu.number,)), result, case))
+            observations.append(_observation(Subject("gpu", (gpu.number,)), result, case))
         elif result.serial:
             text = (
                 f"GPU {result.gpu} of DCGM (serial {result.serial}) is not in this run: {result.test}: {result.state}"
             )
-            found.append(_of_host(host, "skipped", text, case))
+            observations.append(_of_host(host, "skipped", text, case))
         else:
             text = (
                 f"{result.test} of GPU {result.gpu} of DCGM: {result.state}; the file has no serial numbers, so it can "
             )
             text += "name a GPU only in a run of all GPUs of one host"
-            found.append(_of_host(host, "unknown", text, case))
-    return found
+            observations.append(_of_host(host, "unknown", text, case))
+    return observations
 
 
 def _observation(subject: Subject, result: DiagnosticResult, case: str) -> Observation:
     outcome = _OUTCOMES[result.state]
-    seen = (
+    message = (
         "" if outcome == "passed" else f"{result.test}: {result.state}{f': {result.message}' if result.message else ''}"
     )
     evidence = {"kind": f"dcgm {result.state}", "test": result.test, "category": result.category}
     if result.errors:
         evidence["errors"] = ", ".join(map(str, result.errors))
     work = Work(operations=outcome != "skipped")
-    return Observation(_CHECK, subject, outcome, seen, f"{case}: {result.test}", work, evidence)
+    return Observation(_CHECK, subject, outcome, message, f"{case}: {result.test}", work, evidence)
 
 
-def _of_host(host: int, outcome: Outcome, seen: str, case: str) -> Observation:
-    return Observation(_CHECK, Subject("host", (host,)), outcome, seen, case)
+def _of_host(host: int, outcome: Outcome, message: str, case: str) -> Observation:
+    return Observation(_CHECK, Subject("host", (host,)), outcome, message, case)

@@ -81,16 +81,18 @@ def advice_on(xid: int) -> str:
     return _XIDS[xid][1] if xid in _XIDS else f"look it up in NVIDIA's catalog of Xids; {_RESET}"
 
 
-def examine_past_xids(seen: Mapping[int, Mapping[int, int]]) -> list[Observation]:
-    found = []
-    for gpu, xids in sorted(seen.items()):
+def examine_past_xids(xids_of_gpus: Mapping[int, Mapping[int, int]]) -> list[Observation]:
+    observations = []
+    for gpu, xids in sorted(xids_of_gpus.items()):
         for xid, times in sorted(xids.items()):
             if xid not in CONSEQUENCES:
                 text = f"{meaning_of(xid)}, {times} times in the kernel log before the run"
                 evidence = {"kind": "past xid", "code": xid, "times": times, "advice": advice_on(xid)}
                 subject = Subject("gpu", (gpu,))
-                found.append(Observation("health", subject, "failed", text, "kernel log", Work(operations=1), evidence))
-    return found
+                observations.append(
+                    Observation("health", subject, "failed", text, "kernel log", Work(operations=1), evidence)
+                )
+    return observations
 
 
 _CHECK = "health"
@@ -125,21 +127,23 @@ def examine_limits(
         before, after: full snapshots at the start and at the end of the run.
     """
     busy = {gpu: [sample for sample in mine if is_under_load(sample)] for gpu, mine in samples.items()}
-    found: list[Observation] = []
+    observations: list[Observation] = []
     for gpu, facts in sorted(after.facts.items()):
         mine = busy.get(gpu, [])
         for examine in (_hot, _slow_clocks, _power, _pcie, _nvlinks):
-            found += examine(gpu, facts, mine)
-        found += _memory(gpu, facts, before.counters.get(gpu, {}))
-    return found + _beside_others(before, after, busy)
+            observations += examine(gpu, facts, mine)
+        observations += _memory(gpu, facts, before.counters.get(gpu, {}))
+    return observations + _beside_others(before, after, busy)
 
 
 def _hot(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
-    for gauge, limit, what in _HOT:
+    for gauge, limit, limit_text in _HOT:
         highest = _number(facts.get(limit))
         over = [value for value in _values(busy, gauge) if highest is not None and value >= highest]
         if highest is not None and _often(over, busy, SHARE):
-            text = f"{field_of(gauge).text} was {max(over):g} degrees Celsius under load, and {what} is {highest:g}"
+            text = (
+                f"{field_of(gauge).text} was {max(over):g} degrees Celsius under load, and {limit_text} is {highest:g}"
+            )
             yield _of_limit(gpu, text + _share(over, busy), gauge, max(over), highest)
     margin = [value for value in _values(busy, "temperature_margin") if value <= 0]
     if _often(margin, busy, SHARE):
@@ -151,14 +155,14 @@ def _slow_clocks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> It
     texts = (str(sample.values.get("throttle") or "") for sample in busy)
     reasons = list(dict.fromkeys(reason for text in texts for reason in text.split(", ") if reason))
     for clock, share in _LEAST_CLOCK.items():
-        able, seen = _number(facts.get(f"{clock}_max")), _values(busy, clock)
-        if able is None or len(seen) < 2 or max(seen) >= share * able:
+        able, clocks = _number(facts.get(f"{clock}_max")), _values(busy, clock)
+        if able is None or len(clocks) < 2 or max(clocks) >= share * able:
             continue
         if clock == "sm_clock" and any(reason in _CAPPED for reason in reasons):
             continue
-        text = f"{field_of(clock).text} was {max(seen):g} MHz at most under load, and can be {able:g}"
+        text = f"{field_of(clock).text} was {max(clocks):g} MHz at most under load, and can be {able:g}"
         text += f"; the driver gives {', '.join(reasons) or 'no reason'}"
-        yield _of_limit(gpu, text, clock, max(seen), able)
+        yield _of_limit(gpu, text, clock, max(clocks), able)
 
 
 def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
@@ -178,9 +182,9 @@ def _pcie(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[
     """Judge PCIe over all load of the run: inventory has seen it at the start only."""
     for name, share in (("pcie_width", SHARE), ("pcie_generation", _SLOW_SHARE)):
         able = _number(facts.get(f"{name}_max"))
-        seen = _values(busy, name)
-        below = [value for value in seen if able is not None and value < able]
-        stays = len(seen) >= _LAST and all(able is not None and value < able for value in seen[-_LAST:])
+        readings = _values(busy, name)
+        below = [value for value in readings if able is not None and value < able]
+        stays = len(readings) >= _LAST and all(able is not None and value < able for value in readings[-_LAST:])
         if able is not None and (stays or _often(below, busy, share)):
             text = f"{field_of(name).text} was {min(below):g} under load, and can be {able:g}" + _share(below, busy)
             yield _of_limit(gpu, text, name, min(below), able)
@@ -203,7 +207,7 @@ def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iter
         yield _of_limit(gpu, text, "banks_without_spares", spent, 0)
     if low:
         yield _of_limit(gpu, f"{low:g} banks of memory have few spare rows left", "banks_low_on_spares", low, 0)
-    rows = [counters.get(f"remapped_{kind}") or 0 for kind in ("corrected", "uncorrected")]
+    rows = [counters.get(f"remapped_{error_type}") or 0 for error_type in ("corrected", "uncorrected")]
     if sum(rows):
         text = f"{sum(rows)} rows of memory were remapped before the run, {rows[1]} of them after uncorrected errors"
         yield _of_limit(gpu, text, "remapped_rows", sum(rows), 0)
@@ -215,35 +219,39 @@ def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iter
 
 def _held(gpu: int, name: str, before: Snapshot, after: Snapshot) -> float | None:
     """Return the seconds that a counter of nanoseconds grew; None if it is not known."""
-    first, last = (snapshot.counters.get(gpu, {}).get(name) for snapshot in (before, after))
-    return None if first is None or last is None or last < first else (last - first) / 1e9
+    earlier, later = (snapshot.counters.get(gpu, {}).get(name) for snapshot in (before, after))
+    return None if earlier is None or later is None or later < earlier else (later - earlier) / 1e9
 
 
 def _beside_others(
     before: Snapshot, after: Snapshot, busy: Mapping[int, Sequence[TelemetrySample]]
 ) -> list[Observation]:
     """Compare each GPU with the others of its model: their load is alike, so clocks and power are, too."""
-    found: list[Observation] = []
+    observations: list[Observation] = []
     for gpus in after.by_model():
         for gauge, field, least in (("sm_clock", "sm_clock", _BESIDE), ("power", "power_low", _HALF)):
-            seen = {gpu: _values(busy.get(gpu, []), gauge) for gpu in gpus}
-            for gpu, mine, usual in _with_others({gpu: median(some) for gpu, some in seen.items() if len(some) >= 2}):
+            readings = {gpu: _values(busy.get(gpu, []), gauge) for gpu in gpus}
+            for gpu, mine, usual in _with_others(
+                {gpu: median(series) for gpu, series in readings.items() if len(series) >= 2}
+            ):
                 if mine < least * usual:
                     text = f"{field_of(gauge).text} was {mine:g} under load, and that of the others {usual:g} (medians)"
-                    found.append(_of_limit(gpu, text, field, mine, usual))
+                    observations.append(_of_limit(gpu, text, field, mine, usual))
         seconds = max(1e-9, after.at - before.at)
-        held = {gpu: _held(gpu, "power_violation", before, after) for gpu in gpus}
-        for gpu, mine, usual in _with_others({gpu: time / seconds for gpu, time in held.items() if time is not None}):
+        throttle_seconds = {gpu: _held(gpu, "power_violation", before, after) for gpu in gpus}
+        for gpu, mine, usual in _with_others(
+            {gpu: time / seconds for gpu, time in throttle_seconds.items() if time is not None}
+        ):
             if mine > usual + _HALF:
                 text = f"its power limit held clocks down for {mine:.0%} of the time, and the others for {usual:.0%}"
-                found.append(_of_limit(gpu, text, "power_violation", mine, usual))
-    return found
+                observations.append(_of_limit(gpu, text, "power_violation", mine, usual))
+    return observations
 
 
 def _with_others(values: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
     """Yield each GPU with its value and the median of the others, if there are enough others."""
     for gpu, mine in values.items():
-        others = [value for other, value in values.items() if other != gpu]
+        others = [value for peer, value in values.items() if peer != gpu]
         if len(others) >= LEAST_PEERS:
             yield gpu, mine, median(others)
 
@@ -256,17 +264,17 @@ def _number(value: Value | None) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _often(some: Sequence[float], samples: Sequence[TelemetrySample], share: float) -> bool:
-    return len(some) >= max(2.0, share * len(samples))
+def _often(matching: Sequence[float], samples: Sequence[TelemetrySample], share: float) -> bool:
+    return len(matching) >= max(2.0, share * len(samples))
 
 
-def _share(some: Sequence[float], samples: Sequence[TelemetrySample]) -> str:
-    return f", in {len(some)} of {len(samples)} samples"
+def _share(matching: Sequence[float], samples: Sequence[TelemetrySample]) -> str:
+    return f", in {len(matching)} of {len(samples)} samples"
 
 
-def _of_limit(gpu: int, seen: str, field: str, value: float, limit: float, **more: Any) -> Observation:
-    evidence = {"field": field, "seen": value, "limit": limit, **more}
-    return Observation(_CHECK, Subject("gpu", (gpu,)), "failed", seen, _CASE, Work(operations=1), evidence)
+def _of_limit(gpu: int, message: str, field: str, value: float, limit: float, **details: Any) -> Observation:
+    evidence = {"field": field, "seen": value, "limit": limit, **details}
+    return Observation(_CHECK, Subject("gpu", (gpu,)), "failed", message, _CASE, Work(operations=1), evidence)
 
 
 TRANSFERS: Mapping[int, float] = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9}
@@ -336,38 +344,37 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
 
 def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observation]:
     seconds = max(0.0, after.at - before.at)
-    found = []
+    observations = []
     for gpu in sorted(before.counters.keys() & after.counters.keys()):
         failed = []
         counted = 0
         for name in _COUNTERS:
-            first, last = before.counters[gpu].get(name), after.counters[gpu].get(name)
-            if first is None or last is None:
+            initial, last = before.counters[gpu].get(name), after.counters[gpu].get(name)
+            if initial is None or last is None:
                 continue
             counted += 1
             if name == "ecc_uncorrected_ever" and before.counters[gpu].get("ecc_uncorrected") is not None:
                 continue  # "ecc_uncorrected" counts the same errors
-            text = _grown(name, first, last, allowed_growth(name, seconds, after.gauges.get(gpu, {})))
+            text = _grown(name, initial, last, allowed_growth(name, seconds, after.gauges.get(gpu, {})))
             if text:
-                evidence = {"field": name, "before": first, "after": last, "seconds": seconds}
+                evidence = {"field": name, "before": initial, "after": last, "seconds": seconds}
                 failed.append(_of(gpu, "failed", text, case, 1, evidence))
-        found += failed or [_of(gpu, "passed", "", case, counted, {})]
-    return found
+        observations += failed or [_of(gpu, "passed", "", case, counted, {})]
+    return observations
 
 
-def _grown(name: str, first: int, last: int, allowed: float) -> str:
-    what = field_of(name).text
-    if last < first and first > _WRAPS:
+def _grown(name: str, initial: int, last: int, allowed: float) -> str:
+    label = field_of(name).text
+    if last < initial and initial > _WRAPS:
         last += 1 << 32
-    if last < first:
-        return (
-            f"{what}: from {first} to {last}: the GPU was reset, or the driver loaded again, in the middle of the run"
-        )
-    if last - first <= allowed:
+    if last < initial:
+        cause = "the GPU was reset, or the driver loaded again, in the middle of the run"
+        return f"{label}: from {initial} to {last}: {cause}"
+    if last - initial <= allowed:
         return ""
     if name in _HELD:
-        return f"{what}: {(last - first) / 1e9:.1f} s more"
-    return f"{what}: {last - first} more (from {first} to {last})"
+        return f"{label}: {(last - initial) / 1e9:.1f} s more"
+    return f"{label}: {last - initial} more (from {initial} to {last})"
 
 
 def examine_health(
@@ -388,41 +395,41 @@ def examine_health(
     """
     (_, before), (_, after) = snapshots[0], snapshots[-1]
     gpus = sorted({*before.facts, *before.missing, *after.facts, *after.missing})
-    found = examine_troubles(troubles, host)
+    observations = examine_troubles(troubles, host)
     if before.absent or after.absent:
-        return found + [_of(gpu, "unknown", after.absent or before.absent) for gpu in gpus]
-    found += _fabric(after, host)
-    found += _growth(snapshots)
-    seen: dict[int, list[TelemetrySample]] = {gpu: [] for gpu in gpus}
+        return observations + [_of(gpu, "unknown", after.absent or before.absent) for gpu in gpus]
+    observations += _fabric(after, host)
+    observations += _growth(snapshots)
+    samples_by_gpu: dict[int, list[TelemetrySample]] = {gpu: [] for gpu in gpus}
     for sample in samples:
-        seen.setdefault(sample.gpu, []).append(sample)
+        samples_by_gpu.setdefault(sample.gpu, []).append(sample)
     for gpu in gpus:
-        found += _states(gpu, before.facts.get(gpu, {}), after.facts.get(gpu, {}), before.counters.get(gpu, {}))
-        found += _throttling(gpu, seen[gpu])
-    found += examine_limits(before, after, seen)
-    blamed = {entry.subject.members[0] for entry in found if entry.subject.kind == "gpu"}
+        observations += _states(gpu, before.facts.get(gpu, {}), after.facts.get(gpu, {}), before.counters.get(gpu, {}))
+        observations += _throttling(gpu, samples_by_gpu[gpu])
+    observations += examine_limits(before, after, samples_by_gpu)
+    blamed = {entry.subject.members[0] for entry in observations if entry.subject.kind == "gpu"}
     for gpu in gpus:
         missing = after.missing.get(gpu) or before.missing.get(gpu)
         if missing and gpu not in blamed:
-            found.append(_of(gpu, "unknown", missing))
+            observations.append(_of(gpu, "unknown", missing))
         elif not missing:  # also for a GPU with findings: they may be warnings only, and then its work counts
-            found.append(_well(gpu, before, after, seen[gpu]))
-    return found
+            observations.append(_well(gpu, before, after, samples_by_gpu[gpu]))
+    return observations
 
 
 def _growth(snapshots: Sequence[tuple[str, Snapshot]]) -> list[Observation]:
     """Return the counters that grew too much in one test, and those that grew too much only over all tests."""
-    found = [
+    observations = [
         entry
-        for (_, before), (what, after) in itertools.pairwise(snapshots)
-        for entry in examine_growth(before, after, f"in {what}")
+        for (_, before), (test_name, after) in itertools.pairwise(snapshots)
+        for entry in examine_growth(before, after, f"in {test_name}")
         if entry.outcome == "failed"
     ]
-    noted = {(entry.subject, entry.evidence["field"]) for entry in found}
+    noted = {(entry.subject, entry.evidence["field"]) for entry in observations}
     for entry in examine_growth(snapshots[0][1], snapshots[-1][1], "in the run"):
         if entry.outcome == "failed" and (entry.subject, entry.evidence["field"]) not in noted:
-            found.append(entry)
-    return found
+            observations.append(entry)
+    return observations
 
 
 def _well(gpu: int, before: Snapshot, after: Snapshot, samples: Sequence[TelemetrySample]) -> Observation:
@@ -445,10 +452,10 @@ def _states(
     gpu: int, before: Mapping[str, Value | None], after: Mapping[str, Value | None], counters: Mapping[str, int | None]
 ) -> list[Observation]:
     facts = after or before
-    found = []
+    observations = []
 
-    def wrong(field: str, text: str, value: Any, **more: Any) -> None:
-        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, **more}))
+    def wrong(field: str, text: str, value: Any, **details: Any) -> None:
+        observations.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, **details}))
 
     for name in _STATES:
         if facts.get(name) is True:
@@ -467,9 +474,9 @@ def _states(
     if pages is not None and pages > _MOST_RETIRED:
         wrong("retired_pages", f"{pages} retired pages", pages)
     for name, value in before.items():
-        kind = field_of(name).kind
+        field_kind = field_of(name).kind
         if (
-            kind not in ("state", "gauge")
+            field_kind not in ("state", "gauge")
             and name in after
             and None not in (value, after[name])
             and after[name] != value
@@ -478,7 +485,7 @@ def _states(
             if peer_of(name) is not None:
                 text = f"{text} (GPU {peer_of(name)})"
             wrong(name, text, after[name], **{"changed from": value})
-    return found
+    return observations
 
 
 def _fabric(after: Snapshot, host: int) -> list[Observation]:
@@ -502,15 +509,15 @@ def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observatio
         for reason in text.split(", ")
         if reason in THROTTLED
     )
-    found = []
+    observations = []
     for reason, times in reasons.items():
         if times >= max(2.0, SHARE * len(busy)):
             hottest = max((t for s in busy if isinstance(t := s.values.get("temperature"), int)), default=None)
             heat = "" if hottest is None else f"; it was {hottest} degrees Celsius at most"
             text = f"clocks were held down under load: {reason}, in {times} of {len(busy)} samples{heat}"
             evidence = {"field": "throttle", "seen": reason, "samples": times, "advice": THROTTLED[reason]}
-            found.append(_of(gpu, "failed", text, "clocks under load", len(busy), evidence))
-    return found
+            observations.append(_of(gpu, "failed", text, "clocks under load", len(busy), evidence))
+    return observations
 
 
 def examine_troubles(troubles: Iterable[Trouble], host: int = 0) -> list[Observation]:
@@ -542,9 +549,11 @@ def _trouble(trouble: Trouble, host: int) -> list[Observation]:
 def _of(
     gpu: int,
     outcome: Outcome,
-    seen: str,
+    message: str,
     case: str = "",
     operations: int = 0,
     evidence: Mapping[str, Any] | None = None,
 ) -> Observation:
-    return Observation(_CHECK, Subject("gpu", (gpu,)), outcome, seen, case, Work(operations=operations), evidence or {})
+    return Observation(
+        _CHECK, Subject("gpu", (gpu,)), outcome, message, case, Work(operations=operations), evidence or {}
+    )

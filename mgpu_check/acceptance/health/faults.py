@@ -125,10 +125,10 @@ def _fault(
     defaults: Parameters,
     telemetry: Callable[[Parameters], Sequence[Override]],
     by: str = "health",
-    parts: Callable[[Parameters], tuple[Part, ...]] = gpu,
+    accused: Callable[[Parameters], tuple[Part, ...]] = gpu,
     defect: Callable[[Parameters], Defect] | None = None,
 ) -> None:
-    hardware_fault(HardwareFault(name, summary, defaults, parts, (by,), defect=defect, telemetry=telemetry))
+    hardware_fault(HardwareFault(name, summary, defaults, accused, (by,), defect=defect, telemetry=telemetry))
 
 
 def _both(parameters: Parameters) -> tuple[Part, ...]:
@@ -165,14 +165,14 @@ _fault(
     "memory-missing",
     "telemetry reports less memory on one GPU",
     {"device": 2, "bytes": 12 << 20},
-    lambda given: [Override(int(given["device"]), "memory", int(given["bytes"]))],
+    lambda parameters: [Override(int(parameters["device"]), "memory", int(parameters["bytes"]))],
     "inventory",
 )
 _fault(
     "peer-access-missing",
     "a GPU cannot reach the memory of a peer",
     {"device": 0, "peer": 2},
-    lambda given: [Override(int(given["device"]), f"p2p_{given['peer']}", "chipset not supported")],
+    lambda parameters: [Override(int(parameters["device"]), f"p2p_{parameters['peer']}", "chipset not supported")],
     "inventory",
     link,
 )
@@ -180,7 +180,7 @@ _fault(
     "one-serial",
     "two GPUs report one serial number",
     {"device": 1, "peer": 2},
-    lambda given: [Override(int(given["device"]), "serial", f"SIMULATED-{given['peer']}")],
+    lambda parameters: [Override(int(parameters["device"]), "serial", f"SIMULATED-{parameters['peer']}")],
     "inventory",
     host,
 )
@@ -188,7 +188,7 @@ _fault(
     "one-uuid",
     "two GPUs report one UUID",
     {"device": 1, "peer": 2},
-    lambda given: [Override(int(given[name]), "uuid", "GPU-00000000") for name in ("device", "peer")],
+    lambda parameters: [Override(int(parameters[name]), "uuid", "GPU-00000000") for name in ("device", "peer")],
     "inventory",
     host,
 )
@@ -203,8 +203,9 @@ _fault(
     "slots-swapped",
     "the driver's library reports the slots of two GPUs the wrong way round",
     {"device": 1, "peer": 2},
-    lambda given: [
-        Override(int(given[one]), "pci", _slot(given[other])) for one, other in (("device", "peer"), ("peer", "device"))
+    lambda parameters: [
+        Override(int(parameters[source]), "pci", _slot(parameters[target]))
+        for source, target in (("device", "peer"), ("peer", "device"))
     ],
     "inventory",
     _both,
@@ -213,7 +214,7 @@ _fault(
     "xid-79",
     "a GPU falls off the bus during the run, with Xid 79, and telemetry loses it",
     {"device": 3, "after": 0.1},
-    lambda given: [*_says({"": None}, "lost")(given), *_says({"xid": 79})(given)],
+    lambda parameters: [*_says({"": None}, "lost")(parameters), *_says({"xid": 79})(parameters)],
     defect=made_by("Lost"),
 )
 _fault(

@@ -21,9 +21,13 @@ def test_gpus_are_well(node: Node) -> None:
     last = telemetry.snapshot()
     samples, troubles = telemetry.samples(), telemetry.troubles()
     for host, gpus in telemetry.hosts.items():
-        taken = [(boundary.test, boundary.snapshot.only(gpus)) for boundary in node.boundaries]
-        taken = [taken[0], *(one for one in taken[1:] if one[1].counters), ("test_gpus_are_well", last.only(gpus))]
+        snapshots = [(boundary.test, boundary.snapshot.only(gpus)) for boundary in node.boundaries]
+        snapshots = [
+            snapshots[0],
+            *(labelled for labelled in snapshots[1:] if labelled[1].counters),
+            ("test_gpus_are_well", last.only(gpus)),
+        ]
         mine = [sample for sample in samples if sample.gpu in gpus]
         about = [trouble for trouble in troubles if trouble.gpu in gpus or (trouble.gpu is None and host == 0)]
-        node.record(examine_health(taken, mine, about, host=host))
+        node.record(examine_health(snapshots, mine, about, host=host))
         node.record(examine_past_xids({gpu: node.past_xids[gpu] for gpu in gpus if gpu in node.past_xids}))

@@ -49,10 +49,10 @@ class Reference:
     nominal: bool = False
 
     def meets(self, name: str, value: Value) -> bool:
-        right = self.facts[name]
+        expected = self.facts[name]
         if self.nominal and name in _MORE_IS_BETTER:
-            return float(value) >= float(right)
-        return _same_as(name)(value, right)
+            return float(value) >= float(expected)
+        return _same_as(name)(value, expected)
 
 
 def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence[Reference] = ()) -> list[Observation]:
@@ -67,29 +67,31 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence
     """
     if snapshot.absent:
         return [_unknown(gpu, snapshot.absent) for gpu in sorted(snapshot.missing)]
-    found = [_unknown(gpu, why) for gpu, why in sorted(snapshot.missing.items())]
-    here = len(snapshot.facts) + len(snapshot.missing)
+    observations = [_unknown(gpu, reason) for gpu, reason in sorted(snapshot.missing.items())]
+    gpu_count = len(snapshot.facts) + len(snapshot.missing)
     counted = next((reference for reference in references if reference.counts), None)
-    if counted is not None and here not in counted.counts:
-        right = ", ".join(map(str, counted.counts))
-        text = f"it has {here} GPUs, and {counted.origin} has {right}"
-        found.append(_of_host(host, text, "count", here, list(counted.counts)))
-    found += _facts(snapshot, host, references)
-    found += _pairs(snapshot, _reference("p2p", references))
-    open_ = {observation.subject for observation in found if observation.outcome == "unknown"}
+    if counted is not None and gpu_count not in counted.counts:
+        expected = ", ".join(map(str, counted.counts))
+        text = f"it has {gpu_count} GPUs, and {counted.origin} has {expected}"
+        observations.append(_of_host(host, text, "count", gpu_count, list(counted.counts)))
+    observations += _facts(snapshot, host, references)
+    observations += _pairs(snapshot, _reference("p2p", references))
+    open_ = {observation.subject for observation in observations if observation.outcome == "unknown"}
     for gpu, facts in sorted(snapshot.facts.items()):
         subject = Subject("gpu", (gpu,))
         if subject in open_:
             continue
         # Also for a GPU with findings: they may be warnings only, and then its work counts.
-        known = sum(facts[name] is not None for name in names("fact"))
+        fact_count = sum(facts[name] is not None for name in names("fact"))
         unknown = dict(snapshot.unknown.get(gpu, {}))
-        if not known:
-            found.append(_unknown(gpu, "nothing is known of it: " + "; ".join(sorted(set(unknown.values())))))
+        if not fact_count:
+            observations.append(_unknown(gpu, "nothing is known of it: " + "; ".join(sorted(set(unknown.values())))))
         else:
             evidence = {"not known": unknown} if unknown else {}
-            found.append(Observation(_CHECK, subject, "passed", work=Work(operations=known), evidence=evidence))
-    return found
+            observations.append(
+                Observation(_CHECK, subject, "passed", work=Work(operations=fact_count), evidence=evidence)
+            )
+    return observations
 
 
 def is_under_load(sample: TelemetrySample) -> bool:
@@ -111,17 +113,17 @@ def examine_pcie(snapshot: Snapshot, samples: Iterable[TelemetrySample]) -> list
         if sample.gpu in under_load and is_under_load(sample):
             under_load[sample.gpu].append(sample)
     return [
-        observation for gpu, seen in sorted(under_load.items()) for observation in _pcie(gpu, snapshot.facts[gpu], seen)
+        observation for gpu, busy in sorted(under_load.items()) for observation in _pcie(gpu, snapshot.facts[gpu], busy)
     ]
 
 
-def _pcie(gpu: int, facts: Mapping[str, Value | None], seen: Sequence[TelemetrySample]) -> list[Observation]:
+def _pcie(gpu: int, facts: Mapping[str, Value | None], busy: Sequence[TelemetrySample]) -> list[Observation]:
     subject = Subject("gpu", (gpu,))
-    work = Work(operations=len(seen))
+    work = Work(operations=len(busy))
     failed = []
     unknown = ""
     for name in _PCIE:
-        most = max((value for s in seen if isinstance(value := s.values.get(name), int)), default=None)
+        most = max((value for s in busy if isinstance(value := s.values.get(name), int)), default=None)
         able = facts.get(f"{name}_max")
         if able is None:
             unknown = f"the {field_of(name).text} that it can do is not known"
@@ -141,15 +143,15 @@ def _reference(name: str, references: Sequence[Reference]) -> Reference | None:
 
 
 def _facts(snapshot: Snapshot, host: int, references: Sequence[Reference]) -> list[Observation]:
-    models, found = snapshot.by_model(), []
+    models, observations = snapshot.by_model(), []
     for name in names("fact"):
         for gpus in [sorted(snapshot.facts)] if name == "name" else models:
             reference = _reference(name, references)
             if reference is None:
-                found += _among_each_other(snapshot, name, gpus, host)
+                observations += _among_each_other(snapshot, name, gpus, host)
             else:
-                found += _against(reference, snapshot, name, gpus, host)
-    return found
+                observations += _against(reference, snapshot, name, gpus, host)
+    return observations
 
 
 def _among_each_other(snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
@@ -161,48 +163,48 @@ def _among_each_other(snapshot: Snapshot, name: str, gpus: Sequence[int], host: 
     if usual is None:
         if not values:
             return []
-        parts = [f"{_shown(name, v)} on GPUs {_list(g for g in values if values[g] == v)}" for v in _distinct(values)]
-        text = f"its GPUs differ in {field_of(name).text}: {'; '.join(parts)}"
+        groups = [f"{_shown(name, v)} on GPUs {_list(g for g in values if values[g] == v)}" for v in _distinct(values)]
+        text = f"its GPUs differ in {field_of(name).text}: {'; '.join(groups)}"
         return [_of_host(host, text, name, sorted(map(str, values.values())), None)]
     than = f"that of the others {_shown(name, usual)}"
-    found = [
+    observations = [
         _differs(
             Subject("gpu", (gpu,)), f"{field_of(name).text} is {_shown(name, value)}, and {than}", name, value, usual
         )
         for gpu, value in values.items()
         if not same(value, usual)
     ]
-    return found + _silent(snapshot, name, gpus, usual, than)
+    return observations + _silent(snapshot, name, gpus, usual, than)
 
 
 def _silent(snapshot: Snapshot, name: str, gpus: Sequence[int], usual: Value, than: str) -> list[Observation]:
     """Return an observation for each GPU that does not report a fact that most GPUs report."""
     silent = [gpu for gpu in gpus if snapshot.facts[gpu][name] is None]
-    found = []
+    observations = []
     for gpu in silent if 2 * len(silent) < len(gpus) else ():
-        why = snapshot.unknown.get(gpu, {}).get(name, "not supported")
-        if not why.startswith("error"):  # an error has an observation of its own
-            text = f"{field_of(name).text} is {why}, and {than}"
-            found.append(_differs(Subject("gpu", (gpu,)), text, name, None, usual))
-    return found
+        reason = snapshot.unknown.get(gpu, {}).get(name, "not supported")
+        if not reason.startswith("error"):  # an error has an observation of its own
+            text = f"{field_of(name).text} is {reason}, and {than}"
+            observations.append(_differs(Subject("gpu", (gpu,)), text, name, None, usual))
+    return observations
 
 
 def _against(reference: Reference, snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> list[Observation]:
-    right = reference.facts[name]
+    expected = reference.facts[name]
     values = {gpu: snapshot.facts[gpu][name] for gpu in gpus}
     off = {gpu: value for gpu, value in values.items() if value is not None and not reference.meets(name, value)}
-    than = f"{reference.origin} has {_shown(name, right)}"
+    than = f"{reference.origin} has {_shown(name, expected)}"
     text = f"{field_of(name).text} is {{}}, and {than}"
     if len(off) == len(values) > 1 and len(set(off.values())) == 1:
         value = next(iter(off.values()))
-        return [_of_host(host, "of its GPUs: " + text.format(_shown(name, value)), name, value, right)]
-    found = [
-        _differs(Subject("gpu", (gpu,)), text.format(_shown(name, value)), name, value, right)
+        return [_of_host(host, "of its GPUs: " + text.format(_shown(name, value)), name, value, expected)]
+    observations = [
+        _differs(Subject("gpu", (gpu,)), text.format(_shown(name, value)), name, value, expected)
         for gpu, value in off.items()
     ]
     if reference.nominal:
-        return found + _silent(snapshot, name, gpus, right, than)
-    return found + [_unknown(gpu, text.format("not known")) for gpu, value in values.items() if value is None]
+        return observations + _silent(snapshot, name, gpus, expected, than)
+    return observations + [_unknown(gpu, text.format("not known")) for gpu, value in values.items() if value is None]
 
 
 def _pairs(snapshot: Snapshot, reference: Reference | None) -> list[Observation]:
@@ -211,10 +213,10 @@ def _pairs(snapshot: Snapshot, reference: Reference | None) -> list[Observation]
     texts: dict[tuple[int, int], str] = {}
     for (gpu, peer), value in _of_pairs(snapshot, "p2p"):
         facts = snapshot.facts[gpu]
-        kind = (facts[pair_field("topology", peer)], facts["name"], snapshot.facts[peer]["name"])
+        pair_class = (facts[pair_field("topology", peer)], facts["name"], snapshot.facts[peer]["name"])
         texts[gpu, peer] = str(value)
-        alike.setdefault(kind, {})[gpu, peer] = frozenset(str(value).split("+")) & _CAPABILITIES
-    found = []
+        alike.setdefault(pair_class, {})[gpu, peer] = frozenset(str(value).split("+")) & _CAPABILITIES
+    observations = []
     for pairs in alike.values():
         usual = _majority(list(pairs.values()), lambda a, b: bool(a == b))
         usual = frozenset().union(*pairs.values()) if usual is None else usual
@@ -222,15 +224,15 @@ def _pairs(snapshot: Snapshot, reference: Reference | None) -> list[Observation]
             if able < usual:
                 others = "+".join(sorted(usual))
                 text = f"peer-to-peer capability is {texts[pair]}, and that of other pairs {others}"
-                found.append(_differs(Subject("copy", pair), text, "p2p", texts[pair], others))
-    right = reference.facts["p2p"] if reference is not None else ""
-    wanted = frozenset(str(right).split("+")) - {""}
-    blamed = {observation.subject for observation in found}
+                observations.append(_differs(Subject("copy", pair), text, "p2p", texts[pair], others))
+    expected = reference.facts["p2p"] if reference is not None else ""
+    wanted = frozenset(str(expected).split("+")) - {""}
+    blamed = {observation.subject for observation in observations}
     for pair, text in texts.items():
         if reference is not None and not wanted <= frozenset(text.split("+")) and Subject("copy", pair) not in blamed:
-            seen = f"peer-to-peer capability is {text}, and {reference.origin} has {right}"
-            found.append(_differs(Subject("copy", pair), seen, "p2p", text, right))
-    return found
+            message = f"peer-to-peer capability is {text}, and {reference.origin} has {expected}"
+            observations.append(_differs(Subject("copy", pair), message, "p2p", text, expected))
+    return observations
 
 
 def _of_pairs(snapshot: Snapshot, name: str) -> list[tuple[tuple[int, int], Value]]:
@@ -249,15 +251,15 @@ def _majority(values: Sequence[Any], same: Callable[[Any, Any], bool]) -> Any:
     if not values:
         return None
     for value, _ in Counter(values).most_common():
-        if 2 * sum(same(value, other) for other in values) > len(values):
+        if 2 * sum(same(value, peer) for peer in values) > len(values):
             return value
     return None
 
 
 def _same_as(name: str) -> Callable[[Any, Any], bool]:
     if name == "memory":
-        return lambda one, other: bool(abs(one - other) <= _SAME_MEMORY * max(one, other))
-    return lambda one, other: bool(one == other)
+        return lambda a, b: bool(abs(a - b) <= _SAME_MEMORY * max(a, b))
+    return lambda a, b: bool(a == b)
 
 
 def _distinct(values: Mapping[int, Value]) -> list[Value]:
@@ -286,8 +288,8 @@ def _of_host(host: int, text: str, name: str, value: Any, usual: Any) -> Observa
     return _differs(Subject("host", (host,)), text, name, value, usual)
 
 
-def _unknown(gpu: int, why: str) -> Observation:
-    return Observation(_CHECK, Subject("gpu", (gpu,)), "unknown", why)
+def _unknown(gpu: int, reason: str) -> Observation:
+    return Observation(_CHECK, Subject("gpu", (gpu,)), "unknown", reason)
 
 
 _CHECK = "inventory"
@@ -305,7 +307,7 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
     Returns:
         Failed observations only. It is unknown which of two GPUs has a wrong identity, so they are about the host.
     """
-    found = []
+    observations = []
     for name in ("uuid", "serial", "pci"):
         owners: dict[object, list[int]] = {}
         for gpu, values in sorted(snapshot.identity.items()):
@@ -316,15 +318,15 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
         for value, gpus in owners.items():
             if len(gpus) > 1:
                 text = f"its GPUs {', '.join(map(str, gpus))} have one {field_of(name).text}: {value}"
-                found.append(_wrong(Subject("host", (host,)), text, name, value, {"shared by": gpus}))
+                observations.append(_wrong(Subject("host", (host,)), text, name, value, {"shared by": gpus}))
     for gpu, slot in sorted(slots.items()):
-        seen = snapshot.identity.get(gpu, {}).get("pci")
-        if seen and slot and str(seen).lower() != slot.lower():
-            text = f"PCI bus id is {seen} for the driver's library, and {slot} for torch"
-            found.append(_wrong(Subject("gpu", (gpu,)), text, "pci", seen, {"of torch": slot}))
-    return found
+        reported = snapshot.identity.get(gpu, {}).get("pci")
+        if reported and slot and str(reported).lower() != slot.lower():
+            text = f"PCI bus id is {reported} for the driver's library, and {slot} for torch"
+            observations.append(_wrong(Subject("gpu", (gpu,)), text, "pci", reported, {"of torch": slot}))
+    return observations
 
 
-def _wrong(subject: Subject, text: str, name: str, value: object, more: Mapping[str, object]) -> Observation:
-    evidence = {"field": name, "seen": value, **more}
+def _wrong(subject: Subject, text: str, name: str, value: object, details: Mapping[str, object]) -> Observation:
+    evidence = {"field": name, "seen": value, **details}
     return Observation(_CHECK, subject, "failed", text, _CASE, Work(operations=1), evidence)

@@ -19,21 +19,23 @@ def _references(node: Node, host: int) -> tuple[list[Reference], list[str]]:
     """
     baseline, gpus = node.plan.baseline, [gpu for gpu in node.gpus if gpu.host == host]
     all_of_host = len(gpus) == node.visible.get(host)
-    found, missing = [], []
+    references, missing = [], []
     if baseline is not None:
-        facts, why = baseline.expected(gpus, node.hosts_of_run[host].software)
+        facts, reason = baseline.expected(gpus, node.hosts_of_run[host].software)
         count = baseline.count(gpus)
-        found.append(Reference("the baseline", facts, (count,) if count is not None and all_of_host else ()))
-        missing += [why] if why else []
+        references.append(Reference("the baseline", facts, (count,) if count is not None and all_of_host else ()))
+        missing += [reason] if reason else []
     floors = packaged_floors()
     models = {sku.names: sku for gpu in gpus if (sku := floors.sku(gpu)) is not None}
     if len(models) == 1:
         (sku,) = models.values()
         counts = sku.counts if all_of_host else ()
-        found.append(Reference(f"the data sheet of {gpus[0].name}", sku.facts(len(gpus)), counts, nominal=True))
+        references.append(Reference(f"the data sheet of {gpus[0].name}", sku.facts(len(gpus)), counts, nominal=True))
     if baseline is None or missing:
-        missing += sorted({f"no facts of {gpu.name} are known: {why}" for gpu in gpus if (why := floors.about(gpu))})
-    return found, missing
+        missing += sorted(
+            {f"no facts of {gpu.name} are known: {reason}" for gpu in gpus if (reason := floors.about(gpu))}
+        )
+    return references, missing
 
 
 @pytest.mark.glance
@@ -44,10 +46,10 @@ def test_gpus_are_equal(node: Node) -> None:
         return
     for host, gpus in node.telemetry.hosts.items():
         references, missing = _references(node, host)
-        node.record([Observation("inventory", Subject("host", (host,)), "unknown", why) for why in missing])
-        taken = node.boundaries[0].snapshot.only(gpus)
-        node.record(examine_inventory(taken, host=host, references=references))
-        node.record(examine_identity(taken, {gpu: node.slots.get(gpu, "") for gpu in gpus}, host=host))
+        node.record([Observation("inventory", Subject("host", (host,)), "unknown", reason) for reason in missing])
+        snapshot = node.boundaries[0].snapshot.only(gpus)
+        node.record(examine_inventory(snapshot, host=host, references=references))
+        node.record(examine_identity(snapshot, {gpu: node.slots.get(gpu, "") for gpu in gpus}, host=host))
 
 
 @pytest.mark.glance

@@ -8,14 +8,18 @@ from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, hos
 from mgpu_check.simulated.defects.parameters import Parameters
 
 
-def _link(name: str, summary: str, defaults: Parameters, cls: str = "Link", level: str = "quick", **given: Any) -> None:
+def _link(
+    name: str, summary: str, defaults: Parameters, cls: str = "Link", level: str = "quick", **arguments: Any
+) -> None:
     parameters = {"device": 0, "peer": 2, "above": 0, **defaults}
-    hardware_fault(HardwareFault(name, summary, parameters, link, ("links",), level, made_by(cls, **given)))
+    hardware_fault(HardwareFault(name, summary, parameters, link, ("links",), level, made_by(cls, **arguments)))
 
 
-def _host_link(name: str, summary: str, defaults: Parameters, **given: Any) -> None:
+def _host_link(name: str, summary: str, defaults: Parameters, **arguments: Any) -> None:
     parameters = {"device": 1, "above": 0, "memory": "any", **defaults}
-    hardware_fault(HardwareFault(name, summary, parameters, host_link, ("links",), defect=made_by("HostLink", **given)))
+    hardware_fault(
+        HardwareFault(name, summary, parameters, host_link, ("links",), defect=made_by("HostLink", **arguments))
+    )
 
 
 _link("copy-zeros", "copies over a link deliver zeros", {})

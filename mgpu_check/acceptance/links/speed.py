@@ -36,7 +36,7 @@ class _MeasuredCopy:
 
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[SubjectResult]:
     """Measure the bandwidth of copies of up to `size` bytes, and the latency of small copies, on every path."""
-    found: list[SubjectResult] = []
+    results: list[SubjectResult] = []
     torch.cuda.empty_cache()
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
     for way in _ways(devices):
@@ -48,8 +48,8 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
             into, out = target[:count], source[:count]
             times = seconds_of(functools.partial(into.copy_, out, non_blocking=way.pinned), way.clock, repeats)
             name, bytes_ = f"{way.name} {quantity}", into.nbytes
-            found += measured("links", way.subject, name, unit, bytes_, times, bytes_)
-    return found
+            results += measured("links", way.subject, name, unit, bytes_, times, bytes_)
+    return results
 
 
 def _ways(devices: Sequence[torch.device]) -> Iterator[_MeasuredCopy]:
@@ -57,11 +57,11 @@ def _ways(devices: Sequence[torch.device]) -> Iterator[_MeasuredCopy]:
         for pinned, memory in ((True, ""), (False, "pageable ")):
             yield _MeasuredCopy(Subject("upload", (index,)), f"{memory}upload", device, (None, device), pinned)
             yield _MeasuredCopy(Subject("download", (index,)), f"{memory}download", device, (device, None), pinned)
-    for one, other in itertools.permutations(range(len(devices)), 2):
+    for source, target in itertools.permutations(range(len(devices)), 2):
         # A copy between devices runs on a stream of the source.
         for kernel in (False, True):
-            pair, name = Subject("copy", (one, other)), "copy by kernel" if kernel else "copy"
-            yield _MeasuredCopy(pair, name, devices[one], (devices[one], devices[other]), kernel=kernel)
+            pair, name = Subject("copy", (source, target)), "copy by kernel" if kernel else "copy"
+            yield _MeasuredCopy(pair, name, devices[source], (devices[source], devices[target]), kernel=kernel)
 
 
 def _memory(size: int, device: torch.device | None, pinned: bool) -> torch.Tensor:

@@ -49,12 +49,12 @@ def sizes(draw: st.DrawFn) -> tuple[int, ...]:
     around = st.integers(-70, 70)
     borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]
     # Above the border, so that a fault that starts there shows.
-    found = [draw(_SMALL), *(border + abs(draw(around)) + 1 for border in borders)]
+    drawn_sizes = [draw(_SMALL), *(border + abs(draw(around)) + 1 for border in borders)]
     if level != "quick":
-        found += [border - abs(draw(around)) for border in borders]
+        drawn_sizes += [border - abs(draw(around)) for border in borders]
     if level != "quick" or not active().simulate:
-        found.append(_LARGEST[level] + draw(around))
-    return tuple(found)
+        drawn_sizes.append(_LARGEST[level] + draw(around))
+    return tuple(drawn_sizes)
 
 
 ALIGNMENTS = st.one_of(st.sampled_from((0, 1, 2, 4, 8, 16, 128)), st.integers(0, 255))

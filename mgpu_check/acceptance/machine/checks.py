@@ -87,29 +87,31 @@ def read_kernel(root: Path = Path("/"), allowed: Collection[int] | None = None) 
     """
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     system = root / "sys"
-    found = []
+    components = []
     for port in sorted(system.glob("class/infiniband/*/ports/*")):
         card = port.parents[1]
         values = _values(port, _PORT) | _values(port / "counters", PORT_COUNTERS)
         model = f"{_value(card / 'hca_type')} {values.get('link_layer', '')}"
-        found.append(Component("infiniband", f"{card.name} port {port.name}", model, _slots(card / "device"), values))
+        components.append(
+            Component("infiniband", f"{card.name} port {port.name}", model, _slots(card / "device"), values)
+        )
     for net in sorted(system.glob("class/net/*")):
         if (net / "device").exists() and _value(net / "type") == _ETHERNET:
             model = f"{_value(net / 'device' / 'vendor')} {_value(net / 'device' / 'device')}"
-            found.append(Component("ethernet", net.name, model, _slots(net / "device"), _values(net, _NET)))
+            components.append(Component("ethernet", net.name, model, _slots(net / "device"), _values(net, _NET)))
     for controller in sorted(system.glob("devices/system/edac/mc/mc*")):
-        found.append(Component("memory", controller.name, "", (), _values(controller, ("ce_count", "ue_count"))))
-    nics = {one.slots[-1] for one in found if one.slots}
+        components.append(Component("memory", controller.name, "", (), _values(controller, ("ce_count", "ue_count"))))
+    nics = {component.slots[-1] for component in components if component.slots}
     devices = {device.name: device for device in sorted(system.glob("bus/pci/devices/*"))}
     gpus = {slot for slot, device in devices.items() if _is_gpu(device)}
     wanted = {slot for name in nics | gpus for slot in _slots(devices.get(name, Path("/none")))}
     for slot in sorted(wanted & devices.keys()):
         model = "gpu" if slot in gpus else "nic" if slot in nics else "bridge"
         values = _of_device(root, devices[slot], model, allowed)
-        found.append(Component("pci", slot, model, _slots(devices[slot]), values))
+        components.append(Component("pci", slot, model, _slots(devices[slot]), values))
     nodes = len(list(system.glob("devices/system/node/node[0-9]*")))
-    found.append(Component("host", "host", values={"nodes": nodes}))
-    return {one.name: one for one in found}
+    components.append(Component("host", "host", values={"nodes": nodes}))
+    return {component.name: component for component in components}
 
 
 def _is_gpu(device: Path) -> bool:
@@ -121,22 +123,26 @@ def _of_device(root: Path, device: Path, model: str, allowed: Collection[int]) -
     if model == "bridge":
         return values | _acs(device / "config")
     if model == "gpu":
-        cores = {core for part in str(_value(device / "local_cpulist") or "").split(",") for core in _range(part)}
+        cores = {
+            core for cpu_range in str(_value(device / "local_cpulist") or "").split(",") for core in _range(cpu_range)
+        }
         if cores:
             values["near"] = len(cores & set(allowed))
         group = device / "iommu_group"
-        kind = _value(root / "sys/kernel/iommu_groups" / group.resolve().name / "type") if group.exists() else None
-        if kind is not None:
-            values["iommu"] = kind
+        iommu_type = (
+            _value(root / "sys/kernel/iommu_groups" / group.resolve().name / "type") if group.exists() else None
+        )
+        if iommu_type is not None:
+            values["iommu"] = iommu_type
         text = _text(root / "proc/driver/nvidia/gpus" / device.name / "information") or ""
         if match := re.search(r"GPU Firmware:\s*(\S+)", text):
             values["gsp"] = match[1]
     return values
 
 
-def _range(part: str) -> range:
-    first, _, last = part.strip().partition("-")
-    return range(int(first), int(last or first) + 1) if first.isdigit() else range(0)
+def _range(text: str) -> range:
+    start, _, end = text.strip().partition("-")
+    return range(int(start), int(end or start) + 1) if start.isdigit() else range(0)
 
 
 def _acs(config: Path) -> dict[str, str | int]:
@@ -157,11 +163,11 @@ def _acs(config: Path) -> dict[str, str | int]:
 
 
 def _slots(device: Path) -> tuple[str, ...]:
-    return tuple(part for part in device.resolve().parts if _SLOT.fullmatch(part))
+    return tuple(slot for slot in device.resolve().parts if _SLOT.fullmatch(slot))
 
 
-def _values(directory: Path, names: Collection[str]) -> dict[str, str | int]:
-    return {name: value for name in names if (value := _value(directory / name)) is not None}
+def _values(directory: Path, file_names: Collection[str]) -> dict[str, str | int]:
+    return {name: value for name in file_names if (value := _value(directory / name)) is not None}
 
 
 def _value(path: Path) -> str | int | None:
@@ -225,8 +231,8 @@ _GROWTH_LIMITS = (
 """The health of a GPU has its fatal and other uncorrectable errors of PCIe from the driver."""
 
 
-def of_host(outcome: Outcome, seen: str, case: str, work: Work, **evidence: Any) -> Observation:
-    return Observation("machine", Subject("host", (0,)), outcome, seen, case, work, evidence)
+def of_host(outcome: Outcome, message: str, case: str, work: Work, **evidence: Any) -> Observation:
+    return Observation("machine", Subject("host", (0,)), outcome, message, case, work, evidence)
 
 
 def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Observation]:
@@ -239,93 +245,105 @@ def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Obser
         failed observations, and one that passed, with the number of values that were judged; skipped ones for kinds of
         components that the host does not have.
     """
-    found: list[Observation] = []
+    observations: list[Observation] = []
     judged = 0
     silent: Counter[str] = Counter()
 
-    def wrong(kind: str, one: Component, text: str, **evidence: Any) -> None:
-        seen = f"{one.name}: {text}"
-        found.append(of_host("failed", seen, "kernel", Work(operations=1), kind=kind, component=one.name, **evidence))
+    def wrong(finding: str, component: Component, text: str, **evidence: Any) -> None:
+        message = f"{component.name}: {text}"
+        observations.append(
+            of_host("failed", message, "kernel", Work(operations=1), kind=finding, component=component.name, **evidence)
+        )
 
     for limit in _GROWTH_LIMITS:
-        for one in (one for one in after.values() if one.kind == limit.kind and one.model not in limit.but):
-            first = before[one.name].values.get(limit.field) if before and one.name in before else None
-            last = one.values.get(limit.field)
-            if not isinstance(first, int) or not isinstance(last, int):
+        for component in (
+            component
+            for component in after.values()
+            if component.kind == limit.kind and component.model not in limit.but
+        ):
+            initial = before[component.name].values.get(limit.field) if before and component.name in before else None
+            last = component.values.get(limit.field)
+            if not isinstance(initial, int) or not isinstance(last, int):
                 silent[f"{limit.kind} {limit.field}"] += 1
                 continue
             judged += 1
-            if (more := last - first if last >= first else last) > limit.most:
-                text = f"{more} {limit.text} in the run (from {first} to {last}, allowed {limit.most})"
-                wrong(limit.finding, one, text, before=first, after=last, field=limit.field)
-    for name, one in (before or {}).items():
-        gone = one.kind in ("infiniband", "ethernet") and name not in after
-        if gone or (one.is_up and not after.get(name, one).is_up):
-            wrong("nic link", one, "it is gone" if gone else "its link is down, and was up before the run")
-    for kind, one, text in _states(after):
-        wrong(kind, one, text)
-    judged += sum(len(one.values) for one in after.values())
-    counts = Counter(one.kind for one in after.values())
+            if (growth := last - initial if last >= initial else last) > limit.most:
+                text = f"{growth} {limit.text} in the run (from {initial} to {last}, allowed {limit.most})"
+                wrong(limit.finding, component, text, before=initial, after=last, field=limit.field)
+    for name, component in (before or {}).items():
+        gone = component.kind in ("infiniband", "ethernet") and name not in after
+        if gone or (component.is_up and not after.get(name, component).is_up):
+            wrong("nic link", component, "it is gone" if gone else "its link is down, and was up before the run")
+    for finding, component, text in _states(after):
+        wrong(finding, component, text)
+    judged += sum(len(component.values) for component in after.values())
+    counts = Counter(component.kind for component in after.values())
     evidence = {"components": dict(counts), "not known": dict(silent)}
-    found.append(of_host("passed", "", "kernel", Work(operations=judged), **evidence))
+    observations.append(of_host("passed", "", "kernel", Work(operations=judged), **evidence))
     if silent:
-        names = ", ".join(f"{name} ({times})" for name, times in silent.items())
-        found.append(of_host("skipped", f"counters that could not be read before and after: {names}", "kernel", Work()))
-    for kind, text in _KINDS.items():
-        if not counts[kind]:
-            found.append(of_host("skipped", f"the kernel shows no {text}", "kernel", Work()))
-    return found
+        counters = ", ".join(f"{name} ({times})" for name, times in silent.items())
+        observations.append(
+            of_host("skipped", f"counters that could not be read before and after: {counters}", "kernel", Work())
+        )
+    for component_kind, text in _KINDS.items():
+        if not counts[component_kind]:
+            observations.append(of_host("skipped", f"the kernel shows no {text}", "kernel", Work()))
+    return observations
 
 
 def _states(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
     yield from _speeds(facts)
-    gpus = [one for one in facts.values() if one.model == "gpu"]
-    for one in facts.values():
-        if one.kind == "infiniband" and not one.is_up:
-            yield "nic idle", one, f"its state is {one.values.get('state', 'unknown')}, so nothing uses it"
-        if one.model == "nic":
-            yield from ((*("nic pcie", one), text) for text in _trained(one, facts))
-    usual = Counter(one.values["gsp"] for one in gpus if "gsp" in one.values).most_common(1)
-    for one in gpus:
-        if one.values.get("numa_node") == -1 and int(facts["host"].values["nodes"]) > 1:
-            yield "affinity", one, "the kernel does not know its NUMA node"
-        if one.values.get("near") == 0:
-            yield "affinity", one, "this process may use no core of its NUMA node"
-        if str(one.values.get("iommu", "")).startswith("DMA"):
-            yield "iommu", one, f"the IOMMU translates its addresses ({one.values['iommu']})"
-        if "gsp" in one.values and one.values["gsp"] != usual[0][0] and 2 * usual[0][1] > len(gpus):
-            yield ("gsp", one, f"its firmware of the GSP is {one.values['gsp']}, and that of the others {usual[0][0]}")
-    above = {slot for one in gpus for slot in one.slots[:-1]} if len(gpus) > 1 else set()
-    for one in facts.values():
-        if one.name in above and one.values.get("acs"):
-            yield "acs", one, "ACS sends the traffic between GPUs below it up to the root"
+    gpus = [component for component in facts.values() if component.model == "gpu"]
+    for component in facts.values():
+        if component.kind == "infiniband" and not component.is_up:
+            yield "nic idle", component, f"its state is {component.values.get('state', 'unknown')}, so nothing uses it"
+        if component.model == "nic":
+            yield from ((*("nic pcie", component), text) for text in _trained(component, facts))
+    usual = Counter(component.values["gsp"] for component in gpus if "gsp" in component.values).most_common(1)
+    for component in gpus:
+        if component.values.get("numa_node") == -1 and int(facts["host"].values["nodes"]) > 1:
+            yield "affinity", component, "the kernel does not know its NUMA node"
+        if component.values.get("near") == 0:
+            yield "affinity", component, "this process may use no core of its NUMA node"
+        if str(component.values.get("iommu", "")).startswith("DMA"):
+            yield "iommu", component, f"the IOMMU translates its addresses ({component.values['iommu']})"
+        if "gsp" in component.values and component.values["gsp"] != usual[0][0] and 2 * usual[0][1] > len(gpus):
+            yield (
+                "gsp",
+                component,
+                f"its firmware of the GSP is {component.values['gsp']}, and that of the others {usual[0][0]}",
+            )
+    above = {slot for component in gpus for slot in component.slots[:-1]} if len(gpus) > 1 else set()
+    for component in facts.values():
+        if component.name in above and component.values.get("acs"):
+            yield "acs", component, "ACS sends the traffic between GPUs below it up to the root"
 
 
 def _speeds(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
     """Yield the NICs that are slower than the others of their model, if at least two of these agree and are most."""
     groups: dict[tuple[str, str], dict[str, float]] = {}
-    for one in facts.values():
-        speed = _number(one.values.get("rate" if one.kind == "infiniband" else "speed"))
-        if one.kind in ("infiniband", "ethernet") and one.is_up and speed is not None and speed > 0:
-            groups.setdefault((one.kind, one.model), {})[one.name] = speed
-    for (kind, _), speeds in groups.items():
+    for component in facts.values():
+        speed = _number(component.values.get("rate" if component.kind == "infiniband" else "speed"))
+        if component.kind in ("infiniband", "ethernet") and component.is_up and speed is not None and speed > 0:
+            groups.setdefault((component.kind, component.model), {})[component.name] = speed
+    for (component_kind, _), speeds in groups.items():
         (usual, times), *_ = Counter(speeds.values()).most_common(1)
         for name, speed in speeds.items():
             if speed < usual and times >= LEAST_PEERS and 2 * times > len(speeds):
-                unit = "Gb/s" if kind == "infiniband" else "Mb/s"
+                unit = "Gb/s" if component_kind == "infiniband" else "Mb/s"
                 text = f"its link runs at {speed:g} {unit}, and {times} others of its model at {usual:g} {unit}"
                 yield "nic slow", facts[name], text
 
 
-def _trained(one: Component, facts: KernelFacts) -> Iterator[str]:
+def _trained(nic: Component, facts: KernelFacts) -> Iterator[str]:
     """Yield what of the PCIe link of a NIC is below what the NIC and its slot can do."""
-    slot = facts.get(one.slots[-2]) if len(one.slots) > 1 else None
+    slot = facts.get(nic.slots[-2]) if len(nic.slots) > 1 else None
     for name, unit in (("speed", "GT/s"), ("width", "lanes")):
-        now = _number(one.values.get(f"current_link_{name}"))
-        most = [_number(part.values.get(f"max_link_{name}")) for part in (one, slot) if part is not None]
-        known = [value for value in most if value]
-        if now is not None and known and now < min(known):
-            yield f"its PCIe link has {now:g} {unit}, and it and its slot can do {min(known):g} {unit}"
+        now = _number(nic.values.get(f"current_link_{name}"))
+        most = [_number(component.values.get(f"max_link_{name}")) for component in (nic, slot) if component is not None]
+        limits = [value for value in most if value]
+        if now is not None and limits and now < min(limits):
+            yield f"its PCIe link has {now:g} {unit}, and it and its slot can do {min(limits):g} {unit}"
 
 
 def _number(value: str | int | None) -> float | None:
@@ -342,7 +360,7 @@ _CoreResults = Mapping[_CoreKey, Collection[bytes]]
 """The different results of one core."""
 
 
-def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong: int = -1) -> list[Observation]:
+def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong_core: int = -1) -> list[Observation]:
     """Compute integers, products, functions and hashes on each core at the same time, pinned, and compare the bits.
 
     A core is named only if more than half of the cores, and at least two others, agree on another result.
@@ -350,7 +368,7 @@ def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong: int = -1) 
     Args:
         seconds: how long; at least one round.
         cores: the cores of a simulated host, which take turns and are not pinned; None for those of this process.
-        wrong: the core that a planted fault makes wrong; -1 for none.
+        wrong_core: the core that a planted fault makes wrong; -1 for none.
     """
     from mgpu_check.torch_hooks.switches import one_thread
 
@@ -365,7 +383,7 @@ def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong: int = -1) 
         except OSError:
             refused.append(core)
             return
-        rounds[core] = _compute_on_core(deadline, core == wrong)
+        rounds[core] = _compute_on_core(deadline, core == wrong_core)
 
     with one_thread():
         if cores is not None:
@@ -378,16 +396,16 @@ def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong: int = -1) 
             for thread in threads:
                 thread.join()
     done = sum(times for times, _ in rounds.values())
-    found = list(_vote({core: results for core, (_, results) in rounds.items()}))
+    observations = list(_vote({core: results for core, (_, results) in rounds.items()}))
     machine = len(rounds) if cores is not None else os.cpu_count() or 0
     evidence = {"cores": len(rounds), "of the machine": machine, "not pinned": refused}
     if len(rounds) < 1 + LEAST_PEERS:
         text = f"no core can be named: a vote needs {1 + LEAST_PEERS} cores, and this process may use {len(rounds)}"
-        found.append(of_host("skipped", text, "cores", Work(), **evidence))
+        observations.append(of_host("skipped", text, "cores", Work(), **evidence))
     if len(rounds) < machine:
         text = f"{machine - len(rounds)} of {machine} cores were not tried: this process may not use them"
-        found.append(of_host("skipped", text, "cores", Work(), **evidence))
-    return [*found, of_host("passed", "", "cores", Work(operations=done), **evidence)]
+        observations.append(of_host("skipped", text, "cores", Work(), **evidence))
+    return [*observations, of_host("passed", "", "cores", Work(operations=done), **evidence)]
 
 
 def _vote(results: Mapping[int, _CoreResults]) -> Iterator[Observation]:
@@ -395,46 +413,46 @@ def _vote(results: Mapping[int, _CoreResults]) -> Iterator[Observation]:
     bad: dict[int, list[str]] = {}
     split: dict[str, list[int]] = {}
     for key in dict.fromkeys(key for mine in results.values() for key in mine):
-        given = {core: mine[key] for core, mine in results.items()}
-        votes = Counter(next(iter(values)) for values in given.values() if len(values) == 1)
+        digests = {core: mine[key] for core, mine in results.items()}
+        votes = Counter(next(iter(values)) for values in digests.values() if len(values) == 1)
         usual, times = votes.most_common(1)[0] if votes else (b"", 0)
-        wrong = [core for core, values in given.items() if set(values) != {usual}]
-        if wrong and (times < LEAST_PEERS or 2 * times <= len(given)):
-            split.setdefault(key[1], sorted(given))
+        odd_cores = [core for core, values in digests.items() if set(values) != {usual}]
+        if odd_cores and (times < LEAST_PEERS or 2 * times <= len(digests)):
+            split.setdefault(key[1], sorted(digests))
         else:
-            for core in wrong:
-                bad.setdefault(core, []).append(f"{key[1]}{' now and then' if len(given[core]) > 1 else ''}")
+            for core in odd_cores:
+                bad.setdefault(core, []).append(f"{key[1]}{' now and then' if len(digests[core]) > 1 else ''}")
     for core, kinds in sorted(bad.items()):
         text = f"core {core} computes other results than {len(results) - len(bad)} others: "
         text += ", ".join(dict.fromkeys(kinds))
         yield of_host("failed", text, "cores", Work(operations=1), kind="host core", core=core)
-    for kind, cores in split.items():
-        text = f"cores {', '.join(map(str, cores))} compute different results, without a majority: {kind}"
+    for work_kind, cores in split.items():
+        text = f"cores {', '.join(map(str, cores))} compute different results, without a majority: {work_kind}"
         yield of_host("failed", text, "cores", Work(operations=1), kind="host core")
 
 
-def _compute_on_core(deadline: float, wrong: bool) -> tuple[int, _CoreResults]:
+def _compute_on_core(deadline: float, corrupt: bool) -> tuple[int, _CoreResults]:
     """Return the number of results, and the different results of each kind of work."""
     import torch
 
-    found: dict[_CoreKey, set[bytes]] = {}
+    digests: dict[_CoreKey, set[bytes]] = {}
     times = 0
     while not times or time.monotonic() < deadline:
         for seed in _CORE_SEEDS:
-            for kind, tensor in _work(seed):
-                if wrong:
+            for work_kind, tensor in _work(seed):
+                if corrupt:
                     tensor.view(-1).view(torch.uint8)[seed] ^= 1
-                found.setdefault((seed, kind), set()).add(_digest(tensor))
+                digests.setdefault((seed, work_kind), set()).add(_digest(tensor))
                 times += 1
-    return times, found
+    return times, digests
 
 
 def _work(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield results with equal bits on all cores: sums of small integers are exact, and functions use one code path."""
     import torch
 
-    whole = torch.arange(_MATRIX_SIDE * _MATRIX_SIDE, dtype=torch.int64, device="cpu")
-    mixed = (whole * 2654435761 + seed * 40503).bitwise_xor(whole << 7)
+    indices = torch.arange(_MATRIX_SIDE * _MATRIX_SIDE, dtype=torch.int64, device="cpu")
+    mixed = (indices * 2654435761 + seed * 40503).bitwise_xor(indices << 7)
     yield "integers", (mixed * 6364136223846793005 + 1442695040888963407).bitwise_xor(mixed >> 13)
     small = (mixed >> 5).remainder(17).sub(8).reshape(_MATRIX_SIDE, _MATRIX_SIDE)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -462,7 +480,7 @@ _UNKNOWN = 1 << 30
 
 
 def examine_memory(
-    devices: Sequence[torch.device], size: int, passes: int, copies: int, wrong: int = -1
+    devices: Sequence[torch.device], size: int, passes: int, copies: int, wrong_word: int = -1
 ) -> list[Observation]:
     """Return observations of the memory of the host, and of GPUs whose copies were wrong.
 
@@ -473,42 +491,42 @@ def examine_memory(
         size: bytes; less if an eighth of the available memory is less.
         passes: number of times that all of it is written and read.
         copies: number of times that each GPU copies 1 MiB from and to the host, for each 8 MiB written or read.
-        wrong: index of the word whose bit 5 a planted fault flips; -1 for none.
+        wrong_word: index of the word whose bit 5 a planted fault flips; -1 for none.
     """
     import torch
 
-    known = available_memory()
-    words = max(1, min(size, (_UNKNOWN if known is None else known) // _MEMORY_SHARE) // 8)
-    held = torch.empty(words, dtype=torch.int64, device="cpu")
+    available = available_memory()
+    words = max(1, min(size, (_UNKNOWN if available is None else available) // _MEMORY_SHARE) // 8)
+    memory = torch.empty(words, dtype=torch.int64, device="cpu")
     sent = torch.arange(_COPIED, dtype=torch.int64, device="cpu").mul_(2654435761)
     sent = sent.pin_memory() if devices else sent
-    there = [torch.empty_like(sent, device=device) for device in devices]
+    on_devices = [torch.empty_like(sent, device=device) for device in devices]
     back = [torch.zeros_like(sent, pin_memory=True) for _ in devices]
 
     def load() -> None:
-        for on_device, target in zip(there, back, strict=True):
+        for on_device, target in zip(on_devices, back, strict=True):
             for _ in range(copies):
                 on_device.copy_(sent, non_blocking=True)
                 target.copy_(on_device, non_blocking=True)
 
-    found: list[Observation] = []
+    observations: list[Observation] = []
     for turn in range(passes):
         pattern = WordPattern(turn)
         for start in range(0, words, CHUNK):
             load()
-            pattern.write(start, held[start : start + CHUNK])
-        if 0 <= wrong < words:
-            held[wrong] ^= 1 << 5
-        found += _compared_words(held, pattern, turn, load)
-        for place, (device, target) in enumerate(zip(devices, back, strict=True)):
+            pattern.write(start, memory[start : start + CHUNK])
+        if 0 <= wrong_word < words:
+            memory[wrong_word] ^= 1 << 5
+        observations += _compared_words(memory, pattern, turn, load)
+        for index, (device, target) in enumerate(zip(devices, back, strict=True)):
             torch.cuda.synchronize(device)
             if wrong_words := int((target != sent).sum()):
                 text = f"{wrong_words} of {len(sent)} words came back wrong while host memory was under load"
-                link = Subject("download", (place,))  # or the way there, or the GPU
-                found.append(Observation("machine", link, "failed", text, "memory", Work(operations=1)))
+                link = Subject("download", (index,))  # or the way there, or the GPU
+                observations.append(Observation("machine", link, "failed", text, "memory", Work(operations=1)))
     evidence = {"copying GPUs": len(devices)}
     work = Work(bytes=8 * words * passes, operations=passes)
-    return [*found, of_host("passed", "", "memory", work, **evidence)]
+    return [*observations, of_host("passed", "", "memory", work, **evidence)]
 
 
 class WordPattern:
@@ -519,8 +537,8 @@ class WordPattern:
 
         self._other = turn % 2
         self._shift = turn // 2
-        first = torch.arange(CHUNK, dtype=torch.int64, device="cpu").mul_(_ODD)
-        self._first = first.neg_() if self._other else first  # the complement of n is -n - 1
+        words = torch.arange(CHUNK, dtype=torch.int64, device="cpu").mul_(_ODD)
+        self._first = words.neg_() if self._other else words  # the complement of n is -n - 1
 
     def write(self, start: int, chunk: torch.Tensor) -> None:
         import torch
@@ -531,22 +549,22 @@ class WordPattern:
 
 
 def _compared_words(
-    held: torch.Tensor, pattern: WordPattern, turn: int, load: Callable[[], None]
+    memory: torch.Tensor, pattern: WordPattern, turn: int, load: Callable[[], None]
 ) -> Iterator[Observation]:
     """Yield an observation for the first chunk with wrong words. Call `load` before each chunk."""
     import torch
 
     scratch = torch.empty(CHUNK, dtype=torch.int64, device="cpu")
-    for start in range(0, len(held), CHUNK):
+    for start in range(0, len(memory), CHUNK):
         load()
-        mine = held[start : start + CHUNK]
-        right = scratch[: len(mine)]
-        pattern.write(start, right)
-        if not torch.equal(mine, right):
-            wrong = (mine != right).nonzero()
-            first = int(wrong[0])
-            byte, bits = 8 * (start + first), hex((int(mine[first]) ^ int(right[first])) & (2**64 - 1))
-            text = f"host memory: {len(wrong)} words wrong in pass {turn}, the first at byte {byte}, bits {bits}"
+        mine = memory[start : start + CHUNK]
+        expected = scratch[: len(mine)]
+        pattern.write(start, expected)
+        if not torch.equal(mine, expected):
+            mismatches = (mine != expected).nonzero()
+            position = int(mismatches[0])
+            byte, bits = 8 * (start + position), hex((int(mine[position]) ^ int(expected[position])) & (2**64 - 1))
+            text = f"host memory: {len(mismatches)} words wrong in pass {turn}, the first at byte {byte}, bits {bits}"
             evidence = {"kind": "host memory", "byte": byte, "bits": bits}
             yield of_host("failed", text, "memory", Work(operations=1), **evidence)
             return
@@ -576,11 +594,11 @@ def paths_of_rank(rank: Rank) -> dict[tuple[int, int], str] | str:
     torch.cuda.synchronize(rank.device)
     log = Path(os.environ.get(_VARIABLE, "no-such-file").replace("%p", str(os.getpid())))
     try:
-        found = paths_in(log.read_text(errors="replace").splitlines())
+        paths = paths_in(log.read_text(errors="replace").splitlines())
     except OSError as error:
         return f"NCCL wrote no log: {error.strerror}"
     log.unlink(missing_ok=True)
-    return found or "NCCL's log names no path"
+    return paths or "NCCL's log names no path"
 
 
 def paths_in(lines: Iterable[str]) -> dict[tuple[int, int], str]:
@@ -595,22 +613,29 @@ def examine_paths(of_ranks: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: 
         of_ranks: the result of `paths_of_rank` for each rank.
         fabric: by number of the host, the name of an InfiniBand port that is active there.
     """
-    paths = {pair: path for one in of_ranks if not isinstance(one, str) for pair, path in one.items()}
-    silent = list(dict.fromkeys(one for one in of_ranks if isinstance(one, str)))
-    found: list[Observation] = [of_host("skipped", why, "transport", Work()) for why in silent]
+    paths = {
+        pair: path
+        for paths_or_reason in of_ranks
+        if not isinstance(paths_or_reason, str)
+        for pair, path in paths_or_reason.items()
+    }
+    silent = list(dict.fromkeys(reason for reason in of_ranks if isinstance(reason, str)))
+    observations: list[Observation] = [of_host("skipped", reason, "transport", Work()) for reason in silent]
     for (sender, receiver), path in sorted(paths.items()):
-        one, other = gpus[sender], gpus[receiver]
-        pair = f"GPU {one.number} -> GPU {other.number}"
-        can = str(one.facts.get(f"p2p_{other.number}") or "")
+        source, target = gpus[sender], gpus[receiver]
+        pair = f"GPU {source.number} -> GPU {target.number}"
+        can = str(source.facts.get(f"p2p_{target.number}") or "")
         text = ""
-        if one.host == other.host and "read" in can.split("+") and path.startswith(("SHM", "NET")):
+        if source.host == target.host and "read" in can.split("+") and path.startswith(("SHM", "NET")):
             text = f"{pair}: collectives use {path}, and direct access is there ({can})"
-        elif one.host != other.host and one.host in fabric and path.startswith("NET/Socket"):
-            text = f"{pair}: collectives use {path}, and {fabric[one.host]} is active"
+        elif source.host != target.host and source.host in fabric and path.startswith("NET/Socket"):
+            text = f"{pair}: collectives use {path}, and {fabric[source.host]} is active"
         if text:
             evidence = {"kind": "transport", "path": path}
-            found.append(of_host("failed", text, "transport", Work(operations=1), **evidence).on((), one.host))
+            observations.append(
+                of_host("failed", text, "transport", Work(operations=1), **evidence).on((), source.host)
+            )
     if paths:
         counts = dict(sorted(Counter(paths.values()).items()))
-        found.append(of_host("passed", "", "transport", Work(operations=len(paths)), paths=counts))
-    return found
+        observations.append(of_host("passed", "", "transport", Work(operations=len(paths)), paths=counts))
+    return observations

@@ -52,23 +52,25 @@ def write_tree(root: Path, changes: Mapping[str, str | None]) -> None:
 
 
 def _healthy() -> dict[str, str]:
-    found = {"sys/devices/system/node/node0/cpulist": "0-3", "sys/devices/system/node/node1/cpulist": "4-7"}
+    tree = {"sys/devices/system/node/node0/cpulist": "0-3", "sys/devices/system/node/node1/cpulist": "4-7"}
     for number in range(2):
-        found |= dict.fromkeys((f"sys/devices/system/edac/mc/mc{number}/{one}_count" for one in ("ce", "ue")), "0")
+        tree |= dict.fromkeys(
+            (f"sys/devices/system/edac/mc/mc{number}/{error_class}_count" for error_class in ("ce", "ue")), "0"
+        )
     for number in range(_GPUS):
-        found |= _device(f"0000:{number:02x}:00.0", number, {"class": "0x030200", "vendor": "0x10de"})
-        found[f"sys/devices/pci0000:00/0000:f0:{number:02x}.0/0000:{number:02x}:00.0/local_cpulist"] = "0-7"
-        found[f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0/information"] = "GPU Firmware: \t 580.95.05"
+        tree |= _device(f"0000:{number:02x}:00.0", number, {"class": "0x030200", "vendor": "0x10de"})
+        tree[f"sys/devices/pci0000:00/0000:f0:{number:02x}.0/0000:{number:02x}:00.0/local_cpulist"] = "0-7"
+        tree[f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0/information"] = "GPU Firmware: \t 580.95.05"
     for number in range(_CARDS):
         slot = f"0000:{0x40 + number:02x}:00.0"
-        found |= _device(slot, 0x20 + number, {"class": "0x020700", "vendor": "0x15b3", "device": "0x1021"})
+        tree |= _device(slot, 0x20 + number, {"class": "0x020700", "vendor": "0x15b3", "device": "0x1021"})
         card = f"sys/class/infiniband/mlx5_{number}"
         port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
-        found |= {f"{card}/ports/1/{name}": text for name, text in port.items()}
-        found |= {f"{card}/ports/1/counters/{name}": "0" for name in PORT_COUNTERS}
-        found |= {f"{card}/hca_type": "MT4129", f"{card}/device": f"-> ../../../bus/pci/devices/{slot}"}
+        tree |= {f"{card}/ports/1/{name}": text for name, text in port.items()}
+        tree |= {f"{card}/ports/1/counters/{name}": "0" for name in PORT_COUNTERS}
+        tree |= {f"{card}/hca_type": "MT4129", f"{card}/device": f"-> ../../../bus/pci/devices/{slot}"}
     slot = "0000:50:00.0"
-    found |= _device(slot, 0x30, {"class": "0x020000", "vendor": "0x8086", "device": "0x1592"})
+    tree |= _device(slot, 0x30, {"class": "0x020000", "vendor": "0x8086", "device": "0x1592"})
     net = {
         "type": "1",
         "operstate": "up",
@@ -77,9 +79,9 @@ def _healthy() -> dict[str, str]:
         "statistics/rx_crc_errors": "0",
         "statistics/tx_carrier_errors": "0",
     }
-    found |= {f"sys/class/net/eth0/{name}": text for name, text in net.items()}
-    found["sys/class/net/eth0/device"] = f"-> ../../../bus/pci/devices/{slot}"
-    return found
+    tree |= {f"sys/class/net/eth0/{name}": text for name, text in net.items()}
+    tree["sys/class/net/eth0/device"] = f"-> ../../../bus/pci/devices/{slot}"
+    return tree
 
 
 def _device(slot: str, port: int, files: Mapping[str, str]) -> dict[str, str]:
@@ -88,8 +90,8 @@ def _device(slot: str, port: int, files: Mapping[str, str]) -> dict[str, str]:
     link = {"current_link_speed": "32.0 GT/s PCIe", "current_link_width": "16"}
     link |= {"max_link_speed": "32.0 GT/s PCIe", "max_link_width": "16", "numa_node": "0"}
     link |= {f"aer_dev_{name}": f"RxErr 0\nTOTAL_ERR_{total} 0" for name, total in _AER.items()}
-    found = {f"{above}/{name}": text for name, text in link.items()}
-    found |= {f"{above}/{slot}/{name}": text for name, text in {**link, **files}.items()}
-    for name, place in ((bridge, bridge), (slot, f"{bridge}/{slot}")):
-        found[f"sys/bus/pci/devices/{name}"] = f"-> ../../../devices/pci0000:00/{place}"
-    return found
+    tree = {f"{above}/{name}": text for name, text in link.items()}
+    tree |= {f"{above}/{slot}/{name}": text for name, text in {**link, **files}.items()}
+    for name, location in ((bridge, bridge), (slot, f"{bridge}/{slot}")):
+        tree[f"sys/bus/pci/devices/{name}"] = f"-> ../../../devices/pci0000:00/{location}"
+    return tree

@@ -81,9 +81,9 @@ def test_ram_keeps_its_content(node: Node) -> None:
     """Memory of the host holds what was written while copies to and from the GPUs run."""
     simulated = _simulated(node)
     size, times = _SIMULATED if simulated else _MEMORY[node.depth]
-    copies, wrong = (1, simulated.word) if simulated else (_COPIES, -1)
+    copies, wrong_word = (1, simulated.word) if simulated else (_COPIES, -1)
     for _ in range(times):
-        node.in_node_process("machine", examine_memory, size, _PASSES, copies, wrong)
+        node.in_node_process("machine", examine_memory, size, _PASSES, copies, wrong_word)
 
 
 def test_no_errors_were_counted(node: Node) -> None:
@@ -101,15 +101,15 @@ def _absent(node: Node) -> dict[str, bool]:
 
 def test_the_fabric_is_used(node: Node) -> None:
     """NCCL uses direct access where GPUs have it, and InfiniBand where hosts have it."""
-    why = next((why for why, absent in _absent(node).items() if absent), "")
-    if why:
-        skipped = of_host("skipped", f"paths of collectives were not tried: {why}", "transport", Work())
+    reason = next((reason for reason, absent in _absent(node).items() if absent), "")
+    if reason:
+        skipped = of_host("skipped", f"paths of collectives were not tried: {reason}", "transport", Work())
         node.record(skipped.on((), host) for host in node.hosts)
         return
     gpus = [node.gpus[number] for number in node.numbers]
     simulated = _simulated(node)
     if simulated is None:
-        told = node.on_ranks("machine", paths_of_rank, environment=environment())
+        paths = node.on_ranks("machine", paths_of_rank, environment=environment())
     else:
-        told = [paths_in(log_of_nccl(len(gpus), simulated.transport))]
-    node.record(examine_paths(told, gpus, node.fabric))
+        paths = [paths_in(log_of_nccl(len(gpus), simulated.transport))]
+    node.record(examine_paths(paths, gpus, node.fabric))

@@ -16,14 +16,14 @@ class MemoryCase:
         share: share of the free memory to write and read back; more than 0, less than 1.
         seed: determines the shifts and seeds of the pattern, and the places that the host reads.
         passes: how often all of it is written and read back.
-        held: seconds under load between writing and reading.
+        hold_seconds: seconds under load between writing and reading.
     """
 
     pattern: str
     share: float
     seed: int
     passes: int = 1
-    held: float = 0.0
+    hold_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.pattern not in PATTERNS:
@@ -35,5 +35,5 @@ class MemoryCase:
 
     def __str__(self) -> str:
         times = "1 pass" if self.passes == 1 else f"{self.passes} passes"
-        held = f", kept for {self.held:g} s under load" if self.held else ""
-        return f"{self.pattern}, {times} over {self.share:g} of the free memory{held}, seed {self.seed}"
+        suffix = f", kept for {self.hold_seconds:g} s under load" if self.hold_seconds else ""
+        return f"{self.pattern}, {times} over {self.share:g} of the free memory{suffix}, seed {self.seed}"

@@ -64,8 +64,8 @@ class Address:
         return "complement of the address" if self.complement else "address"
 
     def maker(self, device: torch.device) -> Put:
-        def put(out: torch.Tensor, first: int, scratch: torch.Tensor) -> None:
-            start, end = 8 * first, 8 * (first + out.numel())
+        def put(out: torch.Tensor, first_word: int, scratch: torch.Tensor) -> None:
+            start, end = 8 * first_word, 8 * (first_word + out.numel())
             if self.complement:
                 torch.arange(-1 - start, -1 - end, -8, out=out)
             else:
@@ -90,7 +90,7 @@ class Repeated:
 
     def maker(self, device: torch.device) -> Put:
         row = torch.tensor([signed(word) for word in self.words], dtype=torch.int64, device="cpu").to(device)
-        return lambda out, first, scratch: out.view(-1, PERIOD).copy_(row)
+        return lambda out, first_word, scratch: out.view(-1, PERIOD).copy_(row)
 
     def at(self, word: int) -> int:
         return self.words[word % PERIOD]
@@ -111,8 +111,8 @@ class Random:
         return "complement of random" if self.complement else "random"
 
     def maker(self, device: torch.device) -> Put:
-        def put(out: torch.Tensor, first: int, scratch: torch.Tensor) -> None:
-            torch.arange(first, first + out.numel(), out=out)
+        def put(out: torch.Tensor, first_word: int, scratch: torch.Tensor) -> None:
+            torch.arange(first_word, first_word + out.numel(), out=out)
             mix_(out, self.seed, scratch)
             if self.complement:
                 out.bitwise_not_()
@@ -232,9 +232,9 @@ class Region:
         self.watch.stop()
 
     def compare(
-        self, pattern: Pattern, wrong: WrongRegion, seed: int, *, then: Pattern | None = None, backwards: bool = False
+        self, pattern: Pattern, errors: WrongRegion, seed: int, *, then: Pattern | None = None, backwards: bool = False
     ) -> None:
-        """Record in `wrong` each word that does not hold the pattern.
+        """Record in `errors` each word that does not hold the pattern.
 
         The comparison on the device is tested too: the device must find one word that was changed on purpose, and the
         host compares some words, drawn by `seed`.
@@ -245,27 +245,27 @@ class Region:
             backwards: from the last chunk to the first.
         """
         drawn = random.Random(seed)
-        control, seen = drawn.randrange(len(self.chunks)), drawn.randrange(len(self.chunks))
+        control, host_index = drawn.randrange(len(self.chunks)), drawn.randrange(len(self.chunks))
         put, overwrite = pattern.maker(self.device), None if then is None else then.maker(self.device)
         self.watch.start()
         for index in self._order(backwards):
-            chunk, first = self.chunks[index], self.firsts[index]
-            there = self._wrong_on_the_host(index, pattern, drawn) if index == seen else []
+            chunk, first_word = self.chunks[index], self.firsts[index]
+            host_errors = self._wrong_on_the_host(index, pattern, drawn) if index == host_index else []
             difference = self._difference(index, put)
             count = int(torch.count_nonzero(difference))
             if count:
-                wrong.words += self._listed(difference, first, pattern)
-                wrong.count += count
-            elif there or index == control:
+                errors.words += self._listed(difference, first_word, pattern)
+                errors.count += count
+            elif host_errors or index == control:
                 changed = drawn.randrange(chunk.numel())
                 if not self._sees(index, put, changed, signed(1 << drawn.randrange(64))):
-                    wrong.blind.append(
+                    errors.blind.append(
                         f"{pattern.name}: the device did not find word {changed}, changed on purpose, in chunk {index}"
                     )
-                elif there:
-                    wrong.astray.append(
-                        f"{pattern.name}: words {there[:4]} of chunk {index} are right on the device, but the host "
-                        "reads them wrong"
+                elif host_errors:
+                    errors.astray.append(
+                        f"{pattern.name}: words {host_errors[:4]} of chunk {index} are right on the device, but the "
+                        "host reads them wrong"
                     )
             if overwrite is not None:
                 self._lay(index, overwrite)
@@ -273,20 +273,20 @@ class Region:
 
     def read(self, word: int) -> int:
         """Return one word, in [0, 2^64)."""
-        chunk, place = self._place(word)
-        return int(chunk[place].item()) & MASK
+        chunk, offset = self._place(word)
+        return int(chunk[offset].item()) & MASK
 
     def set(self, word: int, value: int) -> None:
-        chunk, place = self._place(word)
-        chunk[place] = signed(value)
+        chunk, offset = self._place(word)
+        chunk[offset] = signed(value)
 
-    def fill(self, first: int, end: int, value: int) -> None:
-        """Write `value` to the words from `first` up to, not including, `end`."""
+    def fill(self, first_word: int, end: int, value: int) -> None:
+        """Write `value` to the words from `first_word` up to, not including, `end`."""
         for chunk, start in zip(self.chunks, self.firsts, strict=True):
-            chunk[max(0, first - start) : max(0, end - start)].fill_(signed(value))
+            chunk[max(0, first_word - start) : max(0, end - start)].fill_(signed(value))
 
     def _place(self, word: int) -> tuple[torch.Tensor, int]:
-        index = next(i for i, first in enumerate(self.firsts) if word < first + self.chunks[i].numel())
+        index = next(i for i, first_word in enumerate(self.firsts) if word < first_word + self.chunks[i].numel())
         return self.chunks[index], word - self.firsts[index]
 
     def _order(self, backwards: bool) -> Iterator[int]:
@@ -303,14 +303,14 @@ class Region:
         put(out, self.firsts[index], scratch)
         return torch.bitwise_xor(chunk, out, out=out)
 
-    def _listed(self, difference: torch.Tensor, first: int, pattern: Pattern) -> list[WrongWord]:
+    def _listed(self, difference: torch.Tensor, first_word: int, pattern: Pattern) -> list[WrongWord]:
         rows = difference.view(-1, PERIOD)
         wrong_rows = (rows != 0).any(dim=1).nonzero()[:_LISTED, 0].tolist()
         listed = []
         for row in wrong_rows:
             for column, bits in enumerate(rows[row].tolist()):
                 if bits:
-                    word = first + row * PERIOD + column
+                    word = first_word + row * PERIOD + column
                     listed.append(WrongWord(word, pattern, pattern.at(word), pattern.at(word) ^ bits & MASK))
         return listed[: _LISTED + 1]
 
@@ -318,16 +318,16 @@ class Region:
         """Change one word of a right chunk, and return whether the device finds exactly one word that differs."""
         chunk = self.chunks[index]
         chunk[changed] ^= bit
-        found = int(torch.count_nonzero(self._difference(index, put)))
+        mismatch_count = int(torch.count_nonzero(self._difference(index, put)))
         chunk[changed] ^= bit
-        return found == 1
+        return mismatch_count == 1
 
     def _wrong_on_the_host(self, index: int, pattern: Pattern, drawn: random.Random) -> list[int]:
         """Return the wrong words, read on the host, in a drawn part of a chunk."""
-        chunk, first = self.chunks[index], self.firsts[index]
+        chunk, first_word = self.chunks[index], self.firsts[index]
         start = drawn.randrange(max(1, chunk.numel() - _LOOKED_AT_FROM_THE_HOST))
         words = chunk[start : start + _LOOKED_AT_FROM_THE_HOST].tolist()
-        return [start + i for i, word in enumerate(words) if word & MASK != pattern.at(first + start + i)]
+        return [start + i for i, word in enumerate(words) if word & MASK != pattern.at(first_word + start + i)]
 
 
 def take_region(device: torch.device, share: float) -> Region:
@@ -338,8 +338,8 @@ def take_region(device: torch.device, share: float) -> Region:
     """
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    left = int(free * (1 - share)) // 4
-    chunk = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, left) // (8 * PERIOD) * (8 * PERIOD))
+    remaining = int(free * (1 - share)) // 4
+    chunk = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, remaining) // (8 * PERIOD) * (8 * PERIOD))
     return Region(device, int(free * share) // 8, chunk // 8)
 
 
@@ -364,49 +364,49 @@ def named(bits: Sequence[int]) -> str:
     return f"bit{'s' * (len(bits) > 1)} {', '.join(texts)}"
 
 
-def kind_of(region: Region, wrong: WrongWord) -> str:
+def kind_of(region: Region, error: WrongWord) -> str:
     """Diagnose a wrong word by writing to it, and to others, again. The region is overwritten.
 
     "bit 5 stuck at 1"; "holds what is written at offset …" (an address fault); "bit 5 changes when offset … is written"
     (coupled bits); "changes by itself, now and then"; "not seen again".
     """
     return (
-        _by_itself(region, wrong.word)
-        or _stuck(region, wrong.word)
-        or _aliased(region, wrong)
-        or _coupled(region, wrong)
+        _by_itself(region, error.word)
+        or _stuck(region, error.word)
+        or _aliased(region, error)
+        or _coupled(region, error)
         or "not seen again"
     )
 
 
 def _by_itself(region: Region, word: int) -> str:
     """Describe a word that, written and read again with the same value, is sometimes right and sometimes wrong."""
-    seen = set()
+    readings = set()
     for value in (0, MASK) * _TRIES:
         region.set(word, value)
-        seen.add((value, region.read(word)))
-        seen.add((value, region.read(word)))
-    return "changes by itself, now and then" if len(seen) > 2 else ""
+        readings.add((value, region.read(word)))
+        readings.add((value, region.read(word)))
+    return "changes by itself, now and then" if len(readings) > 2 else ""
 
 
 def _stuck(region: Region, word: int) -> str:
     ones, zeros = _written(region, word, 0), ~_written(region, word, MASK) & MASK
-    found = []
+    descriptions = []
     for value, bits in ((1, ones), (0, zeros)):
         # A bit that is right when it differs from all others is not stuck: another bit of the word changes it.
         alone = [bit for bit in bits_of(bits) if _written(region, word, _single(bit, value)) >> bit & 1 != value]
         stuck = [bit for bit in bits_of(bits) if bit not in alone]
         if stuck:
-            found.append(f"{named(stuck)} stuck at {value}")
+            descriptions.append(f"{named(stuck)} stuck at {value}")
         for bit in alone[:1]:
             others = [
-                other
-                for other in range(64)
-                if other != bit and _written(region, word, _single(bit, value) ^ 1 << other) >> bit & 1 == value
+                neighbor
+                for neighbor in range(64)
+                if neighbor != bit and _written(region, word, _single(bit, value) ^ 1 << neighbor) >> bit & 1 == value
             ]
             by = f" of {named(others)}" if others else "s of several others together"
-            found.append(f"{named([bit])} follows the value{by} of the word (coupled)")
-    return ", ".join(found)
+            descriptions.append(f"{named([bit])} follows the value{by} of the word (coupled)")
+    return ", ".join(descriptions)
 
 
 def _single(bit: int, stuck: int) -> int:
@@ -419,43 +419,43 @@ def _written(region: Region, word: int, value: int) -> int:
     return region.read(word)
 
 
-def _aliased(region: Region, wrong: WrongWord) -> str:
-    other = wrong.pattern.where(wrong.read)
-    if other is None or not 0 <= other < region.words or other == wrong.word:
+def _aliased(region: Region, error: WrongWord) -> str:
+    target = error.pattern.where(error.read)
+    if target is None or not 0 <= target < region.words or target == error.word:
         return ""
     for value in (0x0123456789ABCDEF, 0xFEDCBA9876543210):
-        region.set(wrong.word, value)
-        region.set(other, value ^ MASK)
-        if region.read(wrong.word) != value ^ MASK:
+        region.set(error.word, value)
+        region.set(target, value ^ MASK)
+        if region.read(error.word) != value ^ MASK:
             return ""
-    lines = named(bits_of(8 * wrong.word ^ 8 * other))
-    return f"holds what is written at offset {8 * other:#x}; the addresses differ in {lines}"
+    lines = named(bits_of(8 * error.word ^ 8 * target))
+    return f"holds what is written at offset {8 * target:#x}; the addresses differ in {lines}"
 
 
-def _coupled(region: Region, wrong: WrongWord) -> str:
+def _coupled(region: Region, error: WrongWord) -> str:
     for victim in (0, MASK):
-        if not _disturbed(region, wrong.word, victim, 0, region.words):
+        if not _disturbed(region, error.word, victim, 0, region.words):
             continue
-        first, end = 0, region.words
-        while end - first > 1:
-            middle = (first + end) // 2
-            if _disturbed(region, wrong.word, victim, first, middle):
+        start, end = 0, region.words
+        while end - start > 1:
+            middle = (start + end) // 2
+            if _disturbed(region, error.word, victim, start, middle):
                 end = middle
-            elif _disturbed(region, wrong.word, victim, middle, end):
-                first = middle
+            elif _disturbed(region, error.word, victim, middle, end):
+                start = middle
             else:
-                return f"changes when offsets {8 * first:#x} to {8 * end:#x} are written, not by a part of them alone"
-        again = [_disturbed(region, wrong.word, victim, first, end) for _ in range(_TRIES)]
-        if not all(again):
+                return f"changes when offsets {8 * start:#x} to {8 * end:#x} are written, not by a part of them alone"
+        repetitions = [_disturbed(region, error.word, victim, start, end) for _ in range(_TRIES)]
+        if not all(repetitions):
             return "changes by itself, now and then"
-        return f"{named(bits_of(again[0]))} changes when offset {8 * first:#x} is written (coupled)"
+        return f"{named(bits_of(repetitions[0]))} changes when offset {8 * start:#x} is written (coupled)"
     return ""
 
 
-def _disturbed(region: Region, word: int, victim: int, first: int, end: int) -> int:
-    """Return the bits of a word that change when only the words from `first` up to `end` are inverted."""
+def _disturbed(region: Region, word: int, victim: int, first_word: int, end: int) -> int:
+    """Return the bits of a word that change when only the words from `first_word` up to `end` are inverted."""
     region.fill(0, region.words, victim)
-    for start, stop in ((first, min(end, word)), (max(first, word + 1), end)):
+    for start, stop in ((first_word, min(end, word)), (max(first_word, word + 1), end)):
         if start < stop:
             region.fill(start, stop, victim ^ MASK)
     return region.read(word) ^ victim
@@ -473,8 +473,8 @@ def evidence_of(region: Region, count: int, words: Sequence[WrongWord]) -> dict[
         single += word.differs.bit_count() == 1
     distinct = sorted({word.word for word in words})
     period = 0
-    for left, right in pairwise(distinct):
-        period = gcd(period, right - left)
+    for lower, upper in pairwise(distinct):
+        period = gcd(period, upper - lower)
     kinds: dict[int, str] = {}
     for word in words:
         if word.word not in kinds and len(kinds) < _DIAGNOSED:
@@ -514,7 +514,7 @@ def examine_memory(rank: Rank, case: MemoryCase) -> list[SubjectResult]:
         try:
             if not region.chunks:
                 return [Observation("memory", subject, "unknown", "no memory is free", str(case))]
-            hold = functools.partial(keep_busy, rank, case.held) if case.held else None
+            hold = functools.partial(keep_busy, rank, case.hold_seconds) if case.hold_seconds else None
             return [examine_region(region, case, subject, hold), *_bandwidth(region, subject)]
         finally:
             del region
@@ -525,7 +525,7 @@ def examine_region(
     region: Region, case: MemoryCase, subject: Subject, hold: Callable[[], object] | None = None
 ) -> Observation:
     """Run the passes of `case` on a region, and call `hold` before each comparison; see `examine_memory`."""
-    wrong = WrongRegion()
+    errors = WrongRegion()
     done = 0
     for number in range(case.passes):
         rounds = rounds_of(case, number)
@@ -535,27 +535,28 @@ def examine_region(
             then = rounds[index + 1][0] if index + 1 < len(rounds) and case.pattern == "inversions" else None
             if hold is not None:
                 hold()
-            region.compare(pattern, wrong, seed, then=then, backwards=backwards)
+            region.compare(pattern, errors, seed, then=then, backwards=backwards)
             if then is None and index + 1 < len(rounds):
                 region.write(*rounds[index + 1])
             done += 1
     work = Work(bytes=2 * done * region.bytes, operations=done * len(region.chunks), seconds=sum(region.watch.laps()))
-    if not wrong.count and not wrong.blind and not wrong.astray:
+    if not errors.count and not errors.blind and not errors.astray:
         return Observation("memory", subject, "passed", case=str(case), work=work)
-    if wrong.astray and not wrong.count and not wrong.blind:
-        way, told = Subject("download", subject.members), {"astray": wrong.astray}
-        return Observation("memory", way, "failed", wrong.astray[0], str(case), work, told)
-    evidence = evidence_of(region, wrong.count, wrong.words) | {"bytes tested": region.bytes, "blind": wrong.blind}
-    return Observation("memory", subject, "failed", _seen(wrong, evidence["kinds"]), str(case), work, evidence)
+    if errors.astray and not errors.count and not errors.blind:
+        way, details = Subject("download", subject.members), {"astray": errors.astray}
+        return Observation("memory", way, "failed", errors.astray[0], str(case), work, details)
+    evidence = evidence_of(region, errors.count, errors.words) | {"bytes tested": region.bytes, "blind": errors.blind}
+    return Observation("memory", subject, "failed", _seen(errors, evidence["kinds"]), str(case), work, evidence)
 
 
-def _seen(wrong: WrongRegion, kinds: list[str]) -> str:
-    if not wrong.count:
-        return wrong.blind[0]
-    first = wrong.words[0]
-    words = "1 word" if wrong.count == 1 else f"{wrong.count} words"
+def _seen(errors: WrongRegion, kinds: list[str]) -> str:
+    if not errors.count:
+        return errors.blind[0]
+    earliest = errors.words[0]
+    words = "1 word" if errors.count == 1 else f"{errors.count} words"
     return (
-        f"{words} wrong, the first at offset {8 * first.word:#x}: wrote {first.expected:#018x}, read {first.read:#018x}"
+        f"{words} wrong, the first at offset {8 * earliest.word:#x}: wrote {earliest.expected:#018x}, "
+        f"read {earliest.read:#018x}"
         f"{'; ' * bool(kinds)}{kinds[0] if kinds else ''}"
     )
 

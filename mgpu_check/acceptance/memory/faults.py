@@ -10,8 +10,8 @@ _ADDRESS = 5_000_003
 
 
 def _fault(name: str, summary: str, defaults: Parameters, cls: str, level: str = "quick") -> None:
-    given = {"device": 1, "address": _ADDRESS, **defaults}
-    hardware_fault(HardwareFault(name, summary, given, gpu, ("memory",), level, made_by(cls)))
+    parameters = {"device": 1, "address": _ADDRESS, **defaults}
+    hardware_fault(HardwareFault(name, summary, parameters, gpu, ("memory",), level, made_by(cls)))
 
 
 _fault("memory-stuck-at-zero", "a bit of the memory is always 0", {"bit": 3, "value": 0}, "StuckBit")

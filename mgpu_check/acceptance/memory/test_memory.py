@@ -28,4 +28,6 @@ def test_memory_holds_what_is_written(node: Node, pattern: str, seed: int) -> No
 @given(seed=SEEDS)
 def test_memory_keeps_what_was_written(node: Node, seed: int) -> None:
     """Most of the free memory holds random numbers, and their complement, while the GPU computes."""
-    node.on_ranks("memory", _EXAMINE, MemoryCase("random", node.plan.memory_share, seed, held=_HELD[node.depth]))
+    node.on_ranks(
+        "memory", _EXAMINE, MemoryCase("random", node.plan.memory_share, seed, hold_seconds=_HELD[node.depth])
+    )

@@ -40,12 +40,12 @@ def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:
 
     Pairs with NVLink have no class, because the number of links between two GPUs depends on the board.
     """
-    found = {}
+    classes = {}
     for gpu, peer in permutations(gpus, 2):
         path, ability = (gpu.facts.get(pair_field(name, peer.number)) for name in ("topology", "p2p"))
         if path is not None and ability is not None and "nvlink" not in str(ability).lower():
-            found[gpu.number, peer.number] = f"{path}, {ability}"
-    return found
+            classes[gpu.number, peer.number] = f"{path}, {ability}"
+    return classes
 
 
 def gpus_of(subject: Subject) -> tuple[int, ...]:
@@ -57,34 +57,34 @@ def among_peers(
     measurements: Sequence[Measurement], gpus: Mapping[int, Gpu], links: Mapping[tuple[int, int], str]
 ) -> tuple[dict[int, Comparison], list[Group]]:
     """Compare each measurement with its peers, and return the groups that differ without a majority."""
-    found: dict[int, Comparison] = {}
+    comparisons: dict[int, Comparison] = {}
     groups: defaultdict[tuple[Any, ...], dict[int, Measurement]] = defaultdict(dict)
     turns: Counter[tuple[Any, ...]] = Counter()
     model = models(gpus.values())
     for number, measurement in enumerate(measurements):
-        why = useless(measurement)
-        if why:
-            found[number] = Comparison("peers", "unknown", why=why)
+        reason = useless(measurement)
+        if reason:
+            comparisons[number] = Comparison("peers", "unknown", why=reason)
             continue
-        kind, pair = measurement.kind, measurement.subject.is_pair
-        turn = turns[(measurement.subject, *kind)]
-        turns[(measurement.subject, *kind)] += 1
+        measured_kind, pair = measurement.kind, measurement.subject.is_pair
+        turn = turns[(measurement.subject, *measured_kind)]
+        turns[(measurement.subject, *measured_kind)] += 1
         members = [gpus[gpu] for gpu in gpus_of(measurement.subject)]
         kinds = tuple(sorted(model[gpu.number] for gpu in members))
         link = links.get((members[0].number, members[-1].number), "") if pair else ""
         hosts = tuple(sorted({gpu.host for gpu in members}))
         # GPUs are compared over all hosts, links within a host with each other, links between hosts with each other.
-        where = hosts if pair and len(hosts) == 1 else len(hosts)
-        groups[(turn, *kind, kinds, where, link)][number] = measurement
+        location = hosts if pair and len(hosts) == 1 else len(hosts)
+        groups[(turn, *measured_kind, kinds, location, link)][number] = measurement
     split: list[Group] = []
     for key, group in groups.items():
         if next(iter(group.values())).subject.is_pair and len(group) > 2:
-            found.update(_pairs(group, bool(key[-1])))
+            comparisons.update(_pairs(group, bool(key[-1])))
             continue
         compared, divided = _majority(group)
-        found.update(compared)
+        comparisons.update(compared)
         split += [group] if divided else []
-    return found, split
+    return comparisons, split
 
 
 def _noise(group: Group) -> float:
@@ -96,35 +96,36 @@ def _majority(group: Group) -> tuple[dict[int, Comparison], bool]:
 
     If half of them or more fail, the slow ones are unknown. Two values have no majority.
     """
-    first, noise, found = next(iter(group.values())), _noise(group), {}
-    least = least_shortfall(first.kind)
+    head, noise, comparisons = next(iter(group.values())), _noise(group), {}
+    least = least_shortfall(head.kind)
     for number, mine in group.items():
-        others = [other.value for other_number, other in group.items() if other_number != number]
-        found[number] = beside_peers(mine.value, others, mine.unit, least, noise)
+        others = [measurement.value for other_number, measurement in group.items() if other_number != number]
+        comparisons[number] = beside_peers(mine.value, others, mine.unit, least, noise)
     if len(group) == 2:
-        slow, fast = sorted((m.value for m in group.values()), reverse=first.unit == "s")
-        return found, shortfall(slow, fast, first.unit) > max(least, DEVIATIONS * noise / fast)
-    failed = [number for number, comparison in found.items() if comparison.outcome == "failed"]
+        slow, fast = sorted((m.value for m in group.values()), reverse=head.unit == "s")
+        return comparisons, shortfall(slow, fast, head.unit) > max(least, DEVIATIONS * noise / fast)
+    failed = [number for number, comparison in comparisons.items() if comparison.outcome == "failed"]
     if divided := 2 * len(failed) >= len(group) > 1:
-        why = f"{len(failed)} of {len(group)} are slower than the others: no majority shows which are right"
-        found.update(
-            (number, Comparison("peers", "unknown", why=why, reference=found[number].reference)) for number in failed
+        reason = f"{len(failed)} of {len(group)} are slower than the others: no majority shows which are right"
+        comparisons.update(
+            (number, Comparison("peers", "unknown", why=reason, reference=comparisons[number].reference))
+            for number in failed
         )
-    return found, divided
+    return comparisons, divided
 
 
 def _pairs(group: Group, topology_known: bool) -> dict[int, Comparison]:
     """Compare each link with links of its class, preferably with those that share no GPU with it."""
-    first = next(iter(group.values()))
-    least, noise = least_shortfall(first.kind), _noise(group)
+    head = next(iter(group.values()))
+    least, noise = least_shortfall(head.kind), _noise(group)
     pairs = {number: (m.subject.members[0], m.subject.members[-1]) for number, m in group.items()}
     values = {pairs[number]: m.value for number, m in group.items()}
-    speeds = {pair: 1 / value if first.unit == "s" else value for pair, value in values.items()}
-    if first.subject.kind == "group":  # without a direction
+    speeds = {pair: 1 / value if head.unit == "s" else value for pair, value in values.items()}
+    if head.subject.kind == "group":  # without a direction
         speeds |= {pair[::-1]: speed for pair, speed in speeds.items()}
     gap = max(least, min(DEVIATIONS * noise / median(values.values()), UNUSABLE))
     three = len({gpu for pair in values for gpu in pair}) == 3
-    found = {}
+    comparisons = {}
     for link_class in modes(speeds, gap, topology_known):
         others = link_class.pairs - link_class.reference
         slowest = min(speeds[pair] for pair in link_class.reference)
@@ -132,18 +133,18 @@ def _pairs(group: Group, topology_known: bool) -> dict[int, Comparison]:
         for number in (number for number, pair in pairs.items() if pair in link_class.pairs):
             mine = pairs[number]
             if star and mine in link_class.reference:
-                why = (
+                reason = (
                     "two of three GPUs have a faster link between them: the topology may be like that, or the third "
                     "is slow"
                 )
-                found[number] = Comparison("peers", "unknown", why=why)
+                comparisons[number] = Comparison("peers", "unknown", why=reason)
                 continue
             peers = [pair for pair in values if pair in link_class.reference and pair != mine]
-            apart = [pair for pair in peers if not set(pair) & set(mine)]
+            disjoint = [pair for pair in peers if not set(pair) & set(mine)]
             everyone = [pair for pair in values if pair in link_class.pairs and pair != mine]
-            chosen = next((several for several in (apart, peers) if len(several) >= LEAST_PEERS), everyone)
-            found[number] = beside_peers(values[mine], [values[pair] for pair in chosen], first.unit, least, noise)
-    return found
+            chosen = next((several for several in (disjoint, peers) if len(several) >= LEAST_PEERS), everyone)
+            comparisons[number] = beside_peers(values[mine], [values[pair] for pair in chosen], head.unit, least, noise)
+    return comparisons
 
 
 CHECK = "performance"
@@ -167,7 +168,7 @@ def judge(
     floors: Floors | None = None,
     software: Mapping[int, Mapping[str, str]] | None = None,
     links: Mapping[tuple[int, int], str] | None = None,
-    again: Sequence[Measurement] = (),
+    second_look: Sequence[Measurement] = (),
 ) -> list[Observation]:
     """Compare each measurement with its references.
 
@@ -180,8 +181,8 @@ def judge(
         links: class of the link from the first GPU to the second. Only links of one class are compared. For a pair
             without a class, the classes are derived from the speeds. Default the classes that the facts of the GPUs
             give.
-        again: measurements of a second look, in another order. A value that was measured again is slow only if both
-            looks show it; if one does, the observation has the evidence "once".
+        second_look: measurements of a second look, in another order. A value that was measured again is slow only if
+            both looks show it; if one does, the observation has the evidence "once".
 
     Returns:
         One observation for each measurement. A measurement without any comparison is unknown. It is skipped instead if
@@ -197,7 +198,7 @@ def judge(
     floors = packaged_floors() if floors is None else floors
     by_number = {gpu.number: gpu for gpu in gpus}
     first_look = len(measurements)
-    measurements = [*measurements, *again]
+    measurements = [*measurements, *second_look]
     unknown = sorted({gpu for m in measurements for gpu in gpus_of(m.subject)} - set(by_number))
     if unknown:
         raise ValueError(f"judge: measurements are of GPUs {unknown}, but gpus has {sorted(by_number)}")
@@ -209,21 +210,21 @@ def judge(
         judged.append((measurement, comparisons))
         if useless(measurement):
             continue
-        first = firsts.setdefault((measurement.subject, *measurement.kind), measurement)
-        if first is not measurement:
-            comparisons.append(_beside_itself(measurement, first))
+        earliest = firsts.setdefault((measurement.subject, *measurement.kind), measurement)
+        if earliest is not measurement:
+            comparisons.append(_beside_itself(measurement, earliest))
         if baseline is not None:
             comparisons.append(baseline.compare(measurement, by_number, software or {}))
         comparisons += floors.compare(measurement, by_number)
-    known = {
+    compared = {
         measurement.subject for measurement, comparisons in judged if _outcome(comparisons) in ("passed", "failed")
     }
-    found = [_observation(measurement, comparisons, known) for measurement, comparisons in judged]
+    observations = [_observation(measurement, comparisons, compared) for measurement, comparisons in judged]
     looks = [
-        _JudgedSpeed(number >= first_look, one.kind, entry)
-        for number, (one, entry) in enumerate(zip(measurements, found, strict=True))
+        _JudgedSpeed(number >= first_look, speed.kind, entry)
+        for number, (speed, entry) in enumerate(zip(measurements, observations, strict=True))
     ]
-    open_ = [group for group in split if all(found[number].outcome != "failed" for number in group)]
+    open_ = [group for group in split if all(observations[number].outcome != "failed" for number in group)]
     looks += [_differ(group, min(group) >= first_look) for group in open_]  # another reference has not decided
     return _confirmed(looks) + list(_without_reference(judged, by_number, baseline, floors, software or {}))
 
@@ -231,67 +232,69 @@ def judge(
 @dataclass(frozen=True)
 class _JudgedSpeed:
     second: bool
-    kind: tuple[Any, ...]
+    measured_kind: tuple[Any, ...]
     entry: Observation
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.entry.subject, self.kind)
+        return (self.entry.subject, self.measured_kind)
 
 
 def _confirmed(looks: Sequence[_JudgedSpeed]) -> list[Observation]:
     """Return the observations of both looks; failures that one of two looks shows have the evidence "once"."""
-    again = {look.kind for look in looks if look.second}
-    one, other = ({k.key for k in looks if k.second == second and k.entry.outcome == "failed"} for second in (0, 1))
-    both = one & other
-    found = []
+    repeated = {look.measured_kind for look in looks if look.second}
+    first_failures, second_failures = (
+        {k.key for k in looks if k.second == second and k.entry.outcome == "failed"} for second in (0, 1)
+    )
+    both = first_failures & second_failures
+    observations = []
     for look in looks:
         entry = look.entry
-        if entry.outcome == "failed" and look.kind in again:
+        if entry.outcome == "failed" and look.measured_kind in repeated:
             once = look.key not in both
-            said = "in one of two looks only" if once else "again when measured in another order"
+            remark = "in one of two looks only" if once else "again when measured in another order"
             evidence = {**entry.evidence, "once": True} if once else entry.evidence
-            entry = replace(entry, seen=f"{entry.seen}; {said}", evidence=evidence)
-        found.append(entry)
-    return found
+            entry = replace(entry, seen=f"{entry.seen}; {remark}", evidence=evidence)
+        observations.append(entry)
+    return observations
 
 
 def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list[Observation]:
     """Return an observation for each GPU whose own speed was not measured: skipped if its links were, else unknown."""
     measured = {m.subject.members[0] for m in measurements if m.subject.kind == "gpu"}
     linked = {member for m in measurements for member in gpus_of(m.subject)}
-    found = []
+    observations = []
     for gpu in gpus:
         subject = Subject("gpu", (gpu.number,))
         if gpu.number in linked - measured:
-            found.append(Observation(CHECK, subject, "skipped", "only its links were measured"))
+            observations.append(Observation(CHECK, subject, "skipped", "only its links were measured"))
         elif gpu.number not in measured:
-            why = "no check has measured how fast it is; memory, compute and links do"
-            found.append(Observation(CHECK, subject, "unknown", why))
-    return found
+            reason = "no check has measured how fast it is; memory, compute and links do"
+            observations.append(Observation(CHECK, subject, "unknown", reason))
+    return observations
 
 
 def _differ(group: Group, second: bool) -> _JudgedSpeed:
     """Return the observation of GPUs that differ, which accuses no GPU."""
-    several = sorted(group.values(), key=lambda one: one.subject)
-    first, values = several[0], {str(m.subject): amount(m.value, m.unit) for m in several}
+    several = sorted(group.values(), key=lambda measurement: measurement.subject)
+    head, values = several[0], {str(m.subject): amount(m.value, m.unit) for m in several}
     members = tuple(sorted({gpu for m in several for gpu in gpus_of(m.subject)}))
-    key = "differ to the host" if first.subject.kind in ("upload", "download") else "differ"
+    key = "differ to the host" if head.subject.kind in ("upload", "download") else "differ"
     evidence = {
-        "measured_by": first.check, "quantity": first.quantity, "unit": first.unit, "size": first.size,
+        "measured_by": head.check, "quantity": head.quantity, "unit": head.unit, "size": head.size,
         key: {str(m.subject): m.value for m in several},
     }  # fmt: skip
-    seen = f"{first.quantity} differs: {', '.join(map(': '.join, values.items()))}; no majority shows which is right"
+    message = f"{head.quantity} differs: {', '.join(map(': '.join, values.items()))}; no majority shows which is right"
     subject, work = Subject("group", members), Work(operations=min(m.repeats for m in several))
-    entry = Observation(CHECK, subject, "failed", seen, _size(first), work, evidence, members)
-    return _JudgedSpeed(second, first.kind, entry)
+    entry = Observation(CHECK, subject, "failed", message, _size(head), work, evidence, members)
+    return _JudgedSpeed(second, head.kind, entry)
 
 
-def _beside_itself(measurement: Measurement, first: Measurement) -> Comparison:
-    missing = shortfall(measurement.value, first.value, measurement.unit)
+def _beside_itself(measurement: Measurement, earliest: Measurement) -> Comparison:
+    missing = shortfall(measurement.value, earliest.value, measurement.unit)
     limit = max(_OWN_LOSS, least_shortfall(measurement.kind))
     outcome: Outcome = "failed" if missing > limit else "passed"
-    return Comparison("itself", outcome, first.value, missing, limit, "first measurement of this run")
+    return Comparison("itself", outcome, earliest.value, missing, limit, "first measurement of this run")
 
 
 def _outcome(comparisons: Sequence[Comparison]) -> Outcome:
@@ -300,11 +303,11 @@ def _outcome(comparisons: Sequence[Comparison]) -> Outcome:
 
 
 def _observation(
-    measurement: Measurement, comparisons: Sequence[Comparison], known: Collection[Subject]
+    measurement: Measurement, comparisons: Sequence[Comparison], compared: Collection[Subject]
 ) -> Observation:
     outcome = _outcome(comparisons)
     telling = [comparison for comparison in comparisons if comparison.outcome == outcome]
-    elsewhere = measurement.subject in known or measurement.subject.kind == "group"
+    elsewhere = measurement.subject in compared or measurement.subject.kind == "group"
     if outcome == "unknown" and elsewhere and not wrong(measurement):
         outcome = "skipped"
     evidence = {
@@ -318,10 +321,10 @@ def _observation(
         "spread": measurement.spread,
         "comparisons": [comparison.as_json() for comparison in comparisons],
     }
-    seen = "" if outcome == "passed" else _seen(measurement, telling)
+    message = "" if outcome == "passed" else _seen(measurement, telling)
     case = _size(measurement)
     work = Work(operations=measurement.repeats)
-    return Observation(CHECK, measurement.subject, outcome, seen, case, work, evidence)
+    return Observation(CHECK, measurement.subject, outcome, message, case, work, evidence)
 
 
 def _size(measurement: Measurement) -> str:
@@ -334,15 +337,15 @@ def _size(measurement: Measurement) -> str:
 
 
 def _seen(measurement: Measurement, telling: Sequence[Comparison]) -> str:
-    what = f"{measurement.quantity} is {amount(measurement.value, measurement.unit)}"
+    summary = f"{measurement.quantity} is {amount(measurement.value, measurement.unit)}"
     if telling[0].outcome == "unknown":
-        return f"{what}: " + "; ".join(f"against {_NAMES[c.against]}: {c.why}" for c in telling)
+        return f"{summary}: " + "; ".join(f"against {_NAMES[c.against]}: {c.why}" for c in telling)
     lines = []
     for c in telling:
         assert c.reference is not None and c.missing is not None and c.limit is not None
         least = f"{c.missing:.0%} slower than {amount(c.reference, measurement.unit)}, {c.why}"
         lines.append(f"{least} (limit {c.limit:.0%})" if c.limit else least)
-    return f"{what} ({measurement.repeats} repeats): " + "; ".join(lines)
+    return f"{summary} ({measurement.repeats} repeats): " + "; ".join(lines)
 
 
 def _without_reference(
@@ -355,23 +358,23 @@ def _without_reference(
     measured: dict[int, set[Against]] = {}
     for measurement, comparisons in judged:
         for number in gpus_of(measurement.subject):
-            made = measured.setdefault(number, set())
-            made.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
-    for number, made in sorted(measured.items()):
+            references = measured.setdefault(number, set())
+            references.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
+    for number, references in sorted(measured.items()):
         gpu = gpus[number]
         lacking = baseline.entry(gpu, software.get(gpu.host, {}))[1] if baseline is not None else ""
-        if baseline is not None and not lacking and "baseline" not in made:
+        if baseline is not None and not lacking and "baseline" not in references:
             lacking = f"{baseline.file} does not list any of the measured quantities"
-        if made & {"baseline", "floor"} and not lacking:
+        if references & {"baseline", "floor"} and not lacking:
             continue
         listed = floors.about(gpu) or "its floors are for other quantities than those measured"
         if lacking:
-            seen = (
+            message = (
                 f"the baseline does not count for {gpu.name}: {lacking}. Record one with --record-baseline=FILE on a "
                 "node that you trust"
             )
         else:
-            seen = (
+            message = (
                 f"no reference says how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs "
                 "were too slow, it would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a "
                 "node that you trust"
@@ -381,6 +384,6 @@ def _without_reference(
             "memory": gpu.memory,
             "floors": listed,
             "baseline": lacking,
-            "compared": sorted(made),
+            "compared": sorted(references),
         }
-        yield Observation(CHECK, Subject("gpu", (number,)), "unknown", seen, "absolute speed", evidence=evidence)
+        yield Observation(CHECK, Subject("gpu", (number,)), "unknown", message, "absolute speed", evidence=evidence)

@@ -17,10 +17,10 @@ def _fault(
     summary: str,
     defaults: Parameters,
     cls: str,
-    parts: Callable[[Parameters], tuple[Part, ...]] = gpu,
+    accused: Callable[[Parameters], tuple[Part, ...]] = gpu,
     caught_by: tuple[str, ...] = _SPEED,
 ) -> None:
-    hardware_fault(HardwareFault(name, summary, defaults, parts, caught_by, defect=made_by(cls)))
+    hardware_fault(HardwareFault(name, summary, defaults, accused, caught_by, defect=made_by(cls)))
 
 
 _SLOW: Parameters = {"device": 1, "factor": 2.0}

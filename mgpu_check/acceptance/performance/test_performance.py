@@ -14,20 +14,22 @@ from mgpu_check.devices.observations import Observation, Subject
 def test_gpus_and_links_are_fast_enough(node: Node) -> None:
     """Bandwidth, latency and rates reach those of the other GPUs, of the baseline, and the floors of the model."""
     if node.plan.simulate not in (None, "cpu"):
-        why = "simulated GPUs share a real one, so their speed depends on each other"
-        node.record(Observation(CHECK, Subject("gpu", (number,)), "skipped", why) for number in node.numbers)
+        reason = "simulated GPUs share a real one, so their speed depends on each other"
+        node.record(Observation(CHECK, Subject("gpu", (number,)), "skipped", reason) for number in node.numbers)
         return
     measurements, gpus = node.measurements(), node.gpus
-    given: Any = {
+    references: Any = {
         "baseline": node.plan.baseline,
         "software": {host.number: host.software for host in node.hosts_of_run},
     }
-    found = judge(measurements, gpus, **given)
+    observations = judge(measurements, gpus, **references)
     keys = ("quantity", "unit", "size")
-    slow = {tuple(entry.evidence[key] for key in keys) for entry in found if entry.outcome == "failed"}
+    slow = {tuple(entry.evidence[key] for key in keys) for entry in observations if entry.outcome == "failed"}
     if slow:
         until = time.monotonic() + LOCALISATION_SECONDS[node.depth]
-        again = node.measure_again([m for m in measurements if m.kind[:3] in slow], lambda: time.monotonic() > until)
-        found = judge(measurements, gpus, again=again, **given)
-    node.record(found)
+        second_look = node.measure_again(
+            [m for m in measurements if m.kind[:3] in slow], lambda: time.monotonic() > until
+        )
+        observations = judge(measurements, gpus, second_look=second_look, **references)
+    node.record(observations)
     node.record(unmeasured(measurements, gpus))

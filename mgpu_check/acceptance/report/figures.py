@@ -38,7 +38,7 @@ class Cell:
     """
 
     text: str
-    known: bool
+    is_known: bool
     shade: float
     marked: bool
     words: str
@@ -76,9 +76,9 @@ class Grid:
             cells = []
             for column, (value, text) in enumerate(zip(self.values[row], self.texts[row], strict=True)):
                 marked = (row, column) in self.marked
-                place = f"{f'{self.down} {label}'.strip()}, {self.across} {self.columns[column]}"
-                said = "not known" if value is None else f"{text} {self.unit}".rstrip()
-                words = f"{place}: {said}" + (f", {self.frame}" if marked else "")
+                position = f"{f'{self.down} {label}'.strip()}, {self.across} {self.columns[column]}"
+                value_text = "not known" if value is None else f"{text} {self.unit}".rstrip()
+                words = f"{position}: {value_text}" + (f", {self.frame}" if marked else "")
                 cells.append(Cell(text, value is not None, _shade(value, best, scale), marked, words))
             yield label, cells
 
@@ -98,13 +98,13 @@ class Grid:
         """Return the scale of a row, and its best value, or its most failures, with the text; 0 if none is known."""
         scale = self.scale if isinstance(self.scale, str) else self.scale[row]
         among = range(len(self.rows)) if isinstance(self.scale, str) else [row]
-        known = [
+        finite_values = [
             (abs(value), text)
-            for one in among
-            for value, text in zip(self.values[one], self.texts[one], strict=True)
+            for row_index in among
+            for value, text in zip(self.values[row_index], self.texts[row_index], strict=True)
             if value is not None and math.isfinite(value)
         ]
-        best, text = (min if scale == "little" else max)(known, default=(0.0, ""))
+        best, text = (min if scale == "little" else max)(finite_values, default=(0.0, ""))
         return scale, best, text
 
 
@@ -136,9 +136,11 @@ def over_time(
             # Accused GPUs come last, which draws them over the others.
             numbers = sorted(by_gpu, key=lambda number: (number in accused, number))
             lines = [_line(number, by_gpu[number], key, scale, number in accused) for number in numbers]
-            held = [line for mine in by_gpu.values() for line in _held(mine, scale)] if key == "sm_clock" else []
-            note = "Triangles: clocks are held down" if held else ""
-            panels.append(pages.Panel(f"{_TITLES[key]} in {PANELS[key]}", [*lines, *held], note))
+            throttle_marks = (
+                [line for mine in by_gpu.values() for line in _held(mine, scale)] if key == "sm_clock" else []
+            )
+            note = "Triangles: clocks are held down" if throttle_marks else ""
+            panels.append(pages.Panel(f"{_TITLES[key]} in {PANELS[key]}", [*lines, *throttle_marks], note))
     chart = pages.Chart(
         title,
         f"{unit} since the start of the run",
@@ -151,8 +153,8 @@ def over_time(
 
 
 def _number(value: object) -> float | None:
-    right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if right and isinstance(value, (int, float)) else None
+    is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_finite and isinstance(value, (int, float)) else None
 
 
 def _line(number: int, samples: Sequence[TelemetrySample], key: str, scale: float, accused: bool) -> pages.Line:
@@ -166,8 +168,8 @@ def _line(number: int, samples: Sequence[TelemetrySample], key: str, scale: floa
 
 def _held(samples: Sequence[TelemetrySample], scale: float) -> Iterator[pages.Line]:
     """Yield marks where the clocks of a GPU are held down."""
-    held = [sample for sample in samples if reasons(sample)]
-    chosen = held[:: max(1, math.ceil(len(held) / _HELD))]
+    throttled = [sample for sample in samples if reasons(sample)]
+    chosen = throttled[:: max(1, math.ceil(len(throttled) / _HELD))]
     if chosen:
         points = [(sample.at / scale, _number(sample.values.get("sm_clock"))) for sample in chosen]
         yield pages.Line("", points, "held", "triangle")
@@ -175,8 +177,8 @@ def _held(samples: Sequence[TelemetrySample], scale: float) -> Iterator[pages.Li
 
 def reasons(sample: TelemetrySample) -> list[str]:
     """Return the throttle reasons of a sample that are signs of a defect."""
-    parts = str(sample.values.get("throttle") or "").split(", ")
-    return [part for part in parts if part in THROTTLED]
+    throttle_reasons = str(sample.values.get("throttle") or "").split(", ")
+    return [reason for reason in throttle_reasons if reason in THROTTLED]
 
 
 def _bar(run: CheckRun, end: float, scale: float) -> pages.Bar:

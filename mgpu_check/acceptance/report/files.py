@@ -31,73 +31,75 @@ _KEPT = {*PANELS} | {"throttle", "utilization", "pcie_generation", "pcie_width"}
 
 def brief(report: RunReport) -> RunReport:
     """Return the report with like observations joined, and with fewer samples."""
-    observations, place = _joined(report.observations)
+    observations, kept_index = _joined(report.observations)
     return replace(
         report,
         observations=tuple(observations),
         samples=tuple(_thinned(report.samples)),
-        verdict=_verdict(report.verdict, place),
-        verdicts={host: _verdict(verdict, place) for host, verdict in report.verdicts.items()},
+        verdict=_verdict(report.verdict, kept_index),
+        verdicts={host: _verdict(verdict, kept_index) for host, verdict in report.verdicts.items()},
     )
 
 
 def _joined(observations: Sequence[Observation]) -> tuple[list[Observation], dict[int, int]]:
     """Return the kept observations, and for each index of `observations` the index of the one that has its case."""
     kept: list[Observation] = []
-    place: dict[int, int] = {}
+    kept_index: dict[int, int] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, entry in enumerate(observations):
         key = (entry.check, entry.subject, entry.outcome, entry.finding)
         mine = groups.setdefault(key, [])
-        whole = 0 if entry.outcome in ("passed", "skipped") and not entry.finding else _WHOLE
-        if len(mine) <= whole:  # the last of the group stands for all later ones
+        full_count = 0 if entry.outcome in ("passed", "skipped") and not entry.finding else _WHOLE
+        if len(mine) <= full_count:  # the last of the group stands for all later ones
             mine.append(len(kept))
-            kept.append(entry if len(mine) <= whole else replace(entry, evidence={}, suspects=(), work=Work(), times=0))
-        place[number] = mine[-1]
-        if len(mine) > whole:
+            kept.append(
+                entry if len(mine) <= full_count else replace(entry, evidence={}, suspects=(), work=Work(), times=0)
+            )
+        kept_index[number] = mine[-1]
+        if len(mine) > full_count:
             last = kept[mine[-1]]
             kept[mine[-1]] = replace(last, work=last.work + entry.work, times=last.times + entry.times)
-    return [replace(one, case=_case(one)) for one in kept], place
+    return [replace(observation, case=_case(observation)) for observation in kept], kept_index
 
 
 def _case(entry: Observation) -> str:
     return entry.case if entry.times == 1 else f"{entry.times} cases, such as: {entry.case}".removesuffix(", such as: ")
 
 
-def _verdict(verdict: Verdict, place: Mapping[int, int]) -> Verdict:
+def _verdict(verdict: Verdict, kept_index: Mapping[int, int]) -> Verdict:
     def moved(numbers: Sequence[int]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(place[number] for number in numbers))
+        return tuple(dict.fromkeys(kept_index[number] for number in numbers))
 
-    def accusation(one: Accusation) -> Accusation:
-        return replace(one, observations=moved(one.observations), shared=moved(one.shared))
+    def accusation(original: Accusation) -> Accusation:
+        return replace(original, observations=moved(original.observations), shared=moved(original.shared))
 
     return replace(
         verdict,
-        accusations=tuple(accusation(one) for one in verdict.accusations),
+        accusations=tuple(accusation(original) for original in verdict.accusations),
         unexplained=moved(verdict.unexplained),
     )
 
 
 def _thinned(samples: Sequence[TelemetrySample]) -> list[TelemetrySample]:
     """Return evenly chosen samples of each GPU, with all values in the last, and counters where they have changed."""
-    found = []
+    thinned = []
     for _, mine in grouped((sample.gpu, sample) for sample in samples):
         counted: Mapping[str, Value | None] = {}
-        for place in _places(mine):
-            sample = mine[place]
+        for index in _places(mine):
+            sample = mine[index]
             counters = {name: value for name, value in sample.values.items() if FIELDS[name].kind == "counter"}
-            whole = counters != counted or place == len(mine) - 1
-            values = {name: value for name, value in sample.values.items() if whole or name in _KEPT}
+            is_complete = counters != counted or index == len(mine) - 1
+            values = {name: value for name, value in sample.values.items() if is_complete or name in _KEPT}
             counted = counters
-            found.append(replace(sample, values=values))
-    return sorted(found, key=lambda sample: (sample.at, sample.gpu))
+            thinned.append(replace(sample, values=values))
+    return sorted(thinned, key=lambda sample: (sample.at, sample.gpu))
 
 
 def _places(samples: Sequence[TelemetrySample]) -> list[int]:
     """Return the places of the samples to keep: the last, every few, and as many again with low clocks."""
-    held = [place for place, sample in enumerate(samples) if reasons(sample)]
+    throttled = [index for index, sample in enumerate(samples) if reasons(sample)]
     few = range(0, len(samples), -(-len(samples) // _SAMPLES))
-    return sorted({*few, *held[:: max(1, -(-len(held) // _SAMPLES))], len(samples) - 1})
+    return sorted({*few, *throttled[:: max(1, -(-len(throttled) // _SAMPLES))], len(samples) - 1})
 
 
 _WRITERS: Mapping[str, str] = {
@@ -155,7 +157,7 @@ def write(path: Path | str, report: RunReport) -> None:
 
 def _writer(path: Path) -> Callable[[RunReport], str]:
     if path.suffix.lower() not in _WRITERS:
-        *some, last = ACCEPTANCE_SUFFIXES
-        raise ValueError(f"{path} does not end in {', '.join(some)} or {last}; choose one of them")
+        *suffixes, last = ACCEPTANCE_SUFFIXES
+        raise ValueError(f"{path} does not end in {', '.join(suffixes)} or {last}; choose one of them")
     writer: Callable[[RunReport], str] = pkgutil.resolve_name(f"{__package__}.{_WRITERS[path.suffix.lower()]}")
     return writer

@@ -45,9 +45,9 @@ class Sighting:
         )
 
 
-def same_host(one: Host, other: Host) -> bool:
+def same_host(host: Host, peer: Host) -> bool:
     """Return whether two hosts are one machine: of one name, or of one boot of the kernel, as containers are."""
-    return one.name == other.name or bool(one.boot and one.boot == other.boot)
+    return host.name == peer.name or bool(host.boot and host.boot == peer.boot)
 
 
 def sightings(named: Mapping[str, RunReport]) -> dict[str, list[Sighting]]:
@@ -57,16 +57,16 @@ def sightings(named: Mapping[str, RunReport]) -> dict[str, list[Sighting]]:
     neither is left out.
     """
     serials = {gpu.uuid: gpu.serial for report in named.values() for gpu in report.gpus if gpu.uuid and gpu.serial}
-    found: dict[str, list[Sighting]] = {}
+    by_gpu: dict[str, list[Sighting]] = {}
     for file, report in sorted(named.items(), key=lambda item: _time(item[1])):
         hosts = {host.number: host for host in report.hosts}
-        names = [serials.get(gpu.uuid, gpu.serial) for gpu in report.gpus]
-        counts = Counter(names)
-        for gpu, serial in zip(report.gpus, names, strict=True):
+        numbers = [serials.get(gpu.uuid, gpu.serial) for gpu in report.gpus]
+        counts = Counter(numbers)
+        for gpu, serial in zip(report.gpus, numbers, strict=True):
             key = serial if serial and counts[serial] == 1 else gpu.uuid
             if key and gpu.host in hosts:
-                found.setdefault(key, []).append(Sighting(file, report, hosts[gpu.host], gpu))
-    return found
+                by_gpu.setdefault(key, []).append(Sighting(file, report, hosts[gpu.host], gpu))
+    return by_gpu
 
 
 def _time(report: RunReport) -> datetime.datetime:
@@ -83,7 +83,7 @@ class _Numbers:
 
     hosts: Mapping[int, int]
     gpus: Mapping[int, int]
-    first: int
+    observation_offset: int
 
     @property
     def same(self) -> bool:
@@ -106,45 +106,47 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     reports = list(named.values())
     _refuse_what_does_not_fit(named)
     numbers = list(_numbered(reports))
-    names = _names(reports)
-    joined = [_renumbered(*each) for each in zip(reports, numbers, names, strict=True)]
+    node_names = _names(reports)
+    joined = [_renumbered(*each) for each in zip(reports, numbers, node_names, strict=True)]
     partial = {report.verdict.partial for report in reports}
     verdict = Verdict(
         kind=worst(report.verdict.kind for report in reports),
-        accusations=tuple(one for report in joined for one in report.verdict.accusations),
+        accusations=tuple(accusation for report in joined for accusation in report.verdict.accusations),
         unknown=(
             *(
                 line
-                for report, name in zip(joined, names, strict=True)
+                for report, name in zip(joined, node_names, strict=True)
                 for line in _unknown(report, name, len(partial) > 1)
             ),
-            *_of_lower_levels(reports, names),
+            *_of_lower_levels(reports, node_names),
             *_of_the_same_gpus(named),
         ),
-        unexplained=tuple(one for report in joined for one in report.verdict.unexplained),
+        unexplained=tuple(index for report in joined for index in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
         rivals=tuple(choice for report in joined for choice in report.verdict.rivals),
     )
-    whole = RunReport(
+    joined_report = RunReport(
         started=min(report.started for report in reports),
         seconds=max(report.seconds for report in reports),
         command=command,
         level=min((report.level for report in reports), key=LEVELS.index),
         verdict=verdict,
-        verdicts={host: one for report in joined for host, one in report.verdicts.items()},
+        verdicts={host: of_host for report in joined for host, of_host in report.verdicts.items()},
         hosts=tuple(host for report in joined for host in report.hosts),
         gpus=tuple(gpu for report in joined for gpu in report.gpus),
         checks=tuple(run for report in joined for run in report.checks),
         observations=tuple(entry for report in joined for entry in report.observations),
-        measurements=tuple(one for report in joined for one in report.measurements),
+        measurements=tuple(measurement for report in joined for measurement in report.measurements),
         samples=tuple(sample for report in joined for sample in report.samples),
         findings=tuple(finding for report in joined for finding in report.findings),
         policy=reports[0].policy if all(report.policy == reports[0].policy for report in reports) else {},
         simulated=reports[0].simulated,
-        planted=tuple(f"{name}: {one}" for report, name in zip(reports, names, strict=True) for one in report.planted),
-        versions={name: report.versions for report, name in zip(reports, names, strict=True) if report.versions},
+        planted=tuple(
+            f"{name}: {fault}" for report, name in zip(reports, node_names, strict=True) for fault in report.planted
+        ),
+        versions={name: report.versions for report, name in zip(reports, node_names, strict=True) if report.versions},
     )
-    return _with_suspects(_with_moves(whole, _moves(named, numbers)))
+    return _with_suspects(_with_moves(joined_report, _moves(named, numbers)))
 
 
 def worst(kinds: Iterable[Kind]) -> Kind:
@@ -158,76 +160,87 @@ def _moves(named: Mapping[str, RunReport], numbers: Sequence[_Numbers]) -> dict[
         ValueError: a GPU is in two reports of one host.
     """
     hosts = dict(zip(named, (its.hosts for its in numbers), strict=True))
-    found: dict[int, list[str]] = {}
-    for key, seen in sightings({file: report for file, report in named.items() if not report.simulated}).items():
-        for one, other in itertools.combinations(seen, 2):
-            if same_host(one.host, other.host):
-                raise ValueError(f"GPU {key} is in {one.file} and in {other.file}; give the latest report of each node")
-        for one, later in itertools.pairwise(seen):
-            both = later.began < one.ended
+    lines_of_host: dict[int, list[str]] = {}
+    for key, visits in sightings({file: report for file, report in named.items() if not report.simulated}).items():
+        for earlier, subsequent in itertools.combinations(visits, 2):
+            if same_host(earlier.host, subsequent.host):
+                raise ValueError(
+                    f"GPU {key} is in {earlier.file} and in {subsequent.file}; give the latest report of each node"
+                )
+        for earlier, later in itertools.pairwise(visits):
+            both = later.began < earlier.ended
             line = (
-                f"GPU {key} was in {one.place}, and is in {later.place} since {later.report.started}: accept "
-                f"{one.host.name} again"
+                f"GPU {key} was in {earlier.place}, and is in {later.place} since {later.report.started}: accept "
+                f"{earlier.host.name} again"
             )
             if both:
                 line = (
-                    f"GPU {key} is in {one.place} and in {later.place} at the same time: compare the labels of both "
-                    "boards; two report one identity, or one host has two names"
+                    f"GPU {key} is in {earlier.place} and in {later.place} at the same time: compare the labels of "
+                    "both boards; two report one identity, or one host has two names"
                 )
-            for where in (one, later) if both else (one,):
-                found.setdefault(hosts[where.file][where.host.number], []).append(line)
-    return found
+            for sighting in (earlier, later) if both else (earlier,):
+                lines_of_host.setdefault(hosts[sighting.file][sighting.host.number], []).append(line)
+    return lines_of_host
 
 
-def _with_moves(whole: RunReport, moves: Mapping[int, Sequence[str]]) -> RunReport:
-    def verdict(one: Verdict, lines: Iterable[str]) -> Verdict:
+def _with_moves(report: RunReport, moves: Mapping[int, Sequence[str]]) -> RunReport:
+    def verdict(original: Verdict, lines: Iterable[str]) -> Verdict:
         added = tuple(dict.fromkeys(lines))
-        kind = worst([one.kind, "INCONCLUSIVE"]) if added else one.kind
-        return replace(one, kind=kind, unknown=(*one.unknown, *added))
+        worst_kind = worst([original.kind, "INCONCLUSIVE"]) if added else original.kind
+        return replace(original, kind=worst_kind, unknown=(*original.unknown, *added))
 
     return replace(
-        whole,
-        verdict=verdict(whole.verdict, itertools.chain(*moves.values())),
-        verdicts={host: verdict(one, moves.get(host, ())) for host, one in whole.verdicts.items()},
+        report,
+        verdict=verdict(report.verdict, itertools.chain(*moves.values())),
+        verdicts={host: verdict(original, moves.get(host, ())) for host, original in report.verdicts.items()},
     )
 
 
-def _with_suspects(whole: RunReport) -> RunReport:
+def _with_suspects(report: RunReport) -> RunReport:
     """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
-    known = {one.part for one in whole.verdict.accusations if summary.is_suspect(one)}
-    found = [one for one in among_nodes(whole).outliers if Part("host", (one.host,)) not in known]
-    slow = [judged(one.observation, whole.policy) for one in found]
-    observations = (*whole.observations, *slow)
+    accused_components = {
+        accusation.part for accusation in report.verdict.accusations if summary.is_suspect(accusation)
+    }
+    outliers = [
+        outlier for outlier in among_nodes(report).outliers if Part("host", (outlier.host,)) not in accused_components
+    ]
+    slow = [judged(outlier.observation, report.policy) for outlier in outliers]
+    observations = (*report.observations, *slow)
     numbers: dict[int, list[int]] = {}
-    for number, entry in enumerate(slow, len(whole.observations)):
+    for number, entry in enumerate(slow, len(report.observations)):
         if entry.outcome == "failed":
             numbers.setdefault(entry.subject.members[0], []).append(number)
     findings = listed(slow)
     accused: dict[int, Accusation] = {}
-    for one in findings:
-        if (mine := numbers.get(host := one.subject.members[0])) is not None:
+    for finding in findings:
+        if (mine := numbers.get(host := finding.subject.members[0])) is not None:
             because = tuple(f"performance: {observations[number].seen}" for number in mine)
-            part = Part("host", (host,))
+            component = Part("host", (host,))
             accused[host] = Accusation(
-                part, because, tuple(mine), "", one.advice, "", (one.id,), one.severity, one.action
+                component, because, tuple(mine), "", finding.advice, "", (finding.id,), finding.severity, finding.action
             )
 
-    def verdict(one: Verdict, more: Iterable[Accusation]) -> Verdict:
-        accusations = (*one.accusations, *more)
-        return replace(one, kind=worst([one.kind, "SUSPECT"]), accusations=accusations) if more else one
+    def verdict(original: Verdict, additions: Iterable[Accusation]) -> Verdict:
+        accusations = (*original.accusations, *additions)
+        return (
+            replace(original, kind=worst([original.kind, "SUSPECT"]), accusations=accusations)
+            if additions
+            else original
+        )
 
     return replace(
-        whole,
-        verdict=verdict(whole.verdict, accused.values()),
+        report,
+        verdict=verdict(report.verdict, accused.values()),
         verdicts={
-            host: verdict(one, [accused[host]] if host in accused else []) for host, one in whole.verdicts.items()
+            host: verdict(original, [accused[host]] if host in accused else [])
+            for host, original in report.verdicts.items()
         },
         checks=tuple(
             replace(run, outcome="failed") if run.name == "performance" and run.host in accused else run
-            for run in whole.checks
+            for run in report.checks
         ),
         observations=observations,
-        findings=(*whole.findings, *findings),
+        findings=(*report.findings, *findings),
     )
 
 
@@ -237,20 +250,20 @@ def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
     return [*report.verdict.unknown, *([f"{name}: only {', '.join(partial)} ran"] if partial else [])]
 
 
-def _of_lower_levels(reports: Sequence[RunReport], names: Sequence[str]) -> Iterator[str]:
+def _of_lower_levels(reports: Sequence[RunReport], node_names: Sequence[str]) -> Iterator[str]:
     highest = max((report.level for report in reports), key=LEVELS.index)
-    for report, name in zip(reports, names, strict=True):
+    for report, name in zip(reports, node_names, strict=True):
         if report.level != highest:
             yield f"{name}: its level is {report.level}, which does less than the level {highest} of other nodes"
 
 
 def _of_the_same_gpus(named: Mapping[str, RunReport]) -> Iterator[str]:
     """Yield a line for each set of simulated reports of the same GPUs; see `_moves` for real ones."""
-    seen: dict[tuple[str, ...], list[str]] = {}
+    keys_by_files: dict[tuple[str, ...], list[str]] = {}
     for key, places in sightings({file: report for file, report in named.items() if report.simulated}).items():
         if len(files := tuple(dict.fromkeys(sighting.file for sighting in places))) > 1:
-            seen.setdefault(files, []).append(key)
-    for files, keys in seen.items():
+            keys_by_files.setdefault(files, []).append(key)
+    for files, keys in keys_by_files.items():
         yield f"{', '.join(files)} have {len(keys)} serial numbers in common, such as {keys[0]}: a node may count twice"
 
 
@@ -262,11 +275,11 @@ def _names(reports: Sequence[RunReport]) -> list[str]:
 def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
     simulated = {name: bool(report.simulated) for name, report in named.items()}
     if len(set(simulated.values())) > 1:
-        one = next(name for name, value in simulated.items() if value)
-        other = next(name for name, value in simulated.items() if not value)
+        simulated_file = next(name for name, value in simulated.items() if value)
+        real_file = next(name for name, value in simulated.items() if not value)
         raise ValueError(
-            f"{one} is of a SIMULATED node, and {other} is not; merge only reports of real nodes, or only of "
-            "simulated ones"
+            f"{simulated_file} is of a SIMULATED node, and {real_file} is not; merge only reports of real nodes, or "
+            "only of simulated ones"
         )
 
 
@@ -274,8 +287,8 @@ def _numbered(reports: Sequence[RunReport]) -> Iterable[_Numbers]:
     hosts = gpus = observations = 0
     for report in reports:
         yield _Numbers(
-            {host.number: hosts + place for place, host in enumerate(report.hosts)},
-            {gpu.number: gpus + place for place, gpu in enumerate(report.gpus)},
+            {host.number: hosts + index for index, host in enumerate(report.hosts)},
+            {gpu.number: gpus + index for index, gpu in enumerate(report.gpus)},
             observations,
         )
         hosts += len(report.hosts)
@@ -288,19 +301,23 @@ def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
     prefix = "" if its.same else f"by the numbers of {name}: "
     only = next(iter(its.hosts.values())) if len(its.hosts) == 1 else None
 
-    def verdict(one: Verdict) -> Verdict:
+    def verdict(original: Verdict) -> Verdict:
         return replace(
-            one,
-            accusations=tuple(_accusation(accusation, its, prefix) for accusation in one.accusations),
-            unknown=tuple(f"{name}: {line}" for line in one.unknown),
-            unexplained=tuple(its.first + number for number in one.unexplained),
-            rivals=tuple(tuple(tuple(_part(part, its) for part in some) for some in sets) for sets in one.rivals),
+            original,
+            accusations=tuple(_accusation(accusation, its, prefix) for accusation in original.accusations),
+            unknown=tuple(f"{name}: {line}" for line in original.unknown),
+            unexplained=tuple(its.observation_offset + number for number in original.unexplained),
+            rivals=tuple(
+                tuple(tuple(_part(component, its) for component in rival) for rival in sets) for sets in original.rivals
+            ),
         )
 
     return replace(
         report,
         verdict=verdict(report.verdict),
-        verdicts={its.hosts[host]: verdict(one) for host, one in report.verdicts.items() if host in its.hosts},
+        verdicts={
+            its.hosts[host]: verdict(original) for host, original in report.verdicts.items() if host in its.hosts
+        },
         hosts=tuple(replace(host, number=its.hosts[host.number]) for host in report.hosts),
         gpus=tuple(_gpu(gpu, its) for gpu in report.gpus),
         checks=tuple(replace(run, host=only if run.host is None else its.hosts.get(run.host)) for run in report.checks),
@@ -312,8 +329,10 @@ def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
             )
             for entry in report.observations
         ),
-        findings=tuple(replace(one, subject=_subject(one.subject, its)) for one in report.findings),
-        measurements=tuple(replace(one, subject=_subject(one.subject, its)) for one in report.measurements),
+        findings=tuple(replace(finding, subject=_subject(finding.subject, its)) for finding in report.findings),
+        measurements=tuple(
+            replace(measurement, subject=_subject(measurement.subject, its)) for measurement in report.measurements
+        ),
         samples=tuple(replace(sample, gpu=its.gpus[sample.gpu]) for sample in report.samples if sample.gpu in its.gpus),
     )
 
@@ -322,8 +341,8 @@ def _gpu(gpu: Gpu, its: _Numbers) -> Gpu:
     return replace(gpu, number=its.gpus[gpu.number], host=its.hosts.get(gpu.host, gpu.host))
 
 
-def _members(kind: str, members: tuple[int, ...], its: _Numbers) -> tuple[int, ...]:
-    numbers = its.hosts if kind == "host" else its.gpus
+def _members(subject_kind: str, members: tuple[int, ...], its: _Numbers) -> tuple[int, ...]:
+    numbers = its.hosts if subject_kind == "host" else its.gpus
     return tuple(numbers.get(member, member) for member in members)
 
 
@@ -331,16 +350,16 @@ def _subject(subject: Subject, its: _Numbers) -> Subject:
     return Subject(subject.kind, _members(subject.kind, subject.members, its))
 
 
-def _part(part: Part, its: _Numbers) -> Part:
-    return Part(part.kind, _members(part.kind, part.members, its))
+def _part(component: Part, its: _Numbers) -> Part:
+    return Part(component.kind, _members(component.kind, component.members, its))
 
 
-def _accusation(one: Accusation, its: _Numbers, prefix: str) -> Accusation:
+def _accusation(accusation: Accusation, its: _Numbers, prefix: str) -> Accusation:
     return replace(
-        one,
-        part=_part(one.part, its),
-        because=tuple(f"{prefix}{line}" for line in one.because),
-        observations=tuple(its.first + number for number in one.observations),
-        shared=tuple(its.first + number for number in one.shared),
-        arm=f"{prefix}{one.arm}" if one.arm else "",
+        accusation,
+        part=_part(accusation.part, its),
+        because=tuple(f"{prefix}{line}" for line in accusation.because),
+        observations=tuple(its.observation_offset + number for number in accusation.observations),
+        shared=tuple(its.observation_offset + number for number in accusation.shared),
+        arm=f"{prefix}{accusation.arm}" if accusation.arm else "",
     )

@@ -71,10 +71,10 @@ def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]
     generation, width = _numbers(samples, "pcie_generation"), _numbers(samples, "pcie_width")
     if generation and width:
         rows.append(("PCIe", f"generation {max(generation):g}, {max(width):g} lanes at most", False))
-    held = list(dict.fromkeys(reason for sample in samples for reason in reasons(sample)))
-    if held:
+    throttle_reasons = list(dict.fromkeys(reason for sample in samples for reason in reasons(sample)))
+    if throttle_reasons:
         share = sum(bool(reasons(sample)) for sample in samples) / len(samples)
-        rows.append(("clocks held down", f"{', '.join(held)} ({share:.0%} of the time)", True))
+        rows.append(("clocks held down", f"{', '.join(throttle_reasons)} ({share:.0%} of the time)", True))
     rows += _counters(samples)
     unknown = sorted(name for name, value in samples[-1].values.items() if value is None)
     if unknown:
@@ -85,14 +85,14 @@ def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]
 
 def _counters(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
     grown = []
-    known = False
+    counted = False
     for name, field in FIELDS.items():
         values = _numbers(samples, name) if field.kind == "counter" else []
-        known = known or bool(values)
+        counted = counted or bool(values)
         growth = sum(max(0.0, later - sooner) for sooner, later in itertools.pairwise(values))
         if growth:
             grown.append((field.text, f"{growth:g} more in this run, now {values[-1]:g} {field.unit}", True))
-    return grown or ([("counters of errors", "none grew", False)] if known else [])
+    return grown or ([("counters of errors", "none grew", False)] if counted else [])
 
 
 def _numbers(samples: Sequence[TelemetrySample], name: str) -> list[float]:
@@ -171,20 +171,20 @@ class Picture:
 
 
 def pictures(report: RunReport) -> list[Picture]:
-    known = states(report)
+    component_states = states(report)
     return [
-        _picture(report, host, [gpu for gpu in report.gpus if gpu.host == host.number], known)
+        _picture(report, host, [gpu for gpu in report.gpus if gpu.host == host.number], component_states)
         for host in summary.in_detail(report)
     ]
 
 
 def states(report: RunReport) -> dict[Part, State]:
     """Return the state of each part that was checked, accused or suspected. Other parts were not checked."""
-    found: dict[Part, State] = {}
+    worst_states: dict[Part, State] = {}
 
-    def raise_to(part: Part, state: State) -> None:
-        if _STATES.index(state) > _STATES.index(found.get(part, "none")):
-            found[part] = state
+    def raise_to(component: Part, state: State) -> None:
+        if _STATES.index(state) > _STATES.index(worst_states.get(component, "none")):
+            worst_states[component] = state
 
     for entry in report.observations:
         if entry.subject.kind in _PARTS and entry.outcome in ("passed", "failed"):
@@ -192,34 +192,34 @@ def states(report: RunReport) -> dict[Part, State]:
     for entry in summary.failed_of(report, report.verdict):
         if entry.subject.kind in _PARTS:
             raise_to(_part_of(entry.subject), "open")
-    for part in (part for sets in report.verdict.rivals for some in sets for part in some):
-        raise_to(part, "open")
+    for component in (component for sets in report.verdict.rivals for rival in sets for component in rival):
+        raise_to(component, "open")
     for accusation in report.verdict.accusations:
         raise_to(accusation.part, "bad")
-    return found
+    return worst_states
 
 
 def _part_of(subject: Subject) -> Part:
     return Part(_PARTS[subject.kind], subject.members)
 
 
-def _picture(report: RunReport, host: Host, gpus: Sequence[Gpu], known: Mapping[Part, State]) -> Picture:
+def _picture(report: RunReport, host: Host, gpus: Sequence[Gpu], component_states: Mapping[Part, State]) -> Picture:
     columns = max(1, min(_COLUMNS, math.ceil(len(gpus) / 2)))
     gap = 30 + 14 * columns if len(gpus) > 1 else 0
     block = 2 * (_STUB + _TALL) + gap if len(gpus) > 1 else _STUB + _TALL + 8
     blocks = max(1, math.ceil(len(gpus) / (2 * columns)))
     places = {}
-    for place, gpu in enumerate(gpus):
-        row, column = divmod(place, columns)
+    for index, gpu in enumerate(gpus):
+        row, column = divmod(index, columns)
         top = _HEAD + block * (row // 2) + _STUB + row % 2 * (_TALL + gap)
         places[gpu.number] = (_WIDTH * (column + 0.5) / columns, float(top), row)
-    boxes = [_box(report, gpu, places[gpu.number], known) for gpu in gpus]
-    wires = [_host_wire(gpu, places[gpu.number], known) for gpu in gpus]
-    wires += _peer_wires(places, known, gap, len(gpus) <= _MESH)
+    boxes = [_box(report, gpu, places[gpu.number], component_states) for gpu in gpus]
+    wires = [_host_wire(gpu, places[gpu.number], component_states) for gpu in gpus]
+    wires += _peer_wires(places, component_states, gap, len(gpus) <= _MESH)
     wires.sort(key=lambda wire: _STATES.index(wire.state))
-    state = known.get(Part("host", (host.number,)), "good")
-    shown: set[State] = {state, *(one.state for one in boxes), *(one.state for one in wires)}
-    legend = " ".join(text for one, text in _LEGEND.items() if one in shown)
+    state = component_states.get(Part("host", (host.number,)), "good")
+    shown: set[State] = {state, *(box.state for box in boxes), *(wire.state for wire in wires)}
+    legend = " ".join(text for mark, text in _LEGEND.items() if mark in shown)
     if len(gpus) > _MESH:
         legend += " Links between GPUs are drawn only if they are marked."
     name = summary.host_name(report, host.number)
@@ -227,55 +227,57 @@ def _picture(report: RunReport, host: Host, gpus: Sequence[Gpu], known: Mapping[
     return Picture(name, state, _HEAD + block * blocks, buses, boxes, wires, legend)
 
 
-def _box(report: RunReport, gpu: Gpu, place: tuple[float, float, int], known: Mapping[Part, State]) -> Box:
-    state = known.get(Part("gpu", (gpu.number,)), "none")
-    host = {one.number: one.host for one in report.gpus}
+def _box(
+    report: RunReport, gpu: Gpu, position: tuple[float, float, int], component_states: Mapping[Part, State]
+) -> Box:
+    state = component_states.get(Part("gpu", (gpu.number,)), "none")
+    host = {peer.number: peer.host for peer in report.gpus}
     away = [
-        f"link {part.members[0]} → {part.members[-1]}"
-        for part, other in known.items()
-        if other == "bad"
-        and part.kind == "link"
-        and gpu.number in part.members
-        and len({host.get(m) for m in part.members}) > 1
+        f"link {component.members[0]} → {component.members[-1]}"
+        for component, link_state in component_states.items()
+        if link_state == "bad"
+        and component.kind == "link"
+        and gpu.number in component.members
+        and len({host.get(m) for m in component.members}) > 1
     ]
-    said = _SAID[state] or ", ".join(away[:1])  # a link to another host has no place in the picture
+    caption = _SAID[state] or ", ".join(away[:1])  # a link to another host has no place in the picture
     domain, _, slot = gpu.pci.partition(":")
-    lines = (f"GPU {gpu.number}", gpu.pci if domain.strip("0") else slot, said)
+    lines = (f"GPU {gpu.number}", gpu.pci if domain.strip("0") else slot, caption)
     return Box(
-        place[0], place[1], lines, "open" if away and state != "bad" else state, summary.describe_gpu(report, gpu)
+        position[0], position[1], lines, "open" if away and state != "bad" else state, summary.describe_gpu(report, gpu)
     )
 
 
-def _host_wire(gpu: Gpu, place: tuple[float, float, int], known: Mapping[Part, State]) -> Wire:
-    x, y, row = place
+def _host_wire(gpu: Gpu, position: tuple[float, float, int], component_states: Mapping[Part, State]) -> Wire:
+    x, y, row = position
     start, way = (y + _TALL, 1) if row % 2 else (y, -1)
-    part = Part("host-link", (gpu.number,))
-    state = known.get(part, "none")
-    return Wire(f"M{x:g} {start:g}v{way * _STUB}", (x, start + way * _STUB / 2), state, _words(str(part), state))
+    link = Part("host-link", (gpu.number,))
+    state = component_states.get(link, "none")
+    return Wire(f"M{x:g} {start:g}v{way * _STUB}", (x, start + way * _STUB / 2), state, _words(str(link), state))
 
 
 def _peer_wires(
-    places: Mapping[int, tuple[float, float, int]], known: Mapping[Part, State], gap: float, whole: bool
+    places: Mapping[int, tuple[float, float, int]], component_states: Mapping[Part, State], gap: float, draw_all: bool
 ) -> Iterator[Wire]:
     numbers = sorted(places)
-    for index, one in enumerate(numbers):
-        for other in numbers[index + 1 :]:
-            ways = {pair: known.get(Part("link", pair), "none") for pair in ((one, other), (other, one))}
+    for index, gpu in enumerate(numbers):
+        for peer in numbers[index + 1 :]:
+            ways = {pair: component_states.get(Part("link", pair), "none") for pair in ((gpu, peer), (peer, gpu))}
             state = max(ways.values(), key=_STATES.index)
-            if not whole and state in ("none", "good"):
+            if not draw_all and state in ("none", "good"):
                 continue
             marked = [pair for pair, way in ways.items() if way == state] if state in ("bad", "open") else []
             arrow = "↔" if len(marked) == 2 else "→"
             label = f"{marked[0][0]} {arrow} {marked[0][1]}" if marked else ""
-            path, at = _course(places[one], places[other], gap)
-            yield Wire(path, at, state, _words(f"link GPU {label or f'{one} ↔ {other}'}", state), label)
+            path, at = _course(places[gpu], places[peer], gap)
+            yield Wire(path, at, state, _words(f"link GPU {label or f'{gpu} ↔ {peer}'}", state), label)
 
 
 def _course(
-    one: tuple[float, float, int], other: tuple[float, float, int], gap: float
+    source: tuple[float, float, int], target: tuple[float, float, int], gap: float
 ) -> tuple[str, tuple[float, float]]:
     """Return the path of a link between two boxes and its middle: a curve in the gap between their rows."""
-    (x, y, row), (u, v, line) = one, other
+    (x, y, row), (u, v, line) = source, target
     if row // 2 != line // 2:  # in another block of rows
         y += _TALL
         return f"M{x:g} {y:g}L{u:g} {v:g}", ((x + u) / 2, (y + v) / 2)
@@ -312,8 +314,8 @@ class Matrix:
 def heat_maps(report: RunReport) -> list[Matrix]:
     links = {_pair(accusation.part) for accusation in report.verdict.accusations if accusation.part.kind == "link"}
     pictures = []
-    for key, found in sorted(_most_telling(_by_pair(report)).items()):
-        pictures += _speeds(report, key, found, links)
+    for key, by_pair in sorted(_most_telling(_by_pair(report)).items()):
+        pictures += _speeds(report, key, by_pair, links)
     pictures += _failures_of_pairs(report, links)
     pictures += _of_gpus(report)
     pictures += _failures_of_gpus(report)
@@ -322,16 +324,19 @@ def heat_maps(report: RunReport) -> list[Matrix]:
 
 def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]:
     pairs: dict[Key, dict[tuple[int, int], Measurement]] = {}
-    for one in report.measurements:
-        if one.subject.is_pair:
-            mine, pair = pairs.setdefault((one.quantity, one.unit, one.size), {}), _pair(one.subject)
-            for way in (pair,) if one.subject.kind == "copy" else (pair, pair[::-1]):
-                _worst(mine, way, one)
+    for measurement in report.measurements:
+        if measurement.subject.is_pair:
+            mine, pair = (
+                pairs.setdefault((measurement.quantity, measurement.unit, measurement.size), {}),
+                _pair(measurement.subject),
+            )
+            for way in (pair,) if measurement.subject.kind == "copy" else (pair, pair[::-1]):
+                _worst(mine, way, measurement)
     return pairs
 
 
-def _pair(one: Subject | Part) -> tuple[int, int]:
-    return one.members[0], one.members[-1]
+def _pair(subject: Subject | Part) -> tuple[int, int]:
+    return subject.members[0], subject.members[-1]
 
 
 def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
@@ -342,7 +347,7 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
         wins = best is None or (size < best if unit == "s" else size > best)
         if wins:
             chosen[quantity, unit] = size
-    return {key: found for key, found in pairs.items() if chosen[key[:2]] == key[2]}
+    return {key: measurements for key, measurements in pairs.items() if chosen[key[:2]] == key[2]}
 
 
 def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
@@ -360,46 +365,46 @@ def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
 
 
 def _speeds(
-    report: RunReport, key: Key, found: Mapping[tuple[int, int], Measurement], links: set[tuple[int, int]]
+    report: RunReport, key: Key, by_pair: Mapping[tuple[int, int], Measurement], links: set[tuple[int, int]]
 ) -> list[Matrix]:
     quantity, unit, size = key
-    scale, prefix = summary.prefix([one.value for one in found.values()])
+    scale, prefix = summary.prefix([measurement.value for measurement in by_pair.values()])
     pictures = []
-    for where, numbers in _blocks(report):
-        values = [[found[a, b].value if (a, b) in found else None for b in numbers] for a in numbers]
+    for suffix, numbers in _blocks(report):
+        values = [[by_pair[a, b].value if (a, b) in by_pair else None for b in numbers] for a in numbers]
         if not any(value is not None for row in values for value in row):
             continue
         texts = [[_digits(value, scale) for value in row] for row in values]
-        heading = f"{quantity.capitalize()}{where}, {summary.bytes_text(size)}, in {prefix}{unit}"
+        heading = f"{quantity.capitalize()}{suffix}, {summary.bytes_text(size)}, in {prefix}{unit}"
         grid = _square(numbers, values, texts, links, "little" if unit == "s" else "much", prefix + unit)
         pictures.append(Matrix(heading, grid, "A frame: accused." if grid.marked else ""))
-    return pictures + _between_hosts(report, key, found)
+    return pictures + _between_hosts(report, key, by_pair)
 
 
 def _square(
     numbers: Sequence[int], values: Any, texts: Any, links: set[tuple[int, int]], scale: Scale, unit: str
 ) -> Grid:
-    place = {number: index for index, number in enumerate(numbers)}
-    marked = {(place[a], place[b]) for a, b in links if a in place and b in place}
+    positions = {number: index for index, number in enumerate(numbers)}
+    marked = {(positions[a], positions[b]) for a, b in links if a in positions and b in positions}
     labels = [str(number) for number in numbers]
     return Grid(labels, labels, values, texts, marked, scale, "to GPU", "from GPU", unit)
 
 
-def _between_hosts(report: RunReport, key: Key, found: Mapping[tuple[int, int], Measurement]) -> list[Matrix]:
+def _between_hosts(report: RunReport, key: Key, by_pair: Mapping[tuple[int, int], Measurement]) -> list[Matrix]:
     """Return a matrix of the slowest pair between any two hosts, if one matrix cannot show all GPUs; else nothing."""
     if len(report.gpus) <= summary.MATRIX or len(report.hosts) > summary.MATRIX:
         return []
-    host = {gpu.number: gpu.host for gpu in report.gpus}
+    host_of = {gpu.number: gpu.host for gpu in report.gpus}
     worst: dict[tuple[int, int], float] = {}
-    for (a, b), one in found.items():
-        if host[a] != host[b]:
-            pair = (host[a], host[b])
+    for (a, b), measurement in by_pair.items():
+        if host_of[a] != host_of[b]:
+            pair = (host_of[a], host_of[b])
             worse = max if key[1] == "s" else min
-            worst[pair] = worse(worst.get(pair, one.value), one.value)
+            worst[pair] = worse(worst.get(pair, measurement.value), measurement.value)
     if not worst:
         return []
     scale, prefix = summary.prefix(list(worst.values()))
-    numbers = [one.number for one in report.hosts]
+    numbers = [host.number for host in report.hosts]
     values = [[worst.get((a, b)) for b in numbers] for a in numbers]
     texts = [[_digits(value, scale) for value in row] for row in values]
     labels = [summary.host_name(report, number) for number in numbers]
@@ -417,13 +422,13 @@ def _failures_of_pairs(report: RunReport, links: set[tuple[int, int]]) -> list[M
         if entry.subject.kind == "copy":
             counts[_pair(entry.subject)].append(entry)
     pictures = []
-    for where, numbers in _blocks(report):
+    for suffix, numbers in _blocks(report):
         if not any((a, b) in counts for a in numbers for b in numbers):
             continue
         values = [[_failed(counts.get((a, b), ())) for b in numbers] for a in numbers]
         texts = [[_count(value) for value in row] for row in values]
         grid = _square(numbers, values, texts, links, "failures", "failed")
-        pictures.append(Matrix(f"Failures by pair{where}", grid, _NOTE))
+        pictures.append(Matrix(f"Failures by pair{suffix}", grid, _NOTE))
     return pictures
 
 
@@ -445,7 +450,7 @@ def _failures_of_gpus(report: RunReport) -> list[Matrix]:
     for entry in report.observations:
         for number in entry.suspects or summary.gpus_of(report, entry.subject):
             entries[entry.check, number].append(entry)
-    names = [name for name in summary.check_names(report) if any(check == name for check, _ in entries)]
+    check_names = [name for name in summary.check_names(report) if any(check == name for check, _ in entries)]
     explained = {
         (entry.check, accusation.part.members[0])
         for accusation in report.verdict.accusations
@@ -453,43 +458,51 @@ def _failures_of_gpus(report: RunReport) -> list[Matrix]:
         for entry in summary.evidence_of(report, accusation)
     }
     pictures = []
-    for where, numbers in _blocks(report) if names else ():
-        values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in names]
+    for suffix, numbers in _blocks(report) if check_names else ():
+        values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in check_names]
         marked = {
             (row, column)
-            for row, name in enumerate(names)
+            for row, name in enumerate(check_names)
             for column, number in enumerate(numbers)
             if (name, number) in explained
         }
         texts = [[_count(value) for value in row] for row in values]
-        grid = Grid(names, [str(number) for number in numbers], values, texts, marked, "failures", "GPU", "", "failed")
+        grid = Grid(
+            check_names, [str(number) for number in numbers], values, texts, marked, "failures", "GPU", "", "failed"
+        )
         note = f"{_NOTE} A failure between GPUs counts for each of them."
-        pictures.append(Matrix(f"Failures by check and GPU{where}", grid, note))
+        pictures.append(Matrix(f"Failures by check and GPU{suffix}", grid, note))
     return pictures
 
 
-def _worst(found: dict[Any, Measurement], key: Any, one: Measurement) -> None:
+def _worst(slowest: dict[Any, Measurement], key: Any, measurement: Measurement) -> None:
     """Keep the slowest of several measurements with the same key."""
-    before = found.get(key)
-    slower = before is None or (one.value > before.value if one.unit == "s" else one.value < before.value)
+    before = slowest.get(key)
+    slower = before is None or (
+        measurement.value > before.value if measurement.unit == "s" else measurement.value < before.value
+    )
     if slower:
-        found[key] = one
+        slowest[key] = measurement
 
 
 def _by_gpu(report: RunReport) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
     """Return the measurements of each GPU by itself, and of copies between it and its host."""
-    found: dict[_Kind, dict[Key, dict[int, Measurement]]] = {}
-    for one in report.measurements:
-        kind = one.subject.kind
-        if kind == "gpu" or kind == "upload" or kind == "download":
-            mine = found.setdefault(kind, {}).setdefault((one.quantity, one.unit, one.size), {})
-            _worst(mine, one.subject.members[0], one)
-    return found
+    by_kind: dict[_Kind, dict[Key, dict[int, Measurement]]] = {}
+    for measurement in report.measurements:
+        subject_kind = measurement.subject.kind
+        if subject_kind == "gpu" or subject_kind == "upload" or subject_kind == "download":
+            mine = by_kind.setdefault(subject_kind, {}).setdefault(
+                (measurement.quantity, measurement.unit, measurement.size), {}
+            )
+            _worst(mine, measurement.subject.members[0], measurement)
+    return by_kind
 
 
 def _of_gpus(report: RunReport) -> list[Matrix]:
     chosen = [
-        (kind, key, mine) for kind, found in _by_gpu(report).items() for key, mine in _most_telling(found).items()
+        (subject_kind, key, mine)
+        for subject_kind, by_key in _by_gpu(report).items()
+        for key, mine in _most_telling(by_key).items()
     ]
     slow = {
         (entry.subject, entry.evidence.get("quantity"), entry.evidence.get("size"))
@@ -497,30 +510,30 @@ def _of_gpus(report: RunReport) -> list[Matrix]:
         if entry.outcome == "failed" and "quantity" in entry.evidence
     }
     pictures = []
-    for where, numbers in _blocks(report) if chosen else ():
+    for suffix, numbers in _blocks(report) if chosen else ():
         rows: list[str] = []
         values: list[list[float | None]] = []
         texts: list[list[str]] = []
         scales: list[Scale] = []
         marked = set()
-        for kind, (quantity, unit, size), mine in chosen:
+        for subject_kind, (quantity, unit, size), mine in chosen:
             if not set(mine) & set(numbers):
                 continue
-            scale, prefix = summary.prefix([one.value for one in mine.values()])
-            way = "" if kind == "gpu" or kind in quantity else f"{kind}, "
+            scale, prefix = summary.prefix([measurement.value for measurement in mine.values()])
+            way = "" if subject_kind == "gpu" or subject_kind in quantity else f"{subject_kind}, "
             marked |= {
                 (len(rows), column)
                 for column, number in enumerate(numbers)
-                if (Subject(kind, (number,)), quantity, size) in slow
+                if (Subject(subject_kind, (number,)), quantity, size) in slow
             }
             rows.append(f"{quantity}, {way}{_extent(unit, size)}, {prefix}{unit}")
-            here = [mine[number].value if number in mine else None for number in numbers]
-            values.append(here)
-            texts.append([_digits(value, scale) for value in here])
+            speeds = [mine[number].value if number in mine else None for number in numbers]
+            values.append(speeds)
+            texts.append([_digits(value, scale) for value in speeds])
             scales.append("little" if unit == "s" else "much")
         columns = [str(number) for number in numbers]
         grid = Grid(rows, columns, values, texts, marked, scales, "GPU", frame="too slow")
-        pictures.append(Matrix(f"Speed of each GPU{where}", grid, _SLOW if marked else ""))
+        pictures.append(Matrix(f"Speed of each GPU{suffix}", grid, _SLOW if marked else ""))
     return pictures
 
 
@@ -534,19 +547,25 @@ def others(report: RunReport) -> list[dict[str, str]]:
     For other sizes a row has the median, the lowest and the highest value.
     """
     rows = []
-    found: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(report))]
-    found += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(report).items()]
-    for name, told in found:
-        for key in sorted(set(told) - set(_most_telling(told))):
-            values = sorted(one.value for one in told[key].values())
+    tables: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(report))]
+    tables += [
+        ("GPU" if subject_kind == "gpu" else subject_kind, mine) for subject_kind, mine in _by_gpu(report).items()
+    ]
+    for name, by_key in tables:
+        for key in sorted(set(by_key) - set(_most_telling(by_key))):
+            values = sorted(measurement.value for measurement in by_key[key].values())
             low, middle, high = (amount(value, key[1]) for value in (values[0], values[len(values) // 2], values[-1]))
-            said = f"{middle} ({low} to {high})" if low != high else middle
+            range_text = f"{middle} ({low} to {high})" if low != high else middle
             extent = _extent(key[1], key[2])
-            rows.append({"what": key[0], "subject": summary.what(len(values), name), "size": extent, "value": said})
-    for one in report.measurements:
-        if one.subject.kind in ("group", "host") and not one.subject.is_pair:
-            value, extent = amount(one.value, one.unit), _extent(one.unit, one.size)
-            rows.append({"what": one.quantity, "subject": str(one.subject), "size": extent, "value": value})
+            rows.append(
+                {"what": key[0], "subject": summary.what(len(values), name), "size": extent, "value": range_text}
+            )
+    for measurement in report.measurements:
+        if measurement.subject.kind in ("group", "host") and not measurement.subject.is_pair:
+            value, extent = amount(measurement.value, measurement.unit), _extent(measurement.unit, measurement.size)
+            rows.append(
+                {"what": measurement.quantity, "subject": str(measurement.subject), "size": extent, "value": value}
+            )
     return rows
 
 
@@ -571,7 +590,7 @@ class Card:
 
     Attributes:
         accused: names of the accused parts that contain the GPU.
-        wrong: the GPU itself is accused.
+        is_accused: the GPU itself is accused.
         identity: names and values that identify the GPU.
         outcomes: the worst outcome of the GPU alone, and of the GPU with others, in words.
         results: check, outcome, counts in words, and whether the subjects are pairs, groups or the host.
@@ -581,7 +600,7 @@ class Card:
     gpu: Gpu
     host: str
     accused: list[str]
-    wrong: bool
+    is_accused: bool
     identity: list[tuple[str, str]]
     outcomes: list[tuple[Outcome, str]]
     results: list[tuple[str, Outcome, str, bool]]
@@ -634,21 +653,21 @@ def _shown(entry: Observation) -> dict[str, Any]:
 
 def _facts(gpus: Sequence[Gpu]) -> list[tuple[str, list[tuple[str, list[int]]]]]:
     """Return for each fact its values, each with the GPUs that have it; without GPUs if all of them do."""
-    found: dict[str, dict[str, list[int]]] = {}
+    facts: dict[str, dict[str, list[int]]] = {}
     for gpu in gpus:
         for name, value in facts_of(gpu):
-            found.setdefault(name, {}).setdefault(value, []).append(gpu.number)
+            facts.setdefault(name, {}).setdefault(value, []).append(gpu.number)
     return [
         (name, [(value, [] if len(mine) == len(gpus) else mine) for value, mine in values.items()])
-        for name, values in found.items()
+        for name, values in facts.items()
     ]
 
 
-def _identities(report: RunReport, part: Part) -> Iterator[list[tuple[str, str]]]:
+def _identities(report: RunReport, component: Part) -> Iterator[list[tuple[str, str]]]:
     """Yield names and values that find each GPU of a part in the machine; nothing for a host."""
-    known = {gpu.number: gpu for gpu in report.gpus}
-    for member in dict.fromkeys(part.members) if part.kind != "host" else ():
-        if gpu := known.get(member):
+    gpus = {gpu.number: gpu for gpu in report.gpus}
+    for member in dict.fromkeys(component.members) if component.kind != "host" else ():
+        if gpu := gpus.get(member):
             slot = ("slot", f"PCI {gpu.pci or 'unknown'} of {summary.host_name(report, gpu.host)}, cuda:{gpu.index}")
             uuid, serial, _ = summary.identity(gpu)
             yield [(f"GPU {member}", gpu.name), slot, serial, uuid]
@@ -658,16 +677,16 @@ def _identities(report: RunReport, part: Part) -> Iterator[list[tuple[str, str]]
 
 def _accused(report: RunReport) -> dict[int, list[str]]:
     """Return for each GPU the names of the accused parts that contain it, other than hosts."""
-    found: dict[int, list[str]] = {gpu.number: [] for gpu in report.gpus}
+    accused_names: dict[int, list[str]] = {gpu.number: [] for gpu in report.gpus}
     for accusation in report.verdict.accusations:
-        part = accusation.part
-        for number in part.members if part.kind != "host" else ():
-            found.setdefault(number, []).append(summary.name_of(report, part))
-    return found
+        component = accusation.part
+        for number in component.members if component.kind != "host" else ():
+            accused_names.setdefault(number, []).append(summary.name_of(report, component))
+    return accused_names
 
 
 def _wrong(report: RunReport) -> set[int]:
-    return {one.part.members[0] for one in report.verdict.accusations if one.part.kind == "gpu"}
+    return {accusation.part.members[0] for accusation in report.verdict.accusations if accusation.part.kind == "gpu"}
 
 
 def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
@@ -681,33 +700,41 @@ def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
     by_gpu: dict[int, list[Any]] = {gpu.number: [] for gpu in report.gpus}
     for sample in report.samples:
         by_gpu.setdefault(sample.gpu, []).append(sample)
-    wrong = _wrong(report)
-    names = summary.check_names(report)
+    accused_gpus = _wrong(report)
+    check_names = summary.check_names(report)
     cards = []
     shown = {host.number for host in summary.in_detail(report)}
     for gpu in (gpu for gpu in report.gpus if gpu.host in shown or len(report.gpus) <= summary.MATRIX):
-        results = _results(names, own[gpu.number], shared[gpu.number])
+        results = _results(check_names, own[gpu.number], shared[gpu.number])
         ways = ((own[gpu.number], "alone"), (shared[gpu.number], "with others"))
-        outcomes = [(summary.Tally.of(itertools.chain(*some.values())).outcome, how) for some, how in ways if some]
+        outcomes = [
+            (summary.Tally.of(itertools.chain(*outcomes_by_check.values())).outcome, how)
+            for outcomes_by_check, how in ways
+            if outcomes_by_check
+        ]
         health = health_of(by_gpu[gpu.number])
         host = summary.host_name(report, gpu.host)
-        mine, known = accused[gpu.number], summary.identity(gpu)
-        cards.append(Card(gpu, host, mine, gpu.number in wrong, known, outcomes, results, health))
+        mine, identity = accused[gpu.number], summary.identity(gpu)
+        cards.append(Card(gpu, host, mine, gpu.number in accused_gpus, identity, outcomes, results, health))
     return cards
 
 
 def _results(
-    names: Iterable[str], own: dict[str, list[Outcome]], shared: dict[str, list[Outcome]]
+    check_names: Iterable[str], own: dict[str, list[Outcome]], shared: dict[str, list[Outcome]]
 ) -> list[tuple[str, Outcome, str, bool]]:
     rows: list[tuple[str, Outcome, str, bool]] = []
-    for name in names:
-        for seen, together in ((own.get(name), False), (shared.get(name), True)):
-            if seen:
-                tally = summary.Tally.of(seen)
-                others = [other for other in ("unknown", "skipped") if other != tally.outcome and getattr(tally, other)]
-                parts = [f"{getattr(tally, tally.outcome)} of {tally.total}"]
-                parts += [f"{getattr(tally, other)} {other}" for other in others]
-                rows.append((name, tally.outcome, ", ".join(parts), together))
+    for name in check_names:
+        for check_outcomes, together in ((own.get(name), False), (shared.get(name), True)):
+            if check_outcomes:
+                tally = summary.Tally.of(check_outcomes)
+                others = [
+                    outcome
+                    for outcome in ("unknown", "skipped")
+                    if outcome != tally.outcome and getattr(tally, outcome)
+                ]
+                counts = [f"{getattr(tally, tally.outcome)} of {tally.total}"]
+                counts += [f"{getattr(tally, outcome)} {outcome}" for outcome in others]
+                rows.append((name, tally.outcome, ", ".join(counts), together))
     return rows
 
 

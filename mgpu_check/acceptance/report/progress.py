@@ -30,12 +30,12 @@ class Live:
         self,
         terminal: pytest.TerminalReporter | None,
         tests: Mapping[str, str],
-        known: Mapping[str, float] | None = None,
+        expected_seconds: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._line = LiveLine(terminal, clock)
         self._tests = dict(tests)
-        self._known = dict(known or {})
+        self._expected_seconds = dict(expected_seconds or {})
         self._clock = clock
         self._started = self._began = self._said = clock()
         self._took: dict[str, list[float]] = {check: [] for check in self._tests.values()}
@@ -75,8 +75,8 @@ class Live:
 
     def text(self) -> str:
         """Return the line: tests done and total, time, time left, the verdict so far, the current test."""
-        left = self.left()
-        remaining = "" if left is None else f", {seconds_text(_coarse(left))} left"
+        seconds_left = self.left()
+        remaining = "" if seconds_left is None else f", {seconds_text(_coarse(seconds_left))} left"
         if self._until is not None:
             remaining = f", at most {seconds_text(_coarse(max(0.0, self._until - self._clock())))} left"
         done = len(self._tests) - self._left.total()
@@ -92,26 +92,31 @@ class Live:
         if not self._left.total() or len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
             return None
         remaining = 0.0
-        taken = [seconds for check, several in self._took.items() if check not in self._known for seconds in several]
+        durations = [
+            seconds
+            for check, several in self._took.items()
+            if check not in self._expected_seconds
+            for seconds in several
+        ]
         for check, count in self._left.items():
             if not count:
                 continue
-            if check in self._known:
-                remaining += max(0.0, self._known[check] - sum(self._took[check]))
-            elif self._took[check] or taken:
-                remaining += count * fmean(self._took[check] or taken)
+            if check in self._expected_seconds:
+                remaining += max(0.0, self._expected_seconds[check] - sum(self._took[check]))
+            elif self._took[check] or durations:
+                remaining += count * fmean(self._took[check] or durations)
             else:
                 return None
         running = self._clock() - self._began if self._check else 0.0
         return max(0.0, remaining - running)
 
     def _so_far(self) -> str:
-        parts = [f"no failure in {what(self._seen.total(), 'look')}"]
+        phrases = [f"no failure in {what(self._seen.total(), 'look')}"]
         if self._seen["failed"]:
-            parts = [f"REJECTED so far, {what(self._seen['failed'], 'failure')}"]
+            phrases = [f"REJECTED so far, {what(self._seen['failed'], 'failure')}"]
         if self._seen["unknown"]:
-            parts.append(f"{self._seen['unknown']} unknown")
-        return ", ".join(parts)
+            phrases.append(f"{self._seen['unknown']} unknown")
+        return ", ".join(phrases)
 
     def _stay(self, text: str, red: bool = False) -> None:
         self._said = self._clock()
@@ -148,10 +153,10 @@ class Live:
         return _CATEGORIES[report.outcome], "", report.outcome
 
 
-def _ended(seen: Mapping[str, int]) -> str:
+def _ended(outcomes: Mapping[str, int]) -> str:
     """Return the counts of a check's observations by outcome."""
     counts: Sequence[str] = [
-        f"{seen[name]} {name}" for name in ("passed", "failed", "skipped", "unknown") if seen.get(name)
+        f"{outcomes[name]} {name}" for name in ("passed", "failed", "skipped", "unknown") if outcomes.get(name)
     ]
     return ", ".join(counts) or "nothing seen"
 

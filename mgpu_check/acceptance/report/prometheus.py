@@ -20,9 +20,9 @@ _HEALTH = ("temperature", "memory_temperature", "power")
 def render(report: RunReport) -> str:
     lines: list[str] = []
     for name, text, rows in _metrics(report):
-        found = [f"mgpu_check_{name}{_labelled(labels)} {_number(value)}" for labels, value in rows]
-        if found:
-            lines += [f"# HELP mgpu_check_{name} {text}", f"# TYPE mgpu_check_{name} gauge", *found]
+        samples = [f"mgpu_check_{name}{_labelled(labels)} {_number(value)}" for labels, value in rows]
+        if samples:
+            lines += [f"# HELP mgpu_check_{name} {text}", f"# TYPE mgpu_check_{name} gauge", *samples]
     return "\n".join(lines) + "\n"
 
 
@@ -32,9 +32,12 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         "verdict",
         "1 for the verdict of the last acceptance of a host, 0 for the others.",
         (
-            ({"host": summary.host_name(report, host), "verdict": kind}, float(one.kind == kind))
-            for host, one in sorted(report.verdicts.items())
-            for kind in EXIT_CODES
+            (
+                {"host": summary.host_name(report, host), "verdict": verdict_kind},
+                float(host_verdict.kind == verdict_kind),
+            )
+            for host, host_verdict in sorted(report.verdicts.items())
+            for verdict_kind in EXIT_CODES
         ),
     )
     yield (
@@ -68,15 +71,15 @@ def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
         (
             (
                 {
-                    "id": one.id,
-                    "severity": one.severity,
-                    "action": one.action,
-                    "ruling": one.ruling,
-                    "subject": summary.name_of(report, one.subject),
+                    "id": finding.id,
+                    "severity": finding.severity,
+                    "action": finding.action,
+                    "ruling": finding.ruling,
+                    "subject": summary.name_of(report, finding.subject),
                 },
-                one.times,
+                finding.times,
             )
-            for one in report.findings
+            for finding in report.findings
         ),
     )
     yield (
@@ -97,10 +100,13 @@ def _who(report: RunReport, gpu: Gpu) -> Labels:
 
 
 def _speeds(report: RunReport) -> Iterable[Row]:
-    finite = (one for one in report.measurements if math.isfinite(one.value))
-    groups = grouped(((one.subject.kind, one.quantity, one.unit, one.size), one.value) for one in finite)
-    for (kind, quantity, unit, size), values in sorted(groups):
-        labels = {"subjects": kind, "quantity": quantity, "unit": unit, "size": size}
+    finite = (measurement for measurement in report.measurements if math.isfinite(measurement.value))
+    groups = grouped(
+        ((measurement.subject.kind, measurement.quantity, measurement.unit, measurement.size), measurement.value)
+        for measurement in finite
+    )
+    for (subject_kind, quantity, unit, size), values in sorted(groups):
+        labels = {"subjects": subject_kind, "quantity": quantity, "unit": unit, "size": size}
         yield {**labels, "statistic": "median"}, median(values)
         yield {**labels, "statistic": "slowest"}, max(values) if unit == "s" else min(values)
 

@@ -71,10 +71,10 @@ class Tally:
 
 
 def tallies(report: RunReport) -> Mapping[str, Tally]:
-    found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(report.checks)}
+    by_check: dict[str, list[Outcome]] = {run.name: [] for run in in_order(report.checks)}
     for entry in report.observations:
-        found.setdefault(entry.check, []).extend([entry.outcome] * entry.times)
-    return {name: Tally.of(outcomes) for name, outcomes in found.items()}
+        by_check.setdefault(entry.check, []).extend([entry.outcome] * entry.times)
+    return {name: Tally.of(outcomes) for name, outcomes in by_check.items()}
 
 
 def check_names(report: RunReport) -> list[str]:
@@ -111,8 +111,8 @@ def _together(report: RunReport, runs: list[CheckRun]) -> CheckRun:
 
 
 def _least(works: Iterable[Work]) -> Work:
-    some = list(works)
-    return Work(min(w.bytes for w in some), min(w.operations for w in some), min(w.seconds for w in some))
+    amounts = list(works)
+    return Work(min(w.bytes for w in amounts), min(w.operations for w in amounts), min(w.seconds for w in amounts))
 
 
 def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
@@ -121,8 +121,8 @@ def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
 
 def accused_gpus(report: RunReport) -> set[int]:
     """Return the GPUs that are accused, or whose links are."""
-    parts = [one.part for one in report.verdict.accusations]
-    return {gpu for part in parts if part.kind != "host" for gpu in part.members}
+    components = [accusation.part for accusation in report.verdict.accusations]
+    return {gpu for component in components if component.kind != "host" for gpu in component.members}
 
 
 def headline(report: RunReport) -> str:
@@ -130,25 +130,29 @@ def headline(report: RunReport) -> str:
     verdict = report.verdict
     gpus = what(len(report.gpus), "GPU")
     on = f" on {what(len(report.gpus), f'SIMULATED {report.simulated} GPU')}" if report.simulated else ""
-    suspects = ", ".join(name_of(report, one.part) for one in verdict.accusations if is_suspect(one))
+    suspects = ", ".join(
+        name_of(report, accusation.part) for accusation in verdict.accusations if is_suspect(accusation)
+    )
     if verdict.kind == "SUSPECT":
-        why = suspects
+        reason = suspects
     elif verdict.kind == "REJECTED":
-        rejected = (name_of(report, one.part) for one in verdict.accusations if not is_suspect(one))
-        parts = ", ".join(dict.fromkeys(rejected))
+        rejected = (
+            name_of(report, accusation.part) for accusation in verdict.accusations if not is_suspect(accusation)
+        )
+        accused = ", ".join(dict.fromkeys(rejected))
         loose = len(verdict.unexplained)
         unexplained = f"{what(loose, 'failure')} {unexplained_by(verdict)}" if loose else ""
-        why = "; ".join(filter(None, (parts, unexplained))) or "no part is named"
-        why += f"; SUSPECT: {suspects}" if suspects else ""
+        reason = "; ".join(filter(None, (accused, unexplained))) or "no part is named"
+        reason += f"; SUSPECT: {suspects}" if suspects else ""
     elif verdict.kind == "INCONCLUSIVE":
-        why = "; ".join(verdict.unknown[:1]) or "something could not be checked"
-        more = len(verdict.unknown) - 1
-        why += f"; and {more} more" if more > 0 else ""
+        reason = "; ".join(verdict.unknown[:1]) or "something could not be checked"
+        remaining = len(verdict.unknown) - 1
+        reason += f"; and {remaining} more" if remaining > 0 else ""
     else:
-        why = f"{gpus} passed {what(len({run.name for run in report.checks}), 'check')}"
+        reason = f"{gpus} passed {what(len({run.name for run in report.checks}), 'check')}"
     partial = f"; only {', '.join(verdict.partial)} ran" if verdict.partial else ""
     warned = f"; {what(len(warnings(report)), 'warning')}" if warnings(report) else ""
-    return f"{verdict.kind}{on}: {why}{warned}{partial}"
+    return f"{verdict.kind}{on}: {reason}{warned}{partial}"
 
 
 def warnings(report: RunReport) -> list[ReportedFinding]:
@@ -184,26 +188,26 @@ def what(number: int, thing: str) -> str:
 
 def host_name(report: RunReport, number: int) -> str:
     """Return the name of a host, with its boot id if another host has the same name."""
-    names = distinct_names([(host.name or f"host {host.number}", host.boot) for host in report.hosts])
+    host_names = distinct_names([(host.name or f"host {host.number}", host.boot) for host in report.hosts])
     return next(
-        (name for host, name in zip(report.hosts, names, strict=True) if host.number == number), f"host {number}"
+        (name for host, name in zip(report.hosts, host_names, strict=True) if host.number == number), f"host {number}"
     )
 
 
-def name_of(report: RunReport, part: Part | Subject) -> str:
+def name_of(report: RunReport, subject: Part | Subject) -> str:
     """Return the short name of a part or a subject, with index and host of its GPUs if the report has several hosts."""
-    if part.kind == "host":
-        return f"host {host_name(report, part.members[0])}"
-    gpus = [gpu for member in dict.fromkeys(part.members) for gpu in report.gpus if gpu.number == member]
+    if subject.kind == "host":
+        return f"host {host_name(report, subject.members[0])}"
+    gpus = [gpu for member in dict.fromkeys(subject.members) for gpu in report.gpus if gpu.number == member]
     if len(report.hosts) < 2 or not gpus:
-        return str(part)
+        return str(subject)
     hosts = list(dict.fromkeys(host_name(report, gpu.host) for gpu in gpus))
-    if part.kind == "group":
-        return f"{part} (of {', '.join(hosts)})"
+    if subject.kind == "group":
+        return f"{subject} (of {', '.join(hosts)})"
     places = [f"cuda:{gpu.index} of {host_name(report, gpu.host)}" for gpu in gpus]
     if len(hosts) == 1:
         places = [*(f"cuda:{gpu.index}" for gpu in gpus[:-1]), places[-1]]
-    return f"{part} ({' -> '.join(places)})"
+    return f"{subject} ({' -> '.join(places)})"
 
 
 def in_detail(report: RunReport) -> list[Host]:
@@ -216,8 +220,8 @@ def in_detail(report: RunReport) -> list[Host]:
 
 
 def describe_gpu(report: RunReport, gpu: Gpu) -> str:
-    parts = [f"cuda:{gpu.index} of {host_name(report, gpu.host)}", gpu.name]
-    return "; ".join([*parts, *(f"{label} {value}" for label, value in identity(gpu))])
+    details = [f"cuda:{gpu.index} of {host_name(report, gpu.host)}", gpu.name]
+    return "; ".join([*details, *(f"{label} {value}" for label, value in identity(gpu))])
 
 
 def identity(gpu: Gpu) -> list[tuple[str, str]]:
@@ -225,17 +229,17 @@ def identity(gpu: Gpu) -> list[tuple[str, str]]:
     return [("UUID", gpu.uuid or "unknown"), ("serial", gpu.serial or "unknown"), ("PCI", gpu.pci or "unknown")]
 
 
-def describe_part(report: RunReport, part: Part) -> list[str]:
+def describe_part(report: RunReport, component: Part) -> list[str]:
     """Describe each GPU of a part in a line; a host by its name and software."""
-    if part.kind == "host":
-        host = next((host for host in report.hosts if host.number == part.members[0]), None)
+    if component.kind == "host":
+        host = next((host for host in report.hosts if host.number == component.members[0]), None)
         software = ", ".join(f"{name} {version}" for name, version in host.software.items()) if host else ""
-        return ["; ".join(filter(None, (host_name(report, part.members[0]), software)))]
-    known = {gpu.number: gpu for gpu in report.gpus}
+        return ["; ".join(filter(None, (host_name(report, component.members[0]), software)))]
+    gpus = {gpu.number: gpu for gpu in report.gpus}
     lines = []
-    for member in dict.fromkeys(part.members):
-        prefix = f"GPU {member}: " if part.kind != "gpu" else ""
-        lines.append(prefix + (describe_gpu(report, known[member]) if member in known else "unknown to this run"))
+    for member in dict.fromkeys(component.members):
+        prefix = f"GPU {member}: " if component.kind != "gpu" else ""
+        lines.append(prefix + (describe_gpu(report, gpus[member]) if member in gpus else "unknown to this run"))
     return lines
 
 
@@ -248,8 +252,8 @@ def gpus_of(report: RunReport, subject: Subject) -> tuple[int, ...]:
 
 def repeat(report: RunReport) -> str:
     """Return the command that repeats the run with the same seed."""
-    given = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(report.command))
-    return report.command if report.seed is None or given else f"{report.command} --hypothesis-seed={report.seed}"
+    has_seed = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(report.command))
+    return report.command if report.seed is None or has_seed else f"{report.command} --hypothesis-seed={report.seed}"
 
 
 def _words(command: str) -> list[str]:
@@ -269,9 +273,9 @@ def seconds_text(seconds: float) -> str:
     """Format a duration: ``0.42 s``, ``12.3 s``, ``7 min 30 s``, ``2 h 5 min``."""
     if seconds < 100:
         return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60} min" + (f" {rounded % 60} s" if rounded % 60 else "")
     minutes = round(seconds / 60)
     return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
@@ -288,17 +292,20 @@ def among_hosts(report: RunReport) -> list[str]:
         return []
     if len(report.hosts) <= LEAST_PEERS:
         return [f"speeds of hosts are compared with each other from {LEAST_PEERS + 1} hosts on"]
-    found = among_nodes(report)
-    told = {one.part.members[0] for one in report.verdict.accusations if is_suspect(one)}
-    return [*(str(one) for one in found.outliers if one.host not in told), *found.unknown]
+    comparison = among_nodes(report)
+    accused_hosts = {accusation.part.members[0] for accusation in report.verdict.accusations if is_suspect(accusation)}
+    return [
+        *(str(outlier) for outlier in comparison.outliers if outlier.host not in accused_hosts),
+        *comparison.unknown,
+    ]
 
 
 def work_text(work: Work) -> str:
     """Format an amount of work, without zeros."""
-    parts = [bytes_text(work.bytes)] if work.bytes else []
-    parts += [what(work.operations, "operation")] if work.operations else []
-    parts += [f"{seconds_text(work.seconds)} under load"] if work.seconds else []
-    return ", ".join(parts) or "nothing"
+    amounts = [bytes_text(work.bytes)] if work.bytes else []
+    amounts += [what(work.operations, "operation")] if work.operations else []
+    amounts += [f"{seconds_text(work.seconds)} under load"] if work.seconds else []
+    return ", ".join(amounts) or "nothing"
 
 
 def evidence_of(report: RunReport, accusation: Accusation) -> list[Observation]:
@@ -319,7 +326,7 @@ def rivals_of(report: RunReport, verdict: Verdict) -> list[str]:
     """Return a line for each choice between sets of parts that explain the same failures."""
     return [
         "none is named of "
-        + "; or ".join(" and ".join(name_of(report, part) for part in some) for some in sets[:_RIVALS])
+        + "; or ".join(" and ".join(name_of(report, component) for component in rival) for rival in sets[:_RIVALS])
         + (f"; or {len(sets) - _RIVALS} more" if sets[_RIVALS:] else "")
         for sets in verdict.rivals
     ]
@@ -338,12 +345,12 @@ def rates(report: RunReport) -> str:
 
     A fault that strikes each of n operations with probability 1/N is missed with probability (1 - 1/N)^n.
     """
-    found = []
+    frequencies = []
     for run in checks_by_name(report):
         unit, done = CHECKLIST[run.name].counts if run.name in CHECKLIST else "", run.least.operations
         if unit and done > 1 and run.outcome == "passed":
-            found.append(f"1 in {math.floor(1 / (1 - _MISSED ** (1 / done)))} {unit}")
-    return f"faults as rare as {', '.join(found)} are found with a probability of 95 %" if found else ""
+            frequencies.append(f"1 in {math.floor(1 / (1 - _MISSED ** (1 / done)))} {unit}")
+    return f"faults as rare as {', '.join(frequencies)} are found with a probability of 95 %" if frequencies else ""
 
 
 def slowness(report: RunReport) -> str:
@@ -352,17 +359,17 @@ def slowness(report: RunReport) -> str:
     speeds = [entry for entry in report.observations if {"comparisons", "measured_by"} <= entry.evidence.keys()]
     compared = 0
     for entry in speeds:
-        for one in entry.evidence["comparisons"]:
-            if one["against"] == "peers" and one["outcome"] in ("passed", "failed"):
+        for comparison in entry.evidence["comparisons"]:
+            if comparison["against"] == "peers" and comparison["outcome"] in ("passed", "failed"):
                 compared += 1
                 pageable = ", pageable" * entry.evidence["quantity"].startswith("pageable")
                 host = pageable or ", host" * (entry.subject.kind in ("upload", "download"))
                 name = f"{entry.evidence['measured_by']}{', times' if entry.evidence['unit'] == 's' else host}"
-                limits[name] = max(limits.get(name, 0.0), one["limit"])
-    found = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
+                limits[name] = max(limits.get(name, 0.0), comparison["limit"])
+    listing = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
     return (
-        f"a part slower than its peers by {found} is found; {compared} of {len(speeds)} speeds have peers"
-        if found
+        f"a part slower than its peers by {listing} is found; {compared} of {len(speeds)} speeds have peers"
+        if listing
         else ""
     )
 
@@ -375,37 +382,37 @@ _TEXTS = 2
 
 def lines(report: RunReport) -> list[str]:
     """Return the summary of a run: verdict, accused parts, unknown results, table of checks, command to repeat it."""
-    found = [headline(report)]
+    text_lines = [headline(report)]
     if report.simulated:
-        found.append(f"  {SIMULATED}")
-    found += [f"  planted: {text}" for text in report.planted]
-    found += [f"  {line}" for line in ruled(report)]
+        text_lines.append(f"  {SIMULATED}")
+    text_lines += [f"  planted: {text}" for text in report.planted]
+    text_lines += [f"  {line}" for line in ruled(report)]
     if len(report.hosts) > 1:
-        found += [
+        text_lines += [
             f"  {host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items())
         ]
-    found += [f"  {line}" for line in _most(among_hosts(report))]
+    text_lines += [f"  {line}" for line in _most(among_hosts(report))]
     for accusation in report.verdict.accusations:
-        found += ["", *_accusation(report, accusation)]
+        text_lines += ["", *_accusation(report, accusation)]
     warned = [warning_text(report, finding) for finding in warnings(report)]
     if warned:
-        found += ["", "warnings:", *(f"  {line}" for line in _most(warned))]
+        text_lines += ["", "warnings:", *(f"  {line}" for line in _most(warned))]
     loose = failed_of(report, report.verdict)
     if loose:
-        found += ["", f"failures {unexplained_by(report.verdict)}:"]
-        found += [f"  {line}" for line in rivals_of(report, report.verdict)]
-        found += [f"  {line}" for line in _most([_observation(report, entry) for entry in loose])]
+        text_lines += ["", f"failures {unexplained_by(report.verdict)}:"]
+        text_lines += [f"  {line}" for line in rivals_of(report, report.verdict)]
+        text_lines += [f"  {line}" for line in _most([_observation(report, entry) for entry in loose])]
     if report.verdict.unknown:
-        found += ["", "could not be checked:"]
-        found += [f"  {line}" for line in _most(list(report.verdict.unknown))]
-    found += ["", *_checks(report), "", f"repeat: {repeat(report)}"]
-    return found
+        text_lines += ["", "could not be checked:"]
+        text_lines += [f"  {line}" for line in _most(list(report.verdict.unknown))]
+    text_lines += ["", *_checks(report), "", f"repeat: {repeat(report)}"]
+    return text_lines
 
 
 def verdict_lines(report: RunReport, interrupted: bool) -> list[str]:
     """Return the verdict for scripts: its word alone, then the exit code, the headline and the verdict of each host."""
     code = INTERRUPTED if interrupted else EXIT_CODES[report.verdict.kind]
-    hosts = (f"{host_name(report, number)}: {one.kind}" for number, one in sorted(report.verdicts.items()))
+    hosts = (f"{host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items()))
     return [report.verdict.kind, f"exit code: {code}", headline(report), *hosts]
 
 
@@ -415,8 +422,8 @@ def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
         yield f"  {line}"
     for line in _most(list(accusation.because)):
         yield f"  seen: {line}"
-    if told := finding_text(accusation):
-        yield f"  finding: {told}"
+    if finding := finding_text(accusation):
+        yield f"  finding: {finding}"
     if accusation.arm:
         yield f"  second look: {accusation.arm}"
     if accusation.advice:
@@ -430,8 +437,8 @@ def _observation(report: RunReport, entry: Observation) -> str:
     return f"{entry.check}: {name_of(report, entry.subject)}: {entry.seen}{case}"
 
 
-def _most(some: list[str]) -> list[str]:
-    return some if len(some) <= _MOST else [*some[: _MOST - 1], f"… and {len(some) - _MOST + 1} more"]
+def _most(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= _MOST else [*texts[: _MOST - 1], f"… and {len(texts) - _MOST + 1} more"]
 
 
 def _checks(report: RunReport) -> Iterator[str]:
@@ -450,8 +457,8 @@ def _checks(report: RunReport) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if runs else []:
         cells = [
-            f"{cell:<{width}}" if place < _TEXTS else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
+            f"{cell:<{width}}" if index < _TEXTS else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
         ]
         yield "  ".join([*cells, row[-1]]).rstrip()
     yield f"checks: {counts_of_checks(runs)}"

@@ -27,13 +27,13 @@ SCHEMA = Path(__file__).with_name(f"schema-{_VERSION}.json")
 def to_json(report: RunReport) -> str:
     """Return the report as a JSON document, each observation, measurement and sample on a line of its own."""
     document = {"format": FORM.name, "version": FORM.version, **encoded(report)}
-    parts = []
+    entries = []
     for key, value in document.items():
         text = json.dumps(value)
         if isinstance(value, list) and value:
             text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "\n ]"
-        parts.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def encoded(value: Any) -> Any:
@@ -45,9 +45,9 @@ def encoded(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encoded(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encoded(part) for key, part in value.items()}
+        return {str(key): encoded(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [encoded(part) for part in value]
+        return [encoded(element) for element in value]
     return str(value)
 
 
@@ -57,9 +57,9 @@ def read(path: Path) -> RunReport:
 
 
 def schema() -> str:
-    where = f"https://github.com/mgpu-check/mgpu-check/blob/main/mgpu_check/acceptance/report/{SCHEMA.name}"
+    url = f"https://github.com/mgpu-check/mgpu-check/blob/main/mgpu_check/acceptance/report/{SCHEMA.name}"
     document = FORM.schema(f"{FORM.name}, version {FORM.version}")
-    return json.dumps({"$id": where, **document}, indent=1) + "\n"
+    return json.dumps({"$id": url, **document}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

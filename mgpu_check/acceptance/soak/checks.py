@@ -39,7 +39,7 @@ def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
         exchange = _Exchange(rank, case)
         torch.cuda.synchronize(rank.device)
         watch = Stopwatch(rank.device)
-        said = []
+        step_digests = []
         began = time.monotonic()
         steps = training.steps()
         for step in range(case.training.steps):
@@ -49,11 +49,11 @@ def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
             turn, rest = divmod(step + 1, case.every)
             if rest:
                 continue
-            said.append(digests([loss, *training.parameters.values()]))
+            step_digests.append(digests([loss, *training.parameters.values()]))
             exchange.turn()
             for work in beside:
                 work.turn(turn)
-        numbers = torch.stack(said).tolist()
+        numbers = torch.stack(step_digests).tolist()
         torch.cuda.synchronize(rank.device)
         seconds = time.monotonic() - began
         failed = [entry for work in beside for entry in work.end()]
@@ -132,15 +132,17 @@ class _CopyLoad(_Beside):
         self.stream.synchronize()
         if self._last < 0 or torch.equal(self._back, self._sent[self._last]) or len(self.failed) >= _FAILED:
             return
-        wrong = (self._back != self._sent[self._last]).nonzero()[:, 0]
+        mismatches = (self._back != self._sent[self._last]).nonzero()[:, 0]
         with self.streaming():
             arrived = torch.equal(self._there, counted((self.case.copied,), self._seeds[self._last], self.rank.device))
-        kind: SubjectKind = "download" if arrived else "upload"
-        first = int(wrong[0]) if len(wrong) else 0
-        seen = f"{len(wrong)} of {self.case.copied} words are wrong under load, the first at offset {8 * first:#x}"
-        subject = Subject(kind, (self.rank.index,))
-        evidence = {"words": len(wrong), "first": 8 * first}
-        self.failed.append(Observation("soak", subject, "failed", seen, str(self.case), evidence=evidence))
+        subject_kind: SubjectKind = "download" if arrived else "upload"
+        position = int(mismatches[0]) if len(mismatches) else 0
+        message = (
+            f"{len(mismatches)} of {self.case.copied} words are wrong under load, the first at offset {8 * position:#x}"
+        )
+        subject = Subject(subject_kind, (self.rank.index,))
+        evidence = {"words": len(mismatches), "first": 8 * position}
+        self.failed.append(Observation("soak", subject, "failed", message, str(self.case), evidence=evidence))
 
 
 class _MemoryLoad(_Beside):
@@ -155,12 +157,14 @@ class _MemoryLoad(_Beside):
         pattern = ("random", "address")[turn % 2]
         memory = MemoryCase(pattern, self.case.memory_share, 1000 * self.case.number + turn)
         with self.streaming():
-            seen = examine_region(self._region, memory, Subject("gpu", (self.rank.index,)))
+            observation = examine_region(self._region, memory, Subject("gpu", (self.rank.index,)))
         self.bytes += 2 * self._region.bytes
-        if seen.outcome == "failed" and len(self.failed) < _FAILED:
-            text = f"memory under load: {seen.seen}"
+        if observation.outcome == "failed" and len(self.failed) < _FAILED:
+            text = f"memory under load: {observation.seen}"
             self.failed.append(
-                Observation("soak", seen.subject, "failed", text, str(self.case), seen.work, seen.evidence)
+                Observation(
+                    "soak", observation.subject, "failed", text, str(self.case), observation.work, observation.evidence
+                )
             )
 
 

@@ -57,10 +57,10 @@ class Rate:
 
 
 @dataclass
-class _Of:
-    """The results of one GPU so far; `first` is the longest training that all later rounds must repeat."""
+class _RoundsDone:
+    """The results of one GPU so far; `reference` is the longest training that all later rounds must repeat."""
 
-    first: Trained | None = None
+    reference: Trained | None = None
     seconds: float = 0.0
     rates: list[Rate] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Soak:
     def __init__(self, node: Node, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.node = node
         self.seconds = seconds
-        self.done = {gpu: _Of() for gpu in node.numbers}
+        self.done = {gpu: _RoundsDone() for gpu in node.numbers}
         self._clock = clock
         self._round = min(_LONGEST, max(_SHORTEST, seconds / _ROUNDS))
 
@@ -85,17 +85,17 @@ class Soak:
             loaded = self._one_round(number, turns)
             if set(loaded) != set(self.done):
                 break  # a GPU was lost: its failure is recorded, and rejects the node
-            longest = max(one.seconds for one in loaded.values())
+            longest = max(load.seconds for load in loaded.values())
             turns = max(_LEAST_TURNS, min(_MOST_TURNS, 8 * turns, round(turns * self._round / max(longest, 1e-3))))
             number += 1
-        rates = {gpu: of.rates for gpu, of in self.done.items()}
+        rates = {gpu: progress.rates for gpu, progress in self.done.items()}
         self.node.record(self._measurements(rates))
         self.node.record(slower(rates, models(self.node.gpus)))
 
     def _goes_on(self, passed: float) -> bool:
         if passed >= _PATIENCE * self.seconds + self._round:
             return False
-        return passed < self.seconds or min(of.seconds for of in self.done.values()) < 0.95 * self.seconds
+        return passed < self.seconds or min(progress.seconds for progress in self.done.values()) < 0.95 * self.seconds
 
     def _one_round(self, number: int, turns: int) -> dict[int, Loaded]:
         gpus = self.node.numbers
@@ -104,10 +104,10 @@ class Soak:
             "soak", _LOAD, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
         )
         loaded = {
-            gpu: one
+            gpu: load
             for gpu, result in zip(gpus, results, strict=False)
-            for one in result or ()
-            if isinstance(one, Loaded)
+            for load in result or ()
+            if isinstance(load, Loaded)
         }
         self.node.record(_of_groups(loaded, case))
         self.node.record(self._of_gpus(loaded, case))
@@ -115,55 +115,54 @@ class Soak:
 
     def _case(self, number: int, turns: int, gpus: int) -> SoakCase:
         large, size = largest(self.node)
-        other: dict[str, Any] = _LARGE if large else _SMALL
-        training = replace(TransformerCase("autocast"), **size, steps=turns * other["every"])
-        whole = other["collective"] // gpus * gpus
-        return SoakCase(training, number=number, **other | {"collective": whole})
+        sizes: dict[str, Any] = _LARGE if large else _SMALL
+        training = replace(TransformerCase("autocast"), **size, steps=turns * sizes["every"])
+        elements = sizes["collective"] // gpus * gpus
+        return SoakCase(training, number=number, **sizes | {"collective": elements})
 
     def _of_gpus(self, loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
         """Compare each GPU with its own earlier rounds, then with the other GPUs of its model."""
-        found, alike = [], {}
-        for gpu, one in loaded.items():
-            of = self.done[gpu]
-            of.seconds += one.seconds
-            of.rates += _rate(one)
-            apart = departures(_cut({0: of.first, 1: one.trained}))[1] if of.first else None
-            if of.first is None or len(one.trained.digests) > len(of.first.digests):
-                of.first = of.first if apart else one.trained
-            if apart:
-                seen = f"does not train as in earlier rounds: step {apart.step * case.every}, {apart.names[0]}"
-                found.append(
-                    _noted(gpu, one, case, seen, {"step": apart.step * case.every, "names": list(apart.names[:8])})
-                )
+        observations, alike = [], {}
+        for gpu, load in loaded.items():
+            progress = self.done[gpu]
+            progress.seconds += load.seconds
+            progress.rates += _rate(load)
+            departure = departures(_cut({0: progress.reference, 1: load.trained}))[1] if progress.reference else None
+            if progress.reference is None or len(load.trained.digests) > len(progress.reference.digests):
+                progress.reference = progress.reference if departure else load.trained
+            if departure:
+                step, value_names = departure.step * case.every, departure.value_names
+                message = f"does not train as in earlier rounds: step {step}, {value_names[0]}"
+                observations.append(_noted(gpu, load, case, message, {"step": step, "names": list(value_names[:8])}))
             else:
-                alike[gpu] = one
+                alike[gpu] = load
         model = models(self.node.gpus)
-        for kind in dict.fromkeys(model[gpu] for gpu in alike):
-            found += _voted({gpu: one for gpu, one in alike.items() if model[gpu] == kind}, case)
-        return found
+        for gpu_model in dict.fromkeys(model[gpu] for gpu in alike):
+            observations += _voted({gpu: load for gpu, load in alike.items() if model[gpu] == gpu_model}, case)
+        return observations
 
     def _measurements(self, rates: Mapping[int, Sequence[Rate]]) -> list[Measurement]:
         """Return the speed of each GPU in `_PARTS` parts of the soak. The first round is warm-up and does not count."""
-        found = []
+        measurements = []
         width = largest(self.node)[1]["width"]
         for gpu, values in rates.items():
             warm = values[1:]
             size = max(1, -(-len(warm) // _PARTS))
-            for part in (warm[start : start + size] for start in range(0, len(warm), size)):
-                value, spread = median(one.value for one in part), median(one.spread for one in part)
-                repeats, subject = sum(one.steps for one in part), Subject("gpu", (gpu,))
-                found.append(
+            for section in (warm[start : start + size] for start in range(0, len(warm), size)):
+                value, spread = median(rate.value for rate in section), median(rate.spread for rate in section)
+                repeats, subject = sum(rate.steps for rate in section), Subject("gpu", (gpu,))
+                measurements.append(
                     Measurement("soak", subject, "training under load", "FLOP/s", value, repeats, width, spread)
                 )
-        return found
+        return measurements
 
 
-def _rate(one: Loaded) -> list[Rate]:
+def _rate(load: Loaded) -> list[Rate]:
     """Return the speed in a round without its first step, which allocates the optimizer state; empty if unusable."""
-    laps = one.steps[1:]
+    laps = load.steps[1:]
     if not laps or min(laps) <= 0:
         return []
-    rates = [one.trained.case.flops / lap for lap in laps]
+    rates = [load.trained.case.flops / lap for lap in laps]
     return [Rate(*median_and_spread(rates), len(rates))]
 
 
@@ -183,70 +182,74 @@ def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> lis
         if len(values) < _LEAST_ROUNDS:
             continue
         third = (len(values) - 1) // 3
-        first, last = values[1 : 1 + third], values[-third:]
-        before, after = (median(one.value for one in part) for part in (first, last))
+        early, late = values[1 : 1 + third], values[-third:]
+        before, after = (median(rate.value for rate in section) for section in (early, late))
         lost[gpu] = 1 - after / before
-        noise[gpu] = min(UNUSABLE, DEVIATIONS * noise_of_median((one.spread, one.steps) for one in first) / before)
-    found = []
+        noise[gpu] = min(UNUSABLE, DEVIATIONS * noise_of_median((rate.spread, rate.steps) for rate in early) / before)
+    observations = []
     for gpu, share in lost.items():
-        others = [other for number, other in lost.items() if number != gpu and model[number] == model[gpu]]
+        others = [loss for number, loss in lost.items() if number != gpu and model[number] == model[gpu]]
         usual = median(others) if others else 0.0
         limit = max(_LOSS if len(others) > 1 else _LOSS_ALONE, noise[gpu])
         subject, evidence = Subject("gpu", (gpu,)), {"lost": share, "others": usual, "limit": limit}
         outcome: Outcome = "passed"
-        seen = ""
+        message = ""
         if share - max(0.0, usual) > limit:
-            outcome, seen = "failed", f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
+            outcome, message = "failed", f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
         elif share > max(_LOSS_ALONE, noise[gpu]):
-            outcome, seen = "failed", f"became slower by {share:.0%} under load, as the others did"
-        found.append(Observation("soak", subject, outcome, seen, "last rounds beside the first", evidence=evidence))
-    return found
+            outcome, message = "failed", f"became slower by {share:.0%} under load, as the others did"
+        observations.append(
+            Observation("soak", subject, outcome, message, "last rounds beside the first", evidence=evidence)
+        )
+    return observations
 
 
 def _cut(trained: Mapping[int, Trained | None]) -> dict[int, Trained]:
     """Cut all trainings to the number of steps of the shortest, and drop None."""
-    several = {key: one for key, one in trained.items() if one is not None}
-    steps = min(len(one.digests) for one in several.values())
-    return {key: replace(one, digests=one.digests[:steps]) for key, one in several.items()}
+    several = {key: training for key, training in trained.items() if training is not None}
+    steps = min(len(training.digests) for training in several.values())
+    return {key: replace(training, digests=training.digests[:steps]) for key, training in several.items()}
 
 
 def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
-    gone, divided = departures({gpu: one.trained for gpu, one in alike.items()})
+    gone, divided = departures({gpu: load.trained for gpu, load in alike.items()})
     undecided = divided.gpus if divided else ()
-    found = []
-    for gpu, one in alike.items():
+    observations = []
+    for gpu, load in alike.items():
         if gpu in gone:
-            names, step = gone[gpu].names, gone[gpu].step * case.every
-            seen = f"departs from the other GPUs by step {step}, in {names[0]}"
-            found.append(_noted(gpu, one, case, seen, {"step": step, "names": list(names[:8])}))
+            value_names, step = gone[gpu].value_names, gone[gpu].step * case.every
+            message = f"departs from the other GPUs by step {step}, in {value_names[0]}"
+            observations.append(_noted(gpu, load, case, message, {"step": step, "names": list(value_names[:8])}))
         elif gpu not in undecided:
-            found.append(_noted(gpu, one, case))
+            observations.append(_noted(gpu, load, case))
     if divided is not None:
-        seen = f"do not train alike, without a majority: step {divided.step * case.every}, {divided.names[0]}"
+        message = f"do not train alike, without a majority: step {divided.step * case.every}, {divided.value_names[0]}"
         group, evidence = Subject("group", undecided), {EXCHANGED: False}
-        found.append(Observation("soak", group, "failed", seen, str(case), evidence=evidence))
-    return found
+        observations.append(Observation("soak", group, "failed", message, str(case), evidence=evidence))
+    return observations
 
 
-def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any = None) -> Observation:
-    work = Work(one.bytes, len(one.steps), one.seconds)
-    outcome: Outcome = "failed" if seen else "passed"
-    return Observation("soak", Subject("gpu", (gpu,)), outcome, seen, str(case), work, evidence or {})
+def _noted(gpu: int, load: Loaded, case: SoakCase, message: str = "", evidence: Any = None) -> Observation:
+    work = Work(load.bytes, len(load.steps), load.seconds)
+    outcome: Outcome = "failed" if message else "passed"
+    return Observation("soak", Subject("gpu", (gpu,)), outcome, message, str(case), work, evidence or {})
 
 
 def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
-    found, gpus = [], tuple(loaded)
-    wrong = tuple(gpu for gpu, one in loaded.items() if one.reduced)
-    if wrong:
-        counts = {str(gpu): loaded[gpu].reduced for gpu in wrong}
-        seen = f"sums under load have {max(counts.values())} wrong elements on GPU {', '.join(counts)}"
-        suspects = wrong if 2 * len(wrong) < len(gpus) else ()
-        found.append(
-            Observation("soak", Subject("group", gpus), "failed", seen, str(case), evidence=counts, suspects=suspects)
+    observations, gpus = [], tuple(loaded)
+    wrong_gpus = tuple(gpu for gpu, load in loaded.items() if load.reduced)
+    if wrong_gpus:
+        counts = {str(gpu): loaded[gpu].reduced for gpu in wrong_gpus}
+        message = f"sums under load have {max(counts.values())} wrong elements on GPU {', '.join(counts)}"
+        suspects = wrong_gpus if 2 * len(wrong_gpus) < len(gpus) else ()
+        observations.append(
+            Observation(
+                "soak", Subject("group", gpus), "failed", message, str(case), evidence=counts, suspects=suspects
+            )
         )
-    for gpu, one in loaded.items():
-        for rank, count in one.exchanged.items():
+    for gpu, load in loaded.items():
+        for rank, count in load.exchanged.items():
             pair = Subject("group", (gpus[rank], gpu)) if gpus[rank] != gpu else Subject("gpu", (gpu,))
-            seen = f"{count} elements that GPU {gpus[rank]} gave GPU {gpu} in all_to_all are wrong under load"
-            found.append(Observation("soak", pair, "failed", seen, str(case)))
-    return found
+            message = f"{count} elements that GPU {gpus[rank]} gave GPU {gpu} in all_to_all are wrong under load"
+            observations.append(Observation("soak", pair, "failed", message, str(case)))
+    return observations

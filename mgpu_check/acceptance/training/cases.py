@@ -43,12 +43,14 @@ class TransformerCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for argument, value, known in (
+        for argument, value, choices in (
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, OPTIMIZERS),
         ):
-            if value not in known:
-                raise ValueError(f"TransformerCase: {argument}={value!r} is unknown; choose one of {', '.join(known)}")
+            if value not in choices:
+                raise ValueError(
+                    f"TransformerCase: {argument}={value!r} is unknown; choose one of {', '.join(choices)}"
+                )
         for argument in ("layers", "heads", "width", "vocabulary", "length", "batch", "steps"):
             if getattr(self, argument) < 1:
                 raise ValueError(f"TransformerCase: {argument}={getattr(self, argument)} must be at least 1")
@@ -56,7 +58,7 @@ class TransformerCase:
             raise ValueError(f"TransformerCase: width={self.width} must be a multiple of heads={self.heads}")
 
     def __str__(self) -> str:
-        extras = [word for word, there in (("tied", self.tied), ("dropout", self.dropout)) if there]
+        extras = [word for word, is_set in (("tied", self.tied), ("dropout", self.dropout)) if is_set]
         return ", ".join(
             [
                 self.precision,
@@ -85,12 +87,12 @@ class Trained:
     """One GPU's result of a training.
 
     Attributes:
-        names: "loss", and the names of the parameters.
+        value_names: "loss", and the names of the parameters.
         digests: after each step, one number per name, in [-2^63, 2^63), that depends on every bit.
         seconds: time on the device.
     """
 
     case: TransformerCase
-    names: tuple[str, ...]
+    value_names: tuple[str, ...]
     digests: tuple[tuple[int, ...], ...]
     seconds: float

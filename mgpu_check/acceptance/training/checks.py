@@ -29,19 +29,19 @@ class Departure:
 
     Attributes:
         step: optimizer step, from 1.
-        names: the values that are wrong in that step, in order; the loss comes before the parameters.
-        right: number of a GPU of the majority.
+        value_names: the values that are wrong in that step, in order; the loss comes before the parameters.
+        majority_gpu: number of a GPU of the majority.
     """
 
     step: int
-    names: tuple[str, ...]
-    right: int
+    value_names: tuple[str, ...]
+    majority_gpu: int
 
 
 @dataclass(frozen=True)
 class Divided:
     step: int
-    names: tuple[str, ...]
+    value_names: tuple[str, ...]
     gpus: tuple[int, ...]
 
 
@@ -53,30 +53,30 @@ def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Di
         The vote ends with that step.
     """
     gone: dict[int, Departure] = {}
-    for step in range(max(len(one.digests) for one in trained.values())):
-        voting = {gpu: _says(one, step) for gpu, one in trained.items() if gpu not in gone}
+    for step in range(max(len(training.digests) for training in trained.values())):
+        voting = {gpu: _says(training, step) for gpu, training in trained.items() if gpu not in gone}
         votes = vote(voting, dict.fromkeys(voting, ""))  # all are of one model
         if not votes:
             continue
         usual = votes[0].usual
         if usual is None:
             return gone, Divided(step + 1, _different(trained, step, list(voting)), tuple(voting))
-        right = next(gpu for gpu, says in voting.items() if says == usual)
+        majority_gpu = next(gpu for gpu, says in voting.items() if says == usual)
         for gpu in votes[0].odd:
-            gone[gpu] = Departure(step + 1, _different(trained, step, [right, gpu]), right)
+            gone[gpu] = Departure(step + 1, _different(trained, step, [majority_gpu, gpu]), majority_gpu)
     return gone, None
 
 
-def _says(one: Trained, step: int) -> Hashable:
-    return one.digests[step] if step < len(one.digests) else ()
+def _says(training: Trained, step: int) -> Hashable:
+    return training.digests[step] if step < len(training.digests) else ()
 
 
 def _different(trained: Mapping[int, Trained], step: int, gpus: Sequence[int]) -> tuple[str, ...]:
     rows = [trained[gpu].digests[step] for gpu in gpus if step < len(trained[gpu].digests)]
-    names = trained[gpus[0]].names
+    value_names = trained[gpus[0]].value_names
     if len(rows) < len(gpus):
         return ("number of steps",)
-    return tuple(name for name, *values in zip(names, *rows, strict=True) if len(set(values)) > 1)
+    return tuple(name for name, *values in zip(value_names, *rows, strict=True) if len(set(values)) > 1)
 
 
 def judge(trained: Mapping[int, Trained], bits: Bits) -> tuple[list[Observation], Divided | None]:
@@ -89,75 +89,79 @@ def judge(trained: Mapping[int, Trained], bits: Bits) -> tuple[list[Observation]
     """
     gone, divided = departures(trained)
     undecided = set(divided.gpus) if divided else set()
-    found = []
-    for gpu, one in trained.items():
+    observations = []
+    for gpu, training in trained.items():
         if gpu in gone:
-            found.append(_departed(gpu, one, gone[gpu], len(trained), bits))
+            observations.append(_departed(gpu, training, gone[gpu], len(trained), bits))
         elif gpu not in undecided:
-            found.append(passed(gpu, one))
-    return found, divided
+            observations.append(passed(gpu, training))
+    return observations, divided
 
 
-def passed(gpu: int, one: Trained) -> Observation:
+def passed(gpu: int, training: Trained) -> Observation:
     """Return the observation of a GPU that trained like the others: failed if a step changed no parameter."""
-    subject, rows = Subject("gpu", (gpu,)), one.digests
+    subject, rows = Subject("gpu", (gpu,)), training.digests
     still = [step for step in range(1, len(rows)) if rows[step][1:] == rows[step - 1][1:]]
     if still:
         return Observation(
-            "training", subject, "failed", f"step {still[0] + 1} has changed no parameter", str(one.case)
+            "training", subject, "failed", f"step {still[0] + 1} has changed no parameter", str(training.case)
         )
-    return Observation("training", subject, "passed", case=str(one.case), work=work_of(one))
+    return Observation("training", subject, "passed", case=str(training.case), work=work_of(training))
 
 
-def work_of(one: Trained) -> Work:
+def work_of(training: Trained) -> Work:
     """Return the work of a training; each step counts as one operation."""
-    return Work(operations=len(one.digests), seconds=one.seconds)
+    return Work(operations=len(training.digests), seconds=training.seconds)
 
 
-def _departed(gpu: int, one: Trained, where: Departure, voters: int, bits: Bits) -> Observation:
-    first = where.names[0]
-    more = f" and {len(where.names) - 1} more" if where.names[1:] else ""
+def _departed(gpu: int, training: Trained, departure: Departure, voters: int, bits: Bits) -> Observation:
+    value_name = departure.value_names[0]
+    suffix = f" and {len(departure.value_names) - 1} more" if departure.value_names[1:] else ""
     evidence: dict[str, Any] = {
-        "step": where.step,
-        "names": list(where.names[:_LISTED]),
-        "right": where.right,
+        "step": departure.step,
+        "names": list(departure.value_names[:_LISTED]),
+        "right": departure.majority_gpu,
         "voters": voters,
     }
-    looked_at = next((name for name in where.names if name in one.names[1:]), first)
-    mine, right = bits(gpu, where.step, looked_at), bits(where.right, where.step, looked_at)
-    seen = f"departs from the other GPUs in step {where.step}, in {first}{more}"
-    if mine is not None and right is not None:
-        differ = elements_that_differ(right, mine, _size_of(one))
+    looked_at = next((name for name in departure.value_names if name in training.value_names[1:]), value_name)
+    mine, expected = bits(gpu, departure.step, looked_at), bits(departure.majority_gpu, departure.step, looked_at)
+    message = f"departs from the other GPUs in step {departure.step}, in {value_name}{suffix}"
+    if mine is not None and expected is not None:
+        differ = elements_that_differ(expected, mine, _size_of(training))
         count = differ["elements"]
         evidence |= {"again": bool(count), "looked at": looked_at, **differ}
-        again = f"{count} of {differ['of']} elements of {looked_at} are wrong" if count else "it does not"
-        seen += f"; trained again, {again}"
-    return Observation("training", Subject("gpu", (gpu,)), "failed", seen, str(one.case), work_of(one), evidence)
+        repetition = f"{count} of {differ['of']} elements of {looked_at} are wrong" if count else "it does not"
+        message += f"; trained again, {repetition}"
+    return Observation(
+        "training", Subject("gpu", (gpu,)), "failed", message, str(training.case), work_of(training), evidence
+    )
 
 
-def _size_of(one: Trained) -> int:
-    return 2 if one.case.precision == "bfloat16" else 4
+def _size_of(training: Trained) -> int:
+    return 2 if training.case.precision == "bfloat16" else 4
 
 
-def elements_that_differ(right: bytes, wrong: bytes, size: int) -> dict[str, Any]:
+def elements_that_differ(expected: bytes, actual: bytes, size: int) -> dict[str, Any]:
     """Return how many elements of `size` bytes differ, with the positions and the differing bits of the first ones.
 
     Compare byte by byte if the lengths differ or are not a multiple of `size`.
     """
-    if len(right) != len(wrong) or len(right) % size:
+    if len(expected) != len(actual) or len(expected) % size:
         size = 1
     places: list[int] = []
     masks: list[str] = []
     count = 0
-    for place in range(0, min(len(right), len(wrong)), size):
-        if right[place : place + size] != wrong[place : place + size]:
+    for offset in range(0, min(len(expected), len(actual)), size):
+        if expected[offset : offset + size] != actual[offset : offset + size]:
             count += 1
             if len(places) < _LISTED:
-                one, other = (int.from_bytes(data[place : place + size], "little") for data in (right, wrong))
-                places.append(place // size)
-                masks.append(f"{one ^ other:#0{2 + 2 * size}x}")
-    count += abs(len(right) - len(wrong))
-    return {"elements": count, "of": max(len(right), len(wrong)) // size, "at": places, "bits": masks}
+                expected_bits, actual_bits = (
+                    int.from_bytes(data[offset : offset + size], "little") for data in (expected, actual)
+                )
+                places.append(offset // size)
+                masks.append(f"{expected_bits ^ actual_bits:#0{2 + 2 * size}x}")
+    count += abs(len(expected) - len(actual))
+    return {"elements": count, "of": max(len(expected), len(actual)) // size, "at": places, "bits": masks}
 
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -197,17 +201,17 @@ def train_alike(node: Node, case: TransformerCase) -> None:
     trained = _trained(node, case, node.numbers)
 
     def bits(gpu: int, step: int, name: str) -> bytes | None:
-        found = node.on_ranks("training", _BYTES, case, step, name, gpus=[gpu], environment=DETERMINISTIC)
-        return found[0] if found else None
+        outputs = node.on_ranks("training", _BYTES, case, step, name, gpus=[gpu], environment=DETERMINISTIC)
+        return outputs[0] if outputs else None
 
     model = models(node.gpus)
-    for kind in dict.fromkeys(model[gpu] for gpu in trained):
-        alike = {gpu: one for gpu, one in trained.items() if model[gpu] == kind}
+    for gpu_model in dict.fromkeys(model[gpu] for gpu in trained):
+        alike = {gpu: training for gpu, training in trained.items() if model[gpu] == gpu_model}
         if len(alike) == 1:
             _decide(node, alike, None)
             continue
-        found, divided = judge(alike, bits)
-        node.record(found)
+        observations, divided = judge(alike, bits)
+        node.record(observations)
         if divided is not None:
             _decide(node, {gpu: alike[gpu] for gpu in divided.gpus}, divided)
 
@@ -215,7 +219,10 @@ def train_alike(node: Node, case: TransformerCase) -> None:
 def _trained(node: Node, case: TransformerCase, gpus: Sequence[int]) -> dict[int, Trained]:
     results = node.on_ranks("training", _TRAINING, case, gpus=gpus, environment=DETERMINISTIC)
     return {
-        gpu: one for gpu, result in zip(gpus, results, strict=False) for one in result or () if isinstance(one, Trained)
+        gpu: training
+        for gpu, result in zip(gpus, results, strict=False)
+        for training in result or ()
+        if isinstance(training, Trained)
     }
 
 
@@ -224,29 +231,33 @@ def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) ->
     case = next(iter(trained.values())).case
     accused = set()
     for gpu, second in _trained(node, case, list(trained)).items():
-        _, apart = departures({0: trained[gpu], 1: second})
-        if apart is not None:
+        _, departure = departures({0: trained[gpu], 1: second})
+        if departure is not None:
             accused.add(gpu)
-            seen = f"does not train to the same bits twice: step {apart.step}, {apart.names[0]}"
-            evidence = {"step": apart.step, "names": list(apart.names)}
-            node.record([_failed(Subject("gpu", (gpu,)), seen, case, evidence)])
+            message = f"does not train to the same bits twice: step {departure.step}, {departure.value_names[0]}"
+            evidence = {"step": departure.step, "names": list(departure.value_names)}
+            node.record([_failed(Subject("gpu", (gpu,)), message, case, evidence)])
     accused |= _wrong_beside_the_host(node, case, [gpu for gpu in trained if gpu not in accused])
-    left = {gpu: one for gpu, one in trained.items() if gpu not in accused}
-    if divided is None or (accused and len({one.digests for one in left.values()}) <= 1):
-        node.record(passed(gpu, one) for gpu, one in left.items())
+    undecided = {gpu: training for gpu, training in trained.items() if gpu not in accused}
+    if divided is None or (accused and len({training.digests for training in undecided.values()}) <= 1):
+        node.record(passed(gpu, training) for gpu, training in undecided.items())
         return
-    names = ", ".join(divided.names[:3])
-    seen = f"do not train alike, without a majority: step {divided.step}, {names}"
-    evidence = {"step": divided.step, "names": list(divided.names), EXCHANGED: False}
-    node.record([_failed(Subject("group", tuple(left)), seen, case, evidence)])
+    value_names = ", ".join(divided.value_names[:3])
+    message = f"do not train alike, without a majority: step {divided.step}, {value_names}"
+    evidence = {"step": divided.step, "names": list(divided.value_names), EXCHANGED: False}
+    node.record([_failed(Subject("group", tuple(undecided)), message, case, evidence)])
 
 
 def _wrong_beside_the_host(node: Node, case: TransformerCase, gpus: Sequence[int]) -> set[int]:
     small = replace(case, optimizer="sgd", dropout=False, **_BESIDE_THE_HOST)
     results = node.on_ranks("training", _BESIDE_REFERENCE, small, gpus=gpus, environment=DETERMINISTIC)
-    found = (entry for result in results for entry in result or () if isinstance(entry, Observation))
-    return {one.subject.members[0] for one in found if one.outcome == "failed" and one.subject.kind == "gpu"}
+    observations = (entry for result in results for entry in result or () if isinstance(entry, Observation))
+    return {
+        observation.subject.members[0]
+        for observation in observations
+        if observation.outcome == "failed" and observation.subject.kind == "gpu"
+    }
 
 
-def _failed(subject: Subject, seen: str, case: TransformerCase, evidence: dict[str, Any]) -> Observation:
-    return Observation("training", subject, "failed", seen, str(case), evidence=evidence)
+def _failed(subject: Subject, message: str, case: TransformerCase, evidence: dict[str, Any]) -> Observation:
+    return Observation("training", subject, "failed", message, str(case), evidence=evidence)

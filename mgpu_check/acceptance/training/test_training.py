@@ -21,16 +21,16 @@ def transformers(draw: st.DrawFn, precision: str) -> TransformerCase:
 
     The simplest case differs between precisions, so that one example per precision covers all variants.
     """
-    place = PRECISIONS.index(precision)
+    index = PRECISIONS.index(precision)
 
     def either(number: int, values: tuple[object, object]) -> object:
         return draw(st.sampled_from(values if not number % 2 else values[::-1]))
 
     return TransformerCase(
         precision=precision,
-        optimizer=str(either(place, OPTIMIZERS)),
-        tied=bool(either(place // 2, (False, True))),
-        dropout=bool(either((place + 1) // 2, (False, True))),
+        optimizer=str(either(index, OPTIMIZERS)),
+        tied=bool(either(index // 2, (False, True))),
+        dropout=bool(either((index + 1) // 2, (False, True))),
         seed=draw(st.integers(0, 999)),
     )
 

@@ -53,8 +53,8 @@ class _TransformerBlock(nn.Module):
         batch, length, width = x.shape
         mixed = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self._dropped(self.projection(seen.transpose(1, 2).reshape(batch, length, width)))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self._dropped(self.projection(attended.transpose(1, 2).reshape(batch, length, width)))
         return x + self._dropped(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,34 +117,34 @@ def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Tr
     sent = [*training.parameters.values(), training.tokens]
     expected = digests(sent).tolist()
     with torch.cuda.device(rank.device), arithmetic(case):
-        here = placed(training, rank.device)
-        names = [*here.parameters, "tokens"]
-        arrived = [*here.parameters.values(), here.tokens]
-        wrong = _compared(rank.index, case, names, expected, digests(arrived).tolist(), sent, arrived)
-        if wrong is not None:
-            return [wrong]
+        on_device = placed(training, rank.device)
+        value_names = [*on_device.parameters, "tokens"]
+        arrived = [*on_device.parameters.values(), on_device.tokens]
+        transfer_error = _compared(rank.index, case, value_names, expected, digests(arrived).tolist(), sent, arrived)
+        if transfer_error is not None:
+            return [transfer_error]
         watch = Stopwatch(rank.device)
         watch.start()
-        said = []
-        for loss in here.steps():
-            results = [loss, *here.parameters.values()]
-            said.append(digests(results))
+        step_digests = []
+        for loss in on_device.steps():
+            results = [loss, *on_device.parameters.values()]
+            step_digests.append(digests(results))
         watch.stop()
-        numbers = torch.stack(said).tolist()
+        numbers = torch.stack(step_digests).tolist()
         ended = digests([plain(value) for value in results]).tolist()
-    names = ["loss", *here.parameters]
-    back = _read_back(rank.index, case, names, numbers[-1], ended)
-    return [*back, Trained(case, tuple(names), tuple(map(tuple, numbers)), sum(watch.laps()))]
+    value_names = ["loss", *on_device.parameters]
+    back = _read_back(rank.index, case, value_names, numbers[-1], ended)
+    return [*back, Trained(case, tuple(value_names), tuple(map(tuple, numbers)), sum(watch.laps()))]
 
 
 def bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> bytes:
     """Train up to a step, counted from 1, and return the bits of the loss or of the parameter `name`."""
     with torch.cuda.device(rank.device), arithmetic(case):
-        here = placed(prepared(case), rank.device)
-        steps = here.steps()
+        on_device = placed(prepared(case), rank.device)
+        steps = on_device.steps()
         for _ in range(step):
             loss = next(steps)
-        return bytes_of(loss if name == "loss" else here.parameters[name])
+        return bytes_of(loss if name == "loss" else on_device.parameters[name])
 
 
 class Training:
@@ -223,54 +223,54 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _compared(
     rank: int,
     case: TransformerCase,
-    names: Sequence[str],
+    value_names: Sequence[str],
     expected: Sequence[int],
     got: Sequence[int],
     sent: Sequence[torch.Tensor],
     arrived: Sequence[torch.Tensor],
 ) -> Observation | None:
     """Return a failed observation if data arrived wrong: by the upload, the download, or the device's checksum."""
-    on_device = {name for name, a, b in zip(names, expected, got, strict=True) if a != b}
+    on_device = {name for name, a, b in zip(value_names, expected, got, strict=True) if a != b}
     read = digests([plain(value) for value in arrived]).tolist()
-    on_host = {name for name, a, b in zip(names, expected, read, strict=True) if a != b}
+    on_host = {name for name, a, b in zip(value_names, expected, read, strict=True) if a != b}
     if not on_device | on_host:
         return None
-    first = next(name for name in names if name in on_device | on_host)
-    place = names.index(first)
-    kind: SubjectKind
+    value_name = next(name for name in value_names if name in on_device | on_host)
+    index = value_names.index(value_name)
+    subject_kind: SubjectKind
     if read == list(got):  # device and host have seen the same wrong data
-        kind, seen = "upload", f"{first} has arrived with wrong bytes"
-        seen += _where(bytes_of(sent[place]), bytes_of(arrived[place]))
+        subject_kind, message = "upload", f"{value_name} has arrived with wrong bytes"
+        message += _where(bytes_of(sent[index]), bytes_of(arrived[index]))
     elif on_host:
-        kind, seen = "download", f"{first}, read back before training, is not what the device has"
+        subject_kind, message = "download", f"{value_name}, read back before training, is not what the device has"
     else:
-        kind, seen = "gpu", f"the device makes a wrong checksum of {first}, which has arrived"
+        subject_kind, message = "gpu", f"the device makes a wrong checksum of {value_name}, which has arrived"
     work = Work(bytes=sum(value.nbytes for value in sent))
-    evidence = {"first": first, "wrong on the device": sorted(on_device), "wrong on the host": sorted(on_host)}
-    return Observation("training", Subject(kind, (rank,)), "failed", seen, str(case), work, evidence)
+    evidence = {"first": value_name, "wrong on the device": sorted(on_device), "wrong on the host": sorted(on_host)}
+    return Observation("training", Subject(subject_kind, (rank,)), "failed", message, str(case), work, evidence)
 
 
 def _read_back(
-    rank: int, case: TransformerCase, names: Sequence[str], device: Sequence[int], host: Sequence[int]
+    rank: int, case: TransformerCase, value_names: Sequence[str], device: Sequence[int], host: Sequence[int]
 ) -> list[Observation]:
-    wrong = [name for name, a, b in zip(names, device, host, strict=True) if a != b]
-    if not wrong:
+    mismatches = [name for name, a, b in zip(value_names, device, host, strict=True) if a != b]
+    if not mismatches:
         return []
-    seen = f"{wrong[0]}, read back after training, is not what the device has"
+    message = f"{mismatches[0]}, read back after training, is not what the device has"
     return [
         Observation(
             "training",
             Subject("download", (rank,)),
             "failed",
-            seen,
+            message,
             str(case),
-            evidence={"first": wrong[0], "wrong": wrong},
+            evidence={"first": mismatches[0], "wrong": mismatches},
         )
     ]
 
 
 def _where(expected: bytes, got: bytes) -> str:
-    differ = [place for place, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
+    differ = [offset for offset, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
     return f": {len(differ)} of {len(expected)} bytes, the first at offset {differ[0]}" if differ else ""
 
 
@@ -308,16 +308,16 @@ def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]
         got = _ended(placed(prepared(case), rank.device))
     measured = referenced(case)
     subject, work = Subject("gpu", (rank.index,)), Work(operations=case.steps)
-    wrong = {
+    mismatches = {
         name: off
         for name, value in measured.reference.items()
         if (off := difference(got[name], value, measured.tolerance[name])) is not None
     }
-    if not wrong:
+    if not mismatches:
         return [Observation("training", subject, "passed", case=str(case), work=work)]
-    first = next(iter(wrong))
-    seen = f"{first} is not that of the host after {case.steps} steps: {wrong[first]}"
-    return [Observation("training", subject, "failed", seen, str(case), work, {"names": list(wrong)})]
+    value_name = next(iter(mismatches))
+    message = f"{value_name} is not that of the host after {case.steps} steps: {mismatches[value_name]}"
+    return [Observation("training", subject, "failed", message, str(case), work, {"names": list(mismatches)})]
 
 
 def referenced(case: TransformerCase) -> MeasuredStep[str]:
@@ -365,14 +365,14 @@ def examine_replicas(rank: Rank, training: TrainingSpec) -> list[Observation]:
     return _of_ranks(rank, "DDP replicas", training, lambda: assert_distributed_replicas_agree(training, rank))
 
 
-def _of_ranks(rank: Rank, what: str, training: TrainingSpec, check: Callable[[], None]) -> list[Observation]:
-    seen = _looked(range(rank.size), what, training, check)
+def _of_ranks(rank: Rank, label: str, training: TrainingSpec, check: Callable[[], None]) -> list[Observation]:
+    observation = _looked(range(rank.size), label, training, check)
     # All ranks observe the same group, so only the first reports success, but every rank reports a failure.
-    return [seen] if seen.outcome == "failed" or rank.index == 0 else []
+    return [observation] if observation.outcome == "failed" or rank.index == 0 else []
 
 
-def _looked(members: Sequence[int], what: str, training: TrainingSpec, check: Callable[[], None]) -> Observation:
-    subject, case, work = Subject("group", tuple(members)), f"{what}, {training}", Work(operations=training.steps)
+def _looked(members: Sequence[int], label: str, training: TrainingSpec, check: Callable[[], None]) -> Observation:
+    subject, case, work = Subject("group", tuple(members)), f"{label}, {training}", Work(operations=training.steps)
     try:
         check()
     except CheckFailure as failure:

@@ -122,8 +122,8 @@ def _act_after_torch(actions: list[Callable[[], None]]) -> None:
 
         loader.exec_module = exec_module
 
-    def watch(kind: Any) -> None:
-        original = kind.__init__
+    def watch(watched_class: Any) -> None:
+        original = watched_class.__init__
 
         # A replaced `exec_module` would have a frame in each traceback of an import. This function returns before.
         @functools.wraps(original)
@@ -132,7 +132,7 @@ def _act_after_torch(actions: list[Callable[[], None]]) -> None:
             if fullname == "torch" and actions:
                 act_after(self)
 
-        kind.__init__ = __init__
+        watched_class.__init__ = __init__
 
     watch(importlib.machinery.SourceFileLoader)
     watch(importlib.machinery.SourcelessFileLoader)
@@ -154,25 +154,25 @@ def _prepare_recording(settings: dict[str, Any]) -> None:
     settings["places"] = _watch_variables("MASTER_ADDR", "MASTER_PORT")
 
 
-def _watch_variables(*names: str) -> dict[str, tuple[str, int]]:
+def _watch_variables(*variables: str) -> dict[str, tuple[str, int]]:
     """Return a dict that receives name -> (file, line) when the program sets one of these variables.
 
     Errors in the variables show up only later, when torch reads them.
     """
     places: dict[str, tuple[str, int]] = {}
-    kind: Any = type(os.environ)
-    original = kind.__setitem__
+    environ_class: Any = type(os.environ)
+    original = environ_class.__setitem__
 
     @functools.wraps(original)
     def __setitem__(self: object, key: str, value: str) -> None:
-        if key in names:
+        if key in variables:
             frame = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename.startswith(("<frozen ", os.__file__)):
                 frame = frame.f_back
             places[key] = frame.f_code.co_filename, frame.f_lineno
         original(self, key, value)
 
-    kind.__setitem__ = __setitem__
+    environ_class.__setitem__ = __setitem__
     return places
 
 
@@ -204,11 +204,11 @@ def _main() -> None:
         _leave_environment()
     if "_MGPU_CHECK_ARGUMENTS" in os.environ:
         actions.append(_end_before_training)
-    told = os.environ.pop("_MGPU_CHECK_COMPARE", None)
-    if told is not None:
+    settings_text = os.environ.pop("_MGPU_CHECK_COMPARE", None)
+    if settings_text is not None:
         import json  # imported here, because most Pythons do not need it
 
-        settings = json.loads(told)
+        settings = json.loads(settings_text)
         _prepare_recording(settings)
         actions.append(functools.partial(_record, settings))  # after the simulation, if any
     if "torch" in sys.modules:  # a .pth file may import torch

@@ -50,13 +50,13 @@ def install(recorder: KeptSource, fd: int) -> None:
     """
     request = json.loads(os.pread(fd, os.fstat(fd).st_size, 0).partition(b"\n")[0])
     os.lseek(fd, 0, os.SEEK_END)
-    keeper = _Keeper(recorder, fd, request["bytes"], request["root"], first=os.environ["RANK"] == "0")
+    keeper = _Keeper(recorder, fd, request["bytes"], request["root"], is_first_rank=os.environ["RANK"] == "0")
     register_optimizer_step_post_hook(keeper.after_step)
 
 
 class _Keeper:
-    def __init__(self, recorder: KeptSource, fd: int, budget: int, root: str, first: bool) -> None:
-        self._recorder, self._fd, self._left, self._root, self._first = recorder, fd, budget, root, first
+    def __init__(self, recorder: KeptSource, fd: int, budget: int, root: str, is_first_rank: bool) -> None:
+        self._recorder, self._fd, self._left, self._root, self._first = recorder, fd, budget, root, is_first_rank
         self._plans: dict[int, tuple[int, set[int]]] = {}
         self._placed: set[str] = set()
 
@@ -70,15 +70,15 @@ class _Keeper:
         number = recorder.number_of(optimizer)
         if number not in self._plans:
             self._plans[number] = self._plan(optimizer)
-        steps, some = self._plans[number]
+        steps, chosen = self._plans[number]
         if not steps:
             return
-        self._plans[number] = steps - 1, some
+        self._plans[number] = steps - 1, chosen
         with torch.no_grad():
-            for one in recorder.known.parts(optimizer, number):
-                if id(one.parameter) in some:
-                    self._keep(one, "gradient", one.parameter.grad)
-                    self._keep(one, "parameter", one.parameter)
+            for piece in recorder.known.parts(optimizer, number):
+                if id(piece.parameter) in chosen:
+                    self._keep(piece, "gradient", piece.parameter.grad)
+                    self._keep(piece, "parameter", piece.parameter)
 
     def _plan(self, optimizer: Any) -> tuple[int, set[int]]:
         """Return the number of steps whose values are kept, and the ids of the parameters.
@@ -92,36 +92,44 @@ class _Keeper:
         if (steps := self._left // max(size, 1)) > 0:
             self._left -= steps * size
             return steps, set(map(id, parameters))
-        some = set()
+        chosen = set()
         for parameter in counted:
             self._left -= 2 * parameter.numel() * parameter.element_size()
             if self._left < 0:
                 break
-            some.add(id(parameter))
+            chosen.add(id(parameter))
         self._left = 0
-        return 1, some
+        return 1, chosen
 
-    def _keep(self, one: NumberedPart, kind: str, tensor: torch.Tensor | None) -> None:
+    def _keep(self, piece: NumberedPart, quantity: str, tensor: torch.Tensor | None) -> None:
         if tensor is None or tensor.is_complex() or tensor.layout is not torch.strided:
             return
-        cut = one.part.cut
+        cut = piece.part.cut
         sharded, value = is_distributed(tensor), whole(tensor)
         if value is None or (not self._first and (cut is None or sharded)):
             return  # rank 0 has the same values
-        here = copied(value)
-        head = {"step": self._recorder.done + 1, "kind": kind, "name": one.part.label, "dtype": name_of(here.dtype)}
+        local = copied(value)
+        head = {
+            "step": self._recorder.done + 1,
+            "kind": quantity,
+            "name": piece.part.label,
+            "dtype": name_of(local.dtype),
+        }
         if cut is None:
-            self._write(head | {"shape": list(here.shape)}, here)
+            self._write(head | {"shape": list(local.shape)}, local)
             return
-        part, again = cut.part, cut.part.whole in self._placed
-        self._placed.add(part.whole)
-        at = [] if again or part.at is None else [part.at.to(torch.int64).contiguous()]
-        head |= {"name": part.whole, "shape": list(part.shape)}
-        self._write(head, part.of(here).contiguous(), *at)
+        slice_, is_repeated = cut.part, cut.part.whole in self._placed
+        self._placed.add(slice_.whole)
+        at = [] if is_repeated or slice_.at is None else [slice_.at.to(torch.int64).contiguous()]
+        head |= {"name": slice_.whole, "shape": list(slice_.shape)}
+        self._write(head, slice_.of(local).contiguous(), *at)
 
-    def _write(self, head: Mapping[str, object], *parts: torch.Tensor) -> None:
-        line = json.dumps({**head, "bytes": [part.numel() * part.element_size() for part in parts]}).encode() + b"\n"
-        write_all(self._fd, line, *(memoryview(memory_of(part)).cast("B") for part in parts))
+    def _write(self, head: Mapping[str, object], *tensors: torch.Tensor) -> None:
+        line = (
+            json.dumps({**head, "bytes": [tensor.numel() * tensor.element_size() for tensor in tensors]}).encode()
+            + b"\n"
+        )
+        write_all(self._fd, line, *(memoryview(memory_of(tensor)).cast("B") for tensor in tensors))
 
 
 def _environment() -> dict[str, object]:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from mgpu_check.compare.alignment import KINDS, Samples, of_kind
+from mgpu_check.compare.alignment import QUANTITIES, Samples, of_quantity
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.trace import (
     OutputSummary,
@@ -68,57 +68,58 @@ class RecordedRun:
         return len(self.ranks)
 
 
-def whole(traces: Sequence[Trace], one: Trace | None = None) -> Assembly:
+def whole(traces: Sequence[Trace], reference: Trace | None = None) -> Assembly:
     """Assemble the tensors of ranks.
 
     Args:
-        one: the run on one device that placed the slices; None: only slices that describe themselves are assembled.
+        reference: the run on one device that placed the slices; None: only slices that describe themselves are
+            assembled.
     """
-    return assembled(_outline(traces) if one is None else one, traces)
+    return assembled(_outline(traces) if reference is None else reference, traces)
 
 
 def _outline(traces: Sequence[Trace]) -> Trace:
     """Return the whole tensors of ranks without values: those that slices are of, and all others."""
-    made = Trace(0, 1)
+    outline = Trace(0, 1)
     for trace in traces:
         for parameter in trace.parameters.values():
             name = parameter.held.whole if parameter.held else parameter.name
-            made.parameters.setdefault(name, replace(parameter, name=name, held=None))
+            outline.parameters.setdefault(name, replace(parameter, name=name, held=None))
         for state in trace.states.values():
             name = state.held.whole if state.held else state.name
-            of = name.removeprefix(named_state(state.key, "")) if state.held else state.of
-            made.states.setdefault(name, replace(state, name=name, of=of, held=None))
-    return made
+            owner = name.removeprefix(named_state(state.key, "")) if state.held else state.of
+            outline.states.setdefault(name, replace(state, name=name, of=owner, held=None))
+    return outline
 
 
 def disagreeing(ranks: Sequence[Trace]) -> set[str]:
     """Return the tensors that ranks hold with different bits at some step."""
-    found: set[str] = set()
+    differing: set[str] = set()
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
-        for kind in KINDS:
-            first: dict[str, TensorSummary | None] = {}
+        for quantity in QUANTITIES:
+            values_by_name: dict[str, TensorSummary | None] = {}
             for step in steps:
-                for name, value in of_kind(step, kind).items():
-                    other = first.setdefault(name, value)
-                    if (value and value.bits) != (other and other.bits):
-                        found.add(name)
-    return found
+                for name, value in of_quantity(step, quantity).items():
+                    earliest = values_by_name.setdefault(name, value)
+                    if (value and value.bits) != (earliest and earliest.bits):
+                        differing.add(name)
+    return differing
 
 
-def renamed(trace: Trace, names: Mapping[str, str]) -> Trace:
+def renamed(trace: Trace, new_names: Mapping[str, str]) -> Trace:
     """Return the trace with other names for some parameters, states and buffers."""
 
     def named(entries: Mapping[str, Any]) -> dict[str, Any]:
-        return {names.get(name, name): value for name, value in entries.items()}
+        return {new_names.get(name, name): value for name, value in entries.items()}
 
-    def entry(one: Parameter) -> Any:
-        moved = replace(one, name=names.get(one.name, one.name))
-        return replace(moved, of=names.get(moved.of, moved.of)) if isinstance(moved, State) else moved
+    def entry(parameter: Parameter) -> Any:
+        moved = replace(parameter, name=new_names.get(parameter.name, parameter.name))
+        return replace(moved, of=new_names.get(moved.of, moved.of)) if isinstance(moved, State) else moved
 
     return replace(
         trace,
-        parameters=named({name: entry(one) for name, one in trace.parameters.items()}),
-        states=named({name: entry(one) for name, one in trace.states.items()}),
+        parameters=named({name: entry(parameter) for name, parameter in trace.parameters.items()}),
+        states=named({name: entry(parameter) for name, parameter in trace.states.items()}),
         steps=[
             replace(
                 step,
@@ -140,26 +141,26 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
         divided: ranks hold parts of the model, so several ranks may see the same samples.
         but: parameters, states and buffers to leave out.
     """
-    made = Trace(0, 1, events=ranks[0].events)
+    joint = Trace(0, 1, events=ranks[0].events)
     for trace in ranks:
-        made.modules |= trace.modules
+        joint.modules |= trace.modules
         for name, parameter in trace.parameters.items():
             if name not in but:
-                made.parameters.setdefault(name, parameter)
+                joint.parameters.setdefault(name, parameter)
         for name, state in trace.states.items():
             if name in but:
                 continue
-            made.states.setdefault(name, state)
+            joint.states.setdefault(name, state)
             if not state.constant:
-                made.states[name] = replace(made.states[name], constant=False)
+                joint.states[name] = replace(joint.states[name], constant=False)
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
-        seen = [step for trace, step in zip(ranks, steps, strict=True) if _is_first_stage(trace, made)]
-        made.steps.append(
+        first_stages = [step for trace, step in zip(ranks, steps, strict=True) if _is_first_stage(trace, joint)]
+        joint.steps.append(
             Step(
                 steps[0].optimizer,
                 [] if (loss := _mean_loss(steps)) is None else [loss],
-                [_together([step.seen for step in seen], divided)],
-                [_together([step.seen_columns for step in seen], divided)],
+                [_together([step.seen for step in first_stages], divided)],
+                [_together([step.seen_columns for step in first_stages], divided)],
                 options=_first([step.options for step in steps], but),
                 before=_first([step.before for step in steps], but),
                 gradients=_first([step.gradients for step in steps], but),
@@ -168,43 +169,45 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
                 outputs=_outputs(steps),
             )
         )
-    return made
+    return joint
 
 
 def _outputs(steps: Sequence[Step]) -> dict[str, OutputSummary]:
     """Return the outputs of modules that the ranks of a step have together."""
-    seen = {index: tuple(sorted(step.seen)) for index, step in enumerate(steps)}
+    sample_keys = {index: tuple(sorted(step.seen)) for index, step in enumerate(steps)}
     return {
-        name: whole_output({i: step.outputs[name] for i, step in enumerate(steps) if name in step.outputs}, seen)
+        name: whole_output({i: step.outputs[name] for i, step in enumerate(steps) if name in step.outputs}, sample_keys)
         for name in dict.fromkeys(name for step in steps for name in step.outputs)
     }
 
 
 def _first(values: Sequence[Mapping[str, Any]], but: Collection[str]) -> dict[str, Any]:
     """Return the first value of each name that is not None, or None if all are, without the names `but`."""
-    found: dict[str, Any] = {}
-    for some in values:
-        for name, value in some.items():
-            if found.get(name) is None and name not in but:
-                found[name] = value
-    return found
+    merged: dict[str, Any] = {}
+    for mapping in values:
+        for name, value in mapping.items():
+            if merged.get(name) is None and name not in but:
+                merged[name] = value
+    return merged
 
 
-def _is_first_stage(trace: Trace, whole: Trace) -> bool:
+def _is_first_stage(trace: Trace, model: Trace) -> bool:
     """Return whether a rank holds the first parameter of the model: later stages receive no samples."""
-    first = min(whole.parameters.values(), key=lambda parameter: parameter.order, default=None)
-    return first is None or first.name in trace.parameters
+    head = min(model.parameters.values(), key=lambda parameter: parameter.order, default=None)
+    return head is None or head.name in trace.parameters
 
 
-def _together(seen: Sequence[Sequence[int]], divided: bool) -> list[int]:
-    ranks = tuple(map(Counter, seen))
+def _together(samples: Sequence[Sequence[int]], divided: bool) -> list[int]:
+    ranks = tuple(map(Counter, samples))
     return list(Samples(Counter(), ranks, divided).together.elements())
 
 
 def _mean_loss(steps: Sequence[Step]) -> float | None:
     """Return the mean loss of ranks at a step, weighted by their samples; None if no rank has a finite loss."""
-    known = [(len(step.seen) or 1, step.loss) for step in steps if step.loss is not None]
-    return math.fsum(count * loss for count, loss in known) / sum(count for count, _ in known) if known else None
+    weighted = [(len(step.seen) or 1, step.loss) for step in steps if step.loss is not None]
+    return (
+        math.fsum(count * loss for count, loss in weighted) / sum(count for count, _ in weighted) if weighted else None
+    )
 
 
 FORMAT = "mgpu-check run"
@@ -229,27 +232,27 @@ def write_run(path: Path, run: RecordedRun) -> None:
         "not_assembled": run.reasons,
         "partial": run.partial,
         "holders": run.holders,
-        "parts": {name: _numbered(parts) for name, parts in run.parts.items()},
+        "parts": {name: _numbered(shards) for name, shards in run.parts.items()},
     }
-    made = path.with_name(f".{path.name}.{os.getpid()}")  # replaces the file when it is complete
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # replaces the file when it is complete
     try:
-        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
             out.writestr(_HEAD, json.dumps(head, indent=1) + "\n")
             out.writestr(_STEPS, "\n".join(map(_line, _lines(run.ranks))) + "\n")
             if run.moved:
                 out.writestr(_MOVED, "\n".join(map(_line, _lines(run.moved))) + "\n")
             if run.values is not None:
                 out.writestr(_VALUES, run.values, zipfile.ZIP_STORED)
-        os.replace(made, path)
+        os.replace(draft, path)
     except BaseException:
-        made.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 
-def _numbered(parts: Mapping[int, object]) -> dict[int, int]:
+def _numbered(shards: Mapping[int, object]) -> dict[int, int]:
     """Return the parts as numbers, equal for ranks with the same elements."""
-    known = list(dict.fromkeys(parts.values()))
-    return {rank: known.index(part) for rank, part in parts.items()}
+    distinct = list(dict.fromkeys(shards.values()))
+    return {rank: distinct.index(shard) for rank, shard in shards.items()}
 
 
 def _line(value: Mapping[str, Any]) -> str:
@@ -257,14 +260,16 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
-    held: Mapping[int, Mapping[str, Any]]
+    entries: Mapping[int, Mapping[str, Any]]
     yield {"ranks": [trace.rank for trace in ranks], "world": ranks[0].world}
-    for kind in ("parameters", "states"):
-        for name in dict.fromkeys(name for trace in ranks for name in getattr(trace, kind)):
-            held = {
-                trace.rank: _described(getattr(trace, kind)[name]) for trace in ranks if name in getattr(trace, kind)
+    for section in ("parameters", "states"):
+        for name in dict.fromkeys(name for trace in ranks for name in getattr(trace, section)):
+            entries = {
+                trace.rank: _described(getattr(trace, section)[name])
+                for trace in ranks
+                if name in getattr(trace, section)
             }
-            yield {kind.removesuffix("s"): _by_rank(held)}
+            yield {section.removesuffix("s"): _by_rank(entries)}
     for name in dict.fromkeys(name for trace in ranks for name in trace.modules):
         yield {
             "module": _by_rank({t.rank: {"name": name, "dtype": t.modules[name]} for t in ranks if name in t.modules})
@@ -287,12 +292,12 @@ def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
                 for rank, step in steps.items()
             },
             **{
-                kind: {
-                    name: _by_rank({r: _numbers(own[name]) for r, own in held.items() if name in own})
-                    for name in dict.fromkeys(name for own in held.values() for name in own)
+                quantity: {
+                    name: _by_rank({r: _numbers(own[name]) for r, own in entries.items() if name in own})
+                    for name in dict.fromkeys(name for own in entries.values() for name in own)
                 }
-                for kind in KINDS
-                if (held := {rank: of_kind(step, kind) for rank, step in steps.items()})
+                for quantity in QUANTITIES
+                if (entries := {rank: of_quantity(step, quantity) for rank, step in steps.items()})
             },
             "output": {
                 name: _by_rank({r: list(astuple(s.outputs[name])) for r, s in steps.items() if name in s.outputs})
@@ -312,17 +317,25 @@ def _numbers(summary: TensorSummary | None) -> list[float | None] | None:
 
 def _by_rank(values: Mapping[int, Any]) -> list[tuple[list[int], Any]]:
     """Return each distinct value with its ranks."""
-    found = grouped((json.dumps(value), rank) for rank, value in values.items())
-    return [(ranks, values[ranks[0]]) for _, ranks in found]
+    groups = grouped((json.dumps(value), rank) for rank, value in values.items())
+    return [(ranks, values[ranks[0]]) for _, ranks in groups]
 
 
 def _changed(earlier: dict[int, dict[str, Any]], rank: int, step: Step) -> dict[str, Any]:
     """Return the options of the step's parameters, without those that equal the options at an earlier step."""
-    known = earlier.setdefault(rank, {})
-    fresh = {name: options for name, options in step.options.items() if known.get(name) != options}
-    known.update(fresh)
+    options_by_name = earlier.setdefault(rank, {})
+    fresh = {name: options for name, options in step.options.items() if options_by_name.get(name) != options}
+    options_by_name.update(fresh)
     groups = grouped((json.dumps(options), name) for name, options in fresh.items())
-    return {"groups": [{"options": fresh[names[0]], "parameters": names} for _, names in groups]} if groups else {}
+    return (
+        {
+            "groups": [
+                {"options": fresh[parameter_names[0]], "parameters": parameter_names} for _, parameter_names in groups
+            ]
+        }
+        if groups
+        else {}
+    )
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -357,25 +370,25 @@ def _read(file: zipfile.ZipFile, name: str) -> RecordedRun:
     if head["format"] != FORMAT:
         raise TraceError(f"has the format {head['format']!r}; this command reads {FORMAT!r}")
     if head["version"] != VERSION:
-        again = "record it again, with mgpu-check record or compare --update-golden"
-        do = "install a newer mgpu-check" if head["version"] > VERSION else again
+        remedy = "record it again, with mgpu-check record or compare --update-golden"
+        do = "install a newer mgpu-check" if head["version"] > VERSION else remedy
         raise TraceError(
             f"has version {head['version']} of the format, written by mgpu-check {head['mgpu_check']}; mgpu-check "
             f"{__version__} reads version {VERSION}: {do}"
         )
-    there = file.namelist()
+    members = file.namelist()
     return RecordedRun(
         name,
         head["script"],
         _traces(file.read(_STEPS)),
         head["environment"],
-        _traces(file.read(_MOVED)) if _MOVED in there else [],
+        _traces(file.read(_MOVED)) if _MOVED in members else [],
         head["divided"],
         head["not_assembled"],
         {name: [tuple(ranks) for ranks in holders] for name, holders in head["holders"].items()},
-        {name: {int(rank): part for rank, part in parts.items()} for name, parts in head["parts"].items()},
+        {name: {int(rank): shard for rank, shard in shards.items()} for name, shards in head["parts"].items()},
         head["partial"],
-        file.read(_VALUES) if _VALUES in there else None,
+        file.read(_VALUES) if _VALUES in members else None,
         head["stopped_after"],
     )
 
@@ -392,8 +405,8 @@ def is_run(path: Path) -> bool:
 
 
 def _traces(data: bytes) -> list[Trace]:
-    first, *lines = map(json.loads, data.splitlines())
-    traces = {rank: Trace(rank, first["world"]) for rank in first["ranks"]}
+    head, *lines = map(json.loads, data.splitlines())
+    traces = {rank: Trace(rank, head["world"]) for rank in head["ranks"]}
     options: dict[int, dict[str, Any]] = {rank: {} for rank in traces}
     for line in lines:
         if "step" in line:
@@ -401,27 +414,27 @@ def _traces(data: bytes) -> list[Trace]:
         elif "event" in line:
             traces[line["rank"]].events.append(line["event"])
         else:
-            for ranks, one in line.get("parameter", ()):
+            for ranks, entry in line.get("parameter", ()):
                 for rank in ranks:
-                    traces[rank].parameters[one["name"]] = Parameter(**_entry(one))
-            for ranks, one in line.get("module", ()):
+                    traces[rank].parameters[entry["name"]] = Parameter(**_entry(entry))
+            for ranks, entry in line.get("module", ()):
                 for rank in ranks:
-                    traces[rank].modules[one["name"]] = one["dtype"]
-            for ranks, one in line.get("state", ()):
+                    traces[rank].modules[entry["name"]] = entry["dtype"]
+            for ranks, entry in line.get("state", ()):
                 for rank in ranks:
-                    traces[rank].states[one["name"]] = State(**_entry(one))
+                    traces[rank].states[entry["name"]] = State(**_entry(entry))
     return list(traces.values())
 
 
 def _add_step(line: Mapping[str, Any], traces: Mapping[int, Trace], options: Mapping[int, dict[str, Any]]) -> None:
     for rank, own in ((int(rank), own) for rank, own in line["of"].items()):
         traces[rank].steps.append(_step(own, options[rank]))
-    for kind in KINDS:
-        for name, values in line[kind].items():
+    for quantity in QUANTITIES:
+        for name, values in line[quantity].items():
             for ranks, numbers in values:
                 summary = None if numbers is None else TensorSummary.of(numbers)
                 for rank in ranks:
-                    _kind_of(traces[rank].steps[-1], kind)[name] = summary
+                    _tensors_of(traces[rank].steps[-1], quantity)[name] = summary
     for name, values in line["output"].items():
         for ranks, numbers in values:
             for rank in ranks:
@@ -431,18 +444,18 @@ def _add_step(line: Mapping[str, Any], traces: Mapping[int, Trace], options: Map
         step.options = {name: step.options[name] for name in step.gradients if name in step.options}
 
 
-def _entry(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {**one, "shape": tuple(one["shape"]), "over": tuple(one["over"])}
+def _entry(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {**fields, "shape": tuple(fields["shape"]), "over": tuple(fields["over"])}
 
 
-def _kind_of(step: Step, kind: str) -> dict[str, Any]:
-    found: dict[str, dict[str, Any]] = {
+def _tensors_of(step: Step, quantity: str) -> dict[str, Any]:
+    tensors: dict[str, dict[str, Any]] = {
         "before": step.before,
         "gradient": step.gradients,
         "parameter": step.parameters,
         "state": step.states,
     }
-    return found[kind]
+    return tensors[quantity]
 
 
 def _step(own: Mapping[str, Any], options: dict[str, Any]) -> Step:
@@ -473,7 +486,7 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
 
     from mgpu_check.numerics.placement import Slice, assembled
 
-    parts: dict[str, list[tuple[Slice, Any]]] = defaultdict(list)
+    slices: dict[str, list[tuple[Slice, Any]]] = defaultdict(list)
     for file in files:
         file.seek(0)
         data, places = bytearray(file.read()), {}
@@ -486,10 +499,10 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
             if at:
                 places[head["name"]] = _tensor(data, start + own, at[0], "int64")
             start += own + sum(at)
-            part = Slice(head["name"], tuple(head["shape"]), places.get(head["name"]))
-            parts[f"{head['step']}/{head['kind']}/{head['name']}"].append((part, value))
-    found = {name: assembled(some) for name, some in parts.items()}
-    return bytes(save({name: one.value for name, one in found.items() if one.missing is None}))
+            slice_ = Slice(head["name"], tuple(head["shape"]), places.get(head["name"]))
+            slices[f"{head['step']}/{head['kind']}/{head['name']}"].append((slice_, value))
+    assembled_tensors = {name: assembled(pieces) for name, pieces in slices.items()}
+    return bytes(save({name: tensor.value for name, tensor in assembled_tensors.items() if tensor.missing is None}))
 
 
 def _tensor(data: bytearray, start: int, size: int, dtype: str) -> Any:
@@ -501,12 +514,12 @@ def _tensor(data: bytearray, start: int, size: int, dtype: str) -> Any:
     return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone().view(getattr(torch, dtype))
 
 
-def described(values: tuple[bytes | None, bytes | None], names: tuple[str, str], tolerance: float) -> str:
+def described(values: tuple[bytes | None, bytes | None], tensor_names: tuple[str, str], tolerance: float) -> str:
     """Describe the elements of a tensor that differ between two runs; "" if a run has no values of it.
 
     Args:
         values: of both runs, in the format safetensors.
-        names: the name of the tensor in both.
+        tensor_names: the name of the tensor in both.
         tolerance: relative to the root mean square of the first tensor.
     """
     if None in values or not installed():
@@ -516,20 +529,22 @@ def described(values: tuple[bytes | None, bytes | None], names: tuple[str, str],
 
     from mgpu_check.numerics.placement import Slice
 
-    one, other = (load(data).get(name) for data, name in zip(values, names, strict=True) if data is not None)
-    if one is None or other is None or one.shape != other.shape or not one.numel():
+    expected, actual = (
+        load(data).get(name) for data, name in zip(values, tensor_names, strict=True) if data is not None
+    )
+    if expected is None or actual is None or expected.shape != actual.shape or not expected.numel():
         return ""
-    shape = tuple(one.shape)
-    one, other = one.double().reshape(-1), other.double().reshape(-1)
-    apart = (other - one).abs()
-    off = (~(apart <= tolerance * float(one.norm()) / math.sqrt(one.numel()))).nonzero().flatten()
+    shape = tuple(expected.shape)
+    expected, actual = expected.double().reshape(-1), actual.double().reshape(-1)
+    difference = (actual - expected).abs()
+    off = (~(difference <= tolerance * float(expected.norm()) / math.sqrt(expected.numel()))).nonzero().flatten()
     if not len(off):
         return ""
     # Scattered elements are counted, not listed.
-    where = str(Slice("", shape, off))
-    worst = int(apart.nan_to_num(math.inf).argmax())
+    location = str(Slice("", shape, off))
+    worst = int(difference.nan_to_num(math.inf).argmax())
     index = list(map(int, torch.unravel_index(torch.tensor(worst), shape))) if shape else []
     return (
-        f"{len(off)} of {one.numel()} elements differ{f' ({where})' if where.startswith('dim') else ''}, the largest "
-        f"difference is at {index}: {float(other[worst]):.7g} instead of {float(one[worst]):.7g}"
+        f"{len(off)} of {expected.numel()} elements differ{f' ({location})' if location.startswith('dim') else ''}, "
+        f"the largest difference is at {index}: {float(actual[worst]):.7g} instead of {float(expected[worst]):.7g}"
     )

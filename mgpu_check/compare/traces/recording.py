@@ -54,19 +54,19 @@ class NotRecorded(Exception):
         super().__init__(report.headline)
         self.report, self.failed = report, failed
 
-    def told(self, kind: str, of: str = "") -> Report:
+    def told(self, outcome: str, subject: str = "") -> Report:
         """Return the report with another kind in its headline, and with what it is about."""
-        return replace(self.report, headline=f"{kind}: {of}{self.report.headline.partition(': ')[2]}")
+        return replace(self.report, headline=f"{outcome}: {subject}{self.report.headline.partition(': ')[2]}")
 
-    def verdict(self, of: str = "", *, beside: bool) -> ComparisonVerdict:
+    def verdict(self, subject: str = "", *, beside: bool) -> ComparisonVerdict:
         """Return the verdict on a comparison that ends here.
 
         Args:
-            of: what the headline is about.
+            subject: what the headline is about.
             beside: the run that it is compared with has a trace, so a script that fails has failed on one side only.
         """
-        kind: Kind = "differs" if beside and self.failed else "not comparable"
-        return ComparisonVerdict(kind, self.told(kind, of))
+        outcome: Kind = "differs" if beside and self.failed else "not comparable"
+        return ComparisonVerdict(outcome, self.told(outcome, subject))
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Placed(NamedTuple):
 
     ranks: ScriptRun
     kept: list[IO[bytes]]
-    one: Trace | None
+    reference: Trace | None
     files: Mapping[str, int | Sequence[int]]
 
 
@@ -126,31 +126,31 @@ def record(recording: RunRecording, tell: _Tell, wholes: Sequence[UndividedRun] 
     Raises:
         NotRecorded: the script fails, makes no optimizer step, or is not repeatable.
     """
-    made = recording.made
-    world = made.plan.world
+    comparison = recording.made
+    world = comparison.plan.world
     with contextlib.ExitStack() as undo:
         label = f"{world} ranks" if world > 1 else "one device"
-        found = _Placed(*_run(recording, tell, label, undo, {}, recording.values), None, {})
-        if world > 1 and is_open(found.ranks.traces):
-            tried = [UndividedRun("one device", made, 1)] if wholes is None else wholes
+        recorded = _Placed(*_run(recording, tell, label, undo, {}, recording.values), None, {})
+        if world > 1 and is_open(recorded.ranks.traces):
+            tried = [UndividedRun("one device", comparison, 1)] if wholes is None else wholes
             placed = next(filter(None, (_placed(recording, tell, source, undo) for source in tried)), None)
-            found = placed or found
+            recorded = placed or recorded
             if placed is None:
                 recording.remarks.append(_UNPLACED)
-        assembly = whole(found.ranks.traces, found.one)
+        assembly = whole(recorded.ranks.traces, recorded.reference)
         moved: list[Trace] = []
         if recording.rounding:
-            again, _ = _run(recording, tell, f"{label}, moved by roundoffs", undo, found.files, 0, SEED)
-            if difference := _not_repeated(found.ranks.traces, again.traces):
+            repeated, _ = _run(recording, tell, f"{label}, moved by roundoffs", undo, recorded.files, 0, SEED)
+            if difference := _not_repeated(recorded.ranks.traces, repeated.traces):
                 raise NotRecorded(reports.refusal(difference, [SEEDS]), failed=False)
-            moved = whole(again.traces, found.one).ranks
-        recording.remarks += crashes_at_exit(made.runs)
-        values = gathered(found.kept) if recording.values else None
+            moved = whole(repeated.traces, recorded.reference).ranks
+        recording.remarks += crashes_at_exit(comparison.runs)
+        values = gathered(recorded.kept) if recording.values else None
     return RecordedRun(
         recording.name,
-        made.plan.shown,
+        comparison.plan.shown,
         [_without_environment(trace) for trace in assembly.ranks],
-        _environment(made, found.ranks),
+        _environment(comparison, recorded.ranks),
         [_without_environment(trace) for trace in moved],
         assembly.divided,
         assembly.reasons,
@@ -158,14 +158,14 @@ def record(recording: RunRecording, tell: _Tell, wholes: Sequence[UndividedRun] 
         assembly.parts,
         assembly.partial,
         values,
-        made.plan.steps,
+        comparison.plan.steps,
     )
 
 
-def _environment(made: ScriptComparison, ranks: ScriptRun) -> dict[str, Any]:
+def _environment(comparison: ScriptComparison, ranks: ScriptRun) -> dict[str, Any]:
     events = ranks.traces[0].of("environment")
     facts = {key: value for key, value in events[0].items() if key not in ("event", "after")} if events else {}
-    return {"simulation": made.plan.simulated or "none", **facts}
+    return {"simulation": comparison.plan.simulated or "none", **facts}
 
 
 def _without_environment(trace: Trace) -> Trace:
@@ -174,16 +174,16 @@ def _without_environment(trace: Trace) -> Trace:
 
 def is_open(traces: Sequence[Trace]) -> bool:
     """Return whether ranks hold different parameters that do not describe which slices they are."""
-    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    starts_by_name: dict[str, tuple[tuple[int, ...], int]] = {}
     for trace in traces:
         starts = {name: value for step in trace.steps for name, value in step.before.items()}
         for name, parameter in trace.parameters.items():
             if parameter.held is None and name in starts:
                 own = parameter.shape, starts[name].bits
-                if found.setdefault(name, own) != own:
+                if starts_by_name.setdefault(name, own) != own:
                     return True
-    held = [{name for name, one in trace.parameters.items() if one.held is None} for trace in traces]
-    return any(names != held[0] for names in held)
+    unsliced = [{name for name, entry in trace.parameters.items() if entry.held is None} for trace in traces]
+    return any(labels != unsliced[0] for labels in unsliced)
 
 
 def _run(
@@ -196,14 +196,14 @@ def _run(
     moved: int | None = None,
 ) -> tuple[ScriptRun, list[IO[bytes]]]:
     """Run the script on its ranks. Return the run, and for each rank the file with what it kept."""
-    made = recording.made
-    world = made.plan.world
+    comparison = recording.made
+    world = comparison.plan.world
     kept = [temporary(undo) for _ in range(world)]
     for file in kept:
         request = {"bytes": values // world if files else values, "root": recording.root}
         os.write(file.fileno(), json.dumps(request).encode() + b"\n")
     own = {**files, "kept": [file.fileno() for file in kept]}
-    done = run_script(made, tell, label, world, moved=moved, environment=made.plan.several, files=own)
+    done = run_script(comparison, tell, label, world, moved=moved, environment=comparison.plan.several, files=own)
     _check_run(recording, done)
     return done, kept
 
@@ -244,14 +244,14 @@ def _check_run(recording: RunRecording, done: ScriptRun) -> None:
 
 def _placed(recording: RunRecording, tell: _Tell, source: UndividedRun, undo: contextlib.ExitStack) -> _Placed | None:
     """Run the ranks again, which find their slices in the parameters of another run; None if that run fails."""
-    made = recording.made
+    comparison = recording.made
     try:
         fitted(source.made.plan.command, source.world)
     except ValueError:
         return None  # an argument has no value for this number of processes
     keep, nowhere = temporary(undo).fileno(), os.open(os.devnull, os.O_WRONLY)
     undo.callback(os.close, nowhere)
-    one = run_script(
+    source_run = run_script(
         source.made,
         tell,
         f"{source.label}, for its whole parameters",
@@ -259,42 +259,43 @@ def _placed(recording: RunRecording, tell: _Tell, source: UndividedRun, undo: co
         environment=source.made.plan.several if source.world > 1 else None,
         files={"keep": [keep, *[nowhere] * (source.world - 1)]},
     )
-    if one.failed or not one.traces[0].steps or is_open(one.traces):
+    if source_run.failed or not source_run.traces[0].steps or is_open(source_run.traces):
         return None
     files: Mapping[str, int | Sequence[int]] = {"wholes": keep}
-    label = f"{made.plan.world} ranks"
-    found = _Placed(
-        *_run(recording, tell, f"{label}, with slices", undo, files, recording.values), one.traces[0], files
+    label = f"{comparison.plan.world} ranks"
+    placed = _Placed(
+        *_run(recording, tell, f"{label}, with slices", undo, files, recording.values), source_run.traces[0], files
     )
-    if source.world > 1 or not whole(found.ranks.traces, found.one).same_elsewhere:
-        return found
-    if files := constants_placed(made, tell, {"wholes": keep}, undo):
-        again = _run(recording, tell, f"{label}, with all slices", undo, files, recording.values)
-        return _Placed(*again, found.one, files)
-    return found
+    if source.world > 1 or not whole(placed.ranks.traces, placed.reference).same_elsewhere:
+        return placed
+    if files := constants_placed(comparison, tell, {"wholes": keep}, undo):
+        repeated = _run(recording, tell, f"{label}, with all slices", undo, files, recording.values)
+        return _Placed(*repeated, placed.reference, files)
+    return placed
 
 
-def _not_repeated(ranks: Sequence[Trace], again: Sequence[Trace]) -> str:
+def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str:
     """Describe how a run that is moved by roundoffs differs in its inputs; "" if it does not.
 
     Later stages of a pipeline receive activations, which are moved, so the samples of one rank suffice.
     """
-    where = f"on {len(ranks)} ranks" if len(ranks) > 1 else "on one device"
-    for one, other in zip(ranks, again, strict=True):
-        if len(one.steps) != len(other.steps):
-            return f"not repeatable: run twice {where}, the script made {len(one.steps)} and {len(other.steps)} steps"
-        for number, (here, there) in enumerate(zip(one.steps, other.steps, strict=True)):
-            for name, value in here.before.items():
-                if name not in there.before or there.before[name].bits != value.bits:
-                    return f"not repeatable: run twice {where}, {name} had different values before step {number + 1}"
+    location = f"on {len(ranks)} ranks" if len(ranks) > 1 else "on one device"
+    for original, repetition in zip(ranks, repeated, strict=True):
+        if len(original.steps) != len(repetition.steps):
+            counts = f"{len(original.steps)} and {len(repetition.steps)}"
+            return f"not repeatable: run twice {location}, the script made {counts} steps"
+        for number, (step, repeated_step) in enumerate(zip(original.steps, repetition.steps, strict=True)):
+            for name, value in step.before.items():
+                if name not in repeated_step.before or repeated_step.before[name].bits != value.bits:
+                    return f"not repeatable: run twice {location}, {name} had different values before step {number + 1}"
     for number in range(min(len(trace.steps) for trace in ranks)):
         pairs = [
-            (trace.steps[number].samples, other.steps[number].samples)
-            for trace, other in zip(ranks, again, strict=True)
+            (trace.steps[number].samples, repetition.steps[number].samples)
+            for trace, repetition in zip(ranks, repeated, strict=True)
         ]
-        seen = [one == other for one, other in pairs if any(one)]
-        if seen and not any(seen):
-            return f"not repeatable: run twice {where}, the model received different samples at step {number + 1}"
+        equal = [original == repetition for original, repetition in pairs if any(original)]
+        if equal and not any(equal):
+            return f"not repeatable: run twice {location}, the model received different samples at step {number + 1}"
     return ""
 
 
@@ -335,8 +336,8 @@ class Revision:
         """Return the variables, with the directories of the commit before the directories of the working tree."""
         paths = [os.path.realpath(path) for path in sys.path[1:] if path]
         ours = [moved for path in paths if (moved := self.moved(path)) != path and os.path.isdir(moved)]
-        given = [self.moved(path) for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
-        return {**variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*ours, *given]))}
+        inherited = [self.moved(path) for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+        return {**variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*ours, *inherited]))}
 
     def plan(self, plan: ComparisonPlan) -> ComparisonPlan:
         """Return the plan of the same script in the commit.
@@ -378,19 +379,19 @@ def checked_out(revision: str) -> Iterator[Revision]:
         raise ValueError(
             f"{option}: the repository {root} has no commit {revision!r}; give a branch, a tag, or a commit of git log"
         ) from None
-    here = Path.cwd().resolve().relative_to(root)
-    with Scratch.new("compare") as made:
-        top = made / root.name
+    directory = Path.cwd().resolve().relative_to(root)
+    with Scratch.new("compare") as scratch:
+        top = scratch / root.name
         try:
             _git("-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--quiet", str(top), commit, at=root)
         except subprocess.CalledProcessError as error:
             raise ValueError(f"{option} cannot be checked out: {error.stderr.strip()}") from None
         try:
-            if not (top / here).is_dir():
-                raise ValueError(f"{option}: the directory {here} does not exist in {commit[:9]}")
+            if not (top / directory).is_dir():
+                raise ValueError(f"{option}: the directory {directory} does not exist in {commit[:9]}")
             name = f"{revision} ({commit[:9]})" if not commit.startswith(revision) else commit[:9]
             notes = [*_differences(root, commit), *_linked(root, top)]
-            yield Revision(name, top / here, root, top, _own(root), notes)
+            yield Revision(name, top / directory, root, top, _own(root), notes)
         finally:
             _git("worktree", "remove", "--force", str(top), at=root)
 
@@ -405,8 +406,8 @@ def _listed(root: Path, *words: str) -> list[str]:
 
 
 def _own(root: Path) -> frozenset[str]:
-    names = _listed(root, "--cached", "--others", "--exclude-standard")
-    return frozenset(str(root / name) for name in names)
+    files = _listed(root, "--cached", "--others", "--exclude-standard")
+    return frozenset(str(root / name) for name in files)
 
 
 def _differences(root: Path, commit: str) -> Iterator[str]:
@@ -423,9 +424,9 @@ def _differences(root: Path, commit: str) -> Iterator[str]:
 
 def _linked(root: Path, top: Path) -> Iterator[str]:
     """Link the data that git ignores into the commit."""
-    names = _listed(root, "--others", "--ignored", "--exclude-standard", "--directory")
+    ignored = _listed(root, "--others", "--ignored", "--exclude-standard", "--directory")
     linked = []
-    for name in (name.rstrip("/") for name in names):
+    for name in (name.rstrip("/") for name in ignored):
         if not name.endswith(_GENERATED) and (top / name).parent.is_dir() and not (top / name).exists():
             (top / name).symlink_to(root / name)
             linked.append(name)

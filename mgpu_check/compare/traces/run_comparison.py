@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mgpu_check.compare import reports
-from mgpu_check.compare.alignment import KINDS, Aligned, Kind, deviation, of_kind
+from mgpu_check.compare.alignment import QUANTITIES, Aligned, Quantity, deviation, of_quantity
 from mgpu_check.compare.assembly import assembled
 from mgpu_check.compare.comparability import trained
 from mgpu_check.compare.diagnosis import diagnose
@@ -46,10 +46,10 @@ class RunComparison:
 class _Unmeasured(Rounding):
     """The tolerance if rounding was not measured: nothing but the digits of summaries."""
 
-    def __init__(self, one: Trace) -> None:
-        self._one, self._others, self.margin = one, [], 1.0
+    def __init__(self, reference: Trace) -> None:
+        self._one, self._others, self.margin = reference, [], 1.0
 
-    def tolerance(self, step: int, kind: Kind, name: str) -> float:
+    def tolerance(self, step: int, quantity: Quantity, name: str) -> float:
         return _UNMEASURED
 
     def of_loss(self, step: int) -> float:
@@ -63,122 +63,128 @@ class _Unmeasured(Rounding):
 
 
 def compare_runs(
-    one: RecordedRun, other: RecordedRun, unjudged: Mapping[str, str] = MappingProxyType({})
+    baseline: RecordedRun, candidate: RecordedRun, unjudged: Mapping[str, str] = MappingProxyType({})
 ) -> RunComparison:
-    """Judge `other` against `one`.
+    """Judge `candidate` against `baseline`.
 
     Args:
         unjudged: pattern of parameters that need not be compared -> the reason.
     """
-    apart = disagreeing(one.ranks)
-    ranks, others = one.ranks, other.ranks
-    moved = {"one": one.moved, "other": other.moved}
-    left: list[str] = []
-    if apart and one.world == other.world:
+    disputed = disagreeing(baseline.ranks)
+    ranks, others = baseline.ranks, candidate.ranks
+    moved = {"one": baseline.moved, "other": candidate.moved}
+    unresolved: list[str] = []
+    if disputed and baseline.world == candidate.world:
         ranks, others, moved["one"], moved["other"] = (
-            [renamed(trace, {name: f"{name} (rank {trace.rank})" for name in apart}) for trace in some]
-            for some in (ranks, others, *moved.values())
+            [renamed(trace, {name: f"{name} (rank {trace.rank})" for name in disputed}) for trace in traces]
+            for traces in (ranks, others, *moved.values())
         )
-    elif apart:
-        reference = merged(ranks, one.divided)
-        rounding = Rounding(reference, [merged(one.moved, one.divided)]) if one.moved else _Unmeasured(reference)
-        left = [name for name in apart if _differs(name, ranks, rounding)]
-    reference = merged(ranks, one.divided, left)
-    reasons = dict(other.reasons) | dict.fromkeys(left, f"the ranks of {one.name} hold different values of it")
+    elif disputed:
+        reference = merged(ranks, baseline.divided)
+        rounding = (
+            Rounding(reference, [merged(baseline.moved, baseline.divided)])
+            if baseline.moved
+            else _Unmeasured(reference)
+        )
+        unresolved = [name for name in disputed if _differs(name, ranks, rounding)]
+    reference = merged(ranks, baseline.divided, unresolved)
+    reasons = dict(candidate.reasons) | dict.fromkeys(
+        unresolved, f"the ranks of {baseline.name} hold different values of it"
+    )
     if set(reference.parameters) != {name for trace in others for name in trace.parameters}:
-        found = assembled(reference, others)
-        others, reasons = found.ranks, reasons | dict(found.reasons)
+        assembly = assembled(reference, others)
+        others, reasons = assembly.ranks, reasons | dict(assembly.reasons)
         moved["other"] = assembled(reference, moved["other"]).ranks
     aligned = Aligned(
         reference,
         others,
-        other.world,
-        other.divided,
+        candidate.world,
+        candidate.divided,
         reasons,
-        holders=other.holders,
-        parts=other.parts,
-        partial=other.partial,
+        holders=candidate.holders,
+        parts=candidate.parts,
+        partial=candidate.partial,
     )
     measured: Rounding | None = None
     parting = _first_bits(aligned)
     if parting is not None and moved["one"]:
-        measured = Rounding(reference, [merged(moved["one"], one.divided)])
+        measured = Rounding(reference, [merged(moved["one"], baseline.divided)])
     elif parting is not None and moved["other"]:
-        measured = Rounding(merged(others, other.divided), [merged(moved["other"], other.divided)])
-    return RunComparison(aligned, measured, _verdict(one, other, aligned, parting, measured, unjudged))
+        measured = Rounding(merged(others, candidate.divided), [merged(moved["other"], candidate.divided)])
+    return RunComparison(aligned, measured, _verdict(baseline, candidate, aligned, parting, measured, unjudged))
 
 
 def _differs(name: str, ranks: list[Trace], rounding: Rounding) -> bool:
     """Return whether ranks hold a tensor with values that differ by more than rounding."""
     shape = next(entry.shape for trace in ranks if (entry := trace.entry(name)) is not None)
     for number, steps in enumerate(zip(*(trace.steps for trace in ranks), strict=False)):
-        for kind in KINDS:
-            values = [value for step in steps if (value := of_kind(step, kind).get(name)) is not None]
+        for quantity in QUANTITIES:
+            values = [value for step in steps if (value := of_quantity(step, quantity).get(name)) is not None]
             sizes = (deviation(value, values[0], shape).size for value in values)
-            if values and max(sizes) > rounding.tolerance(number, kind, name):
+            if values and max(sizes) > rounding.tolerance(number, quantity, name):
                 return True
     return False
 
 
 def _verdict(
-    one: RecordedRun,
-    other: RecordedRun,
+    baseline: RecordedRun,
+    candidate: RecordedRun,
     aligned: Aligned,
     parting: _FirstBits | None,
     rounding: Rounding | None,
     unjudged: Mapping[str, str],
 ) -> ComparisonVerdict:
-    known = rounding or _Unmeasured(aligned.one)
-    difference = None if parting is None else first_difference(aligned, known)
+    tolerances = rounding or _Unmeasured(aligned.one)
+    difference = None if parting is None else first_difference(aligned, tolerances)
     if difference is not None:
-        found = _differing(difference) if rounding is not None else _unmeasured(difference)
+        verdict = _differing(difference) if rounding is not None else _unmeasured(difference)
     else:
-        found = verdict_of(aligned, known, None, unjudged)
-        if parting is not None and rounding is None and found.kind == "equal":
-            found = replace(found, kind="undecided", report=_undecided(f"step {parting.step + 1}: {parting}"))
-    report = found.report
+        verdict = verdict_of(aligned, tolerances, None, unjudged)
+        if parting is not None and rounding is None and verdict.kind == "equal":
+            verdict = replace(verdict, kind="undecided", report=_undecided(f"step {parting.step + 1}: {parting}"))
+    report = verdict.report
     if parting is None:
         report = replace(report, headline=report.headline.replace(", within rounding", ", bit by bit"))
-    remarks = [*report.remarks, *_renamed(one, other, aligned)]
-    if parting is not None and found.kind == "equal":
+    remarks = [*report.remarks, *_renamed(baseline, candidate, aligned)]
+    if parting is not None and verdict.kind == "equal":
         remarks.append(f"the first tensor that is not equal bit by bit: {parting}, at step {parting.step + 1}")
-    if changes := other_environment(one, other):
-        what = "a possible cause: the environments differ" if found.kind == "differs" else "the environments differ"
-        remarks.append(f"{what}: {'; '.join(changes)}")
+    if changes := other_environment(baseline, candidate):
+        cause = "a possible cause: the environments differ" if verdict.kind == "differs" else "the environments differ"
+        remarks.append(f"{cause}: {'; '.join(changes)}")
     elements = ""
-    if difference is not None and (main := difference.main) and main.kind in ("gradient", "parameter"):
-        key = f"{difference.step + 1}/{main.kind}/{main.name}"
-        tolerance = known.tolerance(difference.step, main.kind, main.name)
-        elements = described((one.values, other.values), (key, key), tolerance)
+    if difference is not None and (main := difference.main) and main.quantity in ("gradient", "parameter"):
+        key = f"{difference.step + 1}/{main.quantity}/{main.name}"
+        tolerance = tolerances.tolerance(difference.step, main.quantity, main.name)
+        elements = described((baseline.values, candidate.values), (key, key), tolerance)
     report = replace(report, remarks=remarks, known=[*report.known, elements])
-    return replace(found, report=_in_words(report, one.name))
+    return replace(verdict, report=_in_words(report, baseline.name))
 
 
 class _FirstBits(NamedTuple):
     """The first tensor that is not equal bit by bit, at a step counted from 0."""
 
     step: int
-    kind: Kind
+    quantity: Quantity
     name: str
 
     def __str__(self) -> str:
-        return reports.TENSORS[self.kind].format(self.name)
+        return reports.TENSORS[self.quantity].format(self.name)
 
 
 def _first_bits(aligned: Aligned) -> _FirstBits | None:
     """Return the first tensor that is not equal bit by bit, or None. Needs no torch."""
     for step in range(aligned.steps):
-        for kind in KINDS:
-            for name in aligned.named(kind):
-                expected, here = aligned.found(step, kind, name)
+        for quantity in QUANTITIES:
+            for name in aligned.named(quantity):
+                expected, by_rank = aligned.found(step, quantity, name)
                 shape = aligned.parameter(name).shape
-                for value in here.values():
+                for value in by_rank.values():
                     bits = (value and value.bits) == (expected and expected.bits)
                     # A statistic that is the mean over slices has no bits of its own.
                     if not bits or (
                         expected and expected.finite and deviation(value, expected, shape).size > _UNMEASURED
                     ):
-                        return _FirstBits(step, kind, name)
+                        return _FirstBits(step, quantity, name)
     return None
 
 
@@ -187,16 +193,16 @@ def _unmeasured(difference: FirstDifference) -> ComparisonVerdict:
 
     As in a run that is repeated, a difference in the upper half of the digits is not rounding.
     """
-    found = _differing(difference)
+    verdict = _differing(difference)
     main = difference.main
     if main is None or not main.worst.size <= math.sqrt(roundoff(difference.aligned.parameter(main.name).dtype)):
-        return found
-    return replace(found, kind="undecided", report=_undecided(found.report.headline.removeprefix("differs: ")))
+        return verdict
+    return replace(verdict, kind="undecided", report=_undecided(verdict.report.headline.removeprefix("differs: ")))
 
 
-def _undecided(what: str) -> Report:
+def _undecided(parting: str) -> Report:
     return Report(
-        f"undecided: the runs are not equal bit by bit, and the effect of rounding was measured in neither: {what}",
+        f"undecided: the runs are not equal bit by bit, and the effect of rounding was measured in neither: {parting}",
         remarks=["do: record one of the runs without --no-rounding"],
     )
 
@@ -204,43 +210,43 @@ def _undecided(what: str) -> Report:
 def _differing(difference: FirstDifference) -> ComparisonVerdict:
     """Return the verdict on a difference. Other samples, or another start, are differences too."""
     samples = difference.samples
-    why = ""
+    reason = ""
     if difference.others_seen:
-        why = (
+        reason = (
             f"step {difference.step + 1}: the batches differ: the model received {samples.together.total()} samples, "
             f"and {samples.common} of them are among the {samples.one.total()} samples of one device"
         )
-    made = of_difference(difference, replace(diagnose(difference), comparable=True, why=why, todo=[]))
-    return replace(made, report=replace(made.report, remarks=[*made.report.remarks, *_modules(difference)]))
+    verdict = of_difference(difference, replace(diagnose(difference), comparable=True, reason=reason, todo=[]))
+    return replace(verdict, report=replace(verdict.report, remarks=[*verdict.report.remarks, *_modules(difference)]))
 
 
 def _modules(difference: FirstDifference) -> Iterator[str]:
     """Name the modules of the first wrong tensors, if the tensors of other modules are right."""
-    kind = difference.kind
-    if kind is None:
+    quantity = difference.quantity
+    if quantity is None:
         return
-    wrong = [entry.name for entry in difference.wrong[kind]]
-    right = set(difference.aligned.named(kind)) - set(wrong)
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or "the model" for name in wrong))
-    if wrong and right and kind != "state":
-        what = "the gradients of " if kind == "gradient" else ""
-        yield f"wrong in {few(modules, 5)}: {what}{few(wrong, 5)}; right at this step: {len(right)} others"
+    mismatches = [entry.name for entry in difference.mismatches[quantity]]
+    equal = set(difference.aligned.named(quantity)) - set(mismatches)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or "the model" for name in mismatches))
+    if mismatches and equal and quantity != "state":
+        subject = "the gradients of " if quantity == "gradient" else ""
+        yield f"wrong in {few(modules, 5)}: {subject}{few(mismatches, 5)}; right at this step: {len(equal)} others"
 
 
-def _renamed(one: RecordedRun, other: RecordedRun, aligned: Aligned) -> Iterator[str]:
-    theirs = {name for trace in other.ranks for name in trace.parameters}
+def _renamed(baseline: RecordedRun, candidate: RecordedRun, aligned: Aligned) -> Iterator[str]:
+    theirs = {name for trace in candidate.ranks for name in trace.parameters}
     fresh = [name for name in aligned.names if name not in theirs and not name.endswith(")")]
     if fresh and trained(aligned.one):
-        yield f"parameters with other names in {other.name}: {few(fresh, 3)}, found by their initial values"
+        yield f"parameters with other names in {candidate.name}: {few(fresh, 3)}, found by their initial values"
 
 
-def other_environment(one: RecordedRun, other: RecordedRun) -> list[str]:
+def other_environment(baseline: RecordedRun, candidate: RecordedRun) -> list[str]:
     """Return a clause for each fact of the environment that differs."""
-    here, there = one.environment, other.environment
+    expected, actual = baseline.environment, candidate.environment
     return [
-        f"{key} is {there.get(key, 'not set')}, and was {here.get(key, 'not set')} in {one.name}"
-        for key in dict.fromkeys((*here, *there))
-        if here.get(key) != there.get(key)
+        f"{key} is {actual.get(key, 'not set')}, and was {expected.get(key, 'not set')} in {baseline.name}"
+        for key in dict.fromkeys((*expected, *actual))
+        if expected.get(key) != actual.get(key)
     ]
 
 
@@ -258,7 +264,7 @@ def _in_words(report: Report, name: str) -> Report:
         remarks=[said(line) for line in report.remarks if line],
         findings=[replace(finding, evidence=said(finding.evidence)) for finding in report.findings],
         observables=[
-            replace(one, relations={said(key): value for key, value in one.relations.items()})
-            for one in report.observables
+            replace(observable, relations={said(key): value for key, value in observable.relations.items()})
+            for observable in report.observables
         ],
     )

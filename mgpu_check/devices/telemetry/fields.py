@@ -135,12 +135,12 @@ def names(*kinds: Kind) -> tuple[str, ...]:
 def asked(kinds: Iterable[Kind], gpu: int, gpus: Sequence[int]) -> tuple[str, ...]:
     """Return the fields of these kinds to query on `gpu`; a pair field once for each peer in `gpus`."""
     wanted = set(kinds)
-    found: list[str] = []
+    field_names: list[str] = []
     for field in FIELDS.values():
         if field.kind not in wanted:
             continue
         if field.kind == "pair":
-            found += [pair_field(field.name, peer) for peer in gpus if peer != gpu]
+            field_names += [pair_field(field.name, peer) for peer in gpus if peer != gpu]
         else:
-            found.append(field.name)
-    return tuple(found)
+            field_names.append(field.name)
+    return tuple(field_names)

@@ -87,15 +87,15 @@ def known(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) -
 
 def _fields(nvml: Any, handle: Any, ids: Sequence[tuple[int, int]]) -> list[Any]:
     """Return the values of fields by (id, scope); None for a missing field."""
-    found: list[Any] = []
+    results: list[Any] = []
     for value in nvml.nvmlDeviceGetFieldValues(handle, list(ids)):
         if value.nvmlReturn == 0:
-            found.append(getattr(value.value, _TYPES[value.valueType]))
+            results.append(getattr(value.value, _TYPES[value.valueType]))
         elif value.nvmlReturn in _NONE:
-            found.append(None)
+            results.append(None)
         else:
             raise nvml.NVMLError(value.nvmlReturn)
-    return found
+    return results
 
 
 def _field(name: str) -> Query:
@@ -114,27 +114,27 @@ def _call(name: str, *arguments: Any, scale: float | None = None) -> Query:
 
     def query(nvml: Any, handle: Any) -> Value:
         value = getattr(nvml, name)(handle, *arguments)
-        found: Value = value if scale is None else value / scale
-        return found
+        scaled: Value = value if scale is None else value / scale
+        return scaled
 
     return query
 
 
-def _named(query: Query, names: dict[int, str]) -> Query:
+def _named(query: Query, labels: dict[int, str]) -> Query:
     def named(nvml: Any, handle: Any) -> Value:
         value = query(nvml, handle)
         assert isinstance(value, int)
-        return names.get(value, str(value))
+        return labels.get(value, str(value))
 
     return named
 
 
-def _of_pair(name: str, place: int, names: dict[int, str] | None = None) -> Query:
-    """Return a query that picks element `place` of the result of a function."""
+def _of_pair(name: str, index: int, labels: dict[int, str] | None = None) -> Query:
+    """Return a query that picks element `index` of the result of a function."""
 
     def query(nvml: Any, handle: Any) -> Value:
-        value = getattr(nvml, name)(handle)[place]
-        return bool(value) if names is None else names[value]
+        value = getattr(nvml, name)(handle)[index]
+        return bool(value) if labels is None else labels[value]
 
     return query
 
@@ -155,10 +155,10 @@ def _first(*queries: Query) -> Query:
     """Return a query that takes the first answer. List new functions first, then those of older drivers."""
 
     def query(nvml: Any, handle: Any) -> Value:
-        for one in queries[:-1]:
-            found = known(nvml, None, one, nvml, handle)
-            if found is not None:
-                value: Value = found
+        for candidate in queries[:-1]:
+            answer = known(nvml, None, candidate, nvml, handle)
+            if answer is not None:
+                value: Value = answer
                 return value
         return queries[-1](nvml, handle)
 
@@ -169,8 +169,8 @@ def _throttle(name: str) -> Query:
     def query(nvml: Any, handle: Any) -> Value:
         mask = int(getattr(nvml, name)(handle))
         unnamed = mask & ~sum(_THROTTLE)
-        names = [text for bit, text in _THROTTLE.items() if mask & bit]
-        return ", ".join(names + ([hex(unnamed)] if unnamed else []))
+        reasons = [text for bit, text in _THROTTLE.items() if mask & bit]
+        return ", ".join(reasons + ([hex(unnamed)] if unnamed else []))
 
     return query
 
@@ -181,14 +181,14 @@ def _links(nvml: Any, handle: Any) -> dict[int, bool]:
     Raises:
         NVMLError: the GPU has no NVLinks.
     """
-    found = {}
+    states = {}
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = known(nvml, None, nvml.nvmlDeviceGetNvLinkState, handle, link)
         if state is not None:
-            found[link] = bool(state)
-    if not found:
+            states[link] = bool(state)
+    if not states:
         raise nvml.NVMLError(_NOT_SUPPORTED)
-    return found
+    return states
 
 
 def _active(nvml: Any, handle: Any) -> list[int]:
@@ -210,17 +210,17 @@ def _nvlink_speed(nvml: Any, handle: Any) -> Value:
     return int(min(speeds))
 
 
-def _over_links(*names: str, counter: Sequence[int] = ()) -> Query:
+def _over_links(*field_names: str, counter: Sequence[int] = ()) -> Query:
     """Return a query that adds up fields over all NVLinks, or, with an older driver, counters of each link."""
 
     def query(nvml: Any, handle: Any) -> Value:
         links = list(_links(nvml, handle))
-        ids = [getattr(nvml, name) for name in names]
-        values = _fields(nvml, handle, [(one, link) for one in ids for link in links])
+        ids = [getattr(nvml, name) for name in field_names]
+        values = _fields(nvml, handle, [(field_id, link) for field_id in ids for link in links])
         if all(value is None for value in values) and counter:
             values = [
-                known(nvml, None, nvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, kind)
-                for kind in counter
+                known(nvml, None, nvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, error_type)
+                for error_type in counter
                 for link in links
             ]
         counted = [value for value in values if value is not None]
@@ -259,17 +259,17 @@ def _pci(nvml: Any, handle: Any) -> Value:
     return bus.decode() if isinstance(bus, bytes) else str(bus)
 
 
-def _remapped(place: int, flag: bool = False) -> Query:
+def _remapped(index: int, flag: bool = False) -> Query:
     def query(nvml: Any, handle: Any) -> Value:
-        value = nvml.nvmlDeviceGetRemappedRows(handle)[place]
+        value = nvml.nvmlDeviceGetRemappedRows(handle)[index]
         return bool(value) if flag else int(value)
 
     return query
 
 
-def _histogram(place: str) -> Query:
+def _histogram(attribute: str) -> Query:
     """Return a query for the number of banks of memory with this many spare rows: max, high, partial, low, none."""
-    return lambda nvml, handle: int(getattr(nvml.nvmlDeviceGetRowRemapperHistogram(handle), place))
+    return lambda nvml, handle: int(getattr(nvml.nvmlDeviceGetRowRemapperHistogram(handle), attribute))
 
 
 QUERIES: dict[str, Query] = {
@@ -357,13 +357,13 @@ QUERIES: dict[str, Query] = {
 """The query of each field, by name; `pair_query` covers the pair fields."""
 
 
-def pair_query(nvml: Any, field: str, handle: Any, other: Any) -> Value:
+def pair_query(nvml: Any, field: str, handle: Any, peer: Any) -> Value:
     """Return the value of a field of two GPUs."""
     assert peer_of(field) is not None
     if field.startswith("topology"):
-        level = nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)
+        level = nvml.nvmlDeviceGetTopologyCommonAncestor(handle, peer)
         return _TOPOLOGY.get(level, str(level))
-    states = {index: nvml.nvmlDeviceGetP2PStatus(handle, other, index) for index in _P2P_CAPABILITIES}
+    states = {index: nvml.nvmlDeviceGetP2PStatus(handle, peer, index) for index in _P2P_CAPABILITIES}
     able = [text for index, text in _P2P_CAPABILITIES.items() if states[index] == 0]
     return "+".join(able) if able else _P2P_STATES.get(states[0], str(states[0]))
 
@@ -448,8 +448,8 @@ class NvmlSource:
             raise QueryError(str(error), error.value) from None
         if not data.eventType & nvml.nvmlEventTypeXidCriticalError:
             return []
-        where = _address(data.device)
-        numbers = [number for number, handle in self._gpus.items() if _address(handle) == where]
+        address = _address(data.device)
+        numbers = [number for number, handle in self._gpus.items() if _address(handle) == address]
         return [XidEvent(number, int(data.eventData)) for number in numbers]  # empty for a GPU outside the run
 
     def close(self) -> None:
@@ -488,29 +488,29 @@ class NvmlSource:
     def _handles(self, count: int) -> tuple[dict[str, Any], list[str]]:
         """Return the handles of GPUs by plain UUID, and the failures. A MIG device gets the handle of its GPU."""
         nvml = self._nvml
-        found: dict[str, Any] = {}
+        handles: dict[str, Any] = {}
         trouble = []
         for index in range(count):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                found[_plain(nvml.nvmlDeviceGetUUID(handle))] = handle
+                handles[_plain(nvml.nvmlDeviceGetUUID(handle))] = handle
             except nvml.NVMLError as error:
                 trouble.append(f"its GPU {index} does not answer: {error}")
                 continue
             for uuid in self._mig_devices(handle):
-                found[_plain(uuid)] = handle
-        return found, trouble
+                handles[_plain(uuid)] = handle
+        return handles, trouble
 
     def _mig_devices(self, handle: Any) -> list[str]:
         """Return the UUIDs of the MIG devices of a GPU."""
         nvml = self._nvml
-        found: list[str] = []
+        uuids: list[str] = []
         with contextlib.suppress(nvml.NVMLError):  # the GPU has no MIG mode
-            for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
                 with contextlib.suppress(nvml.NVMLError):  # no device in this place
-                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-                    found.append(nvml.nvmlDeviceGetUUID(mig))
-        return found
+                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                    uuids.append(nvml.nvmlDeviceGetUUID(mig))
+        return uuids
 
 
 def _plain(uuid: str) -> str:
@@ -535,18 +535,18 @@ def past_xids() -> dict[tuple[str, int], int] | None:
     """
     lines = _ring(_KMSG)
     if lines is None:
-        lines = next((some for path in _FILES if (some := _end_of(path)) is not None), None)
+        lines = next((tail for path in _FILES if (tail := _end_of(path)) is not None), None)
     return None if lines is None else xids_in(lines)
 
 
 def xids_in(lines: Iterable[str]) -> dict[tuple[str, int], int]:
     """Return how often each Xid is in these lines of a log, by PCI bus id as the driver's library writes it."""
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for line in lines:
         if match := _XID.search(line):
             domain, bus, device, number = match.groups()
-            found[f"{int(domain, 16):08X}:{bus.upper()}:{device.upper()}.0", int(number)] += 1
-    return dict(found)
+            counts[f"{int(domain, 16):08X}:{bus.upper()}:{device.upper()}.0", int(number)] += 1
+    return dict(counts)
 
 
 def _ring(path: Path) -> list[str] | None:

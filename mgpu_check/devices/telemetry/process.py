@@ -61,14 +61,14 @@ class _Output:
             except (OSError, ValueError):  # the parent has closed the pipe
                 os._exit(0)
 
-    def trouble(self, kind: str, gpu: int | None, field: str, text: str, code: int | None = None) -> None:
+    def trouble(self, trouble_kind: str, gpu: int | None, field: str, text: str, code: int | None = None) -> None:
         """Report a trouble; a repeated one only the first time. Xids are always reported."""
-        if kind != "xid":
-            same = (kind, gpu, field, code)
+        if trouble_kind != "xid":
+            same = (trouble_kind, gpu, field, code)
             if same in self._told:
                 return
             self._told.add(same)
-        self.write({"trouble": [kind, gpu, field, text, self.now(), code]})
+        self.write({"trouble": [trouble_kind, gpu, field, text, self.now(), code]})
 
 
 class _Asking:
@@ -135,13 +135,13 @@ class _GpuThread(threading.Thread):
     def _sample(self) -> None:
         if not self._lost:
             at = self._output.now()
-            values = self._read("gauge", "counter", again=False)
+            values = self._read("gauge", "counter", retry=False)
             if not self._lost:
                 self._output.write({"sample": [at, self._gpu, values]})
 
     def _answer(self, number: int, full: bool) -> None:
         kinds: tuple[Kind, ...] = get_args(Kind) if full else ("gauge", "counter")
-        values = {} if self._lost else self._read(*kinds, again=full)
+        values = {} if self._lost else self._read(*kinds, retry=full)
         self._output.write(
             {
                 "answer": number,
@@ -153,13 +153,13 @@ class _GpuThread(threading.Thread):
             }
         )
 
-    def _read(self, *kinds: Kind, again: bool) -> dict[str, Any]:
-        """Read all fields of these kinds. Skip fields that were unavailable before, unless `again`."""
+    def _read(self, *kinds: Kind, retry: bool) -> dict[str, Any]:
+        """Read all fields of these kinds. Skip fields that were unavailable before, unless `retry`."""
         values: dict[str, Any] = {}
         for field in asked(kinds, self._gpu, self._gpus):
             if self._lost:
                 break
-            values[field] = None if field in self._unknown and not again else self._ask(field)
+            values[field] = None if field in self._unknown and not retry else self._ask(field)
         return values
 
     def _ask(self, field: str) -> Any:
@@ -225,9 +225,9 @@ def main() -> None:
     asking = _Asking(output, notes)
     deadline = float(wanted["deadline"])
 
-    def hangs(query: Query, kind: Literal["hang", "blocked"]) -> None:
+    def hangs(query: Query, state: Literal["hang", "blocked"]) -> None:
         limit = deadline if query.gpu is not None else PATIENCE * deadline
-        output.trouble(kind, query.gpu, query.field, f"the driver has not answered within {limit:g} s")
+        output.trouble(state, query.gpu, query.field, f"the driver has not answered within {limit:g} s")
 
     watch(asking.turnstile, deadline, hangs)
     threads: dict[int, _GpuThread] = {}
@@ -261,14 +261,14 @@ def _open(wanted: dict[str, Any], asking: _Asking, output: _Output, threads: dic
         asking.end(query)
     numbers = [number for number in gpus if number not in source.unmatched]
     output.write({"ready": numbers, "unmatched": list(source.unmatched.items())})
-    made = {
+    new_threads = {
         gpu: _GpuThread(source, asking, output, gpu, numbers, slot, wanted["interval"])
         for slot, gpu in enumerate(gpus, start=1)
         if gpu in numbers
     }
-    threads.update(made)
+    threads.update(new_threads)
     threading.Thread(target=_tell_events, args=(source, output), name="events", daemon=True).start()
-    for thread in made.values():
+    for thread in new_threads.values():
         thread.start()
 
 

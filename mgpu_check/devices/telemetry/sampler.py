@@ -135,7 +135,7 @@ class History:
         kept = self._of.setdefault(sample.gpu, [])
         kept.append(sample)
         if len(kept) > MOST:
-            thinned = [s for place, s in enumerate(kept) if place % 2 == 0 or s.values.get("throttle")]
+            thinned = [s for index, s in enumerate(kept) if index % 2 == 0 or s.values.get("throttle")]
             self._of[sample.gpu] = thinned if len(thinned) <= 3 * MOST // 4 else kept[::2]
 
     def samples(self) -> list[TelemetrySample]:
@@ -262,12 +262,12 @@ class TelemetrySampler:
 
     def asked_now(self) -> list[tuple[int | None, str]]:
         """Return the queries in progress: GPU (None for a call without a GPU) and field."""
-        found: list[tuple[int | None, str]] = []
+        pending: list[tuple[int | None, str]] = []
         for slot, gpu in enumerate([None, *self.gpus]):
             noted = self._notes[slot * NOTE : (slot + 1) * NOTE].rstrip(b"\0").decode(errors="replace")
             if noted:
-                found.append((gpu, noted))
-        return found
+                pending.append((gpu, noted))
+        return pending
 
     def close(self) -> None:
         """End the process. Samples and troubles remain available."""
@@ -317,7 +317,7 @@ class TelemetrySampler:
         )
         if not absent and not self._ready:
             absent = f"the driver's library has not answered within {min(timeout, PATIENCE * self._deadline):g} s"
-        taken: dict[int, dict[Kind, dict[str, Any]]] = {}
+        fields: dict[int, dict[Kind, dict[str, Any]]] = {}
         no_events = {"xid": self._no_events} if self._no_events else {}
         missing: dict[int, str] = {}
         for gpu in self.gpus:
@@ -326,17 +326,18 @@ class TelemetrySampler:
                 no_answer = f"no answer within {timeout:g} s"
                 missing[gpu] = (answer or {}).get("missing") or self._why(gpu) or absent or no_answer
                 continue
-            of: dict[Kind, dict[str, Any]] = taken.setdefault(gpu, {})
+            by_kind: dict[Kind, dict[str, Any]] = fields.setdefault(gpu, {})
             for name, value in answer["values"].items():
-                of.setdefault(field_of(name).kind, {})[name] = value
+                by_kind.setdefault(field_of(name).kind, {})[name] = value
         return Snapshot(
             at=self.now(),
             facts={
-                gpu: {name: v for kind in _FACTS for name, v in of.get(kind, {}).items()} for gpu, of in taken.items()
+                gpu: {name: v for fact_kind in _FACTS for name, v in by_kind.get(fact_kind, {}).items()}
+                for gpu, by_kind in fields.items()
             },
-            counters={gpu: of["counter"] for gpu, of in taken.items()},
-            gauges={gpu: of["gauge"] for gpu, of in taken.items()},
-            unknown={gpu: {**answers[gpu]["unknown"], **no_events} for gpu in taken},
+            counters={gpu: by_kind["counter"] for gpu, by_kind in fields.items()},
+            gauges={gpu: by_kind["gauge"] for gpu, by_kind in fields.items()},
+            unknown={gpu: {**answers[gpu]["unknown"], **no_events} for gpu in fields},
             missing=missing,
             absent=absent,
             identity={gpu: dict(values) for gpu, values in self._identity.items()},
@@ -380,8 +381,8 @@ class TelemetrySampler:
     def _death(self, code: int) -> Trouble:
         """Report the death of the process; name the GPU and the field if exactly one query was in progress."""
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        asked = self.asked_now()
-        gpu, name = asked[0] if len(asked) == 1 else (None, "")
+        pending = self.asked_now()
+        gpu, name = pending[0] if len(pending) == 1 else (None, "")
         text = f"the process that queries the driver has ended with {how}"
         return Trouble("sampler", gpu, name, text, self.now())
 

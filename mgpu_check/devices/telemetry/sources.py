@@ -134,10 +134,10 @@ class Turnstile:
             if query.ticks < (_TICKS if query.gpu is not None else PATIENCE * _TICKS):
                 return None
             query.hung = True
-            kind: Literal["hang", "blocked"] = "blocked" if self._hanging else "hang"
+            state: Literal["hang", "blocked"] = "blocked" if self._hanging else "hang"
             self._hanging.add(query)
             self._changed.notify_all()
-            return query, kind
+            return query, state
 
 
 def watch(
@@ -153,9 +153,9 @@ def watch(
     def go() -> None:
         while True:
             pause.wait(deadline / _TICKS)
-            found = turnstile.tick()
-            if found is not None:
-                report(*found)
+            overdue = turnstile.tick()
+            if overdue is not None:
+                report(*overdue)
 
     thread = threading.Thread(target=go, name="watch", daemon=True)
     thread.start()
@@ -280,22 +280,22 @@ class SimulatedSource:
 
     def query(self, gpu: int, field: str) -> Value:
         """Return the value of a field: that of the last override in effect, or else the healthy value."""
-        for place, override in reversed(list(enumerate(self._overrides))):
+        for index, override in reversed(list(enumerate(self._overrides))):
             if override.gpu == gpu and override.field in ("", field) and self._begun(override):
-                return self._overridden(place, override, field)
+                return self._overridden(index, override, field)
         return self._truth(gpu, field)
 
     def events(self, seconds: float) -> list[XidEvent]:
         """Return the planted Xids that are due."""
-        found = []
-        for place, override in enumerate(self._overrides):
+        events = []
+        for index, override in enumerate(self._overrides):
             mine = override.field == "xid" and override.gpu in self._gpus
-            if mine and place not in self._told and self._begun(override):
-                self._told.add(place)
-                found.append(XidEvent(override.gpu, int(override.value)))
-        if not found:
+            if mine and index not in self._told and self._begun(override):
+                self._told.add(index)
+                events.append(XidEvent(override.gpu, int(override.value)))
+        if not events:
             time.sleep(min(seconds, LAG))
-        return found
+        return events
 
     def close(self) -> None:
         """Do nothing."""
@@ -303,7 +303,7 @@ class SimulatedSource:
     def _begun(self, override: Override) -> bool:
         return time.monotonic() - self._began >= override.after
 
-    def _overridden(self, place: int, override: Override, field: str) -> Value:
+    def _overridden(self, index: int, override: Override, field: str) -> Value:
         if override.error == "timeout":
             threading.Event().wait()
         if override.error == "lost":
@@ -314,8 +314,8 @@ class SimulatedSource:
             value: Value = override.value
             return value
         with self._lock:
-            step = self._asked.get(place, self._steps)
-            self._asked[place] = step + 1
+            step = self._asked.get(index, self._steps)
+            self._asked[index] = step + 1
         return int((override.value or 0) + step * override.grows)
 
     def _truth(self, gpu: int, field: str) -> Value:

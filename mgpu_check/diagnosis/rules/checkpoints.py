@@ -32,8 +32,8 @@ mistake(
 @on_checkpoint(5)  # before lost entries: the values are there, and in the wrong places
 def resharded_wrongly(restored: Restored) -> Finding | None:
     """Detect saved parts that other ranks hold in wrong places after loading."""
-    told = next(iter(restored.resharded.values()), "")
-    return Finding("resharded-wrongly", told) if told else None
+    summary = next(iter(restored.resharded.values()), "")
+    return Finding("resharded-wrongly", summary) if summary else None
 
 
 @on_checkpoint(10)  # before lost entries: after a load on some ranks, the same entries are lost on the others
@@ -59,8 +59,8 @@ def loaded_on_none(restored: Restored) -> Finding | None:
     """Detect entries that differ from the saved ones on every rank after loading."""
     if not restored.nowhere:
         return None
-    told = f"right after loading, on no rank as saved: {few(list(restored.nowhere), _SHOWN)}"
-    return Finding("state-not-restored", told)
+    summary = f"right after loading, on no rank as saved: {few(list(restored.nowhere), _SHOWN)}"
+    return Finding("state-not-restored", summary)
 
 
 @on_checkpoint(40)
@@ -68,8 +68,8 @@ def numbers_of_rank_0(restored: Restored) -> Finding | None:
     """Detect generators that every rank restored from the state of rank 0."""
     if not restored.numbers_of_rank_0:
         return None
-    told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: what rank 0 had; each rank must save and load its own"
-    return Finding("state-not-restored", told)
+    summary = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: what rank 0 had; each rank must save and load its own"
+    return Finding("state-not-restored", summary)
 
 
 @on_checkpoint(50)  # after other lost state: state of rank 0 on all ranks may be harmless
@@ -78,23 +78,25 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
     if restored.on_some or not restored.of_rank_0:
         return None
     # DistributedDataParallel broadcasts buffers when it is constructed: they look the same here, and are harmless.
-    told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: what rank 0 had, where each rank had saved its own; or {_UNSAID}"
-    return Finding("state-not-restored", told)
+    summary = (
+        f"{by_ranks(restored.of_rank_0, _SHOWN)}: what rank 0 had, where each rank had saved its own; or {_UNSAID}"
+    )
+    return Finding("state-not-restored", summary)
 
 
 @on_checkpoint(60)  # from here on nothing was lost, or it was not observed: the end of the run decides
 def ranks_part_ways(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
     if restored.parted:
-        told = (
+        summary = (
             "ranks agree after an uninterrupted run, and not after the resumed one: "
             f"{by_ranks(restored.parted, _SHOWN)}"
         )
     elif restored.right_on_rank_0:
-        told = f"right on rank 0 only: {by_ranks(restored.right_on_rank_0, _SHOWN)} are wrong"
+        summary = f"right on rank 0 only: {by_ranks(restored.right_on_rank_0, _SHOWN)} are wrong"
     else:
         return None
-    return Finding("restored-on-one-rank", told)
+    return Finding("restored-on-one-rank", summary)
 
 
 @on_checkpoint(70)
@@ -102,8 +104,8 @@ def not_in_the_state(restored: Restored) -> Finding | None:
     """Detect state that the checkpoint lacks: every entry that train returns is restored, and the run still differs."""
     if not restored.seen or restored.lost:
         return None
-    told = f"every entry that train returns is restored, so {_UNSAID}"
-    return Finding("state-not-restored", told)
+    summary = f"every entry that train returns is restored, so {_UNSAID}"
+    return Finding("state-not-restored", summary)
 
 
 @on_checkpoint(80)

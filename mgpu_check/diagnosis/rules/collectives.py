@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WITHOUT_HISTORY = {
     "sync_params_and_buffers",
-    *(name for name, known in COLLECTIVES.items() if known.kind == "message"),
+    *(name for name, collective in COLLECTIVES.items() if collective.kind == "message"),
 }
 """Calls that autograd need not differentiate: a wrapper's first synchronization, and messages between stages."""
 _TO_ROOT = {
@@ -73,12 +73,12 @@ def not_waited(tensors: Tensors) -> Finding | None:
     """
     if (change := tensors.right_with("wait")) is not None:
         lines = few([f"{name} ({site})" for name, site in change.value])
-        told = f"{lines} was called with async_op=True; with wait() right after the call the step is right"
-        return Finding("not-waited", told, site=change.site)
+        summary = f"{lines} was called with async_op=True; with wait() right after the call the step is right"
+        return Finding("not-waited", summary, site=change.site)
     for _, event in tensors.events("collective"):
         if event.details.get("touched"):
-            told = f"the tensor given to {event.where} with async_op=True was written to before wait()"
-            return Finding("not-waited", told, site=event.site)
+            summary = f"the tensor given to {event.where} with async_op=True was written to before wait()"
+            return Finding("not-waited", summary, site=event.site)
     return None
 
 
@@ -87,17 +87,21 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
     """Detect tensors of different shapes on different ranks in a collective that needs one shape."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
-        known = COLLECTIVES.get(same[0].name)
-        if known is None or known.kind != "parts" or len({(one.name, one.details.get("group")) for one in same}) > 1:
+        collective = COLLECTIVES.get(same[0].name)
+        if (
+            collective is None
+            or collective.kind != "parts"
+            or len({(call.name, call.details.get("group")) for call in same}) > 1
+        ):
             continue
         # Only some ranks pass the tensors that a collective fills or scatters.
         shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
         common = min(map(len, shapes))
         differ = any(shape[:common] != shapes[0][:common] for shape in shapes)
-        if differ and (known.sizes == "equal" or not _has_room(same)):
-            told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
-            told = f"{same[0].where} was given tensors of shapes {told}, rank by rank"
-            return Finding("uneven-gather", told, site=same[0].site)
+        if differ and (collective.sizes == "equal" or not _has_room(same)):
+            summary = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
+            summary = f"{same[0].where} was given tensors of shapes {summary}, rank by rank"
+            return Finding("uneven-gather", summary, site=same[0].site)
     return None
 
 
@@ -108,7 +112,7 @@ def _has_room(same: Sequence[CallEvent]) -> bool:
     """
     group = same[0].details.get("group", range(len(same)))
     own = [same[rank].details.get("tensors", [{}])[0].get("shape") for rank in group if rank < len(same)]
-    lists = [[part["shape"] for part in event.details.get("list", [])] for event in same]
+    lists = [[tensor["shape"] for tensor in event.details.get("list", [])] for event in same]
     return all(shapes == own for shapes in lists if shapes)
 
 
@@ -118,20 +122,20 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective") if tensors.relations.split else ():
         if event.name not in _TO_ROOT or "dst" not in event.details:
             continue
-        right = event.details["dst"]
+        destination = event.details["dst"]
         for name in tensors.relations.split:
-            if right in tensors.right_ranks(name):
-                told = f"{event.where} delivers to rank {right} only: {name} is right there, and not elsewhere"
-                return Finding("value-of-one-rank", told, site=event.site)
+            if destination in tensors.right_ranks(name):
+                summary = f"{event.where} delivers to rank {destination} only: {name} is right there, and not elsewhere"
+                return Finding("value-of-one-rank", summary, site=event.site)
     return None
 
 
 @on_tensors(Precedence.CALLS_AND_VALUES + 10)
 def result_discarded(tensors: Tensors) -> Finding | None:
     """Detect an all_reduce on a copy of a value that each rank keeps unreduced."""
-    held = {name for _, names in tensors.own_parts for name in names}
-    first = tensors.seen[0].values
-    own = [name for name in tensors.names if name in held and name in first and name.kind != "buffers"]
+    divided = {name for _, results in tensors.own_parts for name in results}
+    of_rank_0 = tensors.seen[0].values
+    own = [name for name in tensors.names if name in divided and name in of_rank_0 and name.kind != "buffers"]
     if not own or not tensors.traces:
         return None
     sizes = {tuple(tensors.expected.exact[name].shape) for name in own}
@@ -141,7 +145,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
             if tensor["result"] is not None or not tensor["shape"]:
                 continue  # it is a result itself, or one number, so it is no copy that can be recognized
             fits = tensor["shape"] in sizes or math.prod(tensor["shape"]) == total
-            if fits and is_held(tensor.get("before", {}), [first[name] for name in own], tensors.size):
+            if fits and is_held(tensor.get("before", {}), [of_rank_0[name] for name in own], tensors.size):
                 return Finding(
                     "result-discarded",
                     f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, a copy, and {own[0]} still "
@@ -162,19 +166,19 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
         event for event in forward if event.name not in _WITHOUT_HISTORY and not event.details.get("in_function")
     ]
     for event in forward:
-        given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
-        if any(tensor.get("differentiable") and not tensor["result"] for tensor in given):
-            told = f"{event.where} was given a tensor that requires gradients, and its result requires none"
-            return Finding("gradient-cut-by-collective", told, site=event.site)
+        operands = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
+        if any(tensor.get("differentiable") and not tensor["result"] for tensor in operands):
+            summary = f"{event.where} was given a tensor that requires gradients, and its result requires none"
+            return Finding("gradient-cut-by-collective", summary, site=event.site)
     for event in forward:
         # Gradients need not flow through a maximum: a stable softmax subtracts it before exp, so it cancels.
-        given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
-        if event.details.get("op") not in ("max", "min") and any(tensor.get("detached") for tensor in given):
-            told = (
+        operands = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
+        if event.details.get("op") not in ("max", "min") and any(tensor.get("detached") for tensor in operands):
+            summary = (
                 f"{event.where} was given values that gradients flow to, detached or under no_grad, so no gradient "
                 "flows through its result"
             )
-            return Finding("gradient-cut-by-collective", told, site=event.site)
+            return Finding("gradient-cut-by-collective", summary, site=event.site)
     return None
 
 
@@ -186,8 +190,8 @@ def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
     relations = tensors.relations
     gradients = [Result("grads", name) for name in tensor.get("upstream", ())]
     judged = [name for name in gradients if name in relations.held]
-    wrong = [name for name in judged if name in relations.wrong]
-    return not judged or 2 * len(wrong) > len(judged)
+    mismatches = [name for name in judged if name in relations.wrong]
+    return not judged or 2 * len(mismatches) > len(judged)
 
 
 def _before_backward(trace: RankTrace) -> list[CallEvent]:
@@ -202,8 +206,8 @@ def other_reduction(tensors: Tensors) -> Finding | None:
     for division in tensors.hypotheses.divisions:
         for how, name in (("max", "max"), ("min", "min"), ("norm", "root of sum of squares")):
             if tensors.is_combined(division, how):
-                told = f"{tensors.names[0]} is the {name} of what ranks have for {division.name}"
-                return Finding("wrong-reduction", told)
+                summary = f"{tensors.names[0]} is the {name} of what ranks have for {division.name}"
+                return Finding("wrong-reduction", summary)
     return None
 
 
@@ -239,30 +243,30 @@ def written_over(tensors: Tensors) -> Finding | None:
     ]
     if everywhere and len(tensors.names) > 1 and tensors.factor_here() is None:
         lost.append((everywhere[0], tensors.names))  # all results in one flat buffer
-    lost = [(first, names) for first, names in lost if not _are_older(tensors, names)]
+    lost = [(result, results) for result, results in lost if not _are_older(tensors, results)]
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         if len({event.name for event in same}) > 1:
             continue
-        for first, names in lost:
-            if _has_given(same, [tensors.expected.exact[name] for name in names], tensors.size):
-                told = f"{same[0].where} gives the right {few(names)}, but {first} is wrong at the end"
+        for result, results in lost:
+            if _has_given(same, [tensors.expected.exact[name] for name in results], tensors.size):
+                summary = f"{same[0].where} gives the right {few(results)}, but {result} is wrong at the end"
                 return Finding(
-                    "result-discarded", f"{told}: the result was discarded, or overwritten later", site=same[0].site
+                    "result-discarded", f"{summary}: the result was discarded, or overwritten later", site=same[0].site
                 )
     return None
 
 
-def _are_older(tensors: Tensors, names: Sequence[Result]) -> bool:
+def _are_older(tensors: Tensors, results: Sequence[Result]) -> bool:
     """Return whether the model had the right values before its last step, as if the step leaves a parameter unchanged.
 
     Then each collective that copies the model gives them: nothing was computed that could be lost.
     """
     initial, stages = tensors.expected.single.initial, tensors.expected.snapshots[:-1]
-    earlier = [{name: initial[name.of] for name in names if name.kind != "grads" and name.of in initial}, *stages]
-    right = _sums([tensors.expected.exact[name] for name in names])
-    known = [[values[name] for name in names if name in values] for values in earlier]
-    return any(len(values) == len(names) and _is_near(_sums(values), right, 1) for values in known)
+    earlier = [{name: initial[name.of] for name in results if name.kind != "grads" and name.of in initial}, *stages]
+    expected = _sums([tensors.expected.exact[name] for name in results])
+    recorded = [[values[name] for name in results if name in values] for values in earlier]
+    return any(len(values) == len(results) and _is_near(_sums(values), expected, 1) for values in recorded)
 
 
 def _sums(values: Sequence[torch.Tensor]) -> tuple[float, float]:
@@ -272,26 +276,29 @@ def _sums(values: Sequence[torch.Tensor]) -> tuple[float, float]:
 
 
 def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
-    value, right = tensors.seen[0].values.get(name), tensors.expected.exact[name]
+    value, expected = tensors.seen[0].values.get(name), tensors.expected.exact[name]
     if value is None:
         return False
-    return _is_near(_sums([value]), _sums([right]), 1)
+    return _is_near(_sums([value]), _sums([expected]), 1)
 
 
 def _has_given(same: Sequence[CallEvent], exact: Sequence[torch.Tensor], size: int) -> bool:
     """Return whether a collective gives these values, as mean or sum, to a rank or in shares to all."""
-    right = _sums(exact)
-    for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
-        shares = (math.fsum(one["sum"] for one in given), math.sqrt(math.fsum(one["norm"] ** 2 for one in given)))
-        seen = [shares, *((one["sum"], one["norm"]) for one in given)]
-        if right[1] and any(_is_near(one, right, factor) for one in seen for factor in (1, size)):
+    expected = _sums(exact)
+    for digests in zip(*(event.details.get("after", ()) for event in same), strict=False):
+        shares = (
+            math.fsum(sums["sum"] for sums in digests),
+            math.sqrt(math.fsum(sums["norm"] ** 2 for sums in digests)),
+        )
+        candidates = [shares, *((sums["sum"], sums["norm"]) for sums in digests)]
+        if expected[1] and any(_is_near(sums, expected, factor) for sums in candidates for factor in (1, size)):
             return True
     return False
 
 
-def _is_near(one: tuple[float, float], right: tuple[float, float], factor: int) -> bool:
-    slack = _EXACT * factor * right[1]
-    return all(abs(value - factor * other) <= slack for value, other in zip(one, right, strict=True))
+def _is_near(sums: tuple[float, float], expected: tuple[float, float], factor: int) -> bool:
+    slack = _EXACT * factor * expected[1]
+    return all(abs(value - factor * goal) <= slack for value, goal in zip(sums, expected, strict=True))
 
 
 @on_tensors(Precedence.CALLS_AND_VALUES + 40)
@@ -301,13 +308,13 @@ def reduces_again(tensors: Tensors) -> Finding | None:
     The evidence is a returned value that follows from these sums, and that would be right with only the new values
     reduced.
     """
-    sums = [found for sums in range(1, _MOST_TOGETHER + 1) for found in _running(tensors, sums)]
+    sums = [running for sums in range(1, _MOST_TOGETHER + 1) for running in _running(tensors, sums)]
     for name in tensors.wrong("returned") if sums else ():
-        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if right is None or got is None or right.shape != got.shape:
+        expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if expected is None or got is None or expected.shape != got.shape:
             continue
-        for site, calls, here, should in sums:
-            if _explained(got.double().flatten().tolist(), right.double().flatten().tolist(), here, should):
+        for site, calls, repeated, should in sums:
+            if _explained(got.double().flatten().tolist(), expected.double().flatten().tolist(), repeated, should):
                 return Finding(
                     "reduced-again",
                     f"all_reduce ({site}) was called {calls} times on one sum that still contained its earlier "
@@ -330,25 +337,25 @@ def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], l
         for same in zip(*per_rank, strict=False)
         if all(event.details.get("op", "sum") == "sum" for event in same)
     ]
-    lengths = [{len(part) for values in called for part in values} for called in calls]
+    lengths = [{len(summand) for values in called for summand in values} for called in calls]
     if not calls or any(len(called) < tensors.size for called in calls) or any(len(each) > 1 for each in lengths):
         return []  # groups that reduce different tensors, for example
-    found = []
+    running = []
     for rounds in range(2, len(calls) // sums + 1):
-        here: list[float] = []
+        repeated: list[float] = []
         should: list[float] = []
-        for first in range(sums):
-            total = before = [0.0] * len(calls[first][0][0])
-            for called in calls[first : rounds * sums : sums]:
+        for offset in range(sums):
+            total = before = [0.0] * len(calls[offset][0][0])
+            for called in calls[offset : rounds * sums : sums]:
                 if len(called[0][0]) != len(total):
                     return []
-                for given, _ in called:
-                    total = [sum_ + value - old for sum_, value, old in zip(total, given, before, strict=True)]
+                for inputs, _ in called:
+                    total = [sum_ + value - old for sum_, value, old in zip(total, inputs, before, strict=True)]
                 before = called[0][1]
-            here += before
+            repeated += before
             should += total
-        found.append((per_rank[0][0].site, rounds, here, should))
-    return found
+        running.append((per_rank[0][0].site, rounds, repeated, should))
+    return running
 
 
 def _values(event: CallEvent) -> tuple[list[float], list[float]] | None:
@@ -357,30 +364,33 @@ def _values(event: CallEvent) -> tuple[list[float], list[float]] | None:
     return (before["values"], after["values"]) if "values" in before and "values" in after else None
 
 
-def _explained(got: list[float], right: list[float], here: list[float], should: list[float]) -> bool:
+def _explained(got: list[float], expected: list[float], repeated: list[float], should: list[float]) -> bool:
     """Return whether a value is a sum or a quotient of two sums, and right if the sums are right."""
-    if not got or got == right or len(here) != len(should):
+    if not got or got == expected or len(repeated) != len(should):
         return False
     count = len(got)
-    for start in range(len(here) - count + 1):
-        if _equal(got, here[start : start + count]) and _equal(right, should[start : start + count]):
+    for start in range(len(repeated) - count + 1):
+        if _equal(got, repeated[start : start + count]) and _equal(expected, should[start : start + count]):
             return True
-    if count > 1 or len(here) > _MOST_SUMS:
+    if count > 1 or len(repeated) > _MOST_SUMS:
         return False
     # A sum divided by a right number.
-    for one, also in zip(here, should, strict=True):
-        if also and right[0] and not _equal([one], [also]) and _equal([got[0] / right[0]], [one / also]):
+    for total, also in zip(repeated, should, strict=True):
+        if also and expected[0] and not _equal([total], [also]) and _equal([got[0] / expected[0]], [total / also]):
             return True
     return any(
-        here[j] and should[j] and _equal(got, [here[i] / here[j]]) and _equal(right, [should[i] / should[j]])
-        for i in range(len(here))
-        for j in range(len(here))
+        repeated[j]
+        and should[j]
+        and _equal(got, [repeated[i] / repeated[j]])
+        and _equal(expected, [should[i] / should[j]])
+        for i in range(len(repeated))
+        for j in range(len(repeated))
         if i != j
     )
 
 
-def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(abs(value - also) <= _EXACT * abs(also) for value, also in zip(one, other, strict=True))
+def _equal(values: Sequence[float], expected: Sequence[float]) -> bool:
+    return all(abs(value - also) <= _EXACT * abs(also) for value, also in zip(values, expected, strict=True))
 
 
 _NEAR = 2e-3
@@ -398,8 +408,8 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     """Detect a result that is off by the number of process groups, its root, or the inverse of either."""
     groups = [event.details["group"] for _, event in tensors.events("collective") if "group" in event.details]
     sizes = {len(group) for group in groups if len(group) < tensors.size}
-    made = tensors.first("group")
-    if made is None or not sizes:
+    creation = tensors.first("group")
+    if creation is None or not sizes:
         return None
     existing = {len(ranks) for trace in tensors.traces for ranks in trace.groups[1:]} or set(range(1, tensors.size))
     factor = tensors.factor()
@@ -410,9 +420,9 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
                 ran = " and ".join(map(str, sorted(sizes)))
                 return Finding(
                     "wrong-process-group",
-                    f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
+                    f"groups were made ({creation.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
                     f"times what it should be: {power}, the number of groups of {size}",
-                    site=made.site,
+                    site=creation.site,
                 )
     return None
 
@@ -431,19 +441,19 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
     split = [name for name in tensors.relations.split if len(tensors.holders(name)) == tensors.size]
     if not split or len(split) < len(tensors.relations.split) or tensors.size < 4:
         return None
-    parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(tensors.seen)) for name in split]
-    groups = [ranks for _, ranks in parts[0]]
+    partitions = [grouped((run.digests.get(name), rank) for rank, run in enumerate(tensors.seen)) for name in split]
+    groups = [ranks for _, ranks in partitions[0]]
     sizes = {len(ranks) for ranks in groups}
-    same = all([ranks for _, ranks in part] == groups for part in parts)
+    same = all([ranks for _, ranks in partition] == groups for partition in partitions)
     # A metric with few possible values may agree on some ranks by chance, but not on the same ranks in every case.
     always = all(
-        len({other.seen[rank].digests.get(name) for rank in ranks}) == 1
-        for other in tensors.further
+        len({case.seen[rank].digests.get(name) for rank in ranks}) == 1
+        for case in tensors.further
         for name in split
         for ranks in groups
     )
-    apart = any(len({one.digests.get(name) for one in other.seen}) > 1 for other in tensors.further for name in split)
-    always &= apart or not tensors.further
+    differs = any(len({run.digests.get(name) for run in case.seen}) > 1 for case in tensors.further for name in split)
+    always &= differs or not tensors.further
     if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
         return None
     together = " and ".join(named(ranks) for ranks in groups)
@@ -472,8 +482,8 @@ def aliased_list(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         if event.details.get("aliased"):
             count = len(event.details["list"])
-            told = f"the {count} tensors of the list given to {event.where} share memory"
-            return Finding("aliased-gather-list", told, site=event.site)
+            summary = f"the {count} tensors of the list given to {event.where} share memory"
+            return Finding("aliased-gather-list", summary, site=event.site)
     return None
 
 
@@ -483,9 +493,9 @@ def strided_view(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         for tensor in event.tensors:
             if tensor["gaps"]:
-                of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
-                told = f"{event.where} was given a view with gaps in memory, of {of}"
-                return Finding("strided-view", told, site=event.site)
+                subject = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
+                summary = f"{event.where} was given a view with gaps in memory, of {subject}"
+                return Finding("strided-view", summary, site=event.site)
     return None
 
 
@@ -494,30 +504,38 @@ def other_layouts(tensors: Tensors) -> Finding | None:
     """Detect a collective whose tensors have other memory formats on some ranks, or in the list that it fills."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
-        for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):
-            unlike = len({one["layout"] for one in given}) > 1 and len({one["shape"] for one in given}) == 1
+        for operands in zip(*(event.details.get("tensors", []) for event in same), strict=False):
+            unlike = (
+                len({operand["layout"] for operand in operands}) > 1
+                and len({operand["shape"] for operand in operands}) == 1
+            )
             if unlike and len({event.name for event in same}) == 1:
-                told = ", ".join(_in_memory(one["layout"], rank) for rank, one in enumerate(given))
-                of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
+                summary = ", ".join(_in_memory(operand["layout"], rank) for rank, operand in enumerate(operands))
+                subject = operands[0]["result"] or f"{operands[0]['dtype']}{list(operands[0]['shape'])}"
                 return Finding(
                     "memory-formats-differ",
-                    f"{same[0].where} was given {of} with different memory orders of its dimensions on the ranks: "
-                    f"{told}",
+                    f"{same[0].where} was given {subject} with different memory orders of its dimensions on the ranks: "
+                    f"{summary}",
                     site=same[0].site,
                 )
     for _, event in tensors.events("collective"):
         if event.details.get("arrived"):
             continue  # the backend copies element by element, so memory formats may differ
-        parts, own = event.details.get("list", []), event.details.get("tensors", [])
-        for one in own[:1]:
+        entries, own = event.details.get("list", []), event.details.get("tensors", [])
+        for operand in own[:1]:
             odd = next(
-                (part for part in parts if part["shape"] == one["shape"] and part["layout"] != one["layout"]), None
+                (
+                    entry
+                    for entry in entries
+                    if entry["shape"] == operand["shape"] and entry["layout"] != operand["layout"]
+                ),
+                None,
             )
             if odd is not None:
                 return Finding(
                     "memory-formats-differ",
-                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions "
-                    f"{_order(one['layout'])} from the outermost in memory to the innermost, and a list of tensors "
+                    f"{event.where} was given {operand['dtype']}{list(operand['shape'])} with the dimensions "
+                    f"{_order(operand['layout'])} from the outermost in memory to the innermost, and a list of tensors "
                     f"with {_order(odd['layout'])}",
                     site=event.site,
                 )
@@ -536,15 +554,17 @@ def _order(layout: Sequence[int]) -> str:
 def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
     """Detect parameters whose memory formats differ between ranks, if the step communicates at all."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
-    held = [event.details["layouts"] for event in firsts if event is not None and "layouts" in event.details]
-    if len(held) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
+    layouts = [event.details["layouts"] for event in firsts if event is not None and "layouts" in event.details]
+    if len(layouts) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
         return None
-    for name, order in held[0].items():
-        orders = [one[name] for one in held if name in one]  # a stage of a pipeline has parameters of its own
-        if tensors.is_whole(name) and len(orders) == len(held) and any(one != order for one in orders):
-            told = ", ".join(_in_memory(one, rank) for rank, one in enumerate(orders))
+    for name, order in layouts[0].items():
+        orders = [
+            layout[name] for layout in layouts if name in layout
+        ]  # a stage of a pipeline has parameters of its own
+        if tensors.is_whole(name) and len(orders) == len(layouts) and any(layout != order for layout in orders):
+            summary = ", ".join(_in_memory(layout, rank) for rank, layout in enumerate(orders))
             return Finding(
-                "memory-formats-differ", f"{name} has different memory orders of its dimensions on the ranks: {told}"
+                "memory-formats-differ", f"{name} has different memory orders of its dimensions on the ranks: {summary}"
             )
     return None
 
@@ -569,8 +589,8 @@ def right_in_another_group(tensors: Tensors) -> Finding | None:
     change = tensors.right_with("group")
     if change is None:
         return None
-    told = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
-    return Finding("wrong-process-group", told, site=change.site)
+    summary = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
+    return Finding("wrong-process-group", summary, site=change.site)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 170)
@@ -580,8 +600,8 @@ def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     how = "divided" if change.kind == "divide" else "multiplied"
-    told = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
-    return Finding("world-size-factor", told, site=change.site)
+    summary = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
+    return Finding("world-size-factor", summary, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 50)
@@ -590,8 +610,8 @@ def right_by_another_operation(tensors: Tensors) -> Finding | None:
     change = tensors.right_with("op")
     if change is None:
         return None
-    told = f"{change.where} with {str(change.value).upper()} makes the step right"
-    return Finding("wrong-reduction", told, site=change.site)
+    summary = f"{change.where} with {str(change.value).upper()} makes the step right"
+    return Finding("wrong-reduction", summary, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 60)
@@ -601,14 +621,14 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     if change.kind == "new":
-        told = (
+        summary = (
             f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is "
             "right"
         )
-        return Finding("reduced-again", told, site=change.site)
+        return Finding("reduced-again", summary, site=change.site)
     # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
-    told = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
-    return Finding("wrong-reduction", told, site=change.site)
+    summary = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
+    return Finding("wrong-reduction", summary, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 30)
@@ -617,11 +637,11 @@ def right_in_another_order(tensors: Tensors) -> Finding | None:
     change = tensors.right_with("reorder")
     if change is None:
         return None
-    told = (
+    summary = (
         f"{change.where} returns the rows rank by rank; with the rows of each rank in {change.value} pieces, and the "
         "first pieces of all ranks before the next ones, the step is right"
     )
-    return Finding("gathered-in-other-order", told, site=change.site)
+    return Finding("gathered-in-other-order", summary, site=change.site)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 40)
@@ -631,12 +651,14 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     term, times = change.value
-    what = f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
+    subject = (
+        f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
+    )
     how = "multiplied" if times > 1 else "divided"
-    of = "the number of ranks" if change.size == tensors.size else "the size of a group"
+    size = "the number of ranks" if change.size == tensors.size else "the size of a group"
     depends = f"; it affects the gradients of {few(list(term.parameters))}" if term.parameters else ""
-    told = f"with {what} {how} by {change.size}, {of}, and nothing else, gradients are right{depends}"
-    return Finding("loss-term-factor", told, site=(term.paths[0] and term.line) or term.backward)
+    summary = f"with {subject} {how} by {change.size}, {size}, and nothing else, gradients are right{depends}"
+    return Finding("loss-term-factor", summary, site=(term.paths[0] and term.line) or term.backward)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 20)
@@ -646,10 +668,10 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     begins = "counts" if change.name == "arange" else "takes the rows of a parameter"
-    told = (
+    summary = (
         f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
     )
-    return Finding("positions-restart", told, site=change.site)
+    return Finding("positions-restart", summary, site=change.site)
 
 
 def _groups(groups: tuple[tuple[int, ...], ...]) -> str:

@@ -96,8 +96,8 @@ def seeds_of_samplers(tensors: Tensors) -> Finding | None:
     event = tensors.first("sampler")
     if event is None or len(set(seeds.values())) < 2:
         return None
-    told = f"DistributedSampler ({event.site}) has another seed on each rank ({_by_rank(seeds)})"
-    return Finding("split-differs-between-ranks", told, site=event.site)
+    summary = f"DistributedSampler ({event.site}) has another seed on each rank ({_by_rank(seeds)})"
+    return Finding("split-differs-between-ranks", summary, site=event.site)
 
 
 def _by_rank(seeds: dict[int, object]) -> str:
@@ -111,12 +111,12 @@ def samples_several_times(tensors: Tensors) -> Finding | None:
     The evidence is a returned vector of equal counts on one device, such as a count for each sample.
     """
     for name in tensors.wrong("returned"):
-        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if right is None or got is None or right.shape != got.shape or right.dim() != 1 or len(right) < 2:
+        expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if expected is None or got is None or expected.shape != got.shape or expected.dim() != 1 or len(expected) < 2:
             continue
-        if bool((right == right[0]).all()) and bool((got > right).any()) and bool((got < right).any()):
-            told = f"{name}: some samples are on several ranks, and others on none"
-            return Finding("split-differs-between-ranks", told)
+        if bool((expected == expected[0]).all()) and bool((got > expected).any()) and bool((got < expected).any()):
+            summary = f"{name}: some samples are on several ranks, and others on none"
+            return Finding("split-differs-between-ranks", summary)
     return None
 
 
@@ -126,10 +126,10 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
     loader, counts = tensors.first("loader"), _multiplied(tensors)
     if loader is None or not counts or tensors.first("sampler") is not None:
         return None
-    what = "an IterableDataset" if loader.details["streams"] else f"a {loader.details['sampler']}"
+    subject = "an IterableDataset" if loader.details["streams"] else f"a {loader.details['sampler']}"
     return Finding(
         "dataset-not-split",
-        f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {what}, "
+        f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {subject}, "
         "which does not split the samples over ranks",
         site=loader.site,
     )
@@ -150,10 +150,10 @@ def _multiplied(tensors: Tensors) -> list[Result]:
 
 
 def _is_multiple(tensors: Tensors, name: Result) -> bool:
-    right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-    if right is None or got is None or right.shape != got.shape or not bool((right != 0).any()):
+    expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+    if expected is None or got is None or expected.shape != got.shape or not bool((expected != 0).any()):
         return False
-    return got.double().allclose(tensors.size * right.double(), rtol=_EQUAL)
+    return got.double().allclose(tensors.size * expected.double(), rtol=_EQUAL)
 
 
 @on_tensors(Precedence.CALLS_AND_VALUES + 60)
@@ -185,8 +185,8 @@ def drops_last(tensors: Tensors) -> Finding | None:
     if event is None or not event.details["drop_last"]:
         return None
     samples, replicas = event.details["samples"], event.details["replicas"]
-    told = f"DistributedSampler ({event.site}) with drop_last drops {samples % replicas} of {samples} samples"
-    return Finding("samples-missed", told, site=event.site)
+    summary = f"DistributedSampler ({event.site}) with drop_last drops {samples % replicas} of {samples} samples"
+    return Finding("samples-missed", summary, site=event.site)
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 30)
@@ -195,33 +195,38 @@ def loader_drops_last(tensors: Tensors) -> Finding | None:
     for rank, event in tensors.events("loader"):
         if count := event.details.get("dropped"):
             were = "sample" if count == 1 else "samples"
-            told = (
+            summary = (
                 f"DataLoader ({event.site}) with drop_last drops {count} {were} on rank {rank}, of "
                 f"{event.details['samples']} that it is given"
             )
-            return Finding("samples-missed", told, site=event.site)
+            return Finding("samples-missed", summary, site=event.site)
     return None
 
 
 @on_tensors(Precedence.SAMPLES + 20)
 def models_miss_samples(tensors: Tensors) -> Finding | None:
     """Detect samples that one device passes to the model, and that no rank passes to it."""
-    seen = [_samples_of(trace) for trace in tensors.traces]
+    by_rank = [_samples_of(trace) for trace in tensors.traces]
     wanted = None if tensors.alone is None else _samples_of(tensors.alone)
-    if not seen or wanted is None or any(one is None for one in seen) or tensors.first("split") is not None:
+    if (
+        not by_rank
+        or wanted is None
+        or any(samples is None for samples in by_rank)
+        or tensors.first("split") is not None
+    ):
         return None
     if tensors.first("model") is None:
         return None  # the step may call parts of the model one by one
-    missing = sorted(set(wanted).difference(*(one or () for one in seen)))
+    missing = sorted(set(wanted).difference(*(samples or () for samples in by_rank)))
     if not missing:
         return None
-    where = [f"{index}" + (f" of batch {step + 1}" if tensors.steps > 1 else "") for step, index in missing]
+    positions = [f"{index}" + (f" of batch {step + 1}" if tensors.steps > 1 else "") for step, index in missing]
     site = next(event.site for _, event in tensors.events("model"))
     verb = "is" if len(missing) == 1 else "are"
     return Finding(
         "samples-missed",
         f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({site}) on any rank: "
-        f"{few(where, 4)}",
+        f"{few(positions, 4)}",
         site=site,
     )
 
@@ -237,7 +242,9 @@ def counts_too_few(tensors: Tensors) -> Finding | None:
         cases = [
             (case, case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)
         ]
-        if not all(right is not None and got is not None and _is_fewer(case, right, got) for case, right, got in cases):
+        if not all(
+            expected is not None and got is not None and _is_fewer(case, expected, got) for case, expected, got in cases
+        ):
             continue
         return Finding(
             "samples-missed",
@@ -247,19 +254,19 @@ def counts_too_few(tensors: Tensors) -> Finding | None:
     return None
 
 
-def _is_fewer(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
-    if right.numel() != 1 or got.numel() != 1 or tensors.relations.split:
+def _is_fewer(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) -> bool:
+    if expected.numel() != 1 or got.numel() != 1 or tensors.relations.split:
         return False
-    all_of_them, counted = float(right), float(got)
+    all_of_them, counted = float(expected), float(got)
     return all_of_them == tensors.samples and counted == int(counted) and 0 <= counted < all_of_them
 
 
 def _samples_of(trace: RankTrace) -> list[tuple[int, int]] | None:
     """Return the samples that models were called with; None if some input was not a row of the batch."""
-    given = [event.details["samples"] for event in trace.of("model")]
-    if any(one is None for one in given):
+    batches = [event.details["samples"] for event in trace.of("model")]
+    if any(batch is None for batch in batches):
         return None
-    return [sample for one in given for sample in one]
+    return [sample for batch in batches for sample in batch]
 
 
 def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
@@ -270,8 +277,8 @@ def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
 @on_tensors(Precedence.SUMS + 160)
 def repeated_rows(tensors: Tensors) -> Finding | None:
     """Detect padding by a result with more rows than there are samples."""
-    for name, rows, right in _rows(tensors):
-        if rows > right:
+    for name, rows, expected in _rows(tensors):
+        if rows > expected:
             return Finding("padding-counted", f"{name} has {rows} rows for {tensors.samples} samples")
     return None
 
@@ -279,8 +286,8 @@ def repeated_rows(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.SUMS + 240)
 def missing_rows(tensors: Tensors) -> Finding | None:
     """Detect missed samples by a result with fewer rows than there are samples."""
-    for name, rows, right in _rows(tensors):
-        if rows < right:
+    for name, rows, expected in _rows(tensors):
+        if rows < expected:
             return Finding("samples-missed", f"{name} has {rows} rows for {tensors.samples} samples")
     return None
 
@@ -290,16 +297,22 @@ def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
 
     Return an empty list if a sampler whose dataset does not divide by the ranks already explains the difference.
     """
-    found: list[tuple[Result, int, int]] = []
+    row_counts: list[tuple[Result, int, int]] = []
     if _uneven_sampler(tensors) is not None:
-        return found
+        return row_counts
     for name in tensors.wrong("returned"):
-        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if right is None or got is None or not right.dim() or not got.dim() or right.shape[1:] != got.shape[1:]:
+        expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if (
+            expected is None
+            or got is None
+            or not expected.dim()
+            or not got.dim()
+            or expected.shape[1:] != got.shape[1:]
+        ):
             continue
-        if len(right) == tensors.samples:
-            found.append((name, len(got), len(right)))
-    return found
+        if len(expected) == tensors.samples:
+            row_counts.append((name, len(got), len(expected)))
+    return row_counts
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 40)
@@ -308,8 +321,8 @@ def truncates(tensors: Tensors) -> Finding | None:
     if not _explains(tensors, "truncated"):
         return None
     size, samples = tensors.size, tensors.samples
-    told = f"{tensors.names[0]} is what one device gives without the last {samples % size} of {samples} samples"
-    return Finding("samples-missed", told)
+    summary = f"{tensors.names[0]} is what one device gives without the last {samples % size} of {samples} samples"
+    return Finding("samples-missed", summary)
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 50)
@@ -318,8 +331,8 @@ def pads_the_batch(tensors: Tensors) -> Finding | None:
     if not _explains(tensors, "padded"):
         return None
     size, samples, name = tensors.size, tensors.samples, tensors.names[0]
-    told = f"{name} is what one device gives when the first {-samples % size} of {samples} samples are taken twice"
-    return Finding("padding-counted", told)
+    summary = f"{name} is what one device gives when the first {-samples % size} of {samples} samples are taken twice"
+    return Finding("padding-counted", summary)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 80)
@@ -327,13 +340,13 @@ def of_rank_0_alone(tensors: Tensors) -> Finding | None:
     """Detect a result of rank 0 on all ranks: one device gives the same for the samples of rank 0 alone."""
     if not _explains(tensors, "first-shard-only", "first-block-only"):
         return None
-    told = f"{tensors.names[0]} is what one device gives for rank 0's samples alone, on all ranks"
-    return Finding("value-of-one-rank", told)
+    summary = f"{tensors.names[0]} is what one device gives for rank 0's samples alone, on all ranks"
+    return Finding("value-of-one-rank", summary)
 
 
 def _explains(tensors: Tensors, *kinds: Other) -> bool:
-    others = (other for other in tensors.hypotheses.alternatives if other.kind in kinds)
-    return any(tensors.is_alternative(other) for other in others)
+    others = (alternative for alternative in tensors.hypotheses.alternatives if alternative.kind in kinds)
+    return any(tensors.is_alternative(alternative) for alternative in others)
 
 
 # One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
@@ -344,8 +357,8 @@ def read_by_each_worker(samples: EpochSamples) -> Finding | None:
     if not samples.telling or not samples.per_worker:
         return None
     also = ", and every rank all samples" if samples.whole else ""
-    told = f"each of the {samples.workers} workers of a rank reads the same samples{also}"
-    return Finding("dataset-not-split", told)
+    summary = f"each of the {samples.workers} workers of a rank reads the same samples{also}"
+    return Finding("dataset-not-split", summary)
 
 
 @on_epoch(20)
@@ -353,8 +366,8 @@ def read_by_each_rank(samples: EpochSamples) -> Finding | None:
     """Detect a dataset that is not split: every rank sees all samples."""
     if not samples.telling or not samples.whole:
         return None
-    told = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
-    return Finding("dataset-not-split", told)
+    summary = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
+    return Finding("dataset-not-split", summary)
 
 
 @on_epoch(30)
@@ -393,9 +406,9 @@ def shared_out_unlike(samples: EpochSamples) -> Finding | None:
         return None
     strange = tuple(rank for rank, share in enumerate(samples.shares_unknown) if share)
     several = f"{repeated.total()} seen several times ({samples.shown(repeated)})" if repeated else ""
-    other = f"{named(strange)} with samples that world size 1 does not give" if strange else ""
+    additional = f"{named(strange)} with samples that world size 1 does not give" if strange else ""
     none = f"{missing.total()} on none ({samples.shown(missing)})"
-    return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, other, none])), strange)
+    return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, additional, none])), strange)
 
 
 @on_epoch(60)
@@ -406,8 +419,8 @@ def on_no_rank(samples: EpochSamples) -> Finding | None:
         return None
     few = missing.total() <= samples.most_in_tail
     drop = "; as many as drop_last may drop, which dropped=True accepts" if few else ""
-    told = f"{missing.total()} of {samples.expected.total()} on no rank ({samples.shown(missing)}){drop}"
-    return Finding("samples-missed", told)
+    summary = f"{missing.total()} of {samples.expected.total()} on no rank ({samples.shown(missing)}){drop}"
+    return Finding("samples-missed", summary)
 
 
 @on_epoch(70)  # numbers of batches may differ even if each sample is on exactly one rank
@@ -442,12 +455,12 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
     """Detect a part of the batch that DataParallel does not scatter; skipped for steps that use ranks."""
     if any(True for _ in tensors.events("collective", "wrap")):
         return None
-    for other in tensors.hypotheses.alternatives:
-        if other.kind == "first-part-of-a-tensor" and tensors.is_alternative(other):
+    for alternative in tensors.hypotheses.alternatives:
+        if alternative.kind == "first-part-of-a-tensor" and tensors.is_alternative(alternative):
             return Finding(
                 "not-scattered",
                 f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
-                f"{other.index} of the batch",
+                f"{alternative.index} of the batch",
             )
     return None
 
@@ -456,20 +469,20 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
 def other_order(tensors: Tensors) -> Finding | None:
     """Detect gathered rows in the wrong order: a result has the rows of one device, but permuted."""
     for name in tensors.wrong("returned"):
-        right = tensors.expected.exact.get(name)
-        if right is None and name in tensors.expected.single.values:
-            right = tensors.expected.single.values[name].double()
+        expected = tensors.expected.exact.get(name)
+        if expected is None and name in tensors.expected.single.values:
+            expected = tensors.expected.single.values[name].double()
         got = tensors.seen[tensors.relations.wrong[name][0]].values.get(name)
-        if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
+        if expected is None or got is None or expected.shape != got.shape or not expected.dim() or len(expected) < 2:
             continue
-        if _same_rows(got.double(), right):
-            told = f"{name} has the rows of one device in another order"
-            return Finding("gathered-in-other-order", told)
+        if _same_rows(got.double(), expected):
+            summary = f"{name} has the rows of one device in another order"
+            return Finding("gathered-in-other-order", summary)
     return None
 
 
-def _same_rows(got: torch.Tensor, right: torch.Tensor) -> bool:
-    rows, others = got.reshape(len(got), -1), right.reshape(len(right), -1)
+def _same_rows(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    rows, others = got.reshape(len(got), -1), expected.reshape(len(expected), -1)
     distance = (rows[:, None] - others[None]).abs().amax(-1)
     slack = _EQUAL * float(others.abs().max())
     order = distance.argmin(1).tolist()
@@ -497,20 +510,20 @@ def labels_shifted_after_split(tensors: Tensors) -> Finding | None:
     """
     alone = [] if tensors.alone is None else tensors.alone.labels
     ranks = [trace.labels for trace in tensors.traces]
-    if not alone or len(ranks) < 2 or any(len(one) != len(alone) for one in ranks):
+    if not alone or len(ranks) < 2 or any(len(calls) != len(alone) for calls in ranks):
         return None
-    for number, whole in enumerate(alone):
-        of_ranks = [one[number] for one in ranks]
-        rows = _rows_of_labels(whole, tensors.samples)
+    for number, on_device in enumerate(alone):
+        of_ranks = [calls[number] for calls in ranks]
+        rows = _rows_of_labels(on_device, tensors.samples)
         if rows is None or len({labels.site for labels in of_ranks}) > 1:
             continue
-        for parts, chunks_of in _layouts(tensors.size):
-            if (found := _shifted_within(rows, of_ranks, parts, chunks_of, tensors.samples)) is not None:
-                rank, got, right = found
+        for pieces, chunks_of in _layouts(tensors.size):
+            if (shifted := _shifted_within(rows, of_ranks, pieces, chunks_of, tensors.samples)) is not None:
+                rank, got, expected = shifted
                 return Finding(
                     "labels-shifted-after-split",
-                    f"the labels of {of_ranks[0].site} are the next tokens within each of {parts} parts of the "
-                    f"sequence: where a part ends on rank {rank} the label is {got}, and {right} on one device",
+                    f"the labels of {of_ranks[0].site} are the next tokens within each of {pieces} parts of the "
+                    f"sequence: where a part ends on rank {rank} the label is {got}, and {expected} on one device",
                     site=of_ranks[0].site,
                 )
     return None
@@ -522,49 +535,49 @@ def _layouts(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
     A rank holds one chunk, or one from each end, which balances causal attention. With fewer parts than ranks, groups
     of ranks hold different samples, and either neighbours share a group or neighbours share a part.
     """
-    for parts in range(size, 1, -1):
-        if size % parts:
+    for pieces in range(size, 1, -1):
+        if size % pieces:
             continue
         for index in dict.fromkeys(
-            (tuple(r % parts for r in range(size)), tuple(r // (size // parts) for r in range(size)))
+            (tuple(r % pieces for r in range(size)), tuple(r // (size // pieces) for r in range(size)))
         ):
-            yield parts, [(part,) for part in index]
-            yield parts, [(part, 2 * parts - 1 - part) for part in index]
+            yield pieces, [(piece,) for piece in index]
+            yield pieces, [(piece, 2 * pieces - 1 - piece) for piece in index]
 
 
 def _shifted_within(
-    rows: _Rows, of_ranks: Sequence[Labels], parts: int, chunks_of: Sequence[tuple[int, ...]], samples: int
+    rows: _Rows, of_ranks: Sequence[Labels], pieces: int, chunks_of: Sequence[tuple[int, ...]], samples: int
 ) -> tuple[int, str, int] | None:
     """Return the first wrong label as rank, label and right label; None without any, or in another layout.
 
     Return None also if the labels are too few to exclude chance.
     """
     size = len(of_ranks)
-    found, bits, counts = None, 0.0, Counter(label for row in rows for label in row)
+    shifted, bits, counts = None, 0.0, Counter(label for row in rows for label in row)
     for rank, labels in enumerate(of_ranks):
         chunks = chunks_of[rank]
-        mine = _rows_of_labels(labels, samples * parts // size) if samples * parts % size == 0 else None
+        mine = _rows_of_labels(labels, samples * pieces // size) if samples * pieces % size == 0 else None
         if mine is None:
             return None
         shown = len(mine[0])  # the last one may be left out
-        whole = len(rows[0])
-        for tokens in {whole, whole + 1}:
+        length_on_device = len(rows[0])
+        for tokens in {length_on_device, length_on_device + 1}:
             # The positions whose tokens the rank holds.
-            length, rest = divmod(tokens, parts * len(chunks))
-            places = [place for chunk in chunks for place in range(chunk * length, (chunk + 1) * length)]
-            if not rest and shown in (len(places), len(places) - 1):
+            length, rest = divmod(tokens, pieces * len(chunks))
+            positions = [position for chunk in chunks for position in range(chunk * length, (chunk + 1) * length)]
+            if not rest and shown in (len(positions), len(positions) - 1):
                 break
         else:
             return None
         candidates = [rows[start:][: len(mine)] for start in range(0, len(rows), len(mine))]
-        own = next((own for own in candidates if _are_next(own, mine, places)), None)
+        own = next((own for own in candidates if _are_next(own, mine, positions)), None)
         if own is None:
             return None
-        known = [label for row in mine for label in row[: len(places) - 1]]
-        bits += sum(math.log2(counts.total() / counts[label]) for label in known)
-        odd = _odd(own, mine, places, labels.ignored)
-        found = found or (None if odd is None else (rank, *odd))
-    return found if bits >= _BITS else None
+        own_labels = [label for row in mine for label in row[: len(positions) - 1]]
+        bits += sum(math.log2(counts.total() / counts[label]) for label in own_labels)
+        odd = _odd(own, mine, positions, labels.ignored)
+        shifted = shifted or (None if odd is None else (rank, *odd))
+    return shifted if bits >= _BITS else None
 
 
 def _are_next(rows: _Rows, mine: _Rows, places: Sequence[int]) -> bool:
@@ -577,15 +590,15 @@ def _are_next(rows: _Rows, mine: _Rows, places: Sequence[int]) -> bool:
     )
 
 
-def _odd(rows: _Rows, mine: _Rows, places: Sequence[int], ignored: int | None) -> tuple[str, int] | None:
+def _odd(rows: _Rows, mine: _Rows, positions: Sequence[int], ignored: int | None) -> tuple[str, int] | None:
     """Return the first label that differs from one device, and the right label; None if no label differs."""
     for row, own in zip(rows, mine, strict=True):
-        for number, place in enumerate(places):
-            if place >= len(row) or row[place] == ignored:
+        for number, position in enumerate(positions):
+            if position >= len(row) or row[position] == ignored:
                 continue
             got = own[number] if number < len(own) else None
-            if got != row[place]:
-                return "left out" if got in (None, ignored) else str(got), row[place]
+            if got != row[position]:
+                return "left out" if got in (None, ignored) else str(got), row[position]
     return None
 
 

@@ -71,13 +71,15 @@ def starts_apart(evidence: Evidence) -> Finding | None:
 @on_evidence(Precedence.APART + 40)
 def decides_by_rank(evidence: Evidence) -> Finding | None:
     """Detect steps, learning rates, loss scales or trained parameters that differ between ranks."""
-    return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
+    return next(
+        (Finding("decision-per-rank", decision.told) for decision in evidence.decisions if decision.apart), None
+    )
 
 
 @on_evidence(Precedence.OWN_VALUES + 30)
 def decides_by_own_values(evidence: Evidence) -> Finding | None:
     """Detect a value that differs between ranks and decides, even if the ranks happened to decide alike."""
-    return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
+    return next((Finding("decision-per-rank", ground.told) for ground in evidence.grounds if ground.apart), None)
 
 
 @on_tensors(Precedence.CALLS_AND_VALUES + 30)
@@ -86,39 +88,39 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
 
     One of both ends with the parameters that the other has after as many steps.
     """
-    here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
+    on_ranks, on_device = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
     if (
-        not here
-        or not there
-        or here == there
+        not on_ranks
+        or not on_device
+        or on_ranks == on_device
         or not tensors.steps_alike
-        or len({one.optimizer_steps for one in tensors.seen}) > 1
+        or len({run.optimizer_steps for run in tensors.seen}) > 1
     ):
         return None  # the step may use no optimizer, and a reference may have others
-    if not _ends_after(tensors, min(here, there)):
+    if not _ends_after(tensors, min(on_ranks, on_device)):
         return None
     return Finding(
         "decision-per-rank",
-        f"the optimizer has stepped {here} times on {tensors.size} ranks, {there} times on one device",
+        f"the optimizer has stepped {on_ranks} times on {tensors.size} ranks, {on_device} times on one device",
     )
 
 
 def _ends_after(tensors: Tensors, steps: int) -> bool:
     """Return whether the side that steps less often ends with the parameters of the other side after as many steps."""
     expected, start = tensors.expected, tensors.expected.single.initial
-    wrong = [name for name in tensors.wrong("params", "returned") if name.of in start]
-    for one, name in itertools.product(tensors.seen, wrong):
-        is_first = one.optimizer_steps == steps
-        end = (one.values if is_first else expected.exact).get(name)
-        stages = [{Result("params", of): value for of, value in start.items()}]
-        stages += expected.snapshots if is_first else one.snapshots
+    mismatches = [name for name in tensors.wrong("params", "returned") if name.of in start]
+    for run, name in itertools.product(tensors.seen, mismatches):
+        is_first = run.optimizer_steps == steps
+        end = (run.values if is_first else expected.exact).get(name)
+        stages = [{Result("params", parameter): value for parameter, value in start.items()}]
+        stages += expected.snapshots if is_first else run.snapshots
         after = stages[steps].get(Result("params", name.of)) if steps < len(stages) else None
         allowed = expected.tolerance.get(name)
         if end is None or after is None or allowed is None or not end.shape == after.shape == allowed.shape:
             return False
         if bool(((end.double() - after.double()).abs() > allowed).any()):
             return False
-    return bool(wrong)
+    return bool(mismatches)
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 60)
@@ -128,13 +130,13 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
     if odd is None or odd not in tensors.relations.split:
         return None
     before = tensors.expected.single.initial[odd.of]
-    values = [one.values.get(odd) for one in tensors.seen]
-    known = {rank: value for rank, value in enumerate(values) if value is not None and value.shape == before.shape}
-    updated = [rank for rank, value in known.items() if not value.to(before.dtype).equal(before)]
-    if len(known) < tensors.size or not 0 < len(updated) < tensors.size:
+    values = [run.values.get(odd) for run in tensors.seen]
+    shaped = {rank: value for rank, value in enumerate(values) if value is not None and value.shape == before.shape}
+    updated = [rank for rank, value in shaped.items() if not value.to(before.dtype).equal(before)]
+    if len(shaped) < tensors.size or not 0 < len(updated) < tensors.size:
         return None
-    told = f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
-    return Finding("value-of-one-rank", told)
+    summary = f"{odd} was updated on {named(updated)} only, and not sent to the other ranks"
+    return Finding("value-of-one-rank", summary)
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 70)
@@ -143,11 +145,11 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
     initial = tensors.expected.single.initial
     for name in tensors.relations.split:
         before = initial.get(name.of)
-        values = [one.values.get(name) for one in tensors.seen]
-        known = [value for value in values if value is not None and before is not None and value.shape == before.shape]
-        if name.kind not in ("params", "buffers") or before is None or len(known) < tensors.size:
+        values = [run.values.get(name) for run in tensors.seen]
+        shaped = [value for value in values if value is not None and before is not None and value.shape == before.shape]
+        if name.kind not in ("params", "buffers") or before is None or len(shaped) < tensors.size:
             continue
-        moved = [rank for rank, value in enumerate(known) if not value.to(before.dtype).equal(before)]
+        moved = [rank for rank, value in enumerate(shaped) if not value.to(before.dtype).equal(before)]
         if not 0 < len(moved) < tensors.size or set(moved) & set(tensors.relations.wrong.get(name, [])):
             continue
         return Finding(
@@ -163,28 +165,35 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
         return None
     calls = [trace.of("model") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
-        held = [event.details["parameters"] for event in same]
-        if len({(event.name, event.site) for event in same}) > 1 or all(one == held[0] for one in held):
+        sums_by_rank = [event.details["parameters"] for event in same]
+        if len({(event.name, event.site) for event in same}) > 1 or all(
+            own_sums == sums_by_rank[0] for own_sums in sums_by_rank
+        ):
             continue
         if len({event.details.get("owns") for event in same}) > 1:
             continue  # ranks hold different parts of one model, not copies
-        common = [name for name in held[0] if all(name in one for one in held)]
-        odd = next((name for name in common if any(one[name] != held[0][name] for one in held)), "")
+        common = [name for name in sums_by_rank[0] if all(name in own_sums for own_sums in sums_by_rank)]
+        odd = next(
+            (name for name in common if any(own_sums[name] != sums_by_rank[0][name] for own_sums in sums_by_rank)), ""
+        )
         if not odd or not tensors.is_whole(odd):
             continue  # each rank holds a slice of the parameter, as FSDP1 does
-        told = ", ".join(f"{one[odd]:.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
+        sums = ", ".join(f"{own_sums[odd]:.6g} on {named(ranks)}" for own_sums, ranks in _grouped(sums_by_rank, odd))
         return Finding(
             "value-of-one-rank",
             f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} "
-            f"sums to {told}, though the parameters that are trained are the same: a copy or an average of them is "
+            f"sums to {sums}, though the parameters that are trained are the same: a copy or an average of them is "
             "kept on some ranks only",
             site=same[0].site,
         )
     return None
 
 
-def _grouped(held: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mapping[str, float], list[int]]]:
-    return [(held[ranks[0]], ranks) for _, ranks in grouped((one.get(name), rank) for rank, one in enumerate(held))]
+def _grouped(sums_by_rank: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mapping[str, float], list[int]]]:
+    return [
+        (sums_by_rank[ranks[0]], ranks)
+        for _, ranks in grouped((own_sums.get(name), rank) for rank, own_sums in enumerate(sums_by_rank))
+    ]
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 90)
@@ -209,7 +218,7 @@ def _updated_unlike(tensors: Tensors) -> list[Result]:
     """
     moved, should = _updates(tensors)
     gradients = {name.of: value for name, value in tensors.seen[0].values.items() if name.kind == "grads"}
-    idle = {of for of, value in gradients.items() if not bool(value.any())}
+    idle = {parameter for parameter, value in gradients.items() if not bool(value.any())}
     return [name for name in moved if moved[name] != should[name] and name.of not in idle]
 
 
@@ -220,16 +229,16 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
     """
     moved: dict[Result, bool] = {}
     should: dict[Result, bool] = {}
-    held, expected = tensors.seen[0].values, tensors.expected.single
+    values, expected = tensors.seen[0].values, tensors.expected.single
     for name, before in expected.initial.items():
         returned = Result("returned", name)
         for label in (Result("params", name), returned):
-            got, right = held.get(label), expected.values.get(label)
-            if got is not None and right is not None and got.shape == before.shape == right.shape:
-                if label != returned and returned in held:
+            got, on_device = values.get(label), expected.values.get(label)
+            if got is not None and on_device is not None and got.shape == before.shape == on_device.shape:
+                if label != returned and returned in values:
                     continue
                 moved[label] = not got.to(before.dtype).equal(before)
-                should[label] = not right.to(before.dtype).equal(before)
+                should[label] = not on_device.to(before.dtype).equal(before)
     return moved, should
 
 
@@ -243,12 +252,17 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
     if has_unlike_results(tensors.traces):
         return None
     for name in tensors.relations.split:
-        wrong = tensors.relations.wrong.get(name, [])
-        right = tensors.right_ranks(name)
+        wrong_ranks = tensors.relations.wrong.get(name, [])
+        right_ranks = tensors.right_ranks(name)
         wrong_before = tensors.relations.wrong.get(Result("grads", name.of), []) if name.kind == "params" else []
-        by_chance = any(rank not in case.right_ranks(name) for case in tensors.further for rank in right)
-        if len(wrong) == tensors.size - 1 and len(right) == 1 and right[0] not in wrong_before and not by_chance:
-            return Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
+        by_chance = any(rank not in case.right_ranks(name) for case in tensors.further for rank in right_ranks)
+        if (
+            len(wrong_ranks) == tensors.size - 1
+            and len(right_ranks) == 1
+            and right_ranks[0] not in wrong_before
+            and not by_chance
+        ):
+            return Finding("value-of-one-rank", f"{name} is right on rank {right_ranks[0]}, and not on the other ranks")
     return None
 
 
@@ -264,7 +278,7 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     if (drift := buffers_drift(tensors)) is not None or tensors.seen[0].normalized:
         return drift
     for name in tensors.wrong("buffers"):
-        values = [one.values[name] for one in tensors.seen if name in one.values]
+        values = [run.values[name] for run in tensors.seen if name in run.values]
         if any(not value.equal(values[0]) for value in values):
             return Finding(
                 "buffers-drift", f"{name} differs between ranks, and DistributedDataParallel keeps that of rank 0 alone"

@@ -55,13 +55,13 @@ def not_divided_by_micro_batches(evidence: Evidence) -> Finding | None:
     factor, ratio = evidence.factor, evidence.undivided
     if factor is None or ratio == 1 or abs(factor.value - ratio) > factor.near * ratio:
         return None
-    told = (
+    summary = (
         f"{factor.told}; a rank has {ratio:.4g} times as many micro-batches as one device, and its losses add up to "
         "as much"
     )
     if evidence.size in (ratio, 1 / ratio):
-        told += "; or the loss has a factor of the world size, which is the same number"
-    return Finding("accumulation-factor", told)
+        summary += "; or the loss has a factor of the world size, which is the same number"
+    return Finding("accumulation-factor", summary)
 
 
 @on_evidence(Precedence.SUMS + 250)
@@ -96,13 +96,13 @@ def off_by_micro_batches(evidence: Evidence) -> Finding | None:
     factor = evidence.factor
     if factor is None or not _by_micro_batches(evidence):
         return None
-    told = (
+    summary = (
         f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward "
         "passes in each step"
     )
     if factor.rough:
-        told = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}{factor.ending}"
-    return Finding("accumulation-factor", told)
+        summary = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}{factor.ending}"
+    return Finding("accumulation-factor", summary)
 
 
 def _by_micro_batches(evidence: Evidence) -> bool:
@@ -118,15 +118,15 @@ def grows_with_world_size(evidence: Evidence) -> Finding | None:
         return None
     if tensors.factor() is not None and not _grows(tensors, factor.value):
         return None
-    told = f"{factor.told} {factor.value:.6g} times what one device gives, on {evidence.size} ranks"
-    return Finding("world-size-factor", told)
+    summary = f"{factor.told} {factor.value:.6g} times what one device gives, on {evidence.size} ranks"
+    return Finding("world-size-factor", summary)
 
 
 def _grows(tensors: Tensors, ratio: float) -> bool:
-    there, other = tensors.elsewhere, tensors.factor_elsewhere()
-    if tensors.size < 2 or there is None or other is None or ratio <= 0 or other <= 0:
+    elsewhere, factor = tensors.elsewhere, tensors.factor_elsewhere()
+    if tensors.size < 2 or elsewhere is None or factor is None or ratio <= 0 or factor <= 0:
         return False
-    return abs(math.log(ratio, tensors.size) - math.log(other, there.size)) <= 1e-2
+    return abs(math.log(ratio, tensors.size) - math.log(factor, elsewhere.size)) <= 1e-2
 
 
 @on_tensors(Precedence.SUMS + 120)  # before the world size, which the factor also fits
@@ -137,11 +137,11 @@ def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
     an all_to_all, which sends the tokens.
     """
     exchanges = [event for _, event in tensors.events("collective") if event.name.startswith("all_to_all")]
-    wrong, gradients = tensors.names, [name for name in tensors.relations.held if name.kind == "grads"]
-    if not exchanges or not wrong or not set(wrong) < set(gradients):
+    mismatches, gradients = tensors.names, [name for name in tensors.relations.held if name.kind == "grads"]
+    if not exchanges or not mismatches or not set(mismatches) < set(gradients):
         return None
-    ratio = tensors.factor(wrong)
-    if ratio is None or not all(_is_divided(tensors, name) for name in wrong):
+    ratio = tensors.factor(mismatches)
+    if ratio is None or not all(_is_divided(tensors, name) for name in mismatches):
         return None
     for event in sorted(exchanges, key=_is_of_counts):
         size = len(event.details.get("group", ()))
@@ -149,7 +149,7 @@ def experts_off_by_their_group(tensors: Tensors) -> Finding | None:
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
             return Finding(
                 "expert-gradients-factor",
-                f"{few(wrong)}: {times} what one device gives, and all other gradients are right; {event.where} "
+                f"{few(mismatches)}: {times} what one device gives, and all other gradients are right; {event.where} "
                 f"exchanges tokens with experts in a group of size {size}",
                 site=event.site,
             )
@@ -162,7 +162,7 @@ def _is_of_counts(exchange: CallEvent) -> bool:
 
 def _is_divided(tensors: Tensors, name: Result) -> bool:
     """Return whether each rank holds a slice of a gradient, or has gathered it from slices."""
-    if any(name in one.own or name.of in one.sharded for one in tensors.seen):
+    if any(name in run.own or name.of in run.sharded for run in tensors.seen):
         return True
     value = tensors.seen[0].values.get(name)
     return value is not None and any(
@@ -202,7 +202,7 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
     ratios = [norm / alone for norm in norms if norm is not None]
     if len(ratios) < max(1, len(norms)) or max(ratios) - min(ratios) > _NEAR * max(ratios):
         return None
-    for number, name, of in (
+    for number, name, description in (
         (evidence.size, "world-size-factor", f"on {evidence.size} ranks"),
         (
             evidence.micro_batches,
@@ -214,7 +214,7 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
             clip = tensors.traces[0].of("clip")[0]
             return Finding(
                 name,
-                f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {of}",
+                f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {description}",
                 site=clip.site,
             )
     return None
@@ -222,8 +222,8 @@ def clips_a_multiple(evidence: Evidence) -> Finding | None:
 
 def _clipped_norm(trace: RankTrace) -> float | None:
     """Return the gradient norm that the first clipping found."""
-    first = next(iter(trace.of("clip")), None)
-    return None if first is None else first.details.get("norm")
+    clip = next(iter(trace.of("clip")), None)
+    return None if clip is None else clip.details.get("norm")
 
 
 @on_tensors(Precedence.SUMS + 150)
@@ -233,8 +233,8 @@ def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
         inverse = max(factor, 1 / factor)
         if of_update or not step or inverse <= 1.5 or abs(inverse - round(inverse)) >= 2e-3:
             return None
-        told = f"{_of_gradients(step, factor)}, and those of the steps before are right"
-        return Finding("accumulation-factor", told)
+        summary = f"{_of_gradients(step, factor)}, and those of the steps before are right"
+        return Finding("accumulation-factor", summary)
     return None
 
 
@@ -243,9 +243,9 @@ def _first(tensors: Tensors) -> Iterator[tuple[int, float, bool]]:
 
     Yields nothing if no positive factor fits, or on one rank.
     """
-    found = tensors.first_factor
-    if found is not None and found[1] > 0 and tensors.size > 1:
-        yield found
+    wrong_step = tensors.first_factor
+    if wrong_step is not None and wrong_step[1] > 0 and tensors.size > 1:
+        yield wrong_step
 
 
 def _of_gradients(step: int, factor: float) -> str:
@@ -283,39 +283,39 @@ mistake(
 def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: all hold the same sum of parts, each times its own factor."""
     for _, rows in _weighed(tensors):
-        found = _own_factors(
+        finding = _own_factors(
             f"{few(tensors.names)}: ranks hold the same sum of parts", [_ratio(row, rows[0]) for row in rows]
         )
-        if found is not None:
-            return found
+        if finding is not None:
+            return finding
     return None
 
 
 @on_tensors(Precedence.SUMS + 20)
 def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
     """Detect a scale that differs between ranks: an optimizer step finds one gradient, times a factor of each rank."""
-    for number, stages in enumerate(zip(*(one.snapshots for one in tensors.seen), strict=False)):
+    for number, stages in enumerate(zip(*(run.snapshots for run in tensors.seen), strict=False)):
         flat = [_flat(stage) for stage in stages]
-        if any(one.shape != flat[0].shape for one in flat) or int((flat[0] != 0).sum()) < _SEVERAL:
+        if any(gradient.shape != flat[0].shape for gradient in flat) or int((flat[0] != 0).sum()) < _SEVERAL:
             return None
-        factors = [_multiple(one, flat[0]) for one in flat]
+        factors = [_multiple(gradient, flat[0]) for gradient in flat]
         if None in factors:
             return None
-        found = _own_factors(f"optimizer step {number + 1} finds the same gradient on all ranks", factors)
-        if found is not None:
-            return found
+        finding = _own_factors(f"optimizer step {number + 1} finds the same gradient on all ranks", factors)
+        if finding is not None:
+            return finding
     return None
 
 
-def _own_factors(what: str, factors: Sequence[float | None]) -> Finding | None:
+def _own_factors(subject: str, factors: Sequence[float | None]) -> Finding | None:
     """Return the finding if all factors are known and they differ."""
-    known = [factor for factor in factors if factor is not None]
-    if len(known) < len(factors) or max(map(abs, known)) <= (1 + _UNLIKE) * min(map(abs, known)):
+    fitting = [factor for factor in factors if factor is not None]
+    if len(fitting) < len(factors) or max(map(abs, fitting)) <= (1 + _UNLIKE) * min(map(abs, fitting)):
         return None
-    each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
+    each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(fitting))
     return Finding(
         "decision-per-rank",
-        f"{what}, but times different factors ({each}), as if each rank divided by its own loss scale",
+        f"{subject}, but times different factors ({each}), as if each rank divided by its own loss scale",
     )
 
 
@@ -325,12 +325,12 @@ def _flat(stage: Mapping[Result, torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.zeros(0).double(), *(stage[n].double().flatten() for n in stage if n.kind == "grads")])
 
 
-def _multiple(one: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return the positive factor between all elements of `one` and of `of`; None if no factor fits."""
-    factor = float((one * of).sum() / of.square().sum())
+def _multiple(value: torch.Tensor, base: torch.Tensor) -> float | None:
+    """Return the positive factor between all elements of `value` and of `base`; None if no factor fits."""
+    factor = float((value * base).sum() / base.square().sum())
     if not math.isfinite(factor) or factor <= 0:
         return None
-    return factor if bool(((one - factor * of).abs() <= _COMPUTED * one.abs().max()).all()) else None
+    return factor if bool(((value - factor * base).abs() <= _COMPUTED * value.abs().max()).all()) else None
 
 
 @on_tensors(Precedence.SUMS + 30)
@@ -355,15 +355,15 @@ def counts_parts_unlike(tensors: Tensors) -> Finding | None:
 def _left_factors(tensors: Tensors, division: Division) -> list[float] | None:
     """Return the factor between what backward left on each rank and the gradient of its part; None if none fits."""
     factors = []
-    for trace, part in zip(tensors.traces, tensors.combined(division, "own"), strict=False):
-        left: Left = next((event.details.get("left", {}) for event in reversed(trace.of("backward"))), {})
-        pairs = [(left[name.of], value) for name, value in part.items() if name.of in left]
+    for trace, values in zip(tensors.traces, tensors.combined(division, "own"), strict=False):
+        gradients: Left = next((event.details.get("left", {}) for event in reversed(trace.of("backward"))), {})
+        pairs = [(gradients[name.of], value) for name, value in values.items() if name.of in gradients]
         norms = [(got["norm"], float(value.norm())) for got, value in pairs]
         total = math.hypot(*(norm for _, norm in norms))
         factor = math.hypot(*(norm for norm, _ in norms)) / total if total else 0.0
         sums = [(got["sum"], float(value.sum())) for got, value in pairs]
         slack = _SAME * factor * total
-        if not factor or any(abs(got - factor * right) > slack for got, right in (*norms, *sums)):
+        if not factor or any(abs(got - factor * expected) > slack for got, expected in (*norms, *sums)):
             return None
         factors.append(factor)
     return factors or None
@@ -378,10 +378,10 @@ def clips_each_part(tensors: Tensors) -> Finding | None:
         norms = tensors.norms_of_parts(division)
         counted = [weight * norm for weight, norm in zip(rows[0], norms, strict=True)]
         if _alike(rows) and min(counted) > 0 and max(counted) <= (1 + _SAME) * min(counted):
-            told = ", ".join(f"{norm:.4g}" for norm in norms)
+            shown = ", ".join(f"{norm:.4g}" for norm in norms)
             return Finding(
                 "clipped-before-synchronization",
-                f"{few(tensors.names)}: the parts of ranks have norms {told}, but enter the sum with equal norms: "
+                f"{few(tensors.names)}: the parts of ranks have norms {shown}, but enter the sum with equal norms: "
                 "each part was clipped before the sum",
             )
     return None
@@ -417,36 +417,40 @@ def rounds_to_integers(tensors: Tensors) -> Finding | None:
     """Detect a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
     for name in tensors.wrong("returned"):
         cases = [(case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)]
-        known = [(right, got.double()) for right, got in cases if right is not None and got is not None]
-        if len(known) < len(cases) or any(right.shape != got.shape for right, got in known):
+        comparable = [(expected, got.double()) for expected, got in cases if expected is not None and got is not None]
+        if len(comparable) < len(cases) or any(expected.shape != got.shape for expected, got in comparable):
             continue
         # A value below 1 is rounded to 0, and many other mistakes also give 0.
-        telling = any(bool((got.abs() >= 1).any()) for _, got in known)
-        right, here = known[0]
-        telling = telling or _is_quotient(tensors, right, here)
-        if telling and bool((right != right.round()).any()) and all(_is_rounded(*case) for case in known):
-            values = few([f"{value:.6g}" for value in right.flatten().tolist()])
-            told = few([f"{value:.6g}" for value in here.flatten().tolist()])
-            return Finding("integer-division", f"{name} is {told}, and {values} on one device: the fraction is dropped")
+        telling = any(bool((got.abs() >= 1).any()) for _, got in comparable)
+        expected, rounded = comparable[0]
+        telling = telling or _is_quotient(tensors, expected, rounded)
+        if telling and bool((expected != expected.round()).any()) and all(_is_rounded(*case) for case in comparable):
+            values = few([f"{value:.6g}" for value in expected.flatten().tolist()])
+            quotients = few([f"{value:.6g}" for value in rounded.flatten().tolist()])
+            return Finding(
+                "integer-division", f"{name} is {quotients}, and {values} on one device: the fraction is dropped"
+            )
     return None
 
 
-def _is_quotient(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
+def _is_quotient(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) -> bool:
     """Return whether some collective gave integers that, divided by the world size, are the right values."""
     for _, event in tensors.events("collective"):
-        given = zip(event.details.get("tensors", ()), event.details.get("after", ()), strict=False)
-        for values in (after.get("values", []) for tensor, after in given if "int" in tensor["dtype"]):
+        operands = zip(event.details.get("tensors", ()), event.details.get("after", ()), strict=False)
+        for values in (after.get("values", []) for tensor, after in operands if "int" in tensor["dtype"]):
             shares = [value / tensors.size for value in values]
-            if len(shares) == right.numel() and all(
-                abs(share - value) <= _EXACT_RATIO * abs(share) and math.floor(share) == here
-                for share, value, here in zip(shares, right.flatten().tolist(), got.flatten().tolist(), strict=True)
+            if len(shares) == expected.numel() and all(
+                abs(share - value) <= _EXACT_RATIO * abs(share) and math.floor(share) == truncated
+                for share, value, truncated in zip(
+                    shares, expected.flatten().tolist(), got.flatten().tolist(), strict=True
+                )
             ):
                 return True
     return False
 
 
-def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
-    return bool((got == right.floor()).all() | (got == right.trunc()).all())
+def _is_rounded(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    return bool((got == expected.floor()).all() | (got == expected.trunc()).all())
 
 
 @on_tensors(Precedence.SUMS + 50)
@@ -457,12 +461,12 @@ def divides_a_count(tensors: Tensors) -> Finding | None:
     alone = sum(tensors.expected.exact[name].numel() for name in tensors.names) == 1
     if ratio is None or ratio <= 0 or (alone and tensors.mean_of_parts is not None):
         return None
-    for count, of in _counts(tensors):
-        if (found := _rounded_share(ratio, count, tensors.size)) is not None:
-            rounded, how = found
+    for count, subject in _counts(tensors):
+        if (share := _rounded_share(ratio, count, tensors.size)) is not None:
+            rounded, how = share
             return Finding(
                 "integer-division",
-                f"{few(tensors.names)} is {ratio:.6g} times what one device gives: {of}, {count:g}, divided by "
+                f"{few(tensors.names)} is {ratio:.6g} times what one device gives: {subject}, {count:g}, divided by "
                 f"{tensors.size} ranks is {count / tensors.size:g}, and {rounded:g} rounded {how}, as by //",
             )
     return None
@@ -499,11 +503,11 @@ def _weighed(tensors: Tensors) -> Iterator[tuple[Division, list[list[float]]]]:
         if rows is None or not all(_counts_several(row) for row in rows):
             continue
         same = [
-            other
+            alike
             for case in tensors.further
-            for other in case.hypotheses.divisions
-            if (other.name, other.windows) == (division.name, division.windows)
-            and case.weights_of_ranks(other) is not None
+            for alike in case.hypotheses.divisions
+            if (alike.name, alike.windows) == (division.name, division.windows)
+            and case.weights_of_ranks(alike) is not None
         ]
         if len(same) == len(tensors.further):
             yield division, rows
@@ -515,14 +519,20 @@ def _counts_several(row: Sequence[float]) -> bool:
 
 
 def _alike(rows: Sequence[Sequence[float]]) -> bool:
-    return all(abs(one - other) <= _SAME * abs(other) for row in rows for one, other in zip(row, rows[0], strict=True))
+    return all(
+        abs(weight - expected) <= _SAME * abs(expected)
+        for row in rows
+        for weight, expected in zip(row, rows[0], strict=True)
+    )
 
 
-def _ratio(row: Sequence[float], first: Sequence[float]) -> float | None:
-    """Return the factor between `row` and `first`; None if `row` is not a multiple of `first`."""
-    largest = max(range(len(first)), key=lambda index: abs(first[index]))
-    factor = row[largest] / first[largest]
-    near = all(abs(one - factor * other) <= _SAME * abs(row[largest]) for one, other in zip(row, first, strict=True))
+def _ratio(row: Sequence[float], base: Sequence[float]) -> float | None:
+    """Return the factor between `row` and `base`; None if `row` is not a multiple of `base`."""
+    largest = max(range(len(base)), key=lambda index: abs(base[index]))
+    factor = row[largest] / base[largest]
+    near = all(
+        abs(weight - factor * expected) <= _SAME * abs(row[largest]) for weight, expected in zip(row, base, strict=True)
+    )
     return factor if near and factor else None
 
 
@@ -560,14 +570,14 @@ def overflows(tensors: Tensors) -> Finding | None:
                 site=event.site,
             )
     for name in tensors.wrong("returned"):
-        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if right is None or got is None or right.shape != got.shape or right.dtype.is_floating_point:
+        expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if expected is None or got is None or expected.shape != got.shape or expected.dtype.is_floating_point:
             continue
-        off = got.long() - right.long()
+        off = got.long() - expected.long()
         for bits in (8, 16, 32):
             if bool((off != 0).any()) and bool((off % 2**bits == 0).all()):
-                told = f"{name} is off by a multiple of 2^{bits}, as an int{bits} that overflows"
-                return Finding("low-precision-overflow", told)
+                summary = f"{name} is off by a multiple of 2^{bits}, as an int{bits} that overflows"
+                return Finding("low-precision-overflow", summary)
     return None
 
 
@@ -577,8 +587,8 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         narrow = [tensor["dtype"] for tensor in event.details.get("tensors", []) if tensor["dtype"] in _NARROW]
         if narrow and _may_be_rounding(tensors):
-            told = f"{event.where} communicates {narrow[0]} tensors"
-            return Finding("low-precision-arithmetic", told, site=event.site)
+            summary = f"{event.where} communicates {narrow[0]} tensors"
+            return Finding("low-precision-arithmetic", summary, site=event.site)
     return None
 
 
@@ -586,7 +596,7 @@ def _may_be_rounding(tensors: Tensors) -> bool:
     """Return whether rounding in a narrow dtype can explain all differences from one device."""
     for name in tensors.names:
         exact = tensors.expected.exact[name]
-        for value in (one.values.get(name) for one in tensors.seen):
+        for value in (run.values.get(name) for run in tensors.seen):
             if value is None or value.shape != exact.shape:
                 continue
             off = float((value.double() - exact).norm())

@@ -46,10 +46,10 @@ mistake(
 @on_tensors(Precedence.SUMS + 170)  # before gradients that differ, which follow from it
 def adds_up_no_parts_of_an_activation(tensors: Tensors) -> Finding | None:
     """Detect an activation whose gradient each rank has a part of, because nothing adds up the parts in backward."""
-    found = module_of_partial_gradients(tensors)
-    if found is None:
+    module = module_of_partial_gradients(tensors)
+    if module is None:
         return None
-    name, ranks = found
+    name, ranks = module
     return Finding(
         "gradients-not-synchronized",
         f"each of {named(ranks)} has a part of the gradient of the output of {name}: their sum is the gradient of one "
@@ -64,9 +64,9 @@ def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
     Ranks may have clipped them since, by one factor that other gradients show. Multiples of the gradient of one device
     are no evidence: their sum is one as well.
     """
-    wrong = tensors.wrong("grads")
-    split = [name for name in wrong if name in tensors.relations.split]
-    others = [name for name in wrong if name not in split]
+    mismatches = tensors.wrong("grads")
+    split = [name for name in mismatches if name in tensors.relations.split]
+    others = [name for name in mismatches if name not in split]
     for how, count in (("sum", 1), ("mean", tensors.size)):
         own = [
             name
@@ -76,8 +76,8 @@ def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
         if own and len(own) == len(split):
             verb = "differs" if len(own) == 1 else "differ"
             also = f", times a factor that {few(others)} have, too" if others else ""
-            told = f"{few(own)} {verb} between ranks, and the {how} over ranks is that of one device{also}"
-            return _local(tensors, own, told)
+            summary = f"{few(own)} {verb} between ranks, and the {how} over ranks is that of one device{also}"
+            return _local(tensors, own, summary)
     return None
 
 
@@ -85,14 +85,14 @@ def _is_sum_of_ranks(case: Tensors, name: Result, others: Sequence[Result], coun
     """Return whether a gradient's sum over ranks is `count` times the right one, times others' factor."""
     factor = case.factor_here(others) if others else 1.0
     exact = case.expected.exact.get(name)
-    values = [one.values[name].double() for one in case.seen if name in one.values]
+    values = [run.values[name].double() for run in case.seen if name in run.values]
     if factor is None or exact is None or len(values) < case.size or exact.numel() < _LEAST_ELEMENTS:
         return False
     if any(value.shape != exact.shape for value in values) or all(_is_multiple(value, exact) for value in values):
         return False
-    right = factor * count * exact
-    off = (sum(values[1:], values[0]) - right).abs()
-    return bool(exact.any()) and bool((off <= _CLOSE * right.abs().max()).all())
+    expected = factor * count * exact
+    off = (sum(values[1:], values[0]) - expected).abs()
+    return bool(exact.any()) and bool((off <= _CLOSE * expected.abs().max()).all())
 
 
 def _is_multiple(value: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -121,20 +121,23 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     """Detect gradients that each rank's own backward left, and maybe clipped, where combining them makes it right."""
     local = [name for name in tensors.relations.split if name.kind == "grads"]
     lasts = [next(iter(reversed(trace.of("backward"))), None) for trace in tensors.traces]
-    left = [event.details.get("left", {}) for event in lasts if event is not None]
-    if len(left) < max(2, len(lasts)):
+    gradients = [event.details.get("left", {}) for event in lasts if event is not None]
+    if len(gradients) < max(2, len(lasts)):
         return None
     clips = [next(iter(trace.of("clip")), None) for trace in tensors.traces]
-    clipped = is_clipped(left, [None if clip is None else clip.details.get("norm") for clip in clips])
-    own = [name for name in local if (clipped and name.of in left[0]) or tensors.stays_as_left(name, left)]
+    clipped = is_clipped(gradients, [None if clip is None else clip.details.get("norm") for clip in clips])
+    own = [name for name in local if (clipped and name.of in gradients[0]) or tensors.stays_as_left(name, gradients)]
     change = tensors.right_with("combine")
     if not own or change is None:
         return None
     site = next(event.site for event in lasts if event is not None)
-    told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+    norms = ", ".join(
+        f"{own_gradients[own[0].of]['norm']:.4g} on rank {rank}"
+        for rank, own_gradients in enumerate(gradients[:_SHOWN])
+    )
     also = f"; with their {change.combination} the step is right"
-    what = f"{few(own)} is the result of each rank's own backward ({site}), with norm {told}{also}"
-    return _local(tensors, own, what, over=few([named(ranks) for ranks in change.now]))
+    summary = f"{few(own)} is the result of each rank's own backward ({site}), with norm {norms}{also}"
+    return _local(tensors, own, summary, over=few([named(ranks) for ranks in change.now]))
 
 
 @on_tensors(Precedence.AMBIGUOUS + 130)
@@ -145,22 +148,22 @@ def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
         for name in tensors.relations.split
         if name.kind == "grads" or (tensors.account and name.kind == "returned")
     ]
-    if not local or each_rank_its_own(tensors) or not (why := _nothing_combines(tensors, local)):
+    if not local or each_rank_its_own(tensors) or not (reason := _nothing_combines(tensors, local)):
         return None
-    return _local(tensors, local, f"{few(local)} differ from rank to rank{why}", "")
+    return _local(tensors, local, f"{few(local)} differ from rank to rank{reason}", "")
 
 
-def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = None, over: str = "") -> Finding:
+def _local(tensors: Tensors, local: list[Result], summary: str, reason: str | None = None, over: str = "") -> Finding:
     if all(_is_buffer(tensors, name) for name in local):
-        return Finding("buffers-drift", told + ": nothing synchronizes them")
+        return Finding("buffers-drift", summary + ": nothing synchronizes them")
     if not tensors.gradient_like or not any(_is_like_a_gradient(tensors, name) for name in local):
-        return Finding("value-of-one-rank", f"{told}: nothing has combined them")
+        return Finding("value-of-one-rank", f"{summary}: nothing has combined them")
     # Without a wrapper, a collective by hand is missing.
     over = over or " and ".join(axis for axis, size in tensors.mesh if size > 1) or named(range(tensors.size))
     advice = f"all-reduce {few(local)} over {over} after backward, before anything else reads it"
     return Finding(
         "gradients-not-synchronized",
-        told + (_why_local(tensors, local) if why is None else why),
+        summary + (_why_local(tensors, local) if reason is None else reason),
         advice=advice if tensors.first("wrap") is None else "",
     )
 
@@ -171,8 +174,8 @@ def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
     value = tensors.seen[0].values.get(name)
     if tensors.is_of_model(name) or value is None or not value.dim():
         return tensors.is_of_model(name)
-    return any(value.shape == one.shape for one in parameters) or value.numel() == sum(
-        one.numel() for one in parameters
+    return any(value.shape == gradient.shape for gradient in parameters) or value.numel() == sum(
+        gradient.numel() for gradient in parameters
     )
 
 
@@ -180,13 +183,13 @@ def _is_buffer(tensors: Tensors, name: Result) -> bool:
     """Return whether a result is a buffer, or a returned copy of a buffer on each rank."""
     if name.kind == "buffers":
         return True
-    of_buffers = [other for other in tensors.seen[0].values if other.kind == "buffers"]
+    of_buffers = [buffer for buffer in tensors.seen[0].values if buffer.kind == "buffers"]
     return any(
         all(
-            other in one.values and name in one.values and one.values[other].equal(one.values[name])
-            for one in tensors.seen
+            buffer in run.values and name in run.values and run.values[buffer].equal(run.values[name])
+            for run in tensors.seen
         )
-        for other in of_buffers
+        for buffer in of_buffers
     )
 
 
@@ -236,12 +239,12 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
                     f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it "
                     "before the sum",
                 )
-    for other in tensors.hypotheses.alternatives if not tensors.broken else ():
-        if other.kind == "biases-several-times" and tensors.is_alternative(other):
+    for alternative in tensors.hypotheses.alternatives if not tensors.broken else ():
+        if alternative.kind == "biases-several-times" and tensors.is_alternative(alternative):
             return Finding(
                 "partial-result-added-on-every-rank",
-                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(other.names)}: each of "
-                f"{tensors.size} ranks adds it before the sum",
+                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(alternative.names)}: "
+                f"each of {tensors.size} ranks adds it before the sum",
             )
     return None
 
@@ -271,8 +274,8 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
             share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
             if share > _LEFT_OUT and tensors.same(excess, share * before, got):
                 added = "that" if abs(share - 1) < _ONCE else f"{share:.4g} times that"
-                told = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
-                return Finding("stale-gradients", told)
+                summary = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
+                return Finding("stale-gradients", summary)
     return None
 
 
@@ -288,15 +291,15 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
         weights = tensors.weights_of_windows(division)
         if weights is None or max(weights) - min(weights) < _UNLIKE or min(weights) < -_LEFT_OUT:
             continue
-        told = ", ".join(f"{weight if abs(weight) > _LEFT_OUT else 0:.3g}" for weight in weights)
-        seen = f"in {tensors.names[0]} the micro-batches of each rank count {told} times"
+        counts = ", ".join(f"{weight if abs(weight) > _LEFT_OUT else 0:.3g}" for weight in weights)
+        summary = f"in {tensors.names[0]} the micro-batches of each rank count {counts} times"
         left_out = any(abs(weight) <= _LEFT_OUT for weight in weights)
         if left_out and (reduced := _reduced_between(tensors)) is not None:
-            again = f"{reduced.where} has reduced it, and its result was overwritten"
-            return Finding("result-discarded", f"{seen}: one of them is left out, though {again}")
+            reduction = f"{reduced.where} has reduced it, and its result was overwritten"
+            return Finding("result-discarded", f"{summary}: one of them is left out, though {reduction}")
         if left_out:
-            return Finding("samples-missed", f"{seen}: one of them is left out")
-        return Finding("stale-gradients", f"{seen}: what was reduced already is reduced again")
+            return Finding("samples-missed", f"{summary}: one of them is left out")
+        return Finding("stale-gradients", f"{summary}: what was reduced already is reduced again")
     return None
 
 
@@ -305,8 +308,8 @@ def _reduced_between(tensors: Tensors) -> CallEvent | None:
     passes = 0
     for event in tensors.traces[0].of("backward", "collective") if tensors.traces else ():
         passes += event.kind == "backward"
-        found = event.kind == "collective" and any(math.prod(tensor["shape"]) > 1 for tensor in event.tensors)
-        if found and 0 < passes < len(tensors.traces[0].of("backward")):
+        reduces = event.kind == "collective" and any(math.prod(tensor["shape"]) > 1 for tensor in event.tensors)
+        if reduces and 0 < passes < len(tensors.traces[0].of("backward")):
             return event
     return None
 
@@ -334,8 +337,8 @@ def clips_first(tensors: Tensors) -> Finding | None:
             large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
             on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
             if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
-                told = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
-                return Finding("clipped-before-synchronization", told, site=clip.site)
+                summary = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
+                return Finding("clipped-before-synchronization", summary, site=clip.site)
     return None
 
 
@@ -352,8 +355,8 @@ def clips_by_other_norms(evidence: Evidence) -> Finding | None:
 @on_tensors(Precedence.CLIPPING + 30)
 def clips_parts(tensors: Tensors) -> Finding | None:
     """Detect clipping before the mean: gradients are the mean of the parts', and right while no limit applies."""
-    found = tensors.mean_of_parts
-    if found is None or not found[0].even or found[0].along or not _is_limited(tensors):
+    mean = tensors.mean_of_parts
+    if mean is None or not mean[0].even or mean[0].along or not _is_limited(tensors):
         return None
     return Finding(
         "clipped-before-synchronization",
@@ -393,7 +396,7 @@ def _shows_a_limit(tensors: Tensors) -> bool:
     if any(True for _ in tensors.events("clip")) or (tensors.alone is not None and tensors.alone.of("clip")):
         return True
     for how in (_total_norm, _largest_norm, _largest_element):
-        sizes = [how(one) for case in (tensors, *tensors.further) for one in _gradients(case)]
+        sizes = [how(gradients) for case in (tensors, *tensors.further) for gradients in _gradients(case)]
         highest = max(sizes, default=0.0)
         if sum(size >= (1 - _SAME) * highest > 0 for size in sizes) > 1:
             return True
@@ -404,24 +407,24 @@ def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
     """Yield the gradients of one device, or else its parameter updates, for the whole batch and for each part."""
     initial = case.expected.single.initial
     # Use one division only: other divisions may have the same parts, which would then count twice.
-    parts = case.hypotheses.divisions[0].parts if case.hypotheses.divisions else []
-    for values in (case.expected.exact, *(window for windows in parts for window in windows)):
-        found = [value.double() for name, value in values.items() if name.kind == "grads"] or [
+    windows_by_rank = case.hypotheses.divisions[0].parts if case.hypotheses.divisions else []
+    for values in (case.expected.exact, *(window for windows in windows_by_rank for window in windows)):
+        gradients = [value.double() for name, value in values.items() if name.kind == "grads"] or [
             value.double() - initial[name.of].double()
             for name, value in values.items()
             if name.kind == "params" and name.of in initial and initial[name.of].shape == value.shape
         ]
-        if sum(value.numel() for value in found) > 1 and all(bool(value.isfinite().all()) for value in found):
-            yield found
+        if sum(value.numel() for value in gradients) > 1 and all(bool(value.isfinite().all()) for value in gradients):
+            yield gradients
 
 
 def _total_norm(tensors: Sequence[torch.Tensor]) -> float:
-    return math.hypot(*(float(one.norm()) for one in tensors))
+    return math.hypot(*(float(tensor.norm()) for tensor in tensors))
 
 
 def _largest_norm(tensors: Sequence[torch.Tensor]) -> float:
-    return max(float(one.norm()) for one in tensors)
+    return max(float(tensor.norm()) for tensor in tensors)
 
 
 def _largest_element(tensors: Sequence[torch.Tensor]) -> float:
-    return max(float(one.abs().max()) for one in tensors if one.numel())
+    return max(float(tensor.abs().max()) for tensor in tensors if tensor.numel())

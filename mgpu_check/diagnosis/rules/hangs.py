@@ -44,12 +44,12 @@ def other_sizes(calls: UnfinishedCall) -> Finding | None:
     if calls.unmatched:
         return None
     if calls.parted:
-        names = {entered.name for entered in calls.parted.values()}
-        if len(names) > 1 or len({entered.operand for entered in calls.parted.values()}) < 2:
+        collectives = {entered.name for entered in calls.parted.values()}
+        if len(collectives) > 1 or len({entered.operand for entered in calls.parted.values()}) < 2:
             return None
-        fills = any(name in COLLECTIVES and COLLECTIVES[name].kind == "parts" for name in names)
+        fills = any(name in COLLECTIVES and COLLECTIVES[name].kind == "parts" for name in collectives)
         return Finding("uneven-gather", calls.parting) if fills else None
-    same = {(one.name, one.group_name, one.number, one.file, one.line) for one in calls.last.values()}
+    same = {(call.name, call.group_name, call.number, call.file, call.line) for call in calls.last.values()}
     if len(same) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
         return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(calls.told))
     return None
@@ -73,11 +73,11 @@ def waits_for_its_own_group(calls: UnfinishedCall) -> Finding | None:
         if not collective.unfinished or collective.cut:
             continue
         members = set(map(int, collective.group.split(","))) if collective.group else set(range(calls.size))
-        for other, message in calls.messages.items():
-            if other in members and message.options == f"src={rank}":
+        for peer, message in calls.messages.items():
+            if peer in members and message.options == f"src={rank}":
                 return Finding(
                     "wrong-process-group",
-                    f"rank {rank} waits in {collective} for rank {other}, and rank {other} waits in {message} for "
+                    f"rank {rank} waits in {collective} for rank {peer}, and rank {peer} waits in {message} for "
                     f"what rank {rank} sends after it: does the collective run over more ranks than call it?",
                 )
     return None
@@ -92,26 +92,26 @@ def part_ways(calls: UnfinishedCall) -> Finding | None:
         return Finding("decision-per-rank", calls.unmatched)
     sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
     if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
-        told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
+        summary = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
     elif waits := _waits(calls):
-        told = f"{calls.hung}: {waits}"
+        summary = f"{calls.hung}: {waits}"
     else:
         return None
-    return Finding("decision-per-rank", told)
+    return Finding("decision-per-rank", summary)
 
 
 def _waits(calls: UnfinishedCall) -> str:
     """Return which ranks of a hang wait, and which ranks are elsewhere or finished; "" if that is unknown."""
-    waiting = grouped((place, rank) for rank, place in calls.waiting.items())
-    said = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in waiting]
+    waiting = grouped((call, rank) for rank, call in calls.waiting.items())
+    clauses = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {call}" for call, ranks in waiting]
     if waiting and (calls.elsewhere or calls.finished):
         if calls.elsewhere:
-            said.append(f"{named(calls.elsewhere)} {'is' if len(calls.elsewhere) == 1 else 'are'} elsewhere")
+            clauses.append(f"{named(calls.elsewhere)} {'is' if len(calls.elsewhere) == 1 else 'are'} elsewhere")
         if calls.finished:
-            said.append(f"{named(calls.finished)} finished")
-        return "; ".join(said)
+            clauses.append(f"{named(calls.finished)} finished")
+        return "; ".join(clauses)
     if len(waiting) > 1 and calls.last:
-        return f"all of them wait, in different calls; {'; '.join(said)}"
+        return f"all of them wait, in different calls; {'; '.join(clauses)}"
     # A collective on a device returns at once, so no rank is seen to wait in it.
     counts = {rank: entered.number for rank, entered in calls.last.items()}
     groups = {entered.group_name for entered in calls.last.values()}

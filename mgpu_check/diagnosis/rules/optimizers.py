@@ -33,16 +33,16 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
     single = tensors.expected.single
     lost = [
         rank
-        for rank, one in enumerate(tensors.seen)
-        if one.optimizer_steps and not one.settings.keys() & single.settings.keys()
+        for rank, run in enumerate(tensors.seen)
+        if run.optimizer_steps and not run.settings.keys() & single.settings.keys()
     ]
     if not single.settings or not lost or not tensors.wrong("params"):
         return None
-    told = (
+    summary = (
         f"the optimizer of {named(lost)} steps tensors that do not belong to the model: was it made before the model "
         "was divided, or while it was gathered?"
     )
-    return Finding("optimizer-differs", told, tuple(lost))
+    return Finding("optimizer-differs", summary, tuple(lost))
 
 
 @on_tensors(Precedence.SUMS + 310)  # before a mean of parts, which averaged parameters also fit
@@ -55,24 +55,24 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
     change = tensors.right_with("combine")
     if change is None or not tensors.seen[0].nonlinear or not tensors.gradient_like:
         return None
-    if any(not one.snapshots for one in tensors.seen):
+    if any(not run.snapshots for run in tensors.seen):
         return None
     events = [list(itertools.takewhile(lambda event: event.kind != "step", trace.events)) for trace in tensors.traces]
     lasts = [next((event for event in reversed(before) if event.kind == "backward"), None) for before in events]
-    known = [event for event in lasts if event is not None]
-    left = [event.details.get("left", {}) for event in known]
-    if len(known) < max(2, tensors.size):
+    recorded = [event for event in lasts if event is not None]
+    gradients = [event.details.get("left", {}) for event in recorded]
+    if len(recorded) < max(2, tensors.size):
         return None
     for name in tensors.seen[0].stepped:
         gradient = Result("grads", name)
-        values = [one.snapshots[0][gradient] for one in tensors.seen if gradient in one.snapshots[0]]
-        if all(name in one.stepped for one in tensors.seen) and is_left(gradient, left, values):
+        values = [run.snapshots[0][gradient] for run in tensors.seen if gradient in run.snapshots[0]]
+        if all(name in run.stepped for run in tensors.seen) and is_left(gradient, gradients, values):
             step = tensors.traces[0].of("step")[0]
-            told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+            norms = ", ".join(f"{own[name]['norm']:.4g} on rank {rank}" for rank, own in enumerate(gradients[:_SHOWN]))
             return Finding(
                 "gradients-not-synchronized",
-                f"{step.where} steps with the {gradient} of each rank's own backward ({known[0].site}), with norm "
-                f"{told}; with their {change.combination} the step is right",
+                f"{step.where} steps with the {gradient} of each rank's own backward ({recorded[0].site}), with norm "
+                f"{norms}; with their {change.combination} the step is right",
                 site=step.site,
             )
     return None
@@ -90,20 +90,20 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
 
     The reason is the settings of the parameter groups if these differ from one device, and the update rule otherwise.
     """
-    step, names, ranks = _first_wrong_step(tensors)
-    if not names:
+    step, parameters, ranks = _first_wrong_step(tensors)
+    if not parameters:
         return _other_settings_of_the_only_step(tensors) or _rates_after_the_last_step(tensors)
-    told = (
-        f"the gradients of optimizer step {step + 1} are right, and it changes {few(names)} otherwise than on one "
+    summary = (
+        f"the gradients of optimizer step {step + 1} are right, and it changes {few(parameters)} otherwise than on one "
         "device"
     )
     if len(ranks) < tensors.size:
-        told += f" on {named(ranks)}"
-    why = (
-        _settings(tensors, [name.of for name in names])
+        summary += f" on {named(ranks)}"
+    reason = (
+        _settings(tensors, [name.of for name in parameters])
         or "the settings of its group are those of one device: it is the update rule"
     )
-    return Finding("optimizer-differs", f"{told}; {why}", tuple(ranks) if len(ranks) < tensors.size else ())
+    return Finding("optimizer-differs", f"{summary}; {reason}", tuple(ranks) if len(ranks) < tensors.size else ())
 
 
 def _other_settings_of_the_only_step(tensors: Tensors) -> Finding | None:
@@ -112,15 +112,15 @@ def _other_settings_of_the_only_step(tensors: Tensors) -> Finding | None:
     There must be one step only, the gradients in the end must be right, and a wrong parameter must have other settings
     on a rank where it is wrong.
     """
-    wrong = tensors.wrong("params")
+    mismatches = tensors.wrong("params")
     judged = any(name.kind == "grads" for name in tensors.relations.held)
-    steps = {one.optimizer_steps for one in (*tensors.seen, tensors.expected.single)}
-    if steps != {1} or not wrong or not judged or tensors.wrong("grads", "returned"):
+    steps = {run.optimizer_steps for run in (*tensors.seen, tensors.expected.single)}
+    if steps != {1} or not mismatches or not judged or tensors.wrong("grads", "returned"):
         return None
-    if all(one.snapshots for one in tensors.seen):
+    if all(run.snapshots for run in tensors.seen):
         return None
-    why = _settings(tensors, [name.of for name in wrong])
-    return Finding("optimizer-differs", f"gradients are right, but not {few(wrong)}; {why}") if why else None
+    reason = _settings(tensors, [name.of for name in mismatches])
+    return Finding("optimizer-differs", f"gradients are right, but not {few(mismatches)}; {reason}") if reason else None
 
 
 def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
@@ -129,56 +129,56 @@ def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
     Both lists are empty if its gradients are wrong too, or if the ranks start from wrong parameters.
     """
     start = tensors.expected.single.initial
-    for one in tensors.seen:
+    for run in tensors.seen:
         if any(
-            one.initial[name].shape != value.shape or not one.initial[name].equal(value)
+            run.initial[name].shape != value.shape or not run.initial[name].equal(value)
             for name, value in start.items()
-            if name in one.initial
+            if name in run.initial
         ):
             return 0, [], []
-    for step, right in enumerate(tensors.expected.snapshots):
+    for step, expected in enumerate(tensors.expected.snapshots):
         allowed = tensors.expected.allowances[step]
-        wrong: dict[Result, list[int]] = {}
-        for rank, one in enumerate(tensors.seen):
-            stage = one.snapshots[step] if step < len(one.snapshots) else {}
-            for name, value in right.items():
+        mismatches: dict[Result, list[int]] = {}
+        for rank, run in enumerate(tensors.seen):
+            stage = run.snapshots[step] if step < len(run.snapshots) else {}
+            for name, value in expected.items():
                 got = stage.get(name)
                 if got is None or got.shape != value.shape:
                     return step, [], []
                 if bool(((got.double() - value).abs() > allowed[name]).any()):
-                    wrong.setdefault(name, []).append(rank)
-        if wrong:
-            if any(name.kind == "grads" for name in wrong):
+                    mismatches.setdefault(name, []).append(rank)
+        if mismatches:
+            if any(name.kind == "grads" for name in mismatches):
                 return step, [], []
-            return step, list(wrong), sorted({rank for ranks in wrong.values() for rank in ranks})
+            return step, list(mismatches), sorted({rank for ranks in mismatches.values() for rank in ranks})
     return 0, [], []
 
 
-def _settings(tensors: Tensors, names: list[str]) -> str:
+def _settings(tensors: Tensors, parameter_names: list[str]) -> str:
     """Describe a setting of a wrong parameter that differs from one device; "" if none differs or none is known."""
     single = tensors.expected.single
-    for name in names:
-        right = single.settings.get(name)
-        for rank, one in enumerate(tensors.seen):
-            got = one.settings.get(name)
-            own = one.own.get(Result("params", name))
-            if right is None or got is None or (own is not None and not bool(own.any())):
+    for name in parameter_names:
+        expected = single.settings.get(name)
+        for rank, run in enumerate(tensors.seen):
+            got = run.settings.get(name)
+            own = run.own.get(Result("params", name))
+            if expected is None or got is None or (own is not None and not bool(own.any())):
                 continue
-            apart = [key for key in right if key in got and got[key] != right[key]]
-            if apart:
-                key = apart[0]
+            differing = [key for key in expected if key in got and got[key] != expected[key]]
+            if differing:
+                key = differing[0]
                 return (
-                    f"{key} of {name} is {got[key]} on rank {rank}, and {right[key]} on one "
-                    f"device{_groups(single, one)}"
+                    f"{key} of {name} is {got[key]} on rank {rank}, and {expected[key]} on one "
+                    f"device{_groups(single, run)}"
                 )
     return ""
 
 
-def _groups(single: ObservedRun, one: ObservedRun) -> str:
-    if one.groups == single.groups:
+def _groups(single: ObservedRun, run: ObservedRun) -> str:
+    if run.groups == single.groups:
         return ""
     return (
-        f"; there {'is' if one.groups == 1 else 'are'} {one.groups} parameter group{'s' * (one.groups != 1)}, and "
+        f"; there {'is' if run.groups == 1 else 'are'} {run.groups} parameter group{'s' * (run.groups != 1)}, and "
         f"{single.groups} on one device"
     )
 
@@ -188,15 +188,15 @@ def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
 
     The next update will be wrong.
     """
-    wrong = tensors.wrong()
-    if not wrong or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in wrong):
+    mismatches = tensors.wrong()
+    if not mismatches or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in mismatches):
         return None
-    rank, right = tensors.relations.wrong[wrong[0]][0], tensors.expected.exact.get(wrong[0])
-    got = tensors.seen[rank].values.get(wrong[0])
-    if got is None or right is None or got.numel() != 1 or right.numel() != 1:
+    rank, expected = tensors.relations.wrong[mismatches[0]][0], tensors.expected.exact.get(mismatches[0])
+    got = tensors.seen[rank].values.get(mismatches[0])
+    if got is None or expected is None or got.numel() != 1 or expected.numel() != 1:
         return None
-    told = (
-        f"{wrong[0]} is {float(got):.6g}, and {float(right):.6g} on one device, after the same steps: does a "
+    summary = (
+        f"{mismatches[0]} is {float(got):.6g}, and {float(expected):.6g} on one device, after the same steps: does a "
         "scheduler step more often?"
     )
-    return Finding("optimizer-differs", told)
+    return Finding("optimizer-differs", summary)

@@ -63,13 +63,13 @@ def findings_of_loader(evidence: Loader, attempts: Attempts) -> list[Finding]:
 
 def distinct(named: Iterable[Finding | None], most: int | None = None) -> list[Finding]:
     """Return the first finding of each mistake, in order, and at most `most` findings."""
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for finding in named:
         if finding is not None:
-            found.setdefault(finding.mistake, finding)
-        if len(found) == most:
+            findings.setdefault(finding.mistake, finding)
+        if len(findings) == most:
             break
-    return list(found.values())
+    return list(findings.values())
 
 
 def _found(evidence: Evidence, attempts: Attempts) -> Iterator[Finding | None]:
@@ -81,5 +81,5 @@ def _found(evidence: Evidence, attempts: Attempts) -> Iterator[Finding | None]:
 
 
 def _attempted(rule: RuleOf[_Evidence], evidence: _Evidence, attempts: Attempts) -> Finding | None:
-    where = f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
-    return attempts.of(f"the rule {where}", None, rule, evidence)
+    label = f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
+    return attempts.of(f"the rule {label}", None, rule, evidence)

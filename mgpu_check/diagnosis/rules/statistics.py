@@ -31,12 +31,12 @@ mistake(
 @on_evidence(Precedence.SUMS + 70)
 def statistics_of_parts(evidence: Evidence) -> Finding | None:
     """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
-    tensors, found = evidence.tensors, normalizes_parts(evidence)
-    if found is None or tensors is None:
+    tensors, finding = evidence.tensors, normalizes_parts(evidence)
+    if finding is None or tensors is None:
         return None
     if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
         return None
-    return Finding(found.mistake, f"{found.evidence}, and the gradients are the mean of the shards' gradients")
+    return Finding(finding.mistake, f"{finding.evidence}, and the gradients are the mean of the shards' gradients")
 
 
 @on_evidence(Precedence.AMBIGUOUS + 100)
@@ -48,12 +48,12 @@ def normalizes_parts(evidence: Evidence) -> Finding | None:
 @on_tensors(Precedence.SUMS + 260)
 def mean_of_metrics(tensors: Tensors) -> Finding | None:
     """Detect a metric that is the mean over equal parts, although one device gives a different value."""
-    found = tensors.mean_of_parts
-    if found is None or not found[0].even or tensors.gradient_like or found[0].along:
+    mean = tensors.mean_of_parts
+    if mean is None or not mean[0].even or tensors.gradient_like or mean[0].along:
         return None
     return Finding(
         "mean-of-means" if tensors.hypotheses.padded else "wrong-reduction",
-        f"{tensors.names[0]} is the mean over ranks of each rank's own value{found[1]}, which is not the value for "
+        f"{tensors.names[0]} is the mean over ranks of each rank's own value{mean[1]}, which is not the value for "
         "all samples together",
     )
 
@@ -61,14 +61,14 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.SUMS + 320)
 def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
     """Detect gradients that are the mean of the parts', while one device gives no weighted sum of the parts."""
-    found = tensors.mean_of_parts
-    if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
+    mean = tensors.mean_of_parts
+    if mean is None or mean[0].along or not tensors.gradient_like or clips_parts(tensors):
         return None
-    if tensors.is_sum_of_parts(found[0]) is not False:
+    if tensors.is_sum_of_parts(mean[0]) is not False:
         return None
     return Finding(
         "batch-statistics-per-rank",
-        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({found[0].name}){found[1]}, but "
+        f"{tensors.names[0]} is the mean of what each rank computes for its own part ({mean[0].name}){mean[1]}, but "
         "no weighted sum of the parts gives the result of one device: something in the step depends on all samples, "
         "and each rank has only its own",
     )
@@ -77,10 +77,10 @@ def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.SUMS + 330)
 def mean_of_parts(tensors: Tensors) -> Finding | None:
     """Detect an unweighted mean over the parts, where the parts should have other weights."""
-    found = tensors.mean_of_parts
-    if found is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(found[0]) is False:
+    mean = tensors.mean_of_parts
+    if mean is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(mean[0]) is False:
         return None
-    division, also = found
+    division, also = mean
     if also and tensors.factor() is not None:
         return None  # one factor explains the difference, so the weights are right
     windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
@@ -112,19 +112,19 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
     """
     clips = [] if tensors.alone is None else [event for event in tensors.alone.of("clip") if "norm" in event.details]
     for name in tensors.wrong("returned"):
-        right = tensors.expected.exact.get(name)
+        expected = tensors.expected.exact.get(name)
         got = tensors.seen[0].values.get(name)
-        if right is None or got is None or right.numel() != 1 or got.numel() != 1:
+        if expected is None or got is None or expected.numel() != 1 or got.numel() != 1:
             continue
         for event in clips:
             norm = event.details["norm"]
-            if norm and abs(float(right) - norm) <= _SAME * abs(norm):
+            if norm and abs(float(expected) - norm) <= _SAME * abs(norm):
                 line = _scalar_reduction(tensors)
-                where = f", combined by {line.where}" if line is not None else ""
+                combination = f", combined by {line.where}" if line is not None else ""
                 return Finding(
                     "wrong-reduction",
                     f"{name} is the norm of the gradient, {norm:.6g} on one device, and {float(got):.6g} on "
-                    f"ranks{where}: the norm of the whole is not that combination of the norms of the shards",
+                    f"ranks{combination}: the norm of the whole is not that combination of the norms of the shards",
                     site=(line or event).site,
                 )
     return None
@@ -145,9 +145,9 @@ def buffers_of_one_part(tensors: Tensors) -> Finding | None:
                 continue
             own = [
                 rank
-                for rank, (one, part) in enumerate(zip(tensors.seen, division.parts, strict=False))
-                if (got := one.values.get(name)) is not None
-                and (value := part[0].get(name) if part else None) is not None
+                for rank, (run, windows) in enumerate(zip(tensors.seen, division.parts, strict=False))
+                if (got := run.values.get(name)) is not None
+                and (value := windows[0].get(name) if windows else None) is not None
                 and division.windows == 1
                 and value.shape == got.shape == exact.shape
                 and tensors.same(got.double(), value.double(), exact)
@@ -168,15 +168,15 @@ def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
     A moving average keeps a share of its old value, once for the batch and once for each part.
     """
     exact, before = tensors.expected.exact[name], tensors.expected.single.initial.get(name.of)
-    parts = [part[0].get(name) if part else None for part in division.parts]
+    statistics = [windows[0].get(name) if windows else None for windows in division.parts]
     if before is None or before.shape != exact.shape or exact.numel() < _SEVERAL:
         return False
-    known = [part.double() for part in parts if part is not None and part.shape == exact.shape]
-    if len(known) < len(parts):
+    terms = [statistic.double() for statistic in statistics if statistic is not None and statistic.shape == exact.shape]
+    if len(terms) < len(statistics):
         return False
     old = before.double()
-    for count in (1, len(known)):
-        rest = sum(known, exact.new_zeros(exact.shape)) / count - exact
+    for count in (1, len(terms)):
+        rest = sum(terms, exact.new_zeros(exact.shape)) / count - exact
         share = float((rest * old).sum() / old.square().sum().clamp_min(1e-300))
         if tensors.same(rest + exact, share * old + exact, exact):
             return True

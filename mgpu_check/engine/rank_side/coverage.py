@@ -51,8 +51,8 @@ class Measuring:
                 inherited.stop()
             # Each rank has its own data file, which pytest-cov combines with its own.
             self._measured = coverage.Coverage(config_file=f":data:{configuration}", data_suffix=True)
-            for kind in ("no_data", "unimported_source", "preimported_source"):
-                setattr(self._measured, f"_warn_{kind}", False)
+            for warning in ("no_data", "unimported_source", "preimported_source"):
+                setattr(self._measured, f"_warn_{warning}", False)
             self._at_rest(self._write)
         self._measured.start()
         self._runs = True

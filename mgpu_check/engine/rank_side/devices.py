@@ -31,13 +31,13 @@ own_gloo_devices: list[int] = []
 
 def open_store(address: str, size: int) -> Any:
     """Open the store at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a running store."""
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme == "file":
-        return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__
-    assert parts.scheme == "tcp" and parts.hostname is not None and parts.port is not None, address
+    url = urllib.parse.urlsplit(address)
+    if url.scheme == "file":
+        return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(url.path)), size)  # type: ignore[attr-defined]  # not in its __all__
+    assert url.scheme == "tcp" and url.hostname is not None and url.port is not None, address
     stores: Any = dist  # the stores are not in its __all__
-    store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
-    return stores.PrefixStore(parts.path.strip("/"), store)
+    store = stores.TCPStore(url.hostname, url.port, is_master=False, wait_for_workers=False)
+    return stores.PrefixStore(url.path.strip("/"), store)
 
 
 def share_gloo_device() -> None:
@@ -57,8 +57,8 @@ def share_gloo_device() -> None:
         def shared(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
             # torch 2.14 also passes `enable_reconfigure`, by name.
             named = {"timeout": args[0]} | kwargs if len(args) == 1 else kwargs
-            known = isinstance(named.get("timeout"), timedelta) and {*named} <= {"timeout", "enable_reconfigure"}
-            if len(args) > 1 or not known or any(map(os.environ.get, _CHOOSE_DEVICES)):
+            supported = isinstance(named.get("timeout"), timedelta) and {*named} <= {"timeout", "enable_reconfigure"}
+            if len(args) > 1 or not supported or any(map(os.environ.get, _CHOOSE_DEVICES)):
                 own_gloo_devices.append(os.getpid())
                 init(self, store, rank, size, *args, **kwargs)
                 return
@@ -100,10 +100,10 @@ def check_visible(uuids: Sequence[str]) -> None:
     """Check that this process sees exactly the devices that were leased for it."""
     if not uuids:
         return
-    seen = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())]
-    if seen != list(uuids):
+    visible = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())]
+    if visible != list(uuids):
         raise MaskIgnored(
-            f"this process was given the GPUs {', '.join(uuids)}, and sees {', '.join(seen) or 'none'}: the driver "
+            f"this process was given the GPUs {', '.join(uuids)}, and sees {', '.join(visible) or 'none'}: the driver "
             "does not honour the variable that masks devices, or the GPUs of the machine have changed since the run "
             "began"
         )
@@ -115,9 +115,9 @@ def take(device: int) -> None:
     try:
         torch.cuda.set_device(device)
     except Exception as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        kind = DeviceBusy if getattr(error, "error_code", None) in _BUSY else DeviceRefused
-        raise kind(f"cuda:{device} ({properties.name} {getattr(properties, 'uuid', '')}): {said}") from error
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        error_class = DeviceBusy if getattr(error, "error_code", None) in _BUSY else DeviceRefused
+        raise error_class(f"cuda:{device} ({properties.name} {getattr(properties, 'uuid', '')}): {message}") from error
 
 
 class Devices(abc.ABC):
@@ -215,8 +215,8 @@ class RealDevices(_WithDriver):
 
 
 def _with_contexts() -> list[int]:
-    known = range(torch.cuda.device_count())
-    return [i for i in known if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]  # not in the stubs
+    devices = range(torch.cuda.device_count())
+    return [i for i in devices if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]  # not in the stubs
 
 
 class BackingDevice(_WithDriver):

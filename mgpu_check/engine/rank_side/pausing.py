@@ -36,7 +36,7 @@ def begin() -> None:
     _before.update((str(group.group_name), _operations(group)) for group in _groups())
 
 
-def pause(done: str, *, last: bool = False, held: Iterable[tuple[str, tuple[int, ...]]] = ()) -> None:
+def pause(done: str, *, last: bool = False, slices: Iterable[tuple[str, tuple[int, ...]]] = ()) -> None:
     """Wait until all ranks of the world have done a part of the call and entered the same collectives.
 
     If the collectives differ, this does not return: the pytest process kills the ranks and reports the difference.
@@ -56,7 +56,9 @@ def pause(done: str, *, last: bool = False, held: Iterable[tuple[str, tuple[int,
             operations.append((named, _operations(group) - _before.get(str(group.group_name), 0)))
         if (text := str(getattr(group, "group_desc", ""))) not in _UNDESCRIBED:
             described.append((named.name, text))
-    _wait(Paused(done, recorder.agreement(), recorder.flows(), last, tuple(operations), tuple(described), tuple(held)))
+    _wait(
+        Paused(done, recorder.agreement(), recorder.flows(), last, tuple(operations), tuple(described), tuple(slices))
+    )
 
 
 def _groups() -> list[Any]:

@@ -63,11 +63,11 @@ def refused(error: BaseException) -> BaseException:
 
 def _without_debugger(tb: types.TracebackType | None) -> types.TracebackType | None:
     last = tb
-    one = tb
-    while one is not None:
-        if not _is_debugger(one.tb_frame.f_code.co_filename):
-            last = one
-        one = one.tb_next
+    entry = tb
+    while entry is not None:
+        if not _is_debugger(entry.tb_frame.f_code.co_filename):
+            last = entry
+        entry = entry.tb_next
     if last is not None:
         last.tb_next = None
     return tb
@@ -103,7 +103,7 @@ class Stray:
         return self.warning, self.text, self.file, self.line
 
 
-_found: deque[Stray] = deque(maxlen=_MOST)
+_strays: deque[Stray] = deque(maxlen=_MOST)
 
 
 def listen() -> None:
@@ -112,10 +112,10 @@ def listen() -> None:
 
 
 def take() -> list[Stray]:
-    taken = []
-    while _found:
-        taken.append(_found.popleft())
-    return taken
+    strays = []
+    while _strays:
+        strays.append(_strays.popleft())
+    return strays
 
 
 def _of_thread(args: Any) -> None:
@@ -126,10 +126,10 @@ def _of_thread(args: Any) -> None:
 
 def _of_finalizer(args: Any) -> None:
     try:
-        what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
+        summary = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
     except Exception:
-        what = f"{args.err_msg or 'Exception ignored in'}: an object of {type(args.object).__name__}"
-    _keep("PytestUnraisableExceptionWarning", what, args)
+        summary = f"{args.err_msg or 'Exception ignored in'}: an object of {type(args.object).__name__}"
+    _keep("PytestUnraisableExceptionWarning", summary, args)
     sys.__unraisablehook__(args)
 
 
@@ -137,7 +137,7 @@ def _keep(warning: str, summary: str, args: Any) -> None:
     frames = traceback.extract_tb(args.exc_traceback)
     file, line = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("<unknown>", 0)
     lines = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
-    _found.append(Stray(warning, summary, f"{summary}\n\n{lines}", file, line, args.exc_value))
+    _strays.append(Stray(warning, summary, f"{summary}\n\n{lines}", file, line, args.exc_value))
 
 
 def note_names(directory: str) -> None:
@@ -154,14 +154,14 @@ def note_names(directory: str) -> None:
 def _pass_over_attached() -> None:
     """Keep Python from noting shared memory that is only attached, whose owner would lose it when this process ends."""
     original = shared_memory.SharedMemory.__init__
-    made: set[str] = set()
+    created: set[str] = set()
 
     @functools.wraps(original)
     def initialize(self: Any, name: str | None = None, create: bool = False, size: int = 0, **options: Any) -> None:
         original(self, name, create, size, **options)
         if create:
-            made.add(self._name)
-        elif self._name not in made:
+            created.add(self._name)
+        elif self._name not in created:
             resource_tracker.unregister(self._name, "shared_memory")
 
     shared_memory.SharedMemory.__init__ = initialize  # type: ignore[method-assign]

@@ -132,8 +132,10 @@ class Loggers:
     def __init__(self) -> None:
         table = logging.root.manager.loggerDict
         self._names = set(table)
-        known = (logger for name, logger in table.items() if name.count(".") < 2)
-        self._states = {logger: _copied(logger) for logger in (logging.root, *known) if isinstance(logger, _LOGGER)}
+        top_loggers = (logger for name, logger in table.items() if name.count(".") < 2)
+        self._states = {
+            logger: _copied(logger) for logger in (logging.root, *top_loggers) if isinstance(logger, _LOGGER)
+        }
         self._disabled = logging.root.manager.disable
 
     def restore(self, imported: bool) -> None:
@@ -154,18 +156,18 @@ class Loggers:
 
 def open_files() -> dict[int, tuple[int, int]]:
     """Return file descriptor -> (device, inode) for all open files; empty without /proc."""
-    found: dict[int, tuple[int, int]] = {}
+    identities: dict[int, tuple[int, int]] = {}
     try:
-        names = os.listdir("/proc/self/fd")
+        numbers = os.listdir("/proc/self/fd")
     except OSError:
-        return found  # not Linux
-    for number in map(int, names):
+        return identities  # not Linux
+    for number in map(int, numbers):
         try:
             status = os.fstat(number)
         except OSError:
             continue  # the descriptor of the listing itself, which is closed now
-        found[number] = status.st_dev, status.st_ino
-    return found
+        identities[number] = status.st_dev, status.st_ino
+    return identities
 
 
 def left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]], ports: range) -> list[str]:
@@ -174,16 +176,16 @@ def left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]
     Args:
         ports: ports that do not count, because the kernel chose them for a library.
     """
-    names = set()
+    addresses = set()
     for number, identity in now.items():
         if before.get(number) != identity:
             with contextlib.suppress(OSError):
                 name = os.readlink(f"/proc/self/fd/{number}")
                 if name.startswith("socket:"):
-                    names.add(_own_address(number, ports))
+                    addresses.add(_own_address(number, ports))
                 elif _is_locked(number) or (os.path.isfile(name) and not name.startswith(("/proc/", "/sys/", "/dev/"))):
-                    names.add(name)
-    return sorted(names - {""})
+                    addresses.add(name)
+    return sorted(addresses - {""})
 
 
 def _is_locked(number: int) -> bool:
@@ -211,8 +213,8 @@ def _own_address(number: int, ports: range) -> str:
 def ports_of_libraries() -> range:
     """Return the ports that the kernel gives to sockets that ask for any port, as those of NCCL do."""
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-        first, last = map(int, file.read().split())
-    return range(first, last + 1)
+        lowest, highest = map(int, file.read().split())
+    return range(lowest, highest + 1)
 
 
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
@@ -277,23 +279,23 @@ class ProcessState:
 
     def left_behind(self, ports: range) -> list[str]:
         """Describe the changes that cannot be undone in a living process; see `left_open`."""
-        found = []
+        leftovers = []
         if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
-            found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
+            leftovers.append(f"processes that still run: {', '.join(sorted(set(running)))}")
         if any(resource.getrlimit(limit)[1] != hard for limit, (_, hard) in self.limits.items()):
-            found.append("lowered resource limits")
+            leftovers.append("lowered resource limits")
         for name in ("stdout", "stderr"):
             if _is_closed(getattr(sys, name)):
-                found.append(f"a closed {name}")
+                leftovers.append(f"a closed {name}")
         now = open_files()
-        if other := sorted(number for number, identity in self.files.items() if now.get(number) != identity):
-            found.append(f"closed or replaced file descriptors: {', '.join(map(str, other))}")
-        if left := left_open(self.files, now, ports):
-            found.append(f"files or addresses that are still open: {', '.join(left)}")
+        if changed := sorted(number for number, identity in self.files.items() if now.get(number) != identity):
+            leftovers.append(f"closed or replaced file descriptors: {', '.join(map(str, changed))}")
+        if still_open := left_open(self.files, now, ports):
+            leftovers.append(f"files or addresses that are still open: {', '.join(still_open)}")
         if len(now) - len(self.files) > self.limits[resource.RLIMIT_NOFILE][0] // 2:
-            found.append(f"{len(now) - len(self.files)} open file descriptors")
+            leftovers.append(f"{len(now) - len(self.files)} open file descriptors")
         pairs = zip(_OF_SYSTEM, self.of_system, strict=True)
-        return [*found, *(f"another {name} of the process" for (name, get, _), value in pairs if get() != value)]
+        return [*leftovers, *(f"another {name} of the process" for (name, get, _), value in pairs if get() != value)]
 
 
 def _is_closed(stream: Any) -> bool:
@@ -327,8 +329,8 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _flags(owner: Any, names: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names.split()]
+def _flags(owner: Any, flag_names: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in flag_names.split()]
 
 
 _numpy: Any = sys.modules.get("numpy")
@@ -451,22 +453,22 @@ class FreshState:
 
     def left_behind(self) -> tuple[str, ...]:
         """Describe the changes that cannot be undone in a living process."""
-        found = []
-        threads = _still_running(one for one in threading.enumerate() if one not in self.threads)
+        leftovers = []
+        threads = _still_running(thread for thread in threading.enumerate() if thread not in self.threads)
         # `_thread` may have started threads that `threading` does not know.
         strangers = _thread._count() - self.count
         if threads or strangers > 0:
             shown = ", ".join(threads) or f"{strangers} that threading does not know"
-            found.append(f"threads that still run: {shown}")
+            leftovers.append(f"threads that still run: {shown}")
         if (group := _world()) is not self.group:
             how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
-            found.append(f"the default process group was {how}")
+            leftovers.append(f"the default process group was {how}")
         if torch.get_num_interop_threads() != self.interop_threads:
-            found.append("another number of interop threads of torch, which can be set once")
+            leftovers.append("another number of interop threads of torch, which can be set once")
         # NCCL listens at ports that the kernel chooses, and so does each gloo group that does not share its device.
         listening = not self.simulated or os.getpid() in own_gloo_devices
         left_open = self.process.left_behind(ports_of_libraries() if listening else range(0))
-        return (*found, *self.replaceable.changed(), *left_open)
+        return (*leftovers, *self.replaceable.changed(), *left_open)
 
 
 _environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
@@ -538,13 +540,13 @@ def _world() -> dist.ProcessGroup | None:
 
 def backends_of(group: Any) -> tuple[Any, Any]:
     """Return the backends for CPU tensors and for devices; None for a missing backend, or for one that does both."""
-    found = []
+    backends = []
     for device in _DEVICES:
         try:
-            found.append(None if group is None else group._get_backend(device))
+            backends.append(None if group is None else group._get_backend(device))
         except RuntimeError:
-            found.append(None)
-    return found[0], None if found[1] is found[0] else found[1]
+            backends.append(None)
+    return backends[0], None if backends[1] is backends[0] else backends[1]
 
 
 def number_of(backend: Any) -> int:

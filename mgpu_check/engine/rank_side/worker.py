@@ -46,15 +46,15 @@ _SIGNALS = tuple(sorted(map(int, signal.valid_signals() - _FATAL)))
 
 _getpid = os.getpid  # a test may replace the name
 
-_told: list[tuple[str, Any]] = []
+_messages: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
 log_files: list[TextIO] = []
 """The file for the log of this rank; empty in other processes."""
 
 
-def tell(what: tuple[str, Any]) -> None:
+def tell(message: tuple[str, Any]) -> None:
     """Add a message of plain values to the outcome of this call."""
-    _told.append(what)
+    _messages.append(message)
 
 
 def at_rest(callback: Callable[[], None]) -> None:
@@ -204,7 +204,7 @@ class Worker:
         failure: protocol.RaisedInRank | None = None
         steps = Steps()
         settled = reusable = True
-        _told.clear()
+        _messages.clear()
         recorder.begin()
         pausing.begin()
         try:
@@ -245,7 +245,7 @@ class Worker:
             failure,
             (*steps.taken(), groups_made()),
             recorder.agreement(),
-            tuple(_told),
+            tuple(_messages),
             recorder.flows(),
             settled,
             reusable,

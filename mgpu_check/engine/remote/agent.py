@@ -238,8 +238,8 @@ def main(
     return launched_process.share_of(code, launched)
 
 
-def _leave_early(launched: LaunchedProcess, why: str, code: int) -> int:
-    print(f"mgpu-check: rank {launched.rank} on {socket.gethostname()}: {why}", file=sys.stderr)
+def _leave_early(launched: LaunchedProcess, reason: str, code: int) -> int:
+    print(f"mgpu-check: rank {launched.rank} on {socket.gethostname()}: {reason}", file=sys.stderr)
     return code
 
 
@@ -323,8 +323,8 @@ class Agent:
     def step(self, wake: socket.socket) -> int | None:
         """Wait for the next event and handle it; return the exit code if it ended the run, else None."""
         with selectors.PollSelector() as selector:
-            for one in (self.connection.fileno(), wake.fileno(), *self.launcher.waitables()):
-                selector.register(one, selectors.EVENT_READ)
+            for descriptor in (self.connection.fileno(), wake.fileno(), *self.launcher.waitables()):
+                selector.register(descriptor, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select()}
         if wake.fileno() in ready:
             self.signals(wake.recv(4096))
@@ -397,8 +397,8 @@ class Agent:
                 tune(connection, control=False)
                 connection.sendall(line({"launch": number, "rank": self.launched.rank}))
                 connection.settimeout(None)
-                mine, other = socket.socketpair()
-                other.close()
+                mine, unused_end = socket.socketpair()
+                unused_end.close()
                 self.processes[number] = self.launcher.fork(mine, connection)
             finally:
                 connection.close()

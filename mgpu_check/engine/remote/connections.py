@@ -132,12 +132,12 @@ class RemoteAgent:
         exits: exit codes of processes without a watcher.
     """
 
-    def __init__(self, connection: socket.socket, told: dict[str, Any]) -> None:
+    def __init__(self, connection: socket.socket, greeting: dict[str, Any]) -> None:
         self.connection = connection
-        self.told = told
-        self.rank = int(told["rank"])
-        self.host = str(told["host"])
-        self.boot = str(told.get("boot", ""))
+        self.greeting = greeting
+        self.rank = int(greeting["rank"])
+        self.host = str(greeting["host"])
+        self.boot = str(greeting.get("boot", ""))
         self.gone: str | None = None
         self.lines = Lines()
         self.answers: dict[int, Future[Any]] = {}
@@ -223,7 +223,7 @@ class Listener:
     def send_away_the_late(self) -> None:
         """Close the connections that were not admitted in time."""
         latest = time.monotonic() - (_TIMEOUT if self._accepting else _TIMEOUT_IF_FULL)
-        for guest in [one for one in self._guests if one.came < latest]:
+        for guest in [candidate for candidate in self._guests if candidate.came < latest]:
             self._send_away(guest)
 
     def close(self) -> None:
@@ -340,8 +340,8 @@ class Connections:
         self._alone_since = time.monotonic()
         self._over_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="mgpu-check agents", daemon=True)
-        for one in (self.ends_read, self._ends_write, self._wake_read):
-            one.setblocking(False)
+        for descriptor in (self.ends_read, self._ends_write, self._wake_read):
+            descriptor.setblocking(False)
 
     def start(self) -> None:
         """Start the thread that accepts and serves agents, and return at once."""
@@ -456,8 +456,8 @@ class Connections:
         ends = [self.ends_read, self._ends_write, self._wake_read, self._wake_write]
         self._listener.close()
         self._selector.close()
-        for one in [*agents, *ends]:
-            one.close()
+        for resource in [*agents, *ends]:
+            resource.close()
 
     def _unwind(self, now: float) -> None:
         """Interrupt the main thread; if it does not stop in time, exit, because no agent is left to report to."""
@@ -586,8 +586,8 @@ class Connections:
             for process in list(agent.processes):
                 self._note_end(agent, process, None)
             self.changed.notify_all()
-        if agent.told["final"] and not self._closing:
-            self._end(f"{name}, and {agent.told['launcher']} does not restart it")
+        if agent.greeting["final"] and not self._closing:
+            self._end(f"{name}, and {agent.greeting['launcher']} does not restart it")
         if how == _LEFT:
             self._left.append(agent)  # rank 0 still waits for the exit code
         else:

@@ -85,27 +85,27 @@ def secret_in(path: Path, make_directory: bool) -> bytes:
 
 
 def _make_directory(directory: Path) -> None:
-    for one in (*reversed(directory.parents), directory):
-        if not one.exists():
+    for ancestor in (*reversed(directory.parents), directory):
+        if not ancestor.exists():
             with contextlib.suppress(FileExistsError):
-                one.mkdir(mode=0o700)
+                ancestor.mkdir(mode=0o700)
 
 
 def _safe(directory: Path) -> Path:
     """Return the real path of `directory`, after a check that no other user can replace files there."""
     real = Path(os.path.realpath(directory, strict=True))
     trusted = {0, os.geteuid(), _unmapped()}
-    for one in (real, *real.parents):
-        found = one.lstat()
-        if found.st_uid not in trusted:
+    for ancestor in (real, *real.parents):
+        status = ancestor.lstat()
+        if status.st_uid not in trusted:
             raise UnusableKey(
-                f"the key in {directory} could be replaced: {one} belongs to user {found.st_uid}, and this process "
-                f"runs as user {os.geteuid()}; {REMEDY}"
+                f"the key in {directory} could be replaced: {ancestor} belongs to user {status.st_uid}, and this "
+                f"process runs as user {os.geteuid()}; {REMEDY}"
             )
-        if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
+        if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
             raise UnusableKey(
-                f"the key in {directory} could be replaced: others can write to {one} (mode {_mode(found)}); take that "
-                f"from them by: chmod go-w {one}. Or {REMEDY}"
+                f"the key in {directory} could be replaced: others can write to {ancestor} (mode {_mode(status)}); "
+                f"take that from them by: chmod go-w {ancestor}. Or {REMEDY}"
             )
     return real
 
@@ -123,8 +123,8 @@ def _unmapped() -> int | None:
         return None
 
 
-def _mode(found: os.stat_result) -> str:
-    return f"{stat.S_IMODE(found.st_mode):o}"
+def _mode(status: os.stat_result) -> str:
+    return f"{stat.S_IMODE(status.st_mode):o}"
 
 
 def _secret_of_file(path: Path) -> bytes:
@@ -136,17 +136,17 @@ def _secret_of_file(path: Path) -> bytes:
             raise UnusableKey(f"the key file {path} is a symbolic link; name the file that it leads to") from None
         raise
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise UnusableKey(f"the key file {path} is not a regular file; {REMEDY}")
-        if found.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise UnusableKey(
-                f"the key file {path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; "
+                f"the key file {path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}; "
                 f"{REMEDY}"
             )
-        if found.st_mode & _OTHERS:
+        if status.st_mode & _OTHERS:
             raise UnusableKey(
-                f"the key file {path} is open to others (mode {_mode(found)}), who may know it; remove it, and the "
+                f"the key file {path} is open to others (mode {_mode(status)}), who may know it; remove it, and the "
                 "next run makes another, or copy a new one to all hosts, with mode 600"
             )
         raw = os.read(fd, _LONGEST + 2)  # one byte for a newline, and one to detect a longer file
@@ -169,11 +169,11 @@ def _make(path: Path) -> None:
     try:
         with os.fdopen(fd, "w") as file:
             os.fchmod(fd, 0o600)
-            found = os.fstat(fd)
-            if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
                 raise UnusableKey(
                     f"a file that this process, of user {os.geteuid()}, makes in {path.parent} belongs to user "
-                    f"{found.st_uid} and has mode {_mode(found)}: this file system does not keep it private (a share "
+                    f"{status.st_uid} and has mode {_mode(status)}: this file system does not keep it private (a share "
                     f"that maps root to another user, or a file system without modes); {REMEDY}"
                 )
             file.write(secrets.token_hex(32) + "\n")
@@ -213,14 +213,14 @@ class Key:
         """Derive the key of one run. Its proofs are not valid in other runs of the same user."""
         return Key(self.proof(b"run", run.encode()), self.source)
 
-    def proof(self, what: bytes, *parts: bytes) -> bytes:
-        """Return the proof that an owner of the key sent `parts` for the purpose `what`."""
-        said = b"".join(len(part).to_bytes(8, "big") + part for part in (what, *parts))
-        return hmac.digest(self.secret, said, "sha256")
+    def proof(self, purpose: bytes, *fields: bytes) -> bytes:
+        """Return the proof that an owner of the key sent `fields` for the purpose `purpose`."""
+        message = b"".join(len(field).to_bytes(8, "big") + field for field in (purpose, *fields))
+        return hmac.digest(self.secret, message, "sha256")
 
-    def proves(self, proof: bytes, what: bytes, *parts: bytes) -> bool:
+    def proves(self, proof: bytes, purpose: bytes, *fields: bytes) -> bool:
         """Return whether an owner of the key made `proof`."""
-        return hmac.compare_digest(proof, self.proof(what, *parts))
+        return hmac.compare_digest(proof, self.proof(purpose, *fields))
 
 
 def new_secret() -> bytes:

@@ -162,7 +162,7 @@ def _machine(agent: RemoteAgent) -> tuple[str, str]:
 
 
 def _node(agent: RemoteAgent) -> object:
-    node = agent.told["node"]
+    node = agent.greeting["node"]
     return _machine(agent) if node is None else node
 
 
@@ -198,16 +198,16 @@ class AgentLauncher:
         self._compare(agents)
         # Rank 0 may know the store's host as "localhost", so take the address from an agent on another host.
         beyond = next((agent for agent in agents if _machine(agent) != _machine(agents[0])), agents[0])
-        self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
+        self._store = f"tcp://{beyond.greeting['address']}:{beyond.greeting['port']}"
         by_node = dict(grouped((_node(agent), agent) for agent in agents))
-        nodes = sorted(by_node.values(), key=lambda here: here[0].rank)
-        names = distinct_names([_machine(here[0]) for here in nodes])
+        nodes = sorted(by_node.values(), key=lambda agents: agents[0].rank)
+        host_names = distinct_names([_machine(local_agents[0]) for local_agents in nodes])
         self.hosts = []
-        for index, here in enumerate(nodes):
-            here.sort(key=lambda agent: (agent.told["local_rank"] or 0, agent.rank))
-            name = names[index]
-            self.hosts.append(RemoteHost(name, tuple(agent.rank for agent in here)))
-            connections.host_names |= {agent.rank: name for agent in here}
+        for index, local_agents in enumerate(nodes):
+            local_agents.sort(key=lambda agent: (agent.greeting["local_rank"] or 0, agent.rank))
+            name = host_names[index]
+            self.hosts.append(RemoteHost(name, tuple(agent.rank for agent in local_agents)))
+            connections.host_names |= {agent.rank: name for agent in local_agents}
         return self.place(1)
 
     def place(self, each: int) -> list[Slot]:
@@ -224,16 +224,16 @@ class AgentLauncher:
 
     def _missing(self, missing: list[int]) -> str:
         connections = self.connections
-        there = sorted(connections.agents.values(), key=lambda agent: agent.rank)
-        known = ", ".join(f"{agent.rank} on {agent.host}" for agent in there) or "none"
-        nodes = {agent.told["node"] for agent in there} - {None}
-        sizes = {agent.told["local_size"] for agent in there} - {None}
+        present = sorted(connections.agents.values(), key=lambda agent: agent.rank)
+        listed = ", ".join(f"{agent.rank} on {agent.host}" for agent in present) or "none"
+        nodes = {agent.greeting["node"] for agent in present} - {None}
+        sizes = {agent.greeting["local_size"] for agent in present} - {None}
         guess = ""
         if nodes and len(sizes) == 1 and (absent := {rank // min(sizes) for rank in missing} - nodes):
             guess = f", all of node {intervals(sorted(absent))}"
         return (
             f"{connections.size} ranks were launched, but the agents of ranks {intervals(missing)}{guess} have not "
-            f"come within {connections.patience:g} s; those that have: {known}{self._refused()}"
+            f"come within {connections.patience:g} s; those that have: {listed}{self._refused()}"
         )
 
     def _refused(self) -> str:
@@ -245,17 +245,17 @@ class AgentLauncher:
 
     def _compare(self, agents: Sequence[RemoteAgent]) -> None:
         for agent in agents:
-            for what, here in self._versions.items():
-                there = agent.told["versions"].get(what)
-                if there != here:
+            for software, version in self._versions.items():
+                agent_version = agent.greeting["versions"].get(software)
+                if agent_version != version:
                     raise WrongLaunch(
-                        f"rank {agent.rank} on {agent.host} has {what} {there}, but pytest runs with {what} {here}; "
-                        "all hosts need the same"
+                        f"rank {agent.rank} on {agent.host} has {software} {agent_version}, but pytest runs with "
+                        f"{software} {version}; all hosts need the same"
                     )
 
     def visible_on(self, host: int) -> int:
         """Return the number of real devices that the first agent of a host sees."""
-        return int(self.connections.agents[self.hosts[host].ranks[0]].told["devices"])
+        return int(self.connections.agents[self.hosts[host].ranks[0]].greeting["devices"])
 
     def start(self) -> None:
         """Do nothing, because the agents start their fork servers themselves."""
@@ -265,27 +265,29 @@ class AgentLauncher:
         connections = self.connections
         wanted = [self._rank_at[slot] for slot in slots]
         self._await(wanted)
-        asked: list[tuple[RemoteAgent, int, Future[AgentProcess]]] = []
+        requests: list[tuple[RemoteAgent, int, Future[AgentProcess]]] = []
         launched: list[Process] = []
         try:
             try:
                 for rank in wanted:
-                    asked.append(connections.launch(rank))
-                for agent, number, future in asked:
-                    made = future.result(_START_TIMEOUT)
-                    launched.append(RemoteProcess(connections, agent, number, made.pid, Channel(made.connection)))
+                    requests.append(connections.launch(rank))
+                for agent, number, future in requests:
+                    agent_process = future.result(_START_TIMEOUT)
+                    launched.append(
+                        RemoteProcess(connections, agent, number, agent_process.pid, Channel(agent_process.connection))
+                    )
             except AgentGone as gone:
                 raise StartupFailure(f"{gone}, while it started a rank") from None
             except TimeoutError:
                 raise StartupFailure(f"an agent did not start a rank within {_START_TIMEOUT:g} s") from None
             finally:
-                for agent, number, _ in asked:
+                for agent, number, _ in requests:
                     agent.launches.pop(number, None)
         except BaseException:
             for process in launched:
                 process.kill()
                 process.close()
-            for agent, number, _ in asked[len(launched) :]:
+            for agent, number, _ in requests[len(launched) :]:
                 connections.ask(agent, number, "close")
             raise
         return launched
@@ -298,8 +300,8 @@ class AgentLauncher:
         if missing:
             hosts = sorted({connections.host_names[rank] for rank in missing})
             text = f"the agents of ranks {intervals(missing)} on {', '.join(hosts)} are lost"
-            why = self.lost_for_good() or f"have not come back within {connections.patience:g} s"
-            raise StartupFailure(f"{text}, and {why}")
+            reason = self.lost_for_good() or f"have not come back within {connections.patience:g} s"
+            raise StartupFailure(f"{text}, and {reason}")
 
     def lost_for_good(self) -> str | None:
         """Return why lost agents cannot come back; None if they can."""
@@ -308,23 +310,23 @@ class AgentLauncher:
             return f"the run is over: {connections.over}"
         return None
 
-    def call_context(self, here: CallContext) -> CallContext:
-        """Return `here` with only those variables that changed since this process started.
+    def call_context(self, context: CallContext) -> CallContext:
+        """Return `context` with only those variables that changed since this process started.
 
         A rank has the other variables from its agent.
         """
-        changed = {name: value for name, value in here.environment.items() if self._environment.get(name) != value}
-        removed = frozenset(self._environment.keys() - here.environment.keys())
-        return dataclasses.replace(here, environment=changed, removed=removed)
+        changed = {name: value for name, value in context.environment.items() if self._environment.get(name) != value}
+        removed = frozenset(self._environment.keys() - context.environment.keys())
+        return dataclasses.replace(context, environment=changed, removed=removed)
 
     def losses(self) -> list[str]:
         self.collect()
         return self.connections.untold()
 
-    def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
-        if self.visible_on(slot.host) == 1 < len(here):
+    def binding(self, slot: Slot, local_slots: Sequence[Slot]) -> tuple[int, int]:
+        if self.visible_on(slot.host) == 1 < len(local_slots):
             return 0, 1  # the launcher gave each of its processes one visible device
-        return here.index(slot), len(here)
+        return local_slots.index(slot), len(local_slots)
 
     def store(self, name: str) -> str:
         return f"{self._store}/{self._run}/{name}"
@@ -360,10 +362,10 @@ def start_driver(
     # The driver watches torchrun and not this process, because torchrun may restart this process.
     parent = os.pidfd_open(os.getppid()) if launched.launcher == "torchrun" else None
     passed = [read, listener.fileno(), *([] if parent is None else [parent])]
-    told: dict[str, Any] = {"listener": listener.fileno(), "size": launched.size, "parent": parent}
-    told |= {"key": key.secret.hex(), "trusting": trusting, "command": _command_of(launched)}
+    settings: dict[str, Any] = {"listener": listener.fileno(), "size": launched.size, "parent": parent}
+    settings |= {"key": key.secret.hex(), "trusting": trusting, "command": _command_of(launched)}
     with os.fdopen(write, "w") as pipe:
-        json.dump(told, pipe)
+        json.dump(settings, pipe)
     gone = {name for name in os.environ if OF_LAUNCHERS.fullmatch(name)}
     environment = {name: value for name, value in os.environ.items() if name not in gone}
     environment[_VARIABLE] = str(read)
@@ -435,17 +437,19 @@ def is_driver() -> bool:
 def take_over() -> Driver:
     """Become the driver that this process was started as."""
     with os.fdopen(int(os.environ.pop(_VARIABLE))) as file:
-        told = json.load(file)
+        settings = json.load(file)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # SIGINT is ignored in a process that a shell script started in its background
-    key = Key(bytes.fromhex(told["key"]), "the agent of rank 0")
-    connections = Connections(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
+    key = Key(bytes.fromhex(settings["key"]), "the agent of rank 0")
+    connections = Connections(
+        socket.socket(fileno=settings["listener"]), key, settings["size"], settings["parent"], _PATIENCE
+    )
     terminal = os.dup(2)  # pytest redirects descriptor 2 when it captures output
     connections.warn = lambda text: _print(terminal, text)
-    connections.over = too_few_files(told["size"])
+    connections.over = too_few_files(settings["size"])
     connections.start()
-    driver = Driver(told["size"], connections, dict(os.environ), tuple(told["command"]), told["trusting"])
+    driver = Driver(settings["size"], connections, dict(os.environ), tuple(settings["command"]), settings["trusting"])
     become(driver)
     return driver
 

@@ -87,14 +87,14 @@ class _Variables:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
 
-    def number(self, *names: str) -> int:
-        found = self.perhaps(*names)
-        if found is None:
-            raise ValueError(f"environment variable {names[0]} is not set")
-        return found
+    def number(self, *variables: str) -> int:
+        number = self.perhaps(*variables)
+        if number is None:
+            raise ValueError(f"environment variable {variables[0]} is not set")
+        return number
 
-    def perhaps(self, *names: str) -> int | None:
-        for name in names:
+    def perhaps(self, *variables: str) -> int | None:
+        for name in variables:
             text = self.environment.get(name)
             if text is not None:
                 if not text.isdecimal():
@@ -159,8 +159,8 @@ def first_host(nodes: str) -> str:
     head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     assert head is not None  # every part of the pattern may be empty
     prefix, numbers, suffix = head.groups()
-    first = re.split(r"[,-]", numbers)[0] if numbers else ""
-    return f"{prefix}{first}{suffix}"
+    lowest = re.split(r"[,-]", numbers)[0] if numbers else ""
+    return f"{prefix}{lowest}{suffix}"
 
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -207,9 +207,9 @@ def of_earlier_attempt(environment: Mapping[str, str]) -> int | None:
 _driver: Driver | None = None
 
 
-def become(one: Driver) -> None:
+def become(driver: Driver) -> None:
     global _driver
-    _driver = one
+    _driver = driver
 
 
 def driver() -> Driver | None:

@@ -65,8 +65,8 @@ def listener_for(launched: LaunchedProcess, rendezvous: str = "") -> tuple[socke
         rendezvous: the host of the launcher's own rendezvous; empty if unknown.
     """
     if launched.alone or is_loopback(launched.address) or is_loopback(rendezvous):
-        given = [host for host in (launched.address, rendezvous) if _number(host) is not None and is_loopback(host)]
-        for host in (*given, *_LOOPBACKS):
+        addresses = [host for host in (launched.address, rendezvous) if _number(host) is not None and is_loopback(host)]
+        for host in (*addresses, *_LOOPBACKS):
             with contextlib.suppress(OSError):
                 return listen_at(host), host
     for host in (*_numbers_of(launched.address), *_nearest_to(launched.address)):
@@ -90,8 +90,8 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
     """Open a listening socket at this address of the machine."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
+    family, socket_type, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket_type)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # reuse a port in TIME_WAIT
         listener.bind(address)
@@ -104,17 +104,17 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 
 def _numbers_of(host: str) -> list[str]:
     try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
         return []
-    return [host for host in dict.fromkeys(found) if not is_loopback(host)]
+    return [host for host in dict.fromkeys(addresses) if not is_loopback(host)]
 
 
 def _nearest_to(host: str) -> list[str]:
     """Return this machine's address on the route to the remote `host`, in a list; [] if there is no such address."""
     with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
+        family, socket_type, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket_type) as probe:
             probe.connect(address)  # sends nothing
             own = str(probe.getsockname()[0])
             return [] if is_loopback(own) else [own]
@@ -189,10 +189,10 @@ class Meeting:
 
     def driver(self) -> Announced | None:
         """Return the driver that was announced last, None without an announcement."""
-        found = self._read(_DRIVER)
-        if found is None:
+        entry = self._read(_DRIVER)
+        if entry is None:
             return None
-        said, proof, opened = found
+        message, proof, opened = entry
         if (opened is None) == (self._key is None):
             raise Stranger(
                 "was started without --trust-network, and this process with it"
@@ -200,15 +200,15 @@ class Meeting:
                 else "was started with --trust-network, and this process without it"
             )
         key = self._key or self._opened(opened or b"")
-        told = _told(key, _DRIVER, said, proof)
-        return Announced(told["address"], told["port"], told["name"], key)
+        announcement = _told(key, _DRIVER, message, proof)
+        return Announced(announcement["address"], announcement["port"], announcement["name"], key)
 
     def claimed(self) -> tuple[str, int] | None:
         """Return the unauthenticated address of a driver with another key; None if the entry is invalid."""
         try:
-            found = self._read(_DRIVER)
-            told = json.loads(found[0]) if found is not None else {}
-            return str(told["address"]), int(told["port"])
+            entry = self._read(_DRIVER)
+            announcement = json.loads(entry[0]) if entry is not None else {}
+            return str(announcement["address"]), int(announcement["port"])
         except (Stranger, ValueError, LookupError, TypeError, RecursionError):
             return None
 
@@ -218,20 +218,20 @@ class Meeting:
 
     def ended(self, driver: Announced) -> End | None:
         try:
-            found = self._read(_END)
-            if found is None:
+            entry = self._read(_END)
+            if entry is None:
                 return None
-            told = _told(driver.key, _END, *found[:2])
+            ending = _told(driver.key, _END, *entry[:2])
         except Stranger:
             return None
-        return End(told["code"]) if told["name"] == driver.name else None
+        return End(ending["code"]) if ending["name"] == driver.name else None
 
     def _opened(self, secret: bytes) -> Key:
         return Key(secret, "the store, where everybody can read it").of_run(self._identity)
 
-    def _say(self, name: str, key: Key, told: dict[str, Any], opened: bytes | None = None) -> None:
-        said = json.dumps(told)
-        value = {"said": said, "proof": key.proof(name.encode(), said.encode()).hex()}
+    def _say(self, name: str, key: Key, content: dict[str, Any], opened: bytes | None = None) -> None:
+        message = json.dumps(content)
+        value = {"said": message, "proof": key.proof(name.encode(), message.encode()).hex()}
         self._store.set(name, json.dumps(value if opened is None else {**value, "key": opened.hex()}))
 
     def _read(self, name: str) -> tuple[str, bytes, bytes | None] | None:
@@ -249,8 +249,8 @@ class Meeting:
             raise Stranger("was not announced by this version of mgpu-check") from error
 
 
-def _told(key: Key, name: str, said: str, proof: bytes) -> dict[str, Any]:
-    if not key.proves(proof, name.encode(), said.encode()):
+def _told(key: Key, name: str, message: str, proof: bytes) -> dict[str, Any]:
+    if not key.proves(proof, name.encode(), message.encode()):
         raise WrongKey("was announced with another key")
-    told: dict[str, Any] = json.loads(said)  # safe: an owner of the key made it
-    return told
+    content: dict[str, Any] = json.loads(message)  # safe: an owner of the key made it
+    return content

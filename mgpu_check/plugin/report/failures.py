@@ -67,7 +67,7 @@ def hide_engine(error: BaseException) -> None:
     errors = [error]
     for error in errors:  # which grows
         behind = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
-        errors += [one for one in behind if one is not None and not any(one is known for known in errors)]
+        errors += [cause for cause in behind if cause is not None and not any(cause is listed for listed in errors)]
         tb, frames, of_engine = error.__traceback__, list[types.TracebackType](), False
         while tb is not None:
             file = tb.tb_frame.f_code.co_filename
@@ -91,23 +91,23 @@ def replace_traceback(
 ) -> None:
     """Replace the engine's traceback in the report by the errors of the ranks."""
     error = call.excinfo.value if call.excinfo is not None else None
-    parts = parts_of(error)
-    if error is None or not any(isinstance(p, (RankFailure, RankHang)) for p in parts):
+    errors = parts_of(error)
+    if error is None or not any(isinstance(p, (RankFailure, RankHang)) for p in errors):
         return
     lines: list[str] = []
-    for number, part in enumerate(parts, 1):
-        session.explain(part)
-        if len(parts) > 1:
-            lines += ["", f"{f' failure {number} of {len(parts)} ':=^100}"]
-        lines += _story(part, item, report, in_parent)
+    for number, leaf in enumerate(errors, 1):
+        session.explain(leaf)
+        if len(errors) > 1:
+            lines += ["", f"{f' failure {number} of {len(errors)} ':=^100}"]
+        lines += _story(leaf, item, report, in_parent)
     if isinstance(error, BaseExceptionGroup):
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
-        lines[:0] = [error.message, *notes, *([] if len(parts) > 1 else [""])]
-    first = parts[0]
-    location = _location_in_test(first, item, report)
-    headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
-    if len(parts) > 1:
-        headline += f" (and {len(parts) - 1} more)"
+        lines[:0] = [error.message, *notes, *([] if len(errors) > 1 else [""])]
+    head = errors[0]
+    location = _location_in_test(head, item, report)
+    headline = f"{type(head).__name__}: {(str(head).splitlines() or [''])[0]}"
+    if len(errors) > 1:
+        headline += f" (and {len(errors) - 1} more)"
     crash = ReprFileLocation(location.path, location.lineno, _printable(headline))
     entry = ReprEntryNative([line + "\n" for line in _printable("\n".join(lines)).split("\n")])
     entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest prints the line itself
@@ -169,21 +169,21 @@ class PostMortem:
         where: returns where the body of an item ran: "ranks", "node" or "parent"; None for tests without ranks.
     """
 
-    def __init__(self, pytests_own: Any, where: Callable[[pytest.Item], str | None]) -> None:
+    def __init__(self, pytests_own: Any, processes_of: Callable[[pytest.Item], str | None]) -> None:
         self._own = pytests_own
-        self._where = where
+        self._where = processes_of
 
     def pytest_exception_interact(
         self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport | pytest.CollectReport
     ) -> None:
-        where = self._where(node) if isinstance(node, pytest.Item) else None
+        processes = self._where(node) if isinstance(node, pytest.Item) else None
         info = call.excinfo
-        parts = [] if info is None else parts_of(info.value)
-        if where is None or info is None or not any(isinstance(part, (RankFailure, RankHang)) for part in parts):
+        errors = [] if info is None else parts_of(info.value)
+        if processes is None or info is None or not any(isinstance(leaf, (RankFailure, RankHang)) for leaf in errors):
             self._own.pytest_exception_interact(node=node, call=call, report=report)
             return
         frames = _to_file(info.value.__traceback__, node.path)
-        if where == "parent" and frames is not None:
+        if processes == "parent" and frames is not None:
             info.value.__traceback__ = frames
             call.excinfo = pytest.ExceptionInfo.from_exception(info.value)
             self._own.pytest_exception_interact(node=node, call=call, report=report)
@@ -210,8 +210,8 @@ def _to_file(tb: types.TracebackType | None, path: Path) -> types.TracebackType 
     ):
         frames.pop()
     cut: types.TracebackType | None = None
-    for one in reversed(frames):
-        cut = types.TracebackType(cut, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for entry in reversed(frames):
+        cut = types.TracebackType(cut, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return cut
 
 

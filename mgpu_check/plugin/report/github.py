@@ -87,18 +87,18 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     page.add(*_header(session), "")
     page.add(f"**{text(_counts(outcomes))}**", "")
     failed = outcomes.failed
-    page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(one) for one in failed])
-    page.parts("more failures are shown in the log only", [_details(one) for one in failed])
+    page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(outcome) for outcome in failed])
+    page.parts("more failures are shown in the log only", [_details(outcome) for outcome in failed])
     if session.notes.deaths:
         page.add("## Ranks that died while no test used them", "", *fenced("\n".join(session.notes.deaths)), "")
-    skipped = [(code(one.name), text(one.headline)) for one in outcomes.of("skipped", "xfailed")]
+    skipped = [(code(outcome.name), text(outcome.headline)) for outcome in outcomes.of("skipped", "xfailed")]
     page.rows("Skipped, or expected to fail", ("test", "why"), skipped)
     passed = outcomes.of("passed", "xpassed")
-    ours = [one for one in passed if one.ours]
+    ours = [outcome for outcome in passed if outcome.ours]
     page.rows(
         "Passed",
         ("test", "world sizes", "examples"),
-        [(code(one.name), text(one.sizes or "-"), text(one.examples)) for one in ours],
+        [(code(outcome.name), text(outcome.sizes or "-"), text(outcome.examples)) for outcome in ours],
     )
     if others := len(passed) - len(ours):
         page.add(f"{others} {'test' if others == 1 else 'tests'} without GPUs also passed.", "")
@@ -130,10 +130,10 @@ class Page:
         self._several((table((), row) for row in rows), len(rows), "more rows are left out")
         self.add("")
 
-    def parts(self, what: str, parts: Sequence[Sequence[str]]) -> None:
-        self._several(parts, len(parts), what)
+    def parts(self, remark: str, sections: Sequence[Sequence[str]]) -> None:
+        self._several(sections, len(sections), remark)
 
-    def _several(self, several: Iterable[Sequence[str]], count: int, what: str) -> None:
+    def _several(self, several: Iterable[Sequence[str]], count: int, remark: str) -> None:
         shown = 0
         for lines in several:
             if not self.add(*lines):
@@ -141,7 +141,7 @@ class Page:
             shown += 1
         if shown < count:
             # This line may exceed `LARGEST`, which is far enough below GitHub's limit.
-            self._lines += ["", f"… {count - shown} {what}: the summary would be too large for GitHub.", ""]
+            self._lines += ["", f"… {count - shown} {remark}: the summary would be too large for GitHub.", ""]
 
     def content(self) -> str:
         return "\n".join(self._lines).rstrip("\n") + "\n"
@@ -149,8 +149,8 @@ class Page:
 
 def _verdict(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     """Return the result in one clause. A run without executed tests is not "passed"; a simulated run says so."""
-    known = exit_status in {int(status) for status in _RESULTS}
-    result = _RESULTS[pytest.ExitCode(exit_status)] if known else f"exit code {exit_status}"
+    recognized = exit_status in {int(status) for status in _RESULTS}
+    result = _RESULTS[pytest.ExitCode(exit_status)] if recognized else f"exit code {exit_status}"
     if result == "passed" and not outcomes.of("passed", "xpassed", "xfailed"):
         result = "nothing was run"
     settings = session.settings
@@ -187,25 +187,25 @@ def _header(session: GpuSession) -> list[str]:
 
 
 def _counts(outcomes: Outcomes) -> str:
-    parts = [f"{count} {name}" for name, count in outcomes.counts().items()]
-    return ", ".join(parts) or "no tests were run"
+    phrases = [f"{count} {name}" for name, count in outcomes.counts().items()]
+    return ", ".join(phrases) or "no tests were run"
 
 
-def _row_of_failure(one: TestOutcome) -> tuple[str, ...]:
-    known = all_mistakes() if one.mistakes else {}
-    links = [f"[{name}]({known[name].page})" if name in known else text(name) for name in one.mistakes]
-    phase = "" if one.phase in ("call", "") else f" ({one.phase})"
-    return code(one.name) + phase, text(one.sizes or "-"), text(one.headline), ", ".join(links) or "-"
+def _row_of_failure(outcome: TestOutcome) -> tuple[str, ...]:
+    mistakes = all_mistakes() if outcome.mistakes else {}
+    links = [f"[{name}]({mistakes[name].page})" if name in mistakes else text(name) for name in outcome.mistakes]
+    phase = "" if outcome.phase in ("call", "") else f" ({outcome.phase})"
+    return code(outcome.name) + phase, text(outcome.sizes or "-"), text(outcome.headline), ", ".join(links) or "-"
 
 
-def _details(one: TestOutcome) -> list[str]:
-    story = one.story
+def _details(outcome: TestOutcome) -> list[str]:
+    story = outcome.story
     if len(story) > _LONGEST_STORY:
         half = _LONGEST_STORY // 2
         story = f"{story[:half]}\n\n… {len(story) - 2 * half} characters …\n\n{story[-half:]}"
-    lines = ["<details>", f"<summary>{text(one.name)}</summary>", "", *fenced(story), ""]
-    if one.replay:
-        lines += ["Repeat with", "", *fenced(one.replay, "sh"), ""]
+    lines = ["<details>", f"<summary>{text(outcome.name)}</summary>", "", *fenced(story), ""]
+    if outcome.replay:
+        lines += ["Repeat with", "", *fenced(outcome.replay, "sh"), ""]
     return [*lines, "</details>", ""]
 
 
@@ -283,8 +283,8 @@ class Annotations:
 
 def _annotation(failed: TestOutcome) -> str:
     title, lines = failed.name, [failed.headline]
-    known = all_mistakes() if failed.mistakes else {}
-    if (mistake := known.get(next(iter(failed.mistakes), ""))) is not None:
+    mistakes = all_mistakes() if failed.mistakes else {}
+    if (mistake := mistakes.get(next(iter(failed.mistakes), ""))) is not None:
         title = f"{mistake.name}: {mistake.title}"
         lines += [f"do: {mistake.advice}", f"see: {mistake.page}"]
     lines += [f"test: {failed.name}", *(f"repeat with: {line}" for line in failed.replay.splitlines()[:1])]

@@ -55,9 +55,9 @@ def add_usage(item: pytest.Item, session: GpuSession) -> None:
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
     if session.test.left_out:
         reasons: dict[str, dict[str, None]] = {}
-        for case, why in session.test.left_out:
-            reasons.setdefault(why, {})[case] = None
-        _set(item, "left_out", "; ".join(f"{', '.join(cases)}: {why}" for why, cases in reasons.items()))
+        for case, reason in session.test.left_out:
+            reasons.setdefault(reason, {})[case] = None
+        _set(item, "left_out", "; ".join(f"{', '.join(cases)}: {reason}" for reason, cases in reasons.items()))
     if session.test.not_seen:
         _set(item, "not_seen", "\n".join(session.test.not_seen))
     showed = dict.fromkeys(met.name for met in session.test.met if met.failed)
@@ -89,23 +89,23 @@ def lacks_devices(report: object) -> bool:
 
 def defects_met(report: object) -> tuple[list[str], list[str]]:
     """Return the names of the known defects that a test has met: those that occurred, and those that did not."""
-    found = {str(name): str(value) for name, value in getattr(report, "user_properties", ())}
-    showed, unseen = (found.get(f"mgpu_check.{name}", "").split() for name in (_SHOWED, _UNSEEN))
+    properties = {str(name): str(value) for name, value in getattr(report, "user_properties", ())}
+    showed, unseen = (properties.get(f"mgpu_check.{name}", "").split() for name in (_SHOWED, _UNSEEN))
     return showed, unseen
 
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], simulated: bool) -> None:
     """Record the failed ranks, the likely mistakes and their line, the replay lines, and an advice for the suite."""
-    parts = parts_of(error)
-    proven = all(isinstance(part, AssertionError) and not isinstance(part, StartupFailure) for part in parts)
-    if is_packaged(item) and parts and proven:  # a busy machine also makes ranks late, or refuses to start them
+    errors = parts_of(error)
+    proven = all(isinstance(leaf, AssertionError) and not isinstance(leaf, StartupFailure) for leaf in errors)
+    if is_packaged(item) and errors and proven:  # a busy machine also makes ranks late, or refuses to start them
         _set(item, "advice", f"a failed check shows that the code or torch is wrong, or {_ADVICE[simulated]}")
-    mistakes = dict.fromkeys(name for part in parts for name in getattr(part, "mistakes", ()))
+    mistakes = dict.fromkeys(name for leaf in errors for name in getattr(leaf, "mistakes", ()))
     if mistakes:
         _set(item, "mistakes", " ".join(mistakes))
-    if site := next(filter(None, (getattr(part, "site", "") for part in parts)), ""):
+    if site := next(filter(None, (getattr(leaf, "site", "") for leaf in errors)), ""):
         _set(item, "site", site)
-    ranks = {rank for part in parts for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
+    ranks = {rank for leaf in errors for rank in getattr(leaf, "ranks", ()) if isinstance(rank, int)}
     _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
     _set(item, "replay", "\n".join(replay))
 
@@ -127,7 +127,7 @@ class TestOutcome:
     """The outcome of one test, or of one failed phase.
 
     Attributes:
-        kind: one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed".
+        category: one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed".
         phase: "setup", "call", "teardown", or "" for a file that was not collected.
         headline: the failure, or the reason for a skip, in one line.
         story: the whole report of a failure, without the replay lines.
@@ -136,7 +136,7 @@ class TestOutcome:
     """
 
     name: str
-    kind: str
+    category: str
     phase: str = "call"
     headline: str = ""
     story: str = ""
@@ -189,8 +189,8 @@ class Outcomes:
 
     def add(self, report: pytest.TestReport) -> None:
         """Record the report of one phase of a test."""
-        kind = _kind_of(report)
-        if kind is None:
+        category = _kind_of(report)
+        if category is None:
             return
         ours = "mgpu_check."
         properties = {
@@ -198,8 +198,8 @@ class Outcomes:
             for name, value in report.user_properties
             if isinstance(name, str) and name.startswith(ours)
         }
-        outcome = TestOutcome(report.nodeid, kind, str(report.when), properties=properties)
-        if kind in ("failed", "errors"):
+        outcome = TestOutcome(report.nodeid, category, str(report.when), properties=properties)
+        if category in ("failed", "errors"):
             story = report.longreprtext
             outcome.headline, outcome.line = _headline(report), _line(report, self._root)
             outcome.story = _REPLAY.split(story)[0].rstrip() if outcome.replay else story
@@ -218,14 +218,17 @@ class Outcomes:
     def of(self, *kinds: str) -> list[TestOutcome]:
         """Return the tests of these kinds, sorted by file, then by time."""
         return sorted(
-            (one for one in self._tests.values() if one.kind in kinds), key=lambda one: one.name.split("::")[0]
+            (outcome for outcome in self._tests.values() if outcome.category in kinds),
+            key=lambda outcome: outcome.name.split("::")[0],
         )
 
     def counts(self) -> dict[str, int]:
         """Return the count of each kind, named as in pytest's last line."""
-        kinds = [one.kind for one in (*self._failed, *self._tests.values())]
-        found = {kind: kinds.count(kind) for kind in _ORDER if kind in kinds}
-        return {"error" if (kind, count) == ("errors", 1) else kind: count for kind, count in found.items()}
+        kinds = [outcome.category for outcome in (*self._failed, *self._tests.values())]
+        counts = {category: kinds.count(category) for category in _ORDER if category in kinds}
+        return {
+            "error" if (category, count) == ("errors", 1) else category: count for category, count in counts.items()
+        }
 
 
 def _kind_of(report: pytest.TestReport) -> str | None:
@@ -258,5 +261,5 @@ def _line(report: pytest.TestReport, root: Path) -> str:
 def _headline(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     message = crash.message if crash is not None else report.longreprtext
-    first = next((line for line in message.splitlines() if line.strip()), "failed")
-    return _OURS.sub(r"\1: ", first.strip())
+    headline = next((line for line in message.splitlines() if line.strip()), "failed")
+    return _OURS.sub(r"\1: ", headline.strip())

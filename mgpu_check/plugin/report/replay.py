@@ -140,12 +140,12 @@ class Invocation:
 
     def line(self, item: pytest.Item, extra: Sequence[str]) -> str:
         """Return the shell line for one test, with `extra` options."""
-        names = item.nodeid.partition("::")[2]
+        test_path = item.nodeid.partition("::")[2]
         if package := package_of(item):
-            words = [*self.command_for(package), f"{item.path.name}::{names}"]
+            words = [*self.command_for(package), f"{item.path.name}::{test_path}"]
         else:
             path = os.path.relpath(item.path, self.directory)
-            words = [*self.program, *self.options, *self.kept, *self._ini(item), f"{path}::{names}"]
+            words = [*self.program, *self.options, *self.kept, *self._ini(item), f"{path}::{test_path}"]
         return shlex.join([*words, *extra])
 
     def _ini(self, item: pytest.Item) -> list[str]:
@@ -155,13 +155,13 @@ class Invocation:
         try:
             from _pytest.config.findpaths import locate_config
 
-            found = locate_config(Path(self.directory), [item.path.parent])[1]
+            located = locate_config(Path(self.directory), [item.path.parent])[1]
         except Exception:  # an internal of pytest; without it, the line is still correct if there is only one ini file
             return []
-        used = item.config.inipath
-        if found == used:
+        current = item.config.inipath
+        if located == current:
             return []
-        ini = os.devnull if used is None else os.path.relpath(used, self.directory)
+        ini = os.devnull if current is None else os.path.relpath(current, self.directory)
         root = f"--rootdir={os.path.relpath(item.config.rootpath, self.directory)}"
         return ["-c", ini, *([] if any(word.startswith("--rootdir") for word in self.kept) else [root])]
 
@@ -179,16 +179,16 @@ def lines_for(
     fallback = [f"{FLAG}={replayed}"] if replayed else [f"--hypothesis-seed={seed}"] if seed is not None else []
     extras: list[list[str]] = []
     flaky = error is not None and getattr(error, BLOB, None) is not None
-    for part in [error] if flaky else parts_of(error):
-        blob = getattr(part, BLOB, None)
-        extras.append([f"{FLAG}={blob}"] if blob else [] if part and _is_explicit(part) else fallback)
+    for leaf in [error] if flaky else parts_of(error):
+        blob = getattr(leaf, BLOB, None)
+        extras.append([f"{FLAG}={blob}"] if blob else [] if leaf and _is_explicit(leaf) else fallback)
     return list(dict.fromkeys(invocation.line(item, extra) for extra in extras or [fallback]))
 
 
 def parts_of(error: BaseException | None) -> list[BaseException]:
     """Return the leaves of an exception group, as Hypothesis raises for distinct or flaky failures; else the error."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in parts_of(part)]
+        return [leaf for nested in error.exceptions for leaf in parts_of(nested)]
     return [] if error is None else [error]
 
 
@@ -198,16 +198,16 @@ def take_blobs(error: BaseException | None) -> None:
         return
     kept = []
     for note in getattr(error, "__notes__", ()):
-        found = _NOTE.search(note)
-        if found is None:
+        match = _NOTE.search(note)
+        if match is None:
             kept.append(note)
         else:
-            setattr(error, BLOB, f"{found['version']}:{ast.literal_eval(found['blob']).decode()}")
+            setattr(error, BLOB, f"{match['version']}:{ast.literal_eval(match['blob']).decode()}")
     if len(kept) < len(getattr(error, "__notes__", ())):
         error.__notes__ = kept
     if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            take_blobs(part)
+        for nested in error.exceptions:
+            take_blobs(nested)
 
 
 def _is_explicit(error: BaseException) -> bool:
@@ -237,7 +237,7 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
         if text is None:
             continue
         if isinstance(text, list):
-            yield from (f"{option.flag}={one}" for one in text)
+            yield from (f"{option.flag}={argument}" for argument in text)
             continue
         value = option.parse(str(text).strip())
         if isinstance(value, bool):
@@ -294,14 +294,14 @@ def _program(module: str, script: str) -> tuple[str, ...]:
 
 
 def _python() -> str:
-    names = [name for name in ("python", "python3") if _reachable(name, sys.executable) == name]
-    return names[0] if names else sys.executable
+    commands = [name for name in ("python", "python3") if _reachable(name, sys.executable) == name]
+    return commands[0] if commands else sys.executable
 
 
 def _reachable(name: str, path: str) -> str:
     """Return `name` if the shell finds this environment's program by it; otherwise `path`."""
-    found: Any = shutil.which(name)
-    return name if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(path) else path
+    executable: Any = shutil.which(name)
+    return name if executable and os.path.dirname(os.path.abspath(executable)) == os.path.dirname(path) else path
 
 
 def check_replay(text: str) -> None:
@@ -311,15 +311,15 @@ def check_replay(text: str) -> None:
         pytest.UsageError: it is not; the message says why.
     """
     version, colon, blob = text.partition(":")
-    here = importlib.metadata.version("hypothesis")
+    installed = importlib.metadata.version("hypothesis")
     if not colon or not blob:
         raise pytest.UsageError(
             f"mgpu-check: {FLAG}: {text!r} is not valid; copy the whole line at the end of a failure's report: the "
             "value is the version of Hypothesis, a colon, and the example"
         )
-    if version != here:
+    if version != installed:
         raise pytest.UsageError(
-            f"mgpu-check: {FLAG}: the example was recorded with Hypothesis {version}; version {here} may draw a "
+            f"mgpu-check: {FLAG}: the example was recorded with Hypothesis {version}; version {installed} may draw a "
             f"different one; install hypothesis=={version}, or run the test without {FLAG}"
         )
     from hypothesis.core import decode_failure

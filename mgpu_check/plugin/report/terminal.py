@@ -164,40 +164,40 @@ def _print_properties(terminal: pytest.TerminalReporter, rows: Sequence[Row]) ->
     properties: dict[str, list[Row]] = {}
     for row in rows:
         properties.setdefault(row.property, []).append(row)
-    names = max(len("property"), *map(len, properties))
-    terminal.line(f"{'property':<{names}}  checks  examples  seconds  result", bold=True)
+    width = max(len("property"), *map(len, properties))
+    terminal.line(f"{'property':<{width}}  checks  examples  seconds  result", bold=True)
     for name, checks in properties.items():
         examples, seconds = sum(row.examples for row in checks), sum(row.seconds for row in checks)
-        terminal.write(f"{name:<{names}}  {len(checks):>6}  {examples:>8}  {seconds:7.1f}  ")
+        terminal.write(f"{name:<{width}}  {len(checks):>6}  {examples:>8}  {seconds:7.1f}  ")
         worst = min(checks, key=lambda row: (not is_failure(row), row.result == "passed"))
         terminal.line(counted(checks), **_colour(worst))
         for row in checks:
             if row.result != "passed" or row.left_out:
-                _below(terminal, names, f"{row.result}: {row.check}", "")
-                _below_check(terminal, names, row)
+                _below(terminal, width, f"{row.result}: {row.check}", "")
+                _below_check(terminal, width, row)
 
 
 def _print_checks(terminal: pytest.TerminalReporter, rows: Sequence[Row]) -> None:
     """Print a row per check, and below it its remarks."""
-    names = max(len("property"), *(len(row.property) for row in rows))
+    width = max(len("property"), *(len(row.property) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))
-    checks = max(_LEAST_TEXT, terminal._tw.fullwidth - names - sizes - results - _NUMBERS)
+    checks = max(_LEAST_TEXT, terminal._tw.fullwidth - width - sizes - results - _NUMBERS)
     terminal.line(
-        f"{'property':<{names}}  {'check':<{checks}}  examples  "
+        f"{'property':<{width}}  {'check':<{checks}}  examples  "
         f"{'world sizes':<{sizes}}  {'result':<{results}}  seconds",
         bold=True,
     )
     last = ""
     for row in rows:
-        first, *more = textwrap.wrap(row.check, checks)
-        terminal.write(f"{row.property if row.property != last else '':<{names}}  {first:<{checks}}  ")
+        head, *continuation = textwrap.wrap(row.check, checks)
+        terminal.write(f"{row.property if row.property != last else '':<{width}}  {head:<{checks}}  ")
         terminal.write(f"{row.examples:>8}  {row.sizes:<{sizes}}  ")
         terminal.write(f"{row.result:<{results}}", **_colour(row))
         terminal.line(f"  {row.seconds:7.1f}")
-        for line in more:
-            terminal.line(f"{'':<{names}}  {line}")
-        _below_check(terminal, names, row)
+        for line in continuation:
+            terminal.line(f"{'':<{width}}  {line}")
+        _below_check(terminal, width, row)
         last = row.property
 
 
@@ -453,7 +453,7 @@ def print_summary(terminal: pytest.TerminalReporter, session: GpuSession) -> Non
             "a failure",
             yellow=True,
         )
-    reports = [report for kind in list(terminal.stats.values()) for report in kind]
+    reports = [report for category in list(terminal.stats.values()) for report in category]
     showed, unseen = ({name for report in reports for name in defects_met(report)[which]} for which in (0, 1))
     for name in sorted(unseen - showed):
         terminal.line(f"mgpu-check: {told_unseen(name)}", yellow=True)

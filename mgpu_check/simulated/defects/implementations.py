@@ -68,9 +68,9 @@ def _low_bit(elements: torch.Tensor, chosen: random.Random) -> None:
 
 
 def _bits(elements: torch.Tensor, chosen: random.Random) -> None:
-    one = _one_of(elements, chosen)
+    element = _one_of(elements, chosen)
     for bit in chosen.sample(range(8 * elements.itemsize - 1), 3):
-        _invert(one, bit)
+        _invert(element, bit)
 
 
 def _lane(elements: torch.Tensor, chosen: random.Random) -> None:
@@ -91,11 +91,11 @@ def _tile(elements: torch.Tensor, chosen: random.Random) -> None:
 
 def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
     """Swap the first and the last element; if they are equal or the same, invert one bit."""
-    first, last = elements[0].item(), elements[-1].item()
-    if first == last:
+    head, tail = elements[0].item(), elements[-1].item()
+    if head == tail:
         _bit(elements, chosen)
     else:
-        elements[0], elements[-1] = last, first
+        elements[0], elements[-1] = tail, head
 
 
 SPOIL: dict[str, Pattern] = dict(zip(PATTERNS, (_bit, _low_bit, _bits, _lane, _not_finite, _tile, _swap), strict=True))
@@ -212,16 +212,16 @@ class Unit(Defect):
         self._pattern = SPOIL[str(parameters.get("pattern", "bits"))]
 
     def operated(self, operation: Operation) -> None:
-        given = self._parameters
-        if operation.device != given["device"] or operation.name not in self._operations or not operation.outputs:
+        parameters = self._parameters
+        if operation.device != parameters["device"] or operation.name not in self._operations or not operation.outputs:
             return
         result = operation.outputs[0]
         dtype = operation.inputs[0].dtype if operation.inputs else result.dtype
         if (
-            not dtype_matches(given, dtype)
-            or result.numel() * result.itemsize <= int(given.get("above", 0))
-            or not _has_sides(given, operation)
-            or operation.heat < float(given.get("heat", 0))
+            not dtype_matches(parameters, dtype)
+            or result.numel() * result.itemsize <= int(parameters.get("above", 0))
+            or not _has_sides(parameters, operation)
+            or operation.heat < float(parameters.get("heat", 0))
             or (self._tf32 and (dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"))
             or not self._chance.now()
         ):
@@ -234,15 +234,15 @@ class Unit(Defect):
                 self._pattern(elements, self._chance.random)
 
 
-def _has_sides(given: Parameters, operation: Operation) -> bool:
+def _has_sides(parameters: Parameters, operation: Operation) -> bool:
     """Return whether the dimensions of an operation are those that a defect needs; without any, all are."""
-    for name, tensors, place in _SIDES:
-        wanted, found = int(given.get(name, 0)), getattr(operation, tensors)
-        if wanted and (not found or found[0].dim() < -place or found[0].shape[place] != wanted):
+    for name, tensors, dimension in _SIDES:
+        wanted, operands = int(parameters.get(name, 0)), getattr(operation, tensors)
+        if wanted and (not operands or operands[0].dim() < -dimension or operands[0].shape[dimension] != wanted):
             return False
-    if not given.get("transposed"):
+    if not parameters.get("transposed"):
         return True
-    factors = [one for one in operation.inputs if one.dim() >= 2]
+    factors = [matrix for matrix in operation.inputs if matrix.dim() >= 2]
     return len(factors) >= 2 and factors[-1].stride(-1) != 1 and factors[-1].stride(-2) == 1
 
 
@@ -281,13 +281,13 @@ class WrongCollective(Defect):
         self._pattern = SPOIL[pattern]
 
     def reduced(self, collective: EndedCollective) -> None:
-        given = self._parameters
+        parameters = self._parameters
         if (
-            collective.device == given["device"]
+            collective.device == parameters["device"]
             and collective.name in self._names
-            and dtype_matches(given, collective.dtype)
-            and int(given.get("bytes", 0)) in (0, collective.bytes)
-            and len(collective.group) >= int(given.get("ranks", 2))
+            and dtype_matches(parameters, collective.dtype)
+            and int(parameters.get("bytes", 0)) in (0, collective.bytes)
+            and len(collective.group) >= int(parameters.get("ranks", 2))
             and self._chance.now()
         ):
             for output in collective.outputs:
@@ -355,12 +355,12 @@ class _Spoiled(Defect, abc.ABC):
         """Return whether a copy uses the defective link."""
 
     def copied(self, copy: Copy) -> None:
-        given = self.parameters
+        parameters = self.parameters
         if (
             self.concerns(copy)
-            and copy.data.numel() > int(given.get("above", 0))
-            and given.get("path", "any") in ("any", copy.path)
-            and copy.load >= int(given.get("load", 0))
+            and copy.data.numel() > int(parameters.get("above", 0))
+            and parameters.get("path", "any") in ("any", copy.path)
+            and copy.load >= int(parameters.get("load", 0))
             and self.chance.now()
         ):
             self.spoil(copy)
@@ -408,20 +408,20 @@ class Wrapping(Link):
 class AnotherPeer(Link):
     """Deliver the last data that another peer sent to the same device, or zeros."""
 
-    _other: torch.Tensor | None = None
+    _previous: torch.Tensor | None = None
 
     def copied(self, copy: Copy) -> None:
-        given = self.parameters
-        if copy.target == given["peer"] and copy.source not in (None, given["device"]):
-            self._other = copy.data.clone()
+        parameters = self.parameters
+        if copy.target == parameters["peer"] and copy.source not in (None, parameters["device"]):
+            self._previous = copy.data.clone()
         super().copied(copy)
 
     def spoil(self, copy: Copy) -> None:
-        if self._other is None:
+        if self._previous is None:
             copy.data.zero_()
         else:
-            size = min(self._other.numel(), copy.data.numel())
-            copy.data[:size] = self._other[:size]
+            size = min(self._previous.numel(), copy.data.numel())
+            copy.data[:size] = self._previous[:size]
 
 
 class Egress(_Spoiled):
@@ -443,10 +443,10 @@ class HostLink(_Spoiled):
 
     def concerns(self, copy: Copy) -> bool:
         device = self.parameters["device"]
-        there = (self._upload and (copy.source, copy.target) == (None, device)) or (
+        crosses = (self._upload and (copy.source, copy.target) == (None, device)) or (
             self._download and (copy.source, copy.target) == (device, None)
         )
-        return there and self.parameters.get("memory", "any") in ("any", "pinned" if copy.pinned else "pageable")
+        return crosses and self.parameters.get("memory", "any") in ("any", "pinned" if copy.pinned else "pageable")
 
 
 Event = Operation | Copy | EndedCollective
@@ -470,7 +470,7 @@ class _Slow(Defect, abc.ABC):
 
 def _bytes(event: Event) -> int:
     if isinstance(event, Operation):
-        return sum(one.nbytes for one in event.outputs)
+        return sum(output.nbytes for output in event.outputs)
     return event.data.numel() if isinstance(event, Copy) else event.bytes
 
 
@@ -482,14 +482,14 @@ class SlowDevice(_Slow):
     """
 
     def concerns(self, event: Event) -> bool:
-        given = self.given
-        unit = str(given.get("unit", "any"))
+        parameters = self.given
+        unit = str(parameters.get("unit", "any"))
         return (
             isinstance(event, Operation)
-            and event.device == given["device"]
-            and event.heat >= float(given.get("heat", 0))
+            and event.device == parameters["device"]
+            and event.heat >= float(parameters.get("heat", 0))
             and (unit == "any" or event.name in UNITS[unit])
-            and (not event.inputs or dtype_matches(given, event.inputs[0].dtype))
+            and (not event.inputs or dtype_matches(parameters, event.inputs[0].dtype))
         )
 
 

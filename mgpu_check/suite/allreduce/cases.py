@@ -42,6 +42,6 @@ class Contributions:
         dtype: torch.dtype = getattr(torch, self.tensor.dtype)
         return make(self.tensor.shape, dtype, count=count, seed=self.tensor.seed)
 
-    def placed(self, part: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-        """Copy `part` to `device`, in the layout of the spec."""
-        return self.tensor.build(device).copy_(part)
+    def placed(self, term: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+        """Copy `term` to `device`, in the layout of the spec."""
+        return self.tensor.build(device).copy_(term)

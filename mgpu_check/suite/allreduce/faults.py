@@ -44,12 +44,12 @@ def _emptied(tensor: torch.Tensor) -> None:
 register(
     __name__,
     FaultRow("last-gathers-nothing", "the last device of one process gathers nothing", "test_nccl_in_one_process",
-        returned("torch.cuda.nccl", "all_gather"), lambda _, inputs, outputs, *more: _emptied(outputs[-1])),
+        returned("torch.cuda.nccl", "all_gather"), lambda _, inputs, outputs, *streams: _emptied(outputs[-1])),
     FaultRow("sum-misses-the-last-rank", "all_reduce and reduce leave out the last rank", _THEN_BROADCAST,
         given(dist, "all_reduce", "reduce"), lambda tensor, *_, **__: tensor.zero_() if is_last() else None),
     FaultRow("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce",
         returned(recipe, "chunks"),
-        lambda pieces, elements, parts: [*pieces[:-1], slice(elements, elements)] if parts > 1 else None),
+        lambda pieces, elements, count: [*pieces[:-1], slice(elements, elements)] if count > 1 else None),
     FaultRow("added-up-in-order-of-dtypes", "tensors that are added up together come back in order of dtype",
         _ON_DEVICES,
         around(comm, "_reorder_tensors_as"), lambda real, tensors, ordered: tuple(tensors), "several dtypes"),
@@ -72,7 +72,7 @@ register(
     # With two tensors the sum is a new tensor.
     FaultRow("contribution-added-to", "reduce_add adds up in place, in the input of its own device", _ON_DEVICES,
         returned(comm, "reduce_add"),
-        lambda total, inputs, *_: next(one for one in inputs if one.device == total.device).copy_(total),
+        lambda total, inputs, *_: next(tensor for tensor in inputs if tensor.device == total.device).copy_(total),
         When("3 devices and more", lambda total, inputs, *_: len(inputs) > 2), 3),
     FaultRow("last-given-tensor-left-out", "broadcast to given tensors leaves out the last", _ON_DEVICES,
         around(comm, "broadcast"), lambda real, tensor, *devices, out: real(tensor, *devices, out=out[:-1]),
@@ -96,11 +96,11 @@ def sum_in_half_precision(real: Any, tensor: torch.Tensor, *args: Any, **kwargs:
 @fault("device 0 adds up float32 and float64 tensors in bfloat16", _BY_HAND, by=around(recipe, "allreduce"))
 def sum_by_hand_in_low_precision(real: Any, data: Sequence[torch.Tensor]) -> None:
     low = data[0].dtype.itemsize > 2 and data[0].is_floating_point()
-    total, *others = (part.to(data[0].device, torch.bfloat16 if low else part.dtype, copy=True) for part in data)
-    for part in others:
-        total += part
-    for part in data:
-        part.copy_(total)
+    total, *others = (tensor.to(data[0].device, torch.bfloat16 if low else tensor.dtype, copy=True) for tensor in data)
+    for tensor in others:
+        total += tensor
+    for tensor in data:
+        tensor.copy_(total)
 
 
 @fault("one bit of the result is flipped on the last rank, after all_reduce and broadcast", _OPERATIONS,
@@ -132,10 +132,10 @@ def tree_for_powers_of_two_only(sender: int, tensor: torch.Tensor, source: int, 
 
 @fault("the sum is not copied back to the last device", _BY_HAND, by=around(recipe, "allreduce"))
 def result_not_copied_back(real: Any, data: Sequence[torch.Tensor]) -> None:
-    for other in data[1:]:
-        data[0].add_(other.to(data[0].device))
-    for other in data[1:-1]:
-        other.copy_(data[0])
+    for tensor in data[1:]:
+        data[0].add_(tensor.to(data[0].device))
+    for tensor in data[1:-1]:
+        tensor.copy_(data[0])
 
 
 @fault("all_reduce gives the mean instead of the sum", _ALL_REDUCE, by=returned(dist, "all_reduce"))
@@ -167,6 +167,6 @@ def rest_after_vectors_not_added(real: Any, tensor: torch.Tensor, op: Any = _SUM
 @fault("broadcast_coalesced copies a slice as if it had no gaps", "test_broadcast_of_every_layout",
        by=returned(comm, "broadcast_coalesced"), when="tensors with gaps, several devices")  # fmt: skip
 def slices_broadcast_without_gaps(rows: Any, tensors: Sequence[torch.Tensor], *_: Any) -> None:
-    for number, one in enumerate(tensors):
-        for row in rows[1:] if _has_gaps(one) else ():
-            row[number].copy_(one.as_strided((one.numel(),), (1,), one.storage_offset()).view(one.shape))
+    for number, tensor in enumerate(tensors):
+        for row in rows[1:] if _has_gaps(tensor) else ():
+            row[number].copy_(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(tensor.shape))

@@ -30,12 +30,12 @@ _OPERATIONS = {
 }
 
 
-def assert_all_reduce_matches(rank: Rank, data: Contributions, place: str) -> None:
+def assert_all_reduce_matches(rank: Rank, data: Contributions, placement: str) -> None:
     """Assert that `dist.all_reduce` leaves the result of the operation of `data`, for tensors on "device" or "cpu"."""
-    parts = data.parts(rank.size)
-    tensor = data.placed(parts[rank.index], rank.device if place == "device" else "cpu")
+    terms = data.parts(rank.size)
+    tensor = data.placed(terms[rank.index], rank.device if placement == "device" else "cpu")
     dist.all_reduce(tensor, _OPERATIONS[data.operation])
-    assert_allreduce_matches({rank.index: tensor}, parts, operation=data.operation, what="dist.all_reduce")
+    assert_allreduce_matches({rank.index: tensor}, terms, operation=data.operation, what="dist.all_reduce")
 
 
 def assert_view_is_reduced(rank: Rank, data: Contributions) -> None:
@@ -45,53 +45,53 @@ def assert_view_is_reduced(rank: Rank, data: Contributions) -> None:
         """Return the first `view.numel()` elements of the memory of a view, without regard to its strides."""
         return view.as_strided((view.numel(),), (1,))
 
-    parts = data.parts(rank.size)
-    views = [data.placed(part, "cpu") for part in parts]
+    terms = data.parts(rank.size)
+    views = [data.placed(term, "cpu") for term in terms]
     tensor = views[rank.index]
     before = [without_gaps(view).clone() for view in views]
     dist.all_reduce(tensor)
 
     def explained() -> None:
-        held = {rank.index: without_gaps(tensor)}
-        assert_allreduce_matches(held, before, what="dist.all_reduce as if without gaps")
+        results = {rank.index: without_gaps(tensor)}
+        assert_allreduce_matches(results, before, what="dist.all_reduce as if without gaps")
 
     contiguous = all(view.is_contiguous() for view in views)
     with known_defect("gloo-views-with-gaps", explained=explained, contiguous=contiguous, size=rank.size):
-        assert_allreduce_matches({rank.index: tensor}, parts, what="dist.all_reduce of a view")
+        assert_allreduce_matches({rank.index: tensor}, terms, what="dist.all_reduce of a view")
 
 
 def assert_view_is_reduced_or_refused(rank: Rank, data: Contributions) -> None:
     """Assert that `dist.all_reduce` of a view on a device leaves the sum, or refuses a view that is not contiguous."""
-    parts = data.parts(rank.size)
-    tensor = data.placed(parts[rank.index], rank.device)
+    terms = data.parts(rank.size)
+    tensor = data.placed(terms[rank.index], rank.device)
     try:
         dist.all_reduce(tensor)
     except (RuntimeError, ValueError) as refusal:
         if tensor.is_contiguous() or "Tensors must be contiguous" not in str(refusal):
             raise
         return
-    assert_allreduce_matches({rank.index: tensor}, parts, what="dist.all_reduce of a view")
+    assert_allreduce_matches({rank.index: tensor}, terms, what="dist.all_reduce of a view")
 
 
-def assert_recipe_matches(rank: Rank, name: str, data: Contributions, place: str, *arguments: int) -> None:
+def assert_recipe_matches(rank: Rank, name: str, data: Contributions, placement: str, *arguments: int) -> None:
     """Assert that the function `name` of `gradient_exchange` leaves the sum, for tensors on "device" or "cpu"."""
-    parts = data.parts(rank.size)
-    tensor = data.placed(parts[rank.index], rank.device if place == "device" else "cpu")
+    terms = data.parts(rank.size)
+    tensor = data.placed(terms[rank.index], rank.device if placement == "device" else "cpu")
     getattr(recipes, name)(tensor, *arguments)
-    assert_allreduce_matches({rank.index: tensor}, parts, what=name)
+    assert_allreduce_matches({rank.index: tensor}, terms, what=name)
 
 
 def assert_all_reduce_in_a_group_matches(rank: Rank, members: Sequence[int], data: Contributions) -> None:
     """Assert that `dist.all_reduce` in a group sums over its members, and leaves the data of other ranks unchanged."""
-    parts = data.parts(rank.size)
-    own = parts[rank.index]
+    terms = data.parts(rank.size)
+    own = terms[rank.index]
     tensor = data.placed(own, rank.device)
     group = dist.new_group(list(members))
     if rank.index not in members:
         assert_allreduce_matches([tensor], [own], what=f"a rank outside of the group {members}")
         return
     dist.all_reduce(tensor, group=group)
-    chosen = [parts[member] for member in members]
+    chosen = [terms[member] for member in members]
     assert_allreduce_matches(
         {members.index(rank.index): tensor}, chosen, what=f"dist.all_reduce in the group {members}"
     )
@@ -108,11 +108,11 @@ def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]
     Raises:
         AllreduceMismatch: a sum is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
     """
-    parts = data.parts(len(devices))
-    held = [data.placed(part, device) for part, device in zip(parts, devices, strict=True)]
-    recipes.allreduce(held)
-    _assert_there(held, devices, "allreduce by hand")
-    assert_allreduce_matches(held, parts, what="allreduce by hand")
+    terms = data.parts(len(devices))
+    tensors = [data.placed(term, device) for term, device in zip(terms, devices, strict=True)]
+    recipes.allreduce(tensors)
+    _assert_there(tensors, devices, "allreduce by hand")
+    assert_allreduce_matches(tensors, terms, what="allreduce by hand")
 
 
 def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
@@ -126,31 +126,31 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     Raises:
         AllreduceMismatch: a sum or a copy of it is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
     """
-    parts, order = data.parts(len(devices)), _from(home, devices)
-    placed = [data.placed(part, device) for part, device in zip(parts, devices, strict=True)]
+    terms, order = data.parts(len(devices)), _from(home, devices)
+    placed = [data.placed(term, device) for term, device in zip(terms, devices, strict=True)]
     named, indices = None if home == devices[0] else home.index, [device.index for device in order]
     total = comm.reduce_add(placed, named)
-    what = f"reduce_add to {home}"
-    assert_contributions_kept(placed, parts, what=what)
-    _assert_there([total], [home], what)
-    assert_allreduce_matches({0: total}, parts, what=what)
-    held = comm.broadcast(total, indices)
-    _assert_there(held, order, f"{what} and broadcast")
-    assert_allreduce_matches(list(held), parts, what=f"{what} and broadcast")
-    given = [torch.zeros_like(part, device=device) for part, device in zip(parts, order, strict=True)]
-    comm.broadcast(total, out=given)
-    assert_allreduce_matches(given, parts, what=f"{what} and broadcast to tensors that are given")
+    label = f"reduce_add to {home}"
+    assert_contributions_kept(placed, terms, what=label)
+    _assert_there([total], [home], label)
+    assert_allreduce_matches({0: total}, terms, what=label)
+    received = comm.broadcast(total, indices)
+    _assert_there(received, order, f"{label} and broadcast")
+    assert_allreduce_matches(list(received), terms, what=f"{label} and broadcast")
+    outputs = [torch.zeros_like(term, device=device) for term, device in zip(terms, order, strict=True)]
+    comm.broadcast(total, out=outputs)
+    assert_allreduce_matches(outputs, terms, what=f"{label} and broadcast to tensors that are given")
     # Tensors of equal dtype are sent together, and must come back in the order of the arguments.
     between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(len(devices))]
-    several = [(one, between[number].to(devices[number]), one) for number, one in enumerate(placed)]
+    several = [(tensor, between[number].to(devices[number]), tensor) for number, tensor in enumerate(placed)]
     for buffer_size in (10 << 20, 40):  # by default all in one buffer, or nearly each tensor in its own
         added_up = comm.reduce_add_coalesced(several, named, buffer_size)
         copies = comm.broadcast_coalesced(added_up, indices, buffer_size)
-        for number, wanted in enumerate((parts, between, parts)):
-            what = f"reduce_add_coalesced to {home} and broadcast_coalesced, {buffer_size=}, tensor {number}"
+        for number, wanted in enumerate((terms, between, terms)):
+            label = f"reduce_add_coalesced to {home} and broadcast_coalesced, {buffer_size=}, tensor {number}"
             column = [copy[number] for copy in copies]
-            _assert_there(column, order, what)
-            assert_allreduce_matches(column, wanted, what=what)
+            _assert_there(column, order, label)
+            assert_allreduce_matches(column, wanted, what=label)
 
 
 def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
@@ -170,16 +170,18 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
     specs.append(replace(specs[0], shape=((1 << 20) + 1,), dtype="uint8", layout="contiguous"))
     placed = [spec.build(home) for spec in specs]
     together = comm.broadcast_coalesced(placed, indices)
-    for number, (spec, one) in enumerate(zip(specs, placed, strict=True)):
+    for number, (spec, tensor) in enumerate(zip(specs, placed, strict=True)):
         expected = spec.build()
-        for what, copies in (
-            (f"broadcast from {home}", comm.broadcast(one, indices)),
+        for label, copies in (
+            (f"broadcast from {home}", comm.broadcast(tensor, indices)),
             (f"broadcast_coalesced from {home}, tensor {number}", [row[number] for row in together]),
         ):
-            _assert_there(copies, order, what)
-            wrong = [place for place, copy in enumerate(copies) if not same_bits(expected, copy)]
-            if wrong:
-                raise AllreduceMismatch(f"{what}: the copy on {order[wrong[0]]} differs from {spec}", ranks=wrong)
+            _assert_there(copies, order, label)
+            mismatches = [index for index, copy in enumerate(copies) if not same_bits(expected, copy)]
+            if mismatches:
+                raise AllreduceMismatch(
+                    f"{label}: the copy on {order[mismatches[0]]} differs from {spec}", ranks=mismatches
+                )
 
 
 def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
@@ -187,11 +189,11 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
     return [home, *(device for device in devices if device != home)]
 
 
-def _assert_there(results: Sequence[torch.Tensor], devices: Sequence[torch.device], what: str) -> None:
+def _assert_there(results: Sequence[torch.Tensor], devices: Sequence[torch.device], label: str) -> None:
     """Assert that the results are on the given devices, in this order."""
     got = [result.device for result in results]
     if got != list(devices):
-        raise AllreduceMismatch(f"{what}: results are on {[*map(str, got)]}, expected on {[*map(str, devices)]}")
+        raise AllreduceMismatch(f"{label}: results are on {[*map(str, got)]}, expected on {[*map(str, devices)]}")
 
 
 _MAX = 2
@@ -205,40 +207,40 @@ def assert_nccl_calls(devices: Sequence[torch.device], seed: int) -> None:
         AllreduceMismatch: names function and device; `.ranks` has its index among the devices.
     """
     size = len(devices)
-    parts = [((torch.arange(6 * size) * 7 + seed + 5 * place) % 31).float() for place in range(size)]
-    stacked = torch.stack(parts)
-    total, largest, whole = stacked.sum(0), stacked.amax(0), torch.cat(parts)
+    terms = [((torch.arange(6 * size) * 7 + seed + 5 * position) % 31).float() for position in range(size)]
+    stacked = torch.stack(terms)
+    total, largest, gathered = stacked.sum(0), stacked.amax(0), torch.cat(terms)
     root = seed % size
     streams = [torch.cuda.current_stream(device) for device in devices]
 
     def placed() -> list[torch.Tensor]:
-        return [part.to(device) for part, device in zip(parts, devices, strict=True)]
+        return [term.to(device) for term, device in zip(terms, devices, strict=True)]
 
     def empty(count: int) -> list[torch.Tensor]:
         return [torch.zeros(count, device=device) for device in devices]
 
-    def judge(what: str, got: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
-        for place, (one, other) in enumerate(zip(got, right, strict=True)):
-            if not same_bits(other, one.cpu()):
-                text = f"torch.cuda.nccl.{what}: {one.tolist()} on {one.device}, expected {other.tolist()}"
-                raise AllreduceMismatch(text, ranks=[place])
+    def judge(label: str, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        for index, (result, reference) in enumerate(zip(got, expected, strict=True)):
+            if not same_bits(reference, result.cpu()):
+                text = f"torch.cuda.nccl.{label}: {result.tolist()} on {result.device}, expected {reference.tolist()}"
+                raise AllreduceMismatch(text, ranks=[index])
 
     inputs = placed()
     nccl.all_reduce(inputs)
     judge("all_reduce in place", inputs, [total] * size)
     inputs, outputs = placed(), empty(6 * size)
     nccl.all_reduce(inputs, outputs, _MAX, streams)
-    judge("all_reduce of the maximum", [*inputs, *outputs], [*parts, *[largest] * size])
+    judge("all_reduce of the maximum", [*inputs, *outputs], [*terms, *[largest] * size])
     inputs, output = placed(), torch.zeros(6 * size, device=devices[root])
     nccl.reduce(inputs, output, root, _MAX, streams)
-    judge(f"reduce of the maximum to {root}", [*inputs, output], [*parts, largest])
+    judge(f"reduce of the maximum to {root}", [*inputs, output], [*terms, largest])
     inputs = placed()
     nccl.broadcast(inputs, root, streams)
-    judge(f"broadcast from {root}", inputs, [parts[root]] * size)
+    judge(f"broadcast from {root}", inputs, [terms[root]] * size)
     inputs, outputs = placed(), empty(6 * size * size)
     nccl.all_gather(inputs, outputs, streams)
-    judge("all_gather", [*inputs, *outputs], [*parts, *[whole] * size])
-    for op, right in ((0, total), (_MAX, largest)):
+    judge("all_gather", [*inputs, *outputs], [*terms, *[gathered] * size])
+    for op, expected in ((0, total), (_MAX, largest)):
         inputs, outputs = placed(), empty(6)
         nccl.reduce_scatter(inputs, outputs, op, streams)
-        judge(f"reduce_scatter, operation {op}", [*inputs, *outputs], [*parts, *right.chunk(size)])
+        judge(f"reduce_scatter, operation {op}", [*inputs, *outputs], [*terms, *expected.chunk(size)])

@@ -57,10 +57,10 @@ _OF_BOOLEANS = {
 """Reductions of booleans: in NCCL and gloo true + true is true."""
 
 
-def differing(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def differing(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return a mask of the elements whose bits differ in two contiguous tensors of the same shape and dtype."""
-    wrong = as_bits(got) != as_bits(right)
-    return wrong.any(-1) if got.is_complex() else wrong
+    mismatches = as_bits(got) != as_bits(expected)
+    return mismatches.any(-1) if got.is_complex() else mismatches
 
 
 def factor_of(seed: int) -> float:
@@ -87,12 +87,12 @@ class Right:
     tolerance: torch.Tensor | None = None
     terms: tuple[torch.Tensor, ...] = ()
 
-    def wrong(self, got: torch.Tensor, where: slice | torch.Tensor) -> torch.Tensor:
-        """Return a mask of the wrong elements of a result; `where` has their places in the block."""
-        value = self.value[where]
+    def wrong(self, got: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+        """Return a mask of the wrong elements of a result; `index` has their places in the block."""
+        value = self.value[index]
         if self.exact is not None and self.tolerance is not None:
-            off = as_real(got).double() - as_real(self.exact[where])
-            fine = (off.abs() <= self.tolerance[where]) | (as_bits(got) == as_bits(value))
+            off = as_real(got).double() - as_real(self.exact[index])
+            fine = (off.abs() <= self.tolerance[index]) | (as_bits(got) == as_bits(value))
         else:
             fine = as_bits(got) == as_bits(value)
             if value.dtype.is_floating_point or value.is_complex():
@@ -100,7 +100,7 @@ class Right:
         if value.is_complex():
             return ~fine.all(-1)
         if self.terms:
-            terms = torch.stack([term[where] for term in self.terms])
+            terms = torch.stack([term[index] for term in self.terms])
             loose = terms.isnan().any(0) & (got.isnan() | (got == terms).any(0))
             fine |= loose | ((got == 0) & (value == 0))
         return ~fine
@@ -110,24 +110,24 @@ class Right:
 def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Return a block of values for each of `count` ranks: vectors of equal length, on the CPU."""
     if values == "borders":
-        both = [given_blocks(kind, op, dtype, count, seed) for kind in ("exact", "extremes")]
-        return tuple(torch.cat(parts) for parts in zip(*both, strict=True))
+        both = [given_blocks(subset, op, dtype, count, seed) for subset in ("exact", "extremes")]
+        return tuple(torch.cat(pieces) for pieces in zip(*both, strict=True))
     if values == "bits":
-        return tuple(_bits(dtype, seed * 131 + place) for place in range(count))
+        return tuple(_bits(dtype, seed * 131 + position) for position in range(count))
     if dtype.is_complex:
-        real = torch.float32 if dtype is torch.complex64 else torch.float64
-        pair = [given_blocks(values, op, real, count, 2 * seed + part) for part in (0, 1)]
-        return tuple(torch.complex(first, second.roll(1)) for first, second in zip(*pair, strict=True))
+        real_dtype = torch.float32 if dtype is torch.complex64 else torch.float64
+        pair = [given_blocks(values, op, real_dtype, count, 2 * seed + component) for component in (0, 1)]
+        return tuple(torch.complex(real, imaginary.roll(1)) for real, imaginary in zip(*pair, strict=True))
     if dtype is torch.bool:
         patterns = torch.arange(_EXACT * count).view(count, -1) * 0x9E3779B9 + seed * 7919
-        parts = [(patterns[place] >> 11) % 3 == place % 3 for place in range(count)]
+        pieces = [(patterns[position] >> 11) % 3 == position % 3 for position in range(count)]
         # All true, none true, one true and one false: these distinguish "or" from "and", and show which rank is
         # missing.
         alone = torch.eye(count, dtype=torch.bool)
-        some = torch.cat(
+        cases = torch.cat(
             [alone, ~alone, torch.zeros(1, count, dtype=torch.bool), torch.ones(1, count, dtype=torch.bool)]
         )
-        return tuple(torch.cat([some[:, place], part]) for place, part in enumerate(parts))
+        return tuple(torch.cat([cases[:, position], piece]) for position, piece in enumerate(pieces))
     if values == "extremes":
         return _crossed(_extremes(dtype, op, count), count, dtype)
     if values == "special":
@@ -146,8 +146,8 @@ def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int)
     (Higham, sections 3.1 and 4.2), for real and imaginary parts separately. For a mean, libraries may divide the terms
     or the sum, which costs one more rounding per term.
     """
-    given = given_blocks(values, op, dtype, count, seed)
-    terms = tuple(_scaled(part, factor_of(seed)) for part in given) if op == "PREMUL_SUM" else given
+    blocks = given_blocks(values, op, dtype, count, seed)
+    terms = tuple(_scaled(block, factor_of(seed)) for block in blocks) if op == "PREMUL_SUM" else blocks
     fold = _OF_BOOLEANS.get(op, _FOLDS[op]) if dtype is torch.bool else _FOLDS[op]
     if dtype.is_complex:
         # Not by complex arithmetic: torch multiplies a term by 1 when it adds, which spoils infinities.
@@ -166,9 +166,9 @@ def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int)
     return Right(value)
 
 
-def _scaled(part: torch.Tensor, factor: float) -> torch.Tensor:
+def _scaled(term: torch.Tensor, factor: float) -> torch.Tensor:
     # Not by complex arithmetic, where infinity times (2 + 0i) is NaN.
-    return torch.view_as_complex(as_real(part) * factor) if part.is_complex() else part * factor
+    return torch.view_as_complex(as_real(term) * factor) if term.is_complex() else term * factor
 
 
 def _rounded(terms: Sequence[torch.Tensor], operation: str, dtype: torch.dtype) -> Right:
@@ -195,9 +195,9 @@ Pair = tuple[float, float]
 def _crossed(pairs: Sequence[Pair], count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return blocks where, for each pair, each rank in turn holds the first number and all others the second."""
     columns: list[list[float]] = [[] for _ in range(count)]
-    for (one, other), holder in itertools.product(pairs, range(count)):
-        for place in range(count):
-            columns[place].append(one if place == holder else other)
+    for (single, common), holder in itertools.product(pairs, range(count)):
+        for position in range(count):
+            columns[position].append(single if position == holder else common)
     return tuple(
         torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype) for column in columns
     )
@@ -262,8 +262,8 @@ def _special(dtype: torch.dtype, op: str) -> list[Pair]:
 
 def stretched(block: torch.Tensor, start: int, length: int) -> torch.Tensor:
     """Return `length` elements from an endless repetition of a block, from element `start` on."""
-    first = start % len(block)
-    return block.repeat(-(-(first + length) // len(block)))[first : first + length]
+    offset = start % len(block)
+    return block.repeat(-(-(offset + length) // len(block)))[offset : offset + length]
 
 
 _GUARD = 17
@@ -300,8 +300,8 @@ def shaped(layout: str, length: int) -> Shape:
 
 def stacked(count: int, length: int) -> Shape:
     """Return `count` tensors of the layout "stacked", one after the other in one tensor with a dimension more."""
-    part = shaped("stacked", length)
-    return Shape((count, *part.sizes), (length, *part.strides), count * length)
+    tensor = shaped("stacked", length)
+    return Shape((count, *tensor.sizes), (length, *tensor.strides), count * length)
 
 
 class CallMemory:
@@ -327,22 +327,22 @@ class CallMemory:
 
     def filled(self, contents: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the whole memory on the CPU with these values; None for a tensor that the collective writes."""
-        whole = torch.full((self._end * self.dtype.itemsize,), _FILLING, dtype=torch.uint8)
+        memory = torch.full((self._end * self.dtype.itemsize,), _FILLING, dtype=torch.uint8)
         if self.dtype is torch.bool:
-            whole.fill_(1)
+            memory.fill_(1)
         for number, content in enumerate(contents):
             _offset, shape = self._shapes[number]
             if content is not None:
-                view = self.view(whole.view(self.dtype), number)
+                view = self.view(memory.view(self.dtype), number)
                 view.copy_(content.view(shape.sizes))
             elif self.dtype is not torch.bool:
-                self.view(whole.view(self.dtype), number).view(self.dtype).copy_(_unwritten(shape.sizes, self.dtype))
-        return whole.view(self.dtype)
+                self.view(memory.view(self.dtype), number).view(self.dtype).copy_(_unwritten(shape.sizes, self.dtype))
+        return memory.view(self.dtype)
 
-    def view(self, whole: torch.Tensor, number: int) -> torch.Tensor:
+    def view(self, memory: torch.Tensor, number: int) -> torch.Tensor:
         """Return a tensor in the memory."""
         offset, shape = self._shapes[number]
-        return whole.as_strided(shape.sizes, shape.strides, offset)
+        return memory.as_strided(shape.sizes, shape.strides, offset)
 
 
 def _unwritten(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -371,13 +371,13 @@ class ReducedPiece:
     """The result of a reduction in a tensor of a call.
 
     Attributes:
-        right: the values that it may have.
+        expected: the values that it may have.
         start: its first element in the block.
         length: its number of elements.
         at: its first element in the tensor.
     """
 
-    right: Right
+    expected: Right
     start: int
     length: int
     at: int = 0
@@ -385,7 +385,7 @@ class ReducedPiece:
     @property
     def value(self) -> torch.Tensor:
         """The right result, or the value around which results may be off."""
-        return stretched(self.right.value, self.start, self.length)
+        return stretched(self.expected.value, self.start, self.length)
 
 
 @dataclass
@@ -405,13 +405,13 @@ class Piece:
 
 
 class Laid:
-    """The tensors of a call on the member at `place` of a group.
+    """The tensors of a call on the member at `position` of a group.
 
-    `given` and `taken` have the positions of inputs and outputs in `pieces`.
+    `inputs` and `outputs` have the positions of inputs and outputs in `pieces`.
     """
 
-    def __init__(self, call: CollectiveCall, members: tuple[int, ...], place: int) -> None:
-        self.call, self.members, self.count, self.place = call, members, len(members), place
+    def __init__(self, call: CollectiveCall, members: tuple[int, ...], position: int) -> None:
+        self.call, self.members, self.count, self.position = call, members, len(members), position
         self.root = call.root % self.count
         self.dtype: torch.dtype = getattr(torch, call.dtype)
         self.row = FUNCTIONS[call.function]
@@ -422,8 +422,8 @@ class Laid:
         self.right = right_block(self.values, op, self.dtype, self.count, call.seed) if self.reduces else None
         self.length = len(self.blocks[0]) if call.elements is None else call.elements
         self.pieces: list[Piece] = []
-        self.given: list[int] = []
-        self.taken: list[int] = []
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
         self.splits: tuple[list[int], ...] = ()
         self._lay_out()
 
@@ -436,32 +436,32 @@ class Laid:
         self.pieces.append(piece)
 
     def _lay_out(self) -> None:
-        call, row, transfer, place = self.call, self.row, self.transfer, self.place
+        call, row, transfer, position = self.call, self.row, self.transfer, self.position
         gets = [
-            self._part(giver, place * STEP if transfer.divides else 0, self._length(giver, place))
-            for giver in transfer.sources(place, self.count, self.root)
+            self._part(giver, position * STEP if transfer.divides else 0, self._length(giver, position))
+            for giver in transfer.sources(position, self.count, self.root)
         ]
         if row.in_place:
             self._lay_in_place(gets)
             return
         takers = range(self.count) if transfer.divides else (0,)
-        gives = [self._part(place, taker * STEP, self._length(place, taker)) for taker in takers]
+        gives = [self._part(position, taker * STEP, self._length(position, taker)) for taker in takers]
         if call.layout == "in place":
             self._lay_joined(gives, gets)
             return
         if call.layout == "uneven":
-            lengths = [[len(part) for part in parts] for parts in (gets, gives)]
+            lengths = [[len(chunk) for chunk in chunks] for chunks in (gets, gives)]
             self.splits = () if row.lists else tuple(lengths)
-        if transfer.gives(place, self.root):
-            for shape, part in self._tensors(row.given, gives, divided=transfer.divides):
-                self._add(Piece(shape, part), self.given)
+        if transfer.gives(position, self.root):
+            for shape, chunk in self._tensors(row.given, gives, divided=transfer.divides):
+                self._add(Piece(shape, chunk), self.inputs)
         if self.reduces:
-            length = self._length(place, place)
-            start = place * STEP if transfer.divides else 0
-            self._add(self._reduce(Piece(shaped(self._layout, length)), start, length), self.taken)
+            length = self._length(position, position)
+            start = position * STEP if transfer.divides else 0
+            self._add(self._reduce(Piece(shaped(self._layout, length)), start, length), self.outputs)
         else:
-            for shape, part in self._tensors(row.taken, gets, divided=transfer.joins):
-                self._add(Piece(shape, None, part), self.taken)
+            for shape, chunk in self._tensors(row.taken, gets, divided=transfer.joins):
+                self._add(Piece(shape, None, chunk), self.outputs)
 
     @property
     def _layout(self) -> str:
@@ -477,32 +477,34 @@ class Laid:
             giver = getter  # the parts that are combined are alike
         return _part_length(self.call, giver, getter)
 
-    def _tensors(self, parameter: str, parts: list[torch.Tensor], *, divided: bool) -> list[tuple[Shape, torch.Tensor]]:
+    def _tensors(
+        self, parameter: str, chunks: list[torch.Tensor], *, divided: bool
+    ) -> list[tuple[Shape, torch.Tensor]]:
         """Return the tensors of a parameter for some parts, with their shapes."""
-        if divided and parts and not is_list(parameter):
-            whole = torch.cat(parts)
+        if divided and chunks and not is_list(parameter):
+            joined = torch.cat(chunks)
             in_rows = self.call.layout == "stacked"
-            return [(stacked(len(parts), len(parts[0])) if in_rows else shaped("dense", len(whole)), whole)]
-        return [(shaped(self._layout, len(part)), part) for part in parts]
+            return [(stacked(len(chunks), len(chunks[0])) if in_rows else shaped("dense", len(joined)), joined)]
+        return [(shaped(self._layout, len(chunk)), chunk) for chunk in chunks]
 
     def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
         """Lay out a collective whose result replaces the input."""
-        piece = Piece(shaped(self._layout, self.length), self._part(self.place, 0, self.length), "anything")
+        piece = Piece(shaped(self._layout, self.length), self._part(self.position, 0, self.length), "anything")
         if gets and self.reduces:
             self._reduce(piece, 0)
         elif gets:
             piece.after = gets[0]
-        self._add(piece, self.given)
+        self._add(piece, self.inputs)
 
     def _lay_joined(self, gives: list[torch.Tensor], gets: list[torch.Tensor]) -> None:
         """Lay out a collective whose smaller tensor is a part of the larger one."""
         shape = shaped("dense", self.length * self.count)
         if self.reduces:
-            reduced = ReducedPiece(self._right(), self.place * STEP, self.length, at=self.place * self.length)
-            self._add(Piece(shape, torch.cat(gives), "anything", reduced), self.given)
+            reduced = ReducedPiece(self._right(), self.position * STEP, self.length, at=self.position * self.length)
+            self._add(Piece(shape, torch.cat(gives), "anything", reduced), self.inputs)
         else:
-            before = [part if giver == self.place else torch.zeros_like(part) for giver, part in enumerate(gets)]
-            self._add(Piece(shape, torch.cat(before), torch.cat(gets)), self.taken)
+            before = [chunk if giver == self.position else torch.zeros_like(chunk) for giver, chunk in enumerate(gets)]
+            self._add(Piece(shape, torch.cat(before), torch.cat(gets)), self.outputs)
 
     def _right(self) -> Right:
         assert self.right is not None
@@ -556,7 +558,7 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
     flying: list[Started] = []
 
     def land() -> None:
-        for started in sorted(flying, key=lambda one: zlib.crc32(str(one.call).encode())):
+        for started in sorted(flying, key=lambda pending: zlib.crc32(str(pending.call).encode())):
             started.wait()
         for started in flying:
             findings.extend(started.findings())
@@ -629,7 +631,7 @@ class Started(Laid):
     def _call(self) -> Any:
         call, group = self.call, self.group
         views = [self.memory.view(self.whole, number) for number in range(len(self.pieces))]
-        given, taken = [views[n] for n in self.given], [views[n] for n in self.taken]
+        inputs, outputs = [views[n] for n in self.inputs], [views[n] for n in self.outputs]
         options: dict[str, Any] = {"group": group, "async_op": call.asynchronous}
         if self.reduces:
             options["op"] = operation_of(call)
@@ -637,13 +639,13 @@ class Started(Laid):
             by_group = call.root_by == "group"
             options[f"group_{role}" if by_group else role] = self.root if by_group else self.members[self.root]
         if call.layout == "in place":
-            mine = slice(self.place * self.length, (self.place + 1) * self.length)
-            given, taken = given or [taken[0][mine]], taken or [given[0][mine]]
-        taken = given if self.row.in_place else taken
+            mine = slice(self.position * self.length, (self.position + 1) * self.length)
+            inputs, outputs = inputs or [outputs[0][mine]], outputs or [inputs[0][mine]]
+        outputs = inputs if self.row.in_place else outputs
         if not call.coalesced:
-            return called(call.function, given, taken, *self.splits, older=bool(self.digest & 2), **options)
+            return called(call.function, inputs, outputs, *self.splits, older=bool(self.digest & 2), **options)
         with coalescing(group, self.whole.device, asynchronous=options.pop("async_op")) as managed:
-            called(call.function, given, taken, **options)
+            called(call.function, inputs, outputs, **options)
         return managed if call.asynchronous else None
 
     def wait(self) -> None:
@@ -655,8 +657,8 @@ class Started(Laid):
 
     def findings(self) -> list[WrongResult]:
         """Compare all memory of the call with the model, except for an error that a known defect explains."""
-        found = list(self._compared())
-        if self.dtype is torch.bool and (not found or self._added_as_bytes()):
+        findings = list(self._compared())
+        if self.dtype is torch.bool and (not findings or self._added_as_bytes()):
             call = self.call
             facts = {
                 "function": call.function,
@@ -665,14 +667,14 @@ class Started(Laid):
                 "place": call.place,
                 "size": self.count,
             }
-            if is_known("gloo-adds-booleans-as-bytes", failed=bool(found), **facts):
+            if is_known("gloo-adds-booleans-as-bytes", failed=bool(findings), **facts):
                 return []
-        if found and self._only_copied():
+        if findings and self._only_copied():
             facts = {"function": self.call.function, "op": self.call.op, "place": self.call.place, "size": self.count}
-            contiguous = all(self.memory.view(self.whole, number).is_contiguous() for number in self.taken)
+            contiguous = all(self.memory.view(self.whole, number).is_contiguous() for number in self.outputs)
             if is_known("nccl-reduce-scatter-alone", failed=True, contiguous=contiguous, **facts):
                 return []
-        return found
+        return findings
 
     def _only_copied(self) -> bool:
         """Return whether the memory is right if the first rank's values are copied, to contiguous tensors only."""
@@ -703,18 +705,18 @@ class Started(Laid):
         return torch.equal(as_bits(should), as_bits(self._after))
 
     def _compared(self) -> Iterator[WrongResult]:
-        whole = self.whole.cpu()
-        self._after = whole
+        memory = self.whole.cpu()
+        self._after = memory
         should = self.memory.filled([self._should(piece) for piece in self.pieces])
         for number, piece in enumerate(self.pieces):
             if isinstance(piece.after, str) or (piece.reduced is not None and not self.refused):
-                got = self.memory.view(whole, number)
+                got = self.memory.view(memory, number)
                 if piece.reduced is not None:
                     yield from self._judged(piece.reduced, got)
                 _bytes(self.memory.view(should, number)).copy_(_bytes(got))
-        if torch.equal(as_bits(whole), as_bits(should)):
+        if torch.equal(as_bits(memory), as_bits(should)):
             return
-        yield from self._differences(whole, should)
+        yield from self._differences(memory, should)
 
     def _should(self, piece: Piece) -> torch.Tensor | None:
         if self.refused or piece.after is None or isinstance(piece.after, str):
@@ -722,36 +724,40 @@ class Started(Laid):
         return piece.after
 
     def _judged(self, reduced: ReducedPiece, got: torch.Tensor) -> Iterator[WrongResult]:
-        part = got.reshape(-1)[reduced.at : reduced.at + reduced.length].contiguous()
+        result = got.reshape(-1)[reduced.at : reduced.at + reduced.length].contiguous()
         expected = reduced.value
-        if torch.equal(as_bits(part), as_bits(expected)):
+        if torch.equal(as_bits(result), as_bits(expected)):
             return
-        index = (torch.arange(reduced.length) + reduced.start) % len(reduced.right.value)
-        wrong = reduced.right.wrong(part, index)
-        if bool(wrong.any()):
-            yield WrongResult.of(self.call, part, expected, wrong, self._looks(part, index, wrong))
+        index = (torch.arange(reduced.length) + reduced.start) % len(reduced.expected.value)
+        mismatches = reduced.expected.wrong(result, index)
+        if bool(mismatches.any()):
+            yield WrongResult.of(self.call, result, expected, mismatches, self._looks(result, index, mismatches))
 
-    def _looks(self, got: torch.Tensor, index: torch.Tensor, wrong: torch.Tensor) -> str:
+    def _looks(self, got: torch.Tensor, index: torch.Tensor, mismatches: torch.Tensor) -> str:
         """Name the rank whose values a wrong result has; "" if it has those of no single rank."""
-        places = wrong.nonzero().flatten()
-        some, where = as_bits(got[places]), index[places]
+        places = mismatches.nonzero().flatten()
+        bits, indices = as_bits(got[places]), index[places]
         for member, block in zip(self.members, self.blocks, strict=True):
-            if torch.equal(some, as_bits(block[where])):
+            if torch.equal(bits, as_bits(block[indices])):
                 return f"these are the values of rank {member} alone"
         return ""
 
-    def _differences(self, whole: torch.Tensor, should: torch.Tensor) -> Iterator[WrongResult]:
-        clean = whole.clone()
+    def _differences(self, memory: torch.Tensor, should: torch.Tensor) -> Iterator[WrongResult]:
+        clean = memory.clone()
         for number, piece in enumerate(self.pieces):
-            got, right = (self.memory.view(one, number) for one in (whole, should))
-            got, right = got.reshape(-1).contiguous(), right.reshape(-1).contiguous()
-            wrong = differing(got, right)
-            if bool(wrong.any()):
-                if number in self.taken or piece.after is not None:
-                    label = f"output {self.taken.index(number)}" if len(self.taken) > 1 and number in self.taken else ""
+            got, expected = (self.memory.view(contents, number) for contents in (memory, should))
+            got, expected = got.reshape(-1).contiguous(), expected.reshape(-1).contiguous()
+            mismatches = differing(got, expected)
+            if bool(mismatches.any()):
+                if number in self.outputs or piece.after is not None:
+                    label = (
+                        f"output {self.outputs.index(number)}"
+                        if len(self.outputs) > 1 and number in self.outputs
+                        else ""
+                    )
                 else:
                     label = "the input was changed"
-                yield WrongResult.of(self.call, got, right, wrong, self._origin(got, wrong), label)
+                yield WrongResult.of(self.call, got, expected, mismatches, self._origin(got, mismatches), label)
             _bytes(self.memory.view(clean, number)).copy_(_bytes(self.memory.view(should, number)))
         outside = as_bits(clean) != as_bits(should)
         if bool(outside.any()):
@@ -760,16 +766,16 @@ class Started(Laid):
                 self.call, f"{beyond} elements of memory before, between or behind its tensors were changed"
             )
 
-    def _origin(self, got: torch.Tensor, wrong: torch.Tensor) -> str:
-        places = wrong.nonzero().flatten()
+    def _origin(self, got: torch.Tensor, mismatches: torch.Tensor) -> str:
+        places = mismatches.nonzero().flatten()
         if self.reduces or len(places) < 4:
             return ""
         bits = as_bits(got[places])
         for member, block in zip(self.members, self.blocks, strict=True):
-            for part in range(self.count):
-                if torch.equal(bits, as_bits(block[(places + part * STEP) % len(block)])):
+            for getter in range(self.count):
+                if torch.equal(bits, as_bits(block[(places + getter * STEP) % len(block)])):
                     return f"these are values of rank {member}" + (
-                        f", its part for rank {self.members[part]}" if part else ""
+                        f", its part for rank {self.members[getter]}" if getter else ""
                     )
         return ""
 

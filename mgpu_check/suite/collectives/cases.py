@@ -84,23 +84,23 @@ class CollectiveCall:
     coalesced: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{self.function} {self.op}" if self.function in REDUCING else self.function, self.dtype]
+        phrases = [f"{self.function} {self.op}" if self.function in REDUCING else self.function, self.dtype]
         if self.elements is not None:
-            parts.append(f"{self.elements} elements")
-        parts += [f"{self.values} values", f"{self.place} tensors"]
+            phrases.append(f"{self.elements} elements")
+        phrases += [f"{self.values} values", f"{self.place} tensors"]
         if self.layout != "dense":
-            parts.append(self.layout)
+            phrases.append(self.layout)
         if self.function in ROOTED:
             by_group = self.root_by == "group" or not self.members
             root = self.root if by_group else self.members[self.root % len(self.members)]
-            parts.append(f"root {root} by {self.root_by} rank")
+            phrases.append(f"root {root} by {self.root_by} rank")
         if self.members:
-            parts.append(f"group {list(self.members)}")
+            phrases.append(f"group {list(self.members)}")
         if self.asynchronous:
-            parts.append("async")
+            phrases.append("async")
         if self.coalesced:
-            parts.append("coalesced")
-        return ", ".join((*parts, f"seed {self.seed}"))
+            phrases.append("coalesced")
+        return ", ".join((*phrases, f"seed {self.seed}"))
 
 
 _BITWISE = ("BAND", "BOR", "BXOR")
@@ -191,7 +191,7 @@ class Message:
 
 
 def messages_between(
-    size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False, own: bool = False
+    size: int, seed: int, placement: str, *, tags: bool = True, alike: bool = False, own: bool = False
 ) -> list[Message]:
     """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
 
@@ -199,20 +199,20 @@ def messages_between(
         alike: whether the two messages of a direction have the same dtype and size, and differ only by their tags.
         own: whether each rank also sends messages to itself, which NCCL takes in batches.
     """
-    found: list[Message] = []
-    dtypes = COPIED if place == "device" else REDUCED
+    messages: list[Message] = []
+    dtypes = COPIED if placement == "device" else REDUCED
     sizes = (1, 0, 4097, 33, 65537, 700)
     for source in range(size):
         for target in range(size):
             if source == target and not own:
                 continue
             for turn in range(2):
-                number = len(found) + 2 * seed
+                number = len(messages) + 2 * seed
                 tag = (number * 7 + turn) % 5 if tags else 0
-                kind = number // 2 + seed if alike else number
-                dtype, elements = dtypes[kind * 5 % len(dtypes)], sizes[kind % len(sizes)]
-                found.append(Message(source, target, tag, dtype, elements, number))
-    return found
+                selector = number // 2 + seed if alike else number
+                dtype, elements = dtypes[selector * 5 % len(dtypes)], sizes[selector % len(sizes)]
+                messages.append(Message(source, target, tag, dtype, elements, number))
+    return messages
 
 
 BUFFERS = 4
@@ -230,7 +230,7 @@ class CollectiveStep:
     """One step of every rank.
 
     Attributes:
-        kind: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target.
+        operation: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target.
             "shift" sends from each rank to the rank `root` places further on.
         target, source: numbers of tensors.
         root: a member of the group, modulo its size; for "shift", the distance.
@@ -241,7 +241,7 @@ class CollectiveStep:
         members: ranks of a new group, modulo the world size.
     """
 
-    kind: str
+    operation: str
     target: int = 0
     source: int = 1
     root: int = 0
@@ -251,8 +251,8 @@ class CollectiveStep:
     members: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if self.kind in OF_GROUPS:
-            return f"{self.kind}({self.group}{''.join(f', {member}' for member in self.members)})"
+        if self.operation in OF_GROUPS:
+            return f"{self.operation}({self.group}{''.join(f', {member}' for member in self.members)})"
         late = ", async" if self.asynchronous else ""
-        where = f", group {self.group}" if self.group else ""
-        return f"{self.kind}(t{self.target} from t{self.source}, {self.root}, {self.op}{late}{where})"
+        suffix = f", group {self.group}" if self.group else ""
+        return f"{self.operation}(t{self.target} from t{self.source}, {self.root}, {self.op}{late}{suffix})"

@@ -31,7 +31,7 @@ from mgpu_check.suite.collectives.planting import (
     NAN,
     SOME,
     Done,
-    Seen,
+    ObservedCall,
     above,
     after,
     before,
@@ -52,18 +52,18 @@ _COPIES, _SIZES, _LAYOUTS, _ASYNC, _PROGRAMS = (
 _NOT_IN_PLACE = (
     "all_gather", "all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 )  # fmt: skip
-_3_RANKS = When("3 ranks and more", lambda seen: len(seen.written) > 2)
-_1_MIB = When("above 1 MiB", lambda seen: seen.first.nbytes > 1 << 20)
-_STRIDED = When("channels_last", lambda seen: not seen.first.is_contiguous())
-_GAPS = When("views with gaps", lambda seen: seen.first.dim() == 1 and not seen.first.is_contiguous())
-_SCALAR = When("no dimensions", lambda seen: seen.first.dim() == 0)
+_3_RANKS = When("3 ranks and more", lambda call: len(call.written) > 2)
+_1_MIB = When("above 1 MiB", lambda call: call.first.nbytes > 1 << 20)
+_STRIDED = When("channels_last", lambda call: not call.first.is_contiguous())
+_GAPS = When("views with gaps", lambda call: call.first.dim() == 1 and not call.first.is_contiguous())
+_SCALAR = When("no dimensions", lambda call: call.first.dim() == 0)
 
 
-def _in_place(seen: Seen) -> bool:
-    output, given = seen.args[:2]
-    begin = given.storage_offset() - output.storage_offset()
-    one_storage = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-    return bool(one_storage and 0 < begin <= output.numel() - given.numel())
+def _in_place(call: ObservedCall) -> bool:
+    output, source = call.args[:2]
+    begin = source.storage_offset() - output.storage_offset()
+    one_storage = output.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return bool(one_storage and 0 < begin <= output.numel() - source.numel())
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,122 +76,126 @@ def _behind(tensor: torch.Tensor) -> torch.Tensor:
     return _storage(tensor)[end : end + 1]
 
 
-def _of_last_rank(seen: Seen) -> list[torch.Tensor]:
-    return seen.written[1:][-1:]
+def _of_last_rank(call: ObservedCall) -> list[torch.Tensor]:
+    return call.written[1:][-1:]
 
 
 register(
     __name__,
     FaultRow("least-of-scalars", "a minimum of scalars is too large", "test_options_of_collectives",
         after("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-        lambda seen: [tensor.add_(1) for tensor in seen.written], op("MIN") & _SCALAR),
+        lambda call: [tensor.add_(1) for tensor in call.written], op("MIN") & _SCALAR),
     FaultRow("payload-of-nan-lost", "broadcast replaces every NaN by the same NaN", _COPIES, after("broadcast"),
-        lambda seen: seen.first.masked_fill_(seen.first.isnan(), torch.nan), dtype("float16") & NAN),
+        lambda call: call.first.masked_fill_(call.first.isnan(), torch.nan), dtype("float16") & NAN),
     FaultRow("integers-through-floats", "integers go through float64", _COPIES, after("all_gather_into_tensor"),
-        lambda seen: seen.first.copy_(seen.first.double().clamp(-(2.0**62), 2.0**62)), dtype("int64")),
+        lambda call: call.first.copy_(call.first.double().clamp(-(2.0**62), 2.0**62)), dtype("int64")),
     FaultRow("last-two-swapped", "all_gather swaps the tensors of the last two ranks", _COPIES, instead("all_gather"),
-        lambda seen: seen.call([*seen.written[:-2], seen.written[-1], seen.written[-2]]), _3_RANKS),
+        lambda call: call.proceed([*call.written[:-2], call.written[-1], call.written[-2]]), _3_RANKS),
     FaultRow("gather-misses-the-last", "gather leaves out the tensor of the last rank", _COPIES, after("gather"),
-        lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], dtype("uint8")),
+        lambda call: [tensor.zero_() for tensor in _of_last_rank(call)], dtype("uint8")),
     FaultRow("conjugated", "all_to_all_single conjugates complex numbers", _COPIES, after("all_to_all_single"),
-        lambda seen: torch.view_as_real(seen.first)[..., 1].neg_(), dtype("complex64")),
+        lambda call: torch.view_as_real(call.first)[..., 1].neg_(), dtype("complex64")),
     FaultRow("imaginary-parts-lost-on-the-way", "imaginary parts are lost on the way", _COPIES,
-        after("broadcast", "all_gather", "scatter"), lambda seen: [tensor.imag.zero_() for tensor in seen.written],
+        after("broadcast", "all_gather", "scatter"), lambda call: [tensor.imag.zero_() for tensor in call.written],
         When("complex tensors on the CPU, two ranks and more",
-            lambda seen: seen.size > 1 and seen.first.is_complex() and seen.first.device.type == "cpu")),
+            lambda call: call.size > 1 and call.first.is_complex() and call.first.device.type == "cpu")),
     FaultRow("long-broadcast-cut", "a long broadcast loses its end on the last rank", _SIZES, after("broadcast"),
-        lambda seen: seen.first.reshape(-1)[1 << 16 :].zero_(), above(1 << 16) & LAST),
+        lambda call: call.first.reshape(-1)[1 << 16 :].zero_(), above(1 << 16) & LAST),
     FaultRow("long-gather-wraps", "a long all_gather_into_tensor repeats its first element", _SIZES,
-        after("all_gather_into_tensor"), lambda seen: seen.first.view(-1)[-3:].copy_(seen.first.view(-1)[:3]), _1_MIB),
+        after("all_gather_into_tensor"), lambda call: call.first.view(-1)[-3:].copy_(call.first.view(-1)[:3]), _1_MIB),
     FaultRow("long-exchange-shifted", "all_to_all_single shifts long parts by an element", _SIZES,
-        after("all_to_all_single"), lambda seen: seen.first.copy_(seen.first.roll(1)), above(4096)),
+        after("all_to_all_single"), lambda call: call.first.copy_(call.first.roll(1)), above(4096)),
     FaultRow("gathered-page-repeated", "gather repeats a page of long tensors", _SIZES, after("gather"),
-        lambda seen: [tensor[4096:].copy_(tensor[0]) for tensor in seen.written], above(4096)),
+        lambda call: [tensor[4096:].copy_(tensor[0]) for tensor in call.written], above(4096)),
     FaultRow("written-behind", "all_gather writes an element behind the last tensor of the list", _LAYOUTS,
-        after("all_gather"), lambda seen: _behind(seen.written[-1]).zero_(), LAST),
+        after("all_gather"), lambda call: _behind(call.written[-1]).zero_(), LAST),
     FaultRow("written-before", "broadcast clears the element before a tensor", (_LAYOUTS, _COPIES), after("broadcast"),
-        lambda seen: _storage(seen.first)[seen.first.storage_offset() - 1].zero_(),
+        lambda call: _storage(call.first)[call.first.storage_offset() - 1].zero_(),
         When("tensors with an offset in their storage",
-             lambda seen: bool(seen.first.numel() and seen.first.storage_offset()))),
+             lambda call: bool(call.first.numel() and call.first.storage_offset()))),
     FaultRow("longest-part-cut", "reduce_scatter of unequal parts loses the end of parts that are not the first",
-        _LAYOUTS, after("reduce_scatter"), lambda seen: seen.first[seen.args[1][0].numel() :].zero_(),
-        When("parts of different sizes", lambda seen: len({one.numel() for one in seen.args[1]}) > 1)),
+        _LAYOUTS, after("reduce_scatter"), lambda call: call.first[call.args[1][0].numel() :].zero_(),
+        When("parts of different sizes", lambda call: len({tensor.numel() for tensor in call.args[1]}) > 1)),
     FaultRow("longest-tensor-cut", "all_gather of unequal tensors loses what is longer than the own one", _LAYOUTS,
-        after("all_gather"), lambda seen: [one[seen.args[1].numel() :].zero_() for one in seen.written],
-        When("tensors of different sizes", lambda seen: len({one.numel() for one in seen.written}) > 1)),
+        after("all_gather"), lambda call: [tensor[call.args[1].numel() :].zero_() for tensor in call.written],
+        When("tensors of different sizes", lambda call: len({tensor.numel() for tensor in call.written}) > 1)),
     FaultRow("splits-reversed", "uneven splits are taken in the wrong order", _LAYOUTS, after("all_to_all_single"),
-        lambda seen: seen.first.copy_(torch.cat([*(parts := seen.first.split(seen.splits(2)))[1:], parts[0]])),
-        When("uneven splits", lambda seen: len(seen.splits(2)) > 1)),
+        lambda call: call.first.copy_(torch.cat([*(chunks := call.first.split(call.splits(2)))[1:], chunks[0]])),
+        When("uneven splits", lambda call: len(call.splits(2)) > 1)),
     FaultRow("own-part-lost-in-place", "all_gather_into_tensor in place loses the rank's own part", _LAYOUTS,
-        after("all_gather_into_tensor"), lambda seen: seen.args[1].zero_(), When("in place", _in_place)),
+        after("all_gather_into_tensor"), lambda call: call.args[1].zero_(), When("in place", _in_place)),
     FaultRow("stacked-by-columns", "the ranks' parts of a stacked tensor are interleaved", _LAYOUTS,
         after("all_gather_into_tensor"),
-        lambda seen: seen.first.copy_(seen.first.flatten().view(-1, len(seen.first)).t().reshape(seen.first.shape)),
-        When("tensors with a dimension for the ranks", lambda seen: seen.first.dim() != seen.args[1].dim())),
+        lambda call: call.first.copy_(call.first.flatten().view(-1, len(call.first)).t().reshape(call.first.shape)),
+        When("tensors with a dimension for the ranks", lambda call: call.first.dim() != call.args[1].dim())),
     FaultRow("broadcast-copy-dropped", "broadcast of a channels_last tensor fills a copy and drops it", _LAYOUTS,
-        instead("broadcast", "all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _STRIDED),
+        instead("broadcast", "all_reduce"), lambda call: call.proceed(call.first.contiguous()), _STRIDED),
     FaultRow("late-copy-dropped", "an asynchronous all_reduce of a channels_last tensor reduces a copy and drops it",
-        _LAYOUTS, instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), LATE & _STRIDED),
+        _LAYOUTS, instead("all_reduce"), lambda call: call.proceed(call.first.contiguous()), LATE & _STRIDED),
     FaultRow("reduced-gaps-dropped", "all_reduce of a view with gaps reduces a copy and drops it", _LAYOUTS,
-        instead("all_reduce"), lambda seen: seen.call(seen.first.contiguous()), _GAPS),
+        instead("all_reduce"), lambda call: call.proceed(call.first.contiguous()), _GAPS),
     FaultRow("late-up-to-a-page", "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC,
-        unchanged("all_reduce"), lambda seen: seen.first.view(-1)[4096:], LATE & above(4096)),
+        unchanged("all_reduce"), lambda call: call.first.view(-1)[4096:], LATE & above(4096)),
     FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived",
-        _ASYNC, unchanged("scatter"), lambda seen: seen.first.view(-1)[1 << 16 :], LATE & above(1 << 16)),
+        _ASYNC, unchanged("scatter"), lambda call: call.first.view(-1)[1 << 16 :], LATE & above(1 << 16)),
     FaultRow("late-part-is-zero", "an asynchronous all_gather returns zeros for the last rank", _ASYNC,
-        after("all_gather"), lambda seen: [tensor.zero_() for tensor in _of_last_rank(seen)], LATE & DEVICE),
+        after("all_gather"), lambda call: [tensor.zero_() for tensor in _of_last_rank(call)], LATE & DEVICE),
     FaultRow("one-call-in-four", "one call in four flips a bit of the first element", _PROGRAMS,
         after(*_NOT_IN_PLACE, "all_reduce", "broadcast"),
-        lambda seen: seen.every(4) and seen.first.is_contiguous() and flipped(seen.first), "one call in 4"),
+        lambda call: call.every(4) and call.first.is_contiguous() and flipped(call.first), "one call in 4"),
 )  # fmt: skip
 
 
 @fault("scatter swaps the halves of numbers", _COPIES, by=after("scatter"), when=dtype("float64") & LAST)
-def halves_of_numbers_swapped(seen: Seen) -> None:
-    halves = seen.first.view(torch.int32)
+def halves_of_numbers_swapped(call: ObservedCall) -> None:
+    halves = call.first.view(torch.int32)
     halves.copy_(halves.view(-1, 2).flip(1).reshape(halves.shape).clone())
 
 
 @fault("all_to_all gives each rank the data for the next rank", _COPIES, "test_groups", by=instead("all_to_all"))
-def exchange_off_by_one(seen: Seen) -> Any:
-    output, given = seen.args[0], list(seen.args[1])
-    return seen.call(output, given[1:] + given[:1]) if len({part.numel() for part in given}) == 1 else NotImplemented
+def exchange_off_by_one(call: ObservedCall) -> Any:
+    output, inputs = call.args[0], list(call.args[1])
+    return (
+        call.proceed(output, inputs[1:] + inputs[:1])
+        if len({tensor.numel() for tensor in inputs}) == 1
+        else NotImplemented
+    )
 
 
 @fault("an asynchronous all_reduce counts rank 0 twice", _ASYNC, by=before("all_reduce"), when=LATE)
-def counted_twice_when_late(seen: Seen) -> None:
-    if seen.rank == 0 and seen.op in ("SUM", "PRODUCT"):
-        seen.first.add_(seen.first)
+def counted_twice_when_late(call: ObservedCall) -> None:
+    if call.rank == 0 and call.op in ("SUM", "PRODUCT"):
+        call.first.add_(call.first)
 
 
 @fault("the third asynchronous all_reduce in a row is doubled", _ASYNC,
        by=before(*_NOT_IN_PLACE, "all_reduce", "broadcast"), when=LATE)  # fmt: skip
-def third_in_a_row_doubled(seen: Seen) -> None:
-    mine = seen.real.__name__ == "all_reduce"
-    seen.kept["in a row"] = seen.kept.get("in a row", 0) + 1 if mine else 0
-    if seen.kept["in a row"] == 3:
-        seen.first.add_(seen.first)
+def third_in_a_row_doubled(call: ObservedCall) -> None:
+    mine = call.real.__name__ == "all_reduce"
+    call.kept["in a row"] = call.kept.get("in a row", 0) + 1 if mine else 0
+    if call.kept["in a row"] == 3:
+        call.first.add_(call.first)
 
 
 @fault("waiting for an asynchronous scatter does not wait", _ASYNC, by=instead("scatter"), when=LATE & DEVICE)
-def not_waited_for(seen: Seen) -> Any:
-    seen.kept[len(seen.kept)] = work = seen.call()  # work that is dropped may be waited for
+def not_waited_for(call: ObservedCall) -> Any:
+    call.kept[len(call.kept)] = work = call.proceed()  # work that is dropped may be waited for
     return Done() if isinstance(work, dist.Work) else work
 
 
 @fault("outputs in one storage are filled in the order of their memory", _COPIES, by=instead("all_gather"),
        when="outputs whose memory is not in the order of the ranks")  # fmt: skip
-def gathered_as_they_lie(seen: Seen) -> Any:
-    one = len({part.untyped_storage().data_ptr() for part in seen.written}) == 1
-    return seen.call(sorted(seen.written, key=torch.Tensor.storage_offset)) if one else NotImplemented
+def gathered_as_they_lie(call: ObservedCall) -> Any:
+    in_one_storage = len({tensor.untyped_storage().data_ptr() for tensor in call.written}) == 1
+    return call.proceed(sorted(call.written, key=torch.Tensor.storage_offset)) if in_one_storage else NotImplemented
 
 
 @fault("all_to_all_single returns the result of the previous call", _PROGRAMS, by=after("all_to_all_single"),
        when="from the second call of one size on")  # fmt: skip
-def stale_exchange(seen: Seen) -> None:
-    key, fresh = (seen.first.numel(), seen.first.dtype), seen.first.clone()
-    seen.first.copy_(seen.kept.get(key, fresh))
-    seen.kept[key] = fresh
+def stale_exchange(call: ObservedCall) -> None:
+    key, fresh = (call.first.numel(), call.first.dtype), call.first.clone()
+    call.first.copy_(call.kept.get(key, fresh))
+    call.kept[key] = fresh
 
 
 _GROUPS, _MESHES = "test_groups", "test_device_meshes"
@@ -200,8 +204,8 @@ _BY_NUMBER = When("dimensions by number", lambda real, mesh, dimension=None: isi
 _APART = "get_global_rank, groups of three ranks and more at different distances"
 
 
-def _numbered(seen: Seen) -> bool:
-    return seen.kwargs.get("group_src") not in (None, dist.get_global_rank(seen.group, seen.kwargs.get("group_src", 0)))
+def _numbered(call: ObservedCall) -> bool:
+    return call.kwargs.get("group_src") not in (None, dist.get_global_rank(call.group, call.kwargs.get("group_src", 0)))
 
 
 def _doubled(tensors: Any) -> Any:
@@ -211,26 +215,26 @@ def _doubled(tensors: Any) -> Any:
 register(
     __name__,
     FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS,
-        instead("broadcast"), lambda seen: seen.with_root(group_src=0), GROUPS),
+        instead("broadcast"), lambda call: call.with_root(group_src=0), GROUPS),
     FaultRow("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
-        after("scatter", "broadcast"), lambda seen: seen.first.zero_(), GROUPS & When("group_src", _numbered)),
+        after("scatter", "broadcast"), lambda call: call.first.zero_(), GROUPS & When("group_src", _numbered)),
     FaultRow("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
-        lambda seen: seen.call([*seen.written[1::-1], *seen.written[2:]]), GROUPS),
+        lambda call: call.proceed([*call.written[1::-1], *call.written[2:]]), GROUPS),
     FaultRow("member-counted-twice", "reduce_scatter in a group counts its last member twice", _GROUPS,
         instead("reduce_scatter", "reduce_scatter_tensor"),
-        lambda seen: seen.call(seen.args[0], _doubled(seen.args[1])),
+        lambda call: call.proceed(call.args[0], _doubled(call.args[1])),
         When("groups of 2 and more", GROUPS.holds)
-        & When("one rank", lambda seen: dist.get_rank(seen.group) == seen.size - 1)),
+        & When("one rank", lambda call: dist.get_rank(call.group) == call.size - 1)),
     FaultRow("group-mean-of-the-world", "a mean in a group is divided by the number of all ranks", _GROUPS,
         after("all_reduce", "reduce_scatter", "reduce_scatter_tensor"),
-        lambda seen: seen.first.mul_(seen.size / dist.get_world_size()), op("AVG") & SOME),
+        lambda call: call.first.mul_(call.size / dist.get_world_size()), op("AVG") & SOME),
     FaultRow("group-mean-not-divided", "all_reduce of a mean in a group returns the sum", _GROUPS, after("all_reduce"),
-        lambda seen: seen.first.mul_(seen.size), op("AVG") & SOME, 3),
+        lambda call: call.first.mul_(call.size), op("AVG") & SOME, 3),
     FaultRow("outsider-cleared", "a rank outside of a group loses its data", _GROUPS, after("all_reduce", "broadcast"),
-        lambda seen: seen.first.zero_(), When("ranks that are not in the group", lambda seen: seen.size == 0)),
+        lambda call: call.first.zero_(), When("ranks that are not in the group", lambda call: call.size == 0)),
     FaultRow("subgroups-last-first", "new_subgroups returns the subgroups in reverse order", _GROUPS,
-        returned(dist, "new_subgroups"), lambda made, *_, **__: (made[0], made[1][::-1]),
-        When("two subgroups and more", lambda made, *_, **__: len(made[1]) > 1)),
+        returned(dist, "new_subgroups"), lambda pair, *_, **__: (pair[0], pair[1][::-1]),
+        When("two subgroups and more", lambda pair, *_, **__: len(pair[1]) > 1)),
     FaultRow("numbers-in-order", "group ranks are numbered as if the members were sorted", _GROUPS,
         returned(dist, "get_group_rank"),
         lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
@@ -241,7 +245,7 @@ register(
     FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
         _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),
     FaultRow("coordinate-of-another", "the last rank of a mesh has the coordinate of the first", _MESHES,
-        returned(DeviceMesh, "get_coordinate"), lambda found, mesh: found and [0] * len(found), LAST),
+        returned(DeviceMesh, "get_coordinate"), lambda coordinate, mesh: coordinate and [0] * len(coordinate), LAST),
 )  # fmt: skip
 
 
@@ -250,32 +254,32 @@ register(
 def members_evenly_apart(real: Any, group: Any, group_rank: int) -> Any:
     if dist.get_world_size(group) < 3:
         return NotImplemented
-    first, second = (real(group, number) for number in (0, 1))
-    return first + group_rank * (second - first)
+    base, second = (real(group, number) for number in (0, 1))
+    return base + group_rank * (second - base)
 
 
 @dataclass
 class _DelayedWork:
     work: dist.Work
-    seen: Seen
+    call: ObservedCall
     number: int
 
     def wait(self) -> object:
         done = self.work.wait()
-        if any(group is not self.seen.group for number, group in self.seen.kept.items() if number > self.number):
-            self.seen.first.view(-1)[-1:].zero_()
+        if any(group is not self.call.group for number, group in self.call.kept.items() if number > self.number):
+            self.call.first.view(-1)[-1:].zero_()
         return done
 
 
 @fault("a collective in flight loses an element when another group starts one", _PROGRAMS,
        by=instead("all_reduce", "broadcast", "all_to_all_single"),
        when="async, in two groups at once")  # fmt: skip
-def lost_beside_another_group(seen: Seen) -> Any:
-    work, number = seen.call(), len(seen.kept)
+def lost_beside_another_group(call: ObservedCall) -> Any:
+    work, number = call.proceed(), len(call.kept)
     if not isinstance(work, dist.Work):
         return work
-    seen.kept[number] = seen.group
-    return _DelayedWork(work, seen, number)
+    call.kept[number] = call.group
+    return _DelayedWork(work, call, number)
 
 
 @fault("a group created after another was destroyed uses the tensors of its first member only", _PROGRAMS,
@@ -287,9 +291,9 @@ def group_after_another() -> Iterator[None]:
     def make(group: Any, *_: Any, **__: Any) -> None:
         later.extend([group] if destroyed else [])
 
-    def spoil(seen: Seen) -> None:
-        if seen.size > 1 and any(group is seen.group for group in later):
-            seen.first.mul_(dist.get_rank(seen.group) == 0)
+    def spoil(call: ObservedCall) -> None:
+        if call.size > 1 and any(group is call.group for group in later):
+            call.first.mul_(dist.get_rank(call.group) == 0)
 
     with (
         before("all_reduce")(spoil),
@@ -331,11 +335,11 @@ def _closed(real: Any, *args: Any, **kwargs: Any) -> None:
 register(
     __name__,
     FaultRow("long-message-cut", "a long message loses its end", _MESSAGES, after("recv"),
-        lambda seen: seen.first.view(torch.uint8)[-1:].bitwise_xor_(0x40), above(1 << 16)),
+        lambda call: call.first.view(torch.uint8)[-1:].bitwise_xor_(0x40), above(1 << 16)),
     FaultRow("sender-cleared", "sending clears the first element of the sent tensor", _MESSAGES, after("send"),
-        lambda seen: _set_bits(seen.first), above(4096)),
+        lambda call: _set_bits(call.first), above(4096)),
     FaultRow("one-message-in-five", "one message in five arrives with a bit flipped", _MESSAGES, after("recv"),
-        lambda seen: seen.first.numel() and seen.every(5) and flipped(seen.first), "one message in 5"),
+        lambda call: call.first.numel() and call.every(5) and flipped(call.first), "one message in 5"),
     FaultRow("wrong-sender", "recv from any rank names the wrong sender", _ANY, returned(dist, "recv"),
         lambda sender, *_, **__: (sender + 1) % dist.get_world_size(),
         When("any source", lambda sender, tensor, src=None, *_, **__: src is None)
@@ -344,8 +348,8 @@ register(
         returned(dist, "recv"), lambda sender, *_, group, **__: dist.get_group_rank(group, sender),
         When("groups of some ranks", lambda *_, group=None, **__: group is not None)),
     FaultRow("message-of-a-group-spoiled", "recv with group_src has a bit flipped", _MESSAGES, after("recv"),
-        lambda seen: seen.first.numel() and flipped(seen.first),
-        GROUPS & When("group_src", lambda seen: "group_src" in seen.kwargs), 3),
+        lambda call: call.first.numel() and flipped(call.first),
+        GROUPS & When("group_src", lambda call: "group_src" in call.kwargs), 3),
     FaultRow("objects-of-a-group-swapped", "all_gather_object in a group swaps its first two members", _OBJECTS,
         _object_lists("all_gather_object"),
         lambda _, objects, *__, **___: _filled(objects, [*objects[1::-1], *objects[2:]]),
@@ -354,7 +358,7 @@ register(
         _object_lists("all_gather_object"),
         lambda _, objects, *__, **___: _filled(objects, [*objects[1:], objects[0]])),
     FaultRow("false-objects-lost", "falsy objects arrive as None", _OBJECTS, _object_lists("all_gather_object"),
-        lambda _, objects, *__, **___: _filled(objects, [one or None for one in objects]),
+        lambda _, objects, *__, **___: _filled(objects, [value or None for value in objects]),
         "zeros, empty strings and containers"),
     FaultRow("large-object-cut", "large objects lose their end in a broadcast", _OBJECTS,
         _object_lists("broadcast_object_list"),
@@ -406,9 +410,9 @@ def tags_ignored() -> Iterator[None]:
 def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
     for work in works:
         work.wait()
-    taken = [one.tensor for one in operations if one.op is dist.irecv and one.tensor.numel()]
-    if taken and is_last():
-        flipped(taken[-1])
+    received = [operation.tensor for operation in operations if operation.op is dist.irecv and operation.tensor.numel()]
+    if received and is_last():
+        flipped(received[-1])
 
 
 @fault("a message to oneself arrives with a bit flipped", _MESSAGES, by=returned(dist, "batch_isend_irecv"),
@@ -416,19 +420,19 @@ def last_of_a_batch_spoiled(works: list[dist.Work], operations: list[dist.P2POp]
 def own_message_spoiled(works: list[dist.Work], operations: list[dist.P2POp]) -> None:
     for work in works:
         work.wait()
-    for one in operations:
-        if one.op is dist.irecv and one.peer == dist.get_rank() and one.tensor.numel():
-            flipped(one.tensor)
+    for operation in operations:
+        if operation.op is dist.irecv and operation.peer == dist.get_rank() and operation.tensor.numel():
+            flipped(operation.tensor)
 
 
 @fault("two messages of one size in a batch arrive in reverse order", _MESSAGES, by=given(dist, "batch_isend_irecv"),
        when="two from one rank, of one dtype and size")  # fmt: skip
 def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
     waiting: dict[Any, Any] = {}
-    for one in operations:
-        if one.op is dist.irecv:
-            other = waiting.setdefault((one.peer, one.tensor.shape, one.tensor.dtype), one)
-            one.tensor, other.tensor = other.tensor, one.tensor
+    for operation in operations:
+        if operation.op is dist.irecv:
+            earlier = waiting.setdefault((operation.peer, operation.tensor.shape, operation.tensor.dtype), operation)
+            operation.tensor, earlier.tensor = earlier.tensor, operation.tensor
 
 
 @fault("all_gather_object returns the rank's own object itself, not a copy", _OBJECTS,
@@ -461,23 +465,23 @@ def open_barrier_when_late() -> Iterator[None]:
 
 @fault("all_to_all_single reads the part after an empty one from one element too early", _LAYOUTS,
        by=after("all_to_all_single"), when="parts of different sizes, one of them empty")  # fmt: skip
-def part_behind_an_empty_one(seen: Seen) -> None:
-    sizes = seen.splits(2)
-    for previous, size, part in zip(sizes, sizes[1:], seen.first.split(sizes)[1:] if sizes else (), strict=False):
+def part_behind_an_empty_one(call: ObservedCall) -> None:
+    sizes = call.splits(2)
+    for previous, size, chunk in zip(sizes, sizes[1:], call.first.split(sizes)[1:] if sizes else (), strict=False):
         if size and not previous:
-            part.copy_(part.roll(1, 0))
+            chunk.copy_(chunk.roll(1, 0))
 
 
 @fault("all_to_all_single sends the elements after an empty part in reverse order", _LAYOUTS,
        by=instead("all_to_all_single"), when="an empty part of the input before others", least_gpus=3)  # fmt: skip
-def sent_backwards_behind_an_empty_part(seen: Seen) -> Any:
-    sizes = seen.splits(3)
+def sent_backwards_behind_an_empty_part(call: ObservedCall) -> Any:
+    sizes = call.splits(3)
     if 0 not in sizes[:-1]:
         return NotImplemented
-    output, sent = seen.args[:2]
+    output, sent = call.args[:2]
     begin = sum(sizes[: sizes.index(0)])
     rest = sent[begin:].split(1)  # float8 has no flip
-    return seen.call(output, torch.cat([sent[:begin], *reversed(rest)]))
+    return call.proceed(output, torch.cat([sent[:begin], *reversed(rest)]))
 
 
 _ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS = (
@@ -485,11 +489,11 @@ _ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS = (
     "test_rounding_of_reductions", "test_bias_of_rounding",
 )  # fmt: skip
 _SUM = op("SUM")
-_INFINITIES = When("infinities", lambda seen: bool(seen.first.isinf().any()))
-_FLOATS = When("-0", lambda seen: seen.op == "SUM" and seen.first.dtype.is_floating_point)
-_SECOND = When("one rank", lambda seen: seen.rank == 1)
-_FIRST = When("one rank", lambda seen: seen.rank == 0)
-_NOT_LAST = When("all ranks but the last", lambda seen: not LAST.holds(seen))
+_INFINITIES = When("infinities", lambda call: bool(call.first.isinf().any()))
+_FLOATS = When("-0", lambda call: call.op == "SUM" and call.first.dtype.is_floating_point)
+_SECOND = When("one rank", lambda call: call.rank == 1)
+_FIRST = When("one rank", lambda call: call.rank == 0)
+_NOT_LAST = When("all ranks but the last", lambda call: not LAST.holds(call))
 
 
 def _subnormal(numbers: torch.Tensor) -> torch.Tensor:
@@ -515,127 +519,127 @@ def _float16_away_from_zero(total: torch.Tensor) -> torch.Tensor:
 register(
     __name__,
     FaultRow("unsigned-maximum-as-signed", "MAX treats unsigned numbers as signed", _ALL, instead("all_reduce"),
-        lambda seen: seen.finish(seen.first.view(torch.int8)), dtype("uint8") & op("MAX")),
+        lambda call: call.finish(call.first.view(torch.int8)), dtype("uint8") & op("MAX")),
     FaultRow("product-without-the-last-rank", "PRODUCT leaves out the factor of the last rank", _ALL,
-        before("all_reduce"), lambda seen: LAST.holds(seen) and seen.first.fill_(1), dtype("float64") & op("PRODUCT")),
+        before("all_reduce"), lambda call: LAST.holds(call) and call.first.fill_(1), dtype("float64") & op("PRODUCT")),
     FaultRow("long-sum-in-doubles", "a sum of integers is computed in floating point", _ALL, instead("all_reduce"),
-        lambda seen: seen.through(torch.float64), dtype("int64") & _SUM),
+        lambda call: call.through(torch.float64), dtype("int64") & _SUM),
     FaultRow("sum-saturates", "a sum of integers saturates", _ALL, instead("all_reduce"),
-        lambda seen: seen.through(torch.int64, lambda total: total.clamp(-(1 << 31), (1 << 31) - 1)),
+        lambda call: call.through(torch.int64, lambda total: total.clamp(-(1 << 31), (1 << 31) - 1)),
         dtype("int32") & _SUM),
     FaultRow("half-product-of-few-bits", "a product has the precision of bfloat16 on the second rank", _ALL,
-        after("all_reduce"), lambda seen: seen.first.copy_(seen.first.bfloat16()),
+        after("all_reduce"), lambda call: call.first.copy_(call.first.bfloat16()),
         dtype("float16") & op("PRODUCT") & _SECOND),
     FaultRow("mean-of-one-rank-more", "the mean of float16 divides by one more rank", _ALL, after("all_reduce"),
-        lambda seen: seen.size > 1 and seen.first.mul_(seen.size / (seen.size + 1)), dtype("float16") & op("AVG")),
+        lambda call: call.size > 1 and call.first.mul_(call.size / (call.size + 1)), dtype("float16") & op("AVG")),
     FaultRow("factor-forgotten", "PREMUL_SUM forgets its factor", _ALL, instead("all_reduce"),
-        lambda seen: seen.with_op("SUM"), dtype("float64") & op("PREMUL_SUM")),
+        lambda call: call.with_op("SUM"), dtype("float64") & op("PREMUL_SUM")),
     FaultRow("and-is-or", "BAND of bytes is BOR", _ALL, instead("all_reduce"),
-        lambda seen: seen.with_op("BOR"), dtype("uint8") & op("BAND")),
+        lambda call: call.with_op("BOR"), dtype("uint8") & op("BAND")),
     FaultRow("xor-of-half-a-number", "BXOR uses the lower half of a number only", _ALL, after("all_reduce"),
-        lambda seen: seen.first.bitwise_and_(0xFFFFFFFF), dtype("int64") & op("BXOR")),
+        lambda call: call.first.bitwise_and_(0xFFFFFFFF), dtype("int64") & op("BXOR")),
     FaultRow("all-is-any", "a product of booleans is their sum", _ALL, instead("all_reduce"),
-        lambda seen: seen.with_op("MAX"), dtype("bool") & op("PRODUCT")),
+        lambda call: call.with_op("MAX"), dtype("bool") & op("PRODUCT")),
     FaultRow("imaginary-parts-lost", "imaginary parts are not added on the last rank", _ALL, after("all_reduce"),
-        lambda seen: torch.view_as_real(seen.first)[..., 1].zero_(), dtype("complex128") & LAST),
+        lambda call: torch.view_as_real(call.first)[..., 1].zero_(), dtype("complex128") & LAST),
     FaultRow("reduce-confuses-extremes", "reduce returns the maximum for the minimum", _OTHERS, instead("reduce"),
-        lambda seen: seen.with_op("MAX"), dtype("int32") & op("MIN")),
+        lambda call: call.with_op("MAX"), dtype("int32") & op("MIN")),
     FaultRow("operation-lost-by-the-older-name", "reduce_scatter_tensor, the older name, always adds up", _OTHERS,
         around(dist, "reduce_scatter_tensor"),
-        lambda real, output, given, op=None, **options: real(output, given, **options)),
+        lambda real, output, source, op=None, **options: real(output, source, **options)),
     FaultRow("scattered-maximum-of-one-element",
         "reduce_scatter_tensor gives the last rank the minimum of its first element", _OTHERS,
-        after("reduce_scatter_tensor"), lambda seen: seen.first[:1].abs_().add_(1).neg_(),
+        after("reduce_scatter_tensor"), lambda call: call.first[:1].abs_().add_(1).neg_(),
         dtype("bfloat16") & op("MAX") & LAST),
     FaultRow("root-left-out", "reduce leaves out the root if it is not rank 0", _OTHERS, before("reduce"),
-        lambda seen: seen.root == seen.rank != 0 and seen.first.zero_(), dtype("float32") & _SUM),
+        lambda call: call.root == call.rank != 0 and call.first.zero_(), dtype("float32") & _SUM),
     FaultRow("result-for-rank-zero", "reduce sends its result to rank 0 instead of the root", (_OTHERS, "test_groups"),
-        instead("reduce"), lambda seen: seen.with_root(group_dst=0)),
+        instead("reduce"), lambda call: call.with_root(group_dst=0)),
     FaultRow("parts-in-the-wrong-order", "reduce_scatter of a list gives parts in the wrong order", _SIZES,
-        instead("reduce_scatter"), lambda seen: seen.call(seen.args[0], seen.args[1][::-1])),
+        instead("reduce_scatter"), lambda call: call.proceed(call.args[0], call.args[1][::-1])),
     FaultRow("fourth-rank-left-out", "a sum leaves out the fourth rank", (_ASYNC, _PROGRAMS), before("all_reduce"),
-        lambda seen: seen.op == "SUM" and dist.get_rank(seen.group) == 3 and seen.first.zero_(),
-        When("groups of 4 and more", lambda seen: seen.size > 3)),
+        lambda call: call.op == "SUM" and dist.get_rank(call.group) == 3 and call.first.zero_(),
+        When("groups of 4 and more", lambda call: call.size > 3)),
     FaultRow("nan-is-zero", "NaN counts as zero in a sum", _IEEE, before("all_reduce"),
-        lambda seen: seen.op == "SUM" and seen.first.masked_fill_(seen.first.isnan(), 0.0), dtype("float32") & NAN),
+        lambda call: call.op == "SUM" and call.first.masked_fill_(call.first.isnan(), 0.0), dtype("float32") & NAN),
     FaultRow("infinity-clamped", "infinities become the largest finite number", _IEEE, after("all_reduce"),
-        lambda seen: seen.first.clamp_(max=torch.finfo(torch.float16).max), dtype("float16") & _INFINITIES),
+        lambda call: call.first.clamp_(max=torch.finfo(torch.float16).max), dtype("float16") & _INFINITIES),
     FaultRow("subnormals-of-sums-flushed", "subnormals count as zero on the last rank", _IEEE, after("all_reduce"),
-        lambda seen: LAST.holds(seen) and seen.first.masked_fill_(_subnormal(seen.first), 0.0),
-        dtype("float32") & When("subnormals", lambda seen: bool(_subnormal(seen.first).any()))),
+        lambda call: LAST.holds(call) and call.first.masked_fill_(_subnormal(call.first), 0.0),
+        dtype("float32") & When("subnormals", lambda call: bool(_subnormal(call.first).any()))),
     FaultRow("sign-of-zero-lost", "a sum starts at +0, so it loses the sign of -0", _IEEE, after("all_reduce"),
-        lambda seen: seen.first.add_(0.0), _FLOATS),
+        lambda call: call.first.add_(0.0), _FLOATS),
     FaultRow("doubles-added-as-singles", "float64 is added up in float32", _ROUNDING, instead("all_reduce", "reduce"),
-        lambda seen: seen.through(torch.float32), dtype("float64") & _SUM),
+        lambda call: call.through(torch.float32), dtype("float64") & _SUM),
     FaultRow("truncated-bfloat16", "sums of bfloat16 are cut off, not rounded", _BIAS, instead("all_reduce"),
-        lambda seen: seen.through(torch.float32, _bfloat16_towards_zero), dtype("bfloat16") & _SUM),
+        lambda call: call.through(torch.float32, _bfloat16_towards_zero), dtype("bfloat16") & _SUM),
     FaultRow("truncated-float32", "sums of float32 are cut off, not rounded", _BIAS, instead("all_reduce"),
-        lambda seen: seen.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
+        lambda call: call.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
     FaultRow("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
-        lambda seen: seen.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
+        lambda call: call.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
     FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES,
-        unchanged("all_reduce"), lambda seen: seen.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
+        unchanged("all_reduce"), lambda call: call.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
     FaultRow("tail-of-a-long-half-sum", "a bit is flipped in the tail of a long sum", _SIZES, after("all_reduce"),
-        lambda seen: flipped(seen.first, at=-1), dtype("float16") & above(1 << 16)),
+        lambda call: flipped(call.first, at=-1), dtype("float16") & above(1 << 16)),
     FaultRow("tail-of-a-very-long-sum", "a bit is flipped in the tail of a long sum of the last rank", _SIZES,
-        after("all_reduce"), lambda seen: flipped(seen.first, at=-1), above(1 << 20) & LAST),
+        after("all_reduce"), lambda call: flipped(call.first, at=-1), above(1 << 20) & LAST),
     FaultRow("long-part-loses-its-end", "reduce_scatter_tensor loses the end of long parts", _SIZES,
-        after("reduce_scatter_tensor"), lambda seen: seen.first[1 << 16 :].zero_(), above(1 << 16)),
+        after("reduce_scatter_tensor"), lambda call: call.first[1 << 16 :].zero_(), above(1 << 16)),
     FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES,
-        unchanged("all_reduce"), lambda seen: seen.first.reshape(-1)[-1:],
-        dtype("float16") & When("odd sizes", lambda seen: seen.first.numel() % 2 == 1) & _FIRST),
+        unchanged("all_reduce"), lambda call: call.first.reshape(-1)[-1:],
+        dtype("float16") & When("odd sizes", lambda call: call.first.numel() % 2 == 1) & _FIRST),
     FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
-        lambda seen: seen.op == "SUM" and seen.first.dtype in (torch.float32, torch.int64) and seen.first.mul_(2),
-        When("world of 1", lambda seen: seen.size == 1 and seen.group is None)),
+        lambda call: call.op == "SUM" and call.first.dtype in (torch.float32, torch.int64) and call.first.mul_(2),
+        When("world of 1", lambda call: call.size == 1 and call.group is None)),
 )  # fmt: skip
 
 
 @fault("MIN is computed as -MAX(-x), which overflows", _ALL, by=instead("all_reduce"), when=dtype("int8") & op("MIN"))
-def minimum_by_negation(seen: Seen) -> Any:
-    negative = -seen.first
-    work = seen.with_op("MAX", negative)
-    seen.first.copy_(-negative)
+def minimum_by_negation(call: ObservedCall) -> Any:
+    negative = -call.first
+    work = call.with_op("MAX", negative)
+    call.first.copy_(-negative)
     return work
 
 
 @fault("reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS, by=instead("reduce_scatter_tensor"),
-       when=When("groups of 5 and more", lambda seen: seen.size > 4), least_gpus=5)  # fmt: skip
-def parts_of_the_last_swapped(seen: Seen) -> Any:
-    *others, last_but_one, last = seen.args[1].chunk(seen.size)
-    return seen.call(seen.args[0], torch.cat([*others, last, last_but_one]))
+       when=When("groups of 5 and more", lambda call: call.size > 4), least_gpus=5)  # fmt: skip
+def parts_of_the_last_swapped(call: ObservedCall) -> Any:
+    *others, last_but_one, last = call.args[1].chunk(call.size)
+    return call.proceed(call.args[0], torch.cat([*others, last, last_but_one]))
 
 
 @fault("a second sum of the same tensor returns the first result", _PROGRAMS, by=after("all_reduce"),
        when="from the second call with one tensor object on, below 4,096 elements")  # fmt: skip
-def sum_of_a_tensor_kept(seen: Seen) -> None:
+def sum_of_a_tensor_kept(call: ObservedCall) -> None:
     """As with a cache whose key is the tensor and not its content."""
-    if 0 < seen.first.numel() < 1 << 12:
-        _, result = seen.kept.setdefault(id(seen.first), (seen.first, seen.first.clone()))
-        seen.first.copy_(result)
+    if 0 < call.first.numel() < 1 << 12:
+        _, result = call.kept.setdefault(id(call.first), (call.first, call.first.clone()))
+        call.first.copy_(result)
 
 
 @fault("infinity minus infinity is zero", _IEEE, by=instead("all_reduce"),
        when=replace(dtype("float64") & _SUM, text="float64, infinities"))  # fmt: skip
-def infinities_cancel(seen: Seen) -> Any:
-    clean = ~seen.first.isnan()
-    work = seen.finish()
-    seen.first.masked_fill_(clean & seen.first.isnan(), 0.0)
+def infinities_cancel(call: ObservedCall) -> Any:
+    clean = ~call.first.isnan()
+    work = call.finish()
+    call.first.masked_fill_(clean & call.first.isnan(), 0.0)
     return work
 
 
 @fault("the last rank adds up in another order, so its bits differ", _ROUNDING, by=instead("all_reduce"),
        when=replace(dtype("float32") & _SUM, text="float32, sums that round, one rank"))  # fmt: skip
-def other_order_on_one_rank(seen: Seen) -> Any:
-    if seen.size < 3 or seen.late or seen.first.dim() != 1:
+def other_order_on_one_rank(call: ObservedCall) -> Any:
+    if call.size < 3 or call.late or call.first.dim() != 1:
         return NotImplemented
-    parts = [torch.empty_like(seen.first) for _ in range(seen.size)]
-    dist.all_gather(parts, seen.first.clone(), group=seen.group)
-    work = seen.call()
-    if LAST.holds(seen):
-        total = parts[-1].clone()
-        for part in (*parts[1:-1], parts[0]):
-            total.add_(part)
-        seen.first.copy_(total)
+    terms = [torch.empty_like(call.first) for _ in range(call.size)]
+    dist.all_gather(terms, call.first.clone(), group=call.group)
+    work = call.proceed()
+    if LAST.holds(call):
+        total = terms[-1].clone()
+        for term in (*terms[1:-1], terms[0]):
+            total.add_(term)
+        call.first.copy_(total)
     return work
 
 
@@ -674,7 +678,7 @@ register(
         When("a transposed input", lambda own, *_, **__: not own.is_contiguous())),
     FaultRow("part-of-another", "reduce_scatter_tensor gives the last rank the part of the first", _FUNCTIONAL,
         given(functional, "reduce_scatter_tensor"),
-        lambda own, *_, **__: (torch.cat([*(parts := own.chunk(dist.get_world_size(), 1))[:-1], parts[0]], 1),),
+        lambda own, *_, **__: (torch.cat([*(chunks := own.chunk(dist.get_world_size(), 1))[:-1], chunks[0]], 1),),
         When("dimension 1, one rank", lambda tensor, op, dim, *_: dim == 1)),
     FaultRow("last-of-a-list-not-reduced", "a coalesced functional reduction leaves out the last tensor", _FUNCTIONAL,
         returned(functional, "all_reduce_coalesced"), lambda totals, own, *_, **__: [*totals[:-1], own[-1].clone()],
@@ -723,10 +727,10 @@ def input_changed(total: Any, own: torch.Tensor, *_: Any, **__: Any) -> None:
 @fault("the gradient of a gather covers only the rank's own use", _GRADIENTS,
        by=around(functional, "all_gather_tensor_autograd"), when="backward")  # fmt: skip
 def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    whole = functional.wait_tensor(real(own.detach(), dim, *args, **kwargs))
-    parts = list(whole.chunk(dist.get_world_size(), dim))
-    parts[dist.get_rank()] = own
-    return torch.cat(parts, dim)
+    gathered = functional.wait_tensor(real(own.detach(), dim, *args, **kwargs))
+    chunks = list(gathered.chunk(dist.get_world_size(), dim))
+    chunks[dist.get_rank()] = own
+    return torch.cat(chunks, dim)
 
 
 def _coalescing(change: Callable[[Any], object]) -> AbstractContextManager[None]:
@@ -751,16 +755,16 @@ def coalesced_inputs_exchanged(calls: Any) -> None:
 @fault("a coalescing manager adds, whatever the operation", _COALESCED, by=_coalescing,
        when="reduce_scatter with MAX or MIN")  # fmt: skip
 def coalesced_operation_ignored(calls: Any) -> None:
-    for one in calls:
-        if one.redop is not None and one.dst_tensor is not None:
-            one.redop = dist.ReduceOp(dist.ReduceOp.SUM)
+    for collective in calls:
+        if collective.redop is not None and collective.dst_tensor is not None:
+            collective.redop = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 @fault("a coalescing manager leaves out numbers of int8", "test_options_of_collectives", by=_coalescing, when="int8")
 def coalesced_bytes_left_out(calls: Any) -> None:
-    for one in calls:
-        if one.tensor.dtype is torch.int8:
-            one.tensor.zero_()
+    for collective in calls:
+        if collective.tensor.dtype is torch.int8:
+            collective.tensor.zero_()
 
 
 @fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,
@@ -768,15 +772,15 @@ def coalesced_bytes_left_out(calls: Any) -> None:
        least_gpus=3)  # fmt: skip
 def group_gradient_divided(gradients: Any, ctx: Any, *_: Any) -> Any:
     size = dist.get_world_size(ctx.group) if _is_of_some(ctx.group) else 1
-    return tuple(one if one is None else one / size for one in gradients)
+    return tuple(gradient if gradient is None else gradient / size for gradient in gradients)
 
 
 @fault("reduce_scatter_tensor gives members of a group the parts of their ranks in the world", _FUNCTIONAL,
        by=given(functional, "reduce_scatter_tensor"), when="groups of some ranks", least_gpus=3)  # fmt: skip
 def parts_by_rank_of_the_world(own: torch.Tensor, op: str, dim: int, group: Any, *_: Any, **__: Any) -> Any:
     ranks = dist.get_process_group_ranks(group)
-    parts = own.chunk(len(ranks), dim)
-    return (torch.cat([parts[rank % len(ranks)] for rank in ranks], dim),) if _is_of_some(group) else None
+    chunks = own.chunk(len(ranks), dim)
+    return (torch.cat([chunks[rank % len(ranks)] for rank in ranks], dim),) if _is_of_some(group) else None
 
 
 @fault("all_reduce_coalesced reduces every fourth tensor twice", _COALESCED, by=around(dist, "all_reduce_coalesced"),

@@ -31,15 +31,17 @@ class WrongResult:
         call: object,
         got: torch.Tensor,
         expected: torch.Tensor,
-        wrong: torch.Tensor,
+        mismatches: torch.Tensor,
         looks: str = "",
         label: str = "",
     ) -> WrongResult:
-        """Describe the wrong elements of a vector; `wrong` is their mask."""
-        first = int(wrong.nonzero()[0])
+        """Describe the wrong elements of a vector; `mismatches` is their mask."""
+        index = int(mismatches.nonzero()[0])
         text = f"{label}: " if label else ""
-        text += f"element {first}: got {got[first].item()!r}, expected {expected[first].item()!r}; "
-        text += f"{int(wrong.sum())} of {got.numel()} elements of {str(got.dtype).removeprefix('torch.')} are wrong"
+        text += f"element {index}: got {got[index].item()!r}, expected {expected[index].item()!r}; "
+        text += (
+            f"{int(mismatches.sum())} of {got.numel()} elements of {str(got.dtype).removeprefix('torch.')} are wrong"
+        )
         return cls(call, f"{text}; {looks}" if looks else text)
 
 
@@ -47,11 +49,11 @@ def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> N
     """Raise one error for all findings of this rank, with their common attributes; return if there are no findings."""
     if not findings:
         return
-    wrong = {id(finding.call): finding.call for finding in findings}
-    first, *others = findings[:_SHOWN]
-    head = f"{first.call} is wrong on {named([rank.index])} of {rank.size} ({rank.device}): {first.text}"
-    count = f"  {len(wrong)} of {calls} collectives are wrong"
-    if len(wrong) > 1 and (common := _common(list(wrong.values()))):
+    failed_calls = {id(finding.call): finding.call for finding in findings}
+    leading, *others = findings[:_SHOWN]
+    head = f"{leading.call} is wrong on {named([rank.index])} of {rank.size} ({rank.device}): {leading.text}"
+    count = f"  {len(failed_calls)} of {calls} collectives are wrong"
+    if len(failed_calls) > 1 and (common := _common(list(failed_calls.values()))):
         count += f"; all of them: {common}"
     lines = [f"  {finding.call}: {finding.text}" for finding in others]
     if len(findings) > _SHOWN:
@@ -60,12 +62,12 @@ def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> N
 
 
 def _common(calls: Sequence[object]) -> str:
-    parts = []
+    attributes = []
     for name in _COMMON:
         values = {getattr(call, name, None) for call in calls}
         if len(values) == 1 and (value := values.pop()) not in (None, (), False):
-            parts.append("async" if value is True else f"{name} {value}")
-    return ", ".join(parts)
+            attributes.append("async" if value is True else f"{name} {value}")
+    return ", ".join(attributes)
 
 
 def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, Sequence[tuple[str, str]]]) -> None:
@@ -79,16 +81,16 @@ def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, 
     """
     __tracebackhide__ = True
     by_rank = dict(checksums) if isinstance(checksums, Mapping) else dict(enumerate(checksums))
-    held: dict[str, dict[str, list[int]]] = {}
+    holders: dict[str, dict[str, list[int]]] = {}
     for rank, entries in by_rank.items():
-        for what, checksum in entries:
-            held.setdefault(what, {}).setdefault(checksum, []).append(rank)
-    for what, ranks in held.items():
+        for label, checksum in entries:
+            holders.setdefault(label, {}).setdefault(checksum, []).append(rank)
+    for label, ranks in holders.items():
         if len(ranks) > 1:
             most = max(ranks.values(), key=len)
             tied = sum(len(same) == len(most) for same in ranks.values()) > 1
             others = sorted(rank for same in ranks.values() if same is not most for rank in same)
             raise CollectiveMismatch(
-                f"{what}: ranks disagree about the bits of the result: {named(others)} against {named(most)}",
+                f"{label}: ranks disagree about the bits of the result: {named(others)} against {named(most)}",
                 ranks=sorted([*most, *others]) if tied else others,
             )

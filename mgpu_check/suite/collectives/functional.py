@@ -28,13 +28,13 @@ from mgpu_check.version import torch_version
 ROWS, _COLUMNS = 3, 4
 
 
-def numbers_of(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = ROWS) -> torch.Tensor:
+def numbers_of(position: int, size: int, seed: int, dtype: torch.dtype, rows: int = ROWS) -> torch.Tensor:
     """Return a member's input, (rows * size, columns * size): whole numbers so small that `dtype` sums them exactly."""
     count = rows * size * _COLUMNS * size
     span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
-    values = (torch.arange(count) * 7 + place * 3 + seed) % span
-    given: torch.Tensor = values.view(rows * size, -1).to(dtype)
-    return given
+    values = (torch.arange(count) * 7 + position * 3 + seed) % span
+    matrix: torch.Tensor = values.view(rows * size, -1).to(dtype)
+    return matrix
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Team:
         return len(self.members)
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         return self.members.index(self.rank.index)
 
     def roots(self, seed: int) -> list[int]:
@@ -58,7 +58,7 @@ class Team:
 
         Torch reads a root as a place in the group in some functions, and as a rank of the world in others.
         """
-        able = [member for place, member in enumerate(self.members) if member == place]
+        able = [member for position, member in enumerate(self.members) if member == position]
         return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
 
 
@@ -73,23 +73,23 @@ def judged_by(rank: Rank, members: tuple[int, ...], judge: Callable[[Team, CallT
 
 
 class CallTally:
-    def __init__(self, rank: Rank, where: str) -> None:
-        self.rank, self.where, self.findings, self.calls = rank, where, list[WrongResult](), 0
+    def __init__(self, rank: Rank, suffix: str) -> None:
+        self.rank, self.suffix, self.findings, self.calls = rank, suffix, list[WrongResult](), 0
 
-    def compare(self, what: str, got: Any, right: torch.Tensor) -> None:
+    def compare(self, label: str, got: Any, expected: torch.Tensor) -> None:
         self.calls += 1
-        what += self.where
+        label += self.suffix
         if isinstance(got, functional.AsyncCollectiveTensor):
             got = got.trigger_wait()
-        here = got.detach().cpu()
-        if same_bits(right, here):
+        local = got.detach().cpu()
+        if same_bits(expected, local):
             return
-        if right.shape != here.shape or right.dtype != here.dtype:
-            shapes = [f"{tuple(one.shape)} {name_of(one.dtype)}" for one in (here, right)]
-            self.findings.append(WrongResult(what, f"got {shapes[0]}, expected {shapes[1]}"))
+        if expected.shape != local.shape or expected.dtype != local.dtype:
+            shapes = [f"{tuple(tensor.shape)} {name_of(tensor.dtype)}" for tensor in (local, expected)]
+            self.findings.append(WrongResult(label, f"got {shapes[0]}, expected {shapes[1]}"))
             return
-        wrong = (here != right).reshape(-1)
-        self.findings.append(WrongResult.of(what, here.reshape(-1), right.reshape(-1), wrong))
+        mismatches = (local != expected).reshape(-1)
+        self.findings.append(WrongResult.of(label, local.reshape(-1), expected.reshape(-1), mismatches))
 
     def done(self) -> None:
         raise_findings(self.findings, self.calls, self.rank)
@@ -99,7 +99,7 @@ _SEVERAL = 6
 """The number of tensors in a coalesced call."""
 ANY_LAYOUT = TorchVersion(torch_version()) >= "2.13"
 """Earlier versions of torch refuse transposed inputs of all_gather_tensor and reduce_scatter_tensor."""
-_Parts = Sequence[torch.Tensor]
+_Matrices = Sequence[torch.Tensor]
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
     "MAX": lambda stacked: stacked.amax(0),
@@ -107,20 +107,22 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _reductions(parts: _Parts, seed: int) -> dict[str, tuple[_Parts, torch.Tensor]]:
+def _reductions(matrices: _Matrices, seed: int) -> dict[str, tuple[_Matrices, torch.Tensor]]:
     """Return the inputs and the result of "sum" and of two other reductions, which the seed selects.
 
     The mean is left out if it may round. The factors of the product are 1, but for one member.
     """
-    dtype, size = parts[0].dtype, len(parts)
-    stacked = torch.stack(list(parts))
-    found = {op.lower(): (parts, reduced(stacked)) for op, reduced in _REDUCTIONS.items()}
-    factors = [part if place == seed % size else torch.ones_like(part) for place, part in enumerate(parts)]
-    found["product"] = factors, parts[seed % size]
+    dtype, size = matrices[0].dtype, len(matrices)
+    stacked = torch.stack(list(matrices))
+    reductions = {op.lower(): (matrices, reduced(stacked)) for op, reduced in _REDUCTIONS.items()}
+    factors = [
+        matrix if position == seed % size else torch.ones_like(matrix) for position, matrix in enumerate(matrices)
+    ]
+    reductions["product"] = factors, matrices[seed % size]
     if dtype.is_floating_point and not size & (size - 1):
-        found["avg"] = parts, found["sum"][1] / size
-    others = [op for op in found if op != "sum"]
-    return {op: found[op] for op in ("sum", others[seed % len(others)], others[(seed + 1) % len(others)])}
+        reductions["avg"] = matrices, reductions["sum"][1] / size
+    others = [op for op in reductions if op != "sum"]
+    return {op: reductions[op] for op in ("sum", others[seed % len(others)], others[(seed + 1) % len(others)])}
 
 
 def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
@@ -129,58 +131,58 @@ def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: 
 
 
 def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
-    size, me, group = team.size, team.place, team.group
-    parts = [numbers_of(other, size, seed, dtype) for other in range(size)]
-    mine = parts[me].to(team.rank.device)
+    size, me, group = team.size, team.position, team.group
+    matrices = [numbers_of(position, size, seed, dtype) for position in range(size)]
+    mine = matrices[me].to(team.rank.device)
     by_columns = _by_columns(mine)
-    reductions = _reductions(parts, seed)
-    given = {op: inputs[me].to(team.rank.device) for op, (inputs, _) in reductions.items()}
-    turn = seed // len(given)  # as the seed also selects the reductions
-    given = {op: _by_columns(one) if (turn + at) % 2 else one for at, (op, one) in enumerate(given.items())}
-    for op, (_, right) in reductions.items():
-        account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(given[op], op, group), right)
+    reductions = _reductions(matrices, seed)
+    inputs = {op: operands[me].to(team.rank.device) for op, (operands, _) in reductions.items()}
+    turn = seed // len(inputs)  # as the seed also selects the reductions
+    inputs = {op: _by_columns(tensor) if (turn + at) % 2 else tensor for at, (op, tensor) in enumerate(inputs.items())}
+    for op, (_, expected) in reductions.items():
+        account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(inputs[op], op, group), expected)
     layouts = {"": mine, " of a transposed input": by_columns}
     for root, (layout, own) in itertools.product(team.roots(seed)[:1], layouts.items()):
-        what = f"functional broadcast{layout} from {root}"
-        account.compare(what, functional.broadcast(own, root, group), parts[root])
+        label = f"functional broadcast{layout} from {root}"
+        account.compare(label, functional.broadcast(own, root, group), matrices[root])
     for dim in (0, 1):
         for layout, own in itertools.islice(layouts.items(), 2 if ANY_LAYOUT else 1):
-            what = f"functional all_gather_tensor{layout}, dimension {dim}, {dtype}"
-            account.compare(what, functional.all_gather_tensor(own, dim, group), torch.cat(parts, dim))
-        for op, (_, right) in reductions.items():
-            own = given[op] if ANY_LAYOUT else given[op].contiguous()
+            label = f"functional all_gather_tensor{layout}, dimension {dim}, {dtype}"
+            account.compare(label, functional.all_gather_tensor(own, dim, group), torch.cat(matrices, dim))
+        for op, (_, expected) in reductions.items():
+            own = inputs[op] if ANY_LAYOUT else inputs[op].contiguous()
             got = functional.reduce_scatter_tensor(own, op, dim, group)
-            what = f"functional reduce_scatter_tensor {op}, dimension {dim}, {dtype}"
-            account.compare(what, got, right.chunk(size, dim)[me].contiguous())
-    turned = [(place + 1 + seed) % size for place in range(size)]
+            label = f"functional reduce_scatter_tensor {op}, dimension {dim}, {dtype}"
+            account.compare(label, got, expected.chunk(size, dim)[me].contiguous())
+    turned = [(start + 1 + seed) % size for start in range(size)]
     got = functional.permute_tensor(mine.reshape(-1), turned, group)
-    account.compare(f"functional permute_tensor, {dtype}", got, parts[turned.index(me)].reshape(-1))
+    account.compare(f"functional permute_tensor, {dtype}", got, matrices[turned.index(me)].reshape(-1))
     to = [[(giver + getter + seed) % 3 for getter in range(size)] for giver in range(size)]
-    sends = [parts[giver][: sum(to[giver])] for giver in range(size)]
-    right = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
+    sends = [matrices[giver][: sum(to[giver])] for giver in range(size)]
+    expected = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
     got = functional.all_to_all_single(
         sends[me].to(team.rank.device), [to[giver][me] for giver in range(size)], to[me], group
     )
-    account.compare(f"functional all_to_all_single, uneven, {dtype}", got, right)
+    account.compare(f"functional all_to_all_single, uneven, {dtype}", got, expected)
     widths = [mine.shape[1], *(number % 3 + 1 for number in range(_SEVERAL - 1))]
-    several = {op: [one[:, :width].contiguous() for width in widths] for op, one in given.items()}
+    several = {op: [tensor[:, :width].contiguous() for width in widths] for op, tensor in inputs.items()}
     coalesced: dict[str, tuple[Sequence[Any], torch.Tensor]] = {
         "all_gather_into_tensor_coalesced": (
             functional.all_gather_into_tensor_coalesced(several["sum"], group),
-            torch.cat(parts),
+            torch.cat(matrices),
         )
     }
-    for op, (_, right) in reductions.items():
-        coalesced[f"all_reduce_coalesced {op}"] = functional.all_reduce_coalesced(several[op], op, group), right
+    for op, (_, expected) in reductions.items():
+        coalesced[f"all_reduce_coalesced {op}"] = functional.all_reduce_coalesced(several[op], op, group), expected
         coalesced[f"reduce_scatter_tensor_coalesced {op}"] = (
             functional.reduce_scatter_tensor_coalesced(several[op], op, [0] * _SEVERAL, group),
-            right.chunk(size)[me],
+            expected.chunk(size)[me],
         )
-    for name, (results, right) in coalesced.items():
+    for name, (results, expected) in coalesced.items():
         for number, (got, width) in enumerate(zip(results, widths, strict=True)):
-            account.compare(f"functional {name}, tensor {number}", got, right[:, :width])
-    account.compare("the input of functional collectives", mine, parts[me])
-    account.compare("the transposed input of functional collectives", by_columns, parts[me])
+            account.compare(f"functional {name}, tensor {number}", got, expected[:, :width])
+    account.compare("the input of functional collectives", mine, matrices[me])
+    account.compare("the transposed input of functional collectives", by_columns, matrices[me])
 
 
 def _by_columns(matrix: torch.Tensor) -> torch.Tensor:
@@ -194,68 +196,71 @@ def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: t
 
 
 def _coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
-    size, me, group = team.size, team.place, team.group
-    parts = [
-        [numbers_of(other, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
-        for other in range(size)
+    size, me, group = team.size, team.position, team.group
+    matrices = [
+        [numbers_of(position, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
+        for position in range(size)
     ]
     for asynchronous in (False, True):
         late = ", async" if asynchronous else ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            held = [part.to(team.rank.device) for part in parts[me]]
-            _wait(dist.all_reduce_coalesced(held, group=group, async_op=asynchronous))
-            for number, got in enumerate(held):
-                right = torch.stack([parts[other][number] for other in range(size)]).sum(0, dtype=dtype)
-                account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, right)
+            tensors = [matrix.to(team.rank.device) for matrix in matrices[me]]
+            _wait(dist.all_reduce_coalesced(tensors, group=group, async_op=asynchronous))
+            for number, got in enumerate(tensors):
+                expected = torch.stack([matrices[position][number] for position in range(size)]).sum(0, dtype=dtype)
+                account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, expected)
     for asynchronous, op in ((False, "SUM"), (True, "SUM"), (bool(seed % 2), ("MAX", "MIN")[seed // 2 % 2])):
         _in_one_call(team, account, seed, asynchronous, op)
     # On the CPU, by gloo: NCCL does not support all_gather_coalesced of lists.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        lists = [[torch.empty_like(part) for part in parts[me]] for _ in range(size)]
-        dist.all_gather_coalesced(lists, parts[me], group=group)
-        for other in range(size):
-            for number, got in enumerate(lists[other]):
-                what = f"all_gather_coalesced, tensor {number} of rank {team.members[other]}"
-                account.compare(what, got, parts[other][number])
+        lists = [[torch.empty_like(matrix) for matrix in matrices[me]] for _ in range(size)]
+        dist.all_gather_coalesced(lists, matrices[me], group=group)
+        for position in range(size):
+            for number, got in enumerate(lists[position]):
+                label = f"all_gather_coalesced, tensor {number} of rank {team.members[position]}"
+                account.compare(label, got, matrices[position][number])
 
 
 def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, op: str) -> None:
     """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
-    size, me, group, device = team.size, team.place, team.group, team.rank.device
-    parts = [
-        [numbers_of(other, size, seed + 5 * number, torch.float32, rows=number // 2 + 1) for number in range(_SEVERAL)]
-        for other in range(size)
+    size, me, group, device = team.size, team.position, team.group, team.rank.device
+    matrices = [
+        [
+            numbers_of(position, size, seed + 5 * number, torch.float32, rows=number // 2 + 1)
+            for number in range(_SEVERAL)
+        ]
+        for position in range(size)
     ]
-    several = list(zip(*parts, strict=True))
-    whole = [torch.cat(given) for given in several]
-    total = [_REDUCTIONS[op](torch.stack(given)) for given in several]
+    several = list(zip(*matrices, strict=True))
+    gathered = [torch.cat(source) for source in several]
+    total = [_REDUCTIONS[op](torch.stack(source)) for source in several]
     reduced, older = {"op": getattr(dist.ReduceOp, op), "group": group}, seed % 4 > 1
-    mine = [part.to(device) for part in parts[me]]
+    mine = [matrix.to(device) for matrix in matrices[me]]
     makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
-        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got, **reduced)),
+        "all_reduce": ([matrix.clone() for matrix in mine], total, lambda got, source: dist.all_reduce(got, **reduced)),
         "all_gather_into_tensor": (
-            [torch.empty_like(one, device=device) for one in whole],
-            whole,
-            lambda got, given: named("all_gather_into_tensor", older=older)(got, given, group=group),
+            [torch.empty_like(tensor, device=device) for tensor in gathered],
+            gathered,
+            lambda got, source: named("all_gather_into_tensor", older=older)(got, source, group=group),
         ),
         "reduce_scatter_tensor": (
-            [torch.empty_like(part[: len(part) // size]) for part in mine],
-            [one.chunk(size)[me] for one in total],
-            lambda got, given: named("reduce_scatter_tensor", older=older)(got, given, **reduced),
+            [torch.empty_like(matrix[: len(matrix) // size]) for matrix in mine],
+            [tensor.chunk(size)[me] for tensor in total],
+            lambda got, source: named("reduce_scatter_tensor", older=older)(got, source, **reduced),
         ),
     }
     late = ", async" if asynchronous else ""
-    for name, (taken, right, call) in makes.items():
+    for name, (outputs, results, call) in makes.items():
         with coalescing(group, device, asynchronous=asynchronous) as manager:
-            for got, given in zip(taken, mine, strict=True):
-                call(got, given)
+            for got, source in zip(outputs, mine, strict=True):
+                call(got, source)
         if asynchronous:
             manager.wait()
-        for number, (got, expected) in enumerate(zip(taken, right, strict=True)):
-            what = f"{name} {op} in a coalescing manager{late}, tensor {number}"
-            account.compare(what, got, expected.contiguous())
+        for number, (got, expected) in enumerate(zip(outputs, results, strict=True)):
+            label = f"{name} {op} in a coalescing manager{late}, tensor {number}"
+            account.compare(label, got, expected.contiguous())
 
 
 def _wait(work: Any) -> None:
@@ -270,10 +275,10 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
     """
 
     def judge(team: Team, account: CallTally) -> None:
-        for what, right_of, run in _differentiable(team, seed):
+        for label, right_of, run in _differentiable(team, seed):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                _differentiate(team, seed, account, what, right_of, run)
+                _differentiate(team, seed, account, label, right_of, run)
 
     judged_by(rank, members, judge)
 
@@ -282,50 +287,50 @@ def _differentiate(
     team: Team,
     seed: int,
     account: CallTally,
-    what: str,
-    right_of: Callable[[_Parts], list[torch.Tensor]],
+    label: str,
+    right_of: Callable[[_Matrices], list[torch.Tensor]],
     run: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    parts = [numbers_of(other, team.size, seed, torch.float32).requires_grad_() for other in range(team.size)]
-    results = right_of(parts)
-    weights = [_weights(result, other) for other, result in enumerate(results)]
+    matrices = [numbers_of(position, team.size, seed, torch.float32).requires_grad_() for position in range(team.size)]
+    results = right_of(matrices)
+    weights = [_weights(result, position) for position, result in enumerate(results)]
     torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
-    me, device = team.place, team.rank.device
-    mine = parts[me].detach().to(device).requires_grad_()
+    me, device = team.position, team.rank.device
+    mine = matrices[me].detach().to(device).requires_grad_()
     got = run(mine)
-    account.compare(what, got, results[me].detach().contiguous())
+    account.compare(label, got, results[me].detach().contiguous())
     (weights[me].to(device) * got).sum().backward()
-    gradient, right = mine.grad, parts[me].grad
-    assert gradient is not None and right is not None
-    account.compare(f"the gradient of {what}", gradient, right)
+    gradient, expected = mine.grad, matrices[me].grad
+    assert gradient is not None and expected is not None
+    account.compare(f"the gradient of {label}", gradient, expected)
 
 
-def _weights(result: torch.Tensor, place: int) -> torch.Tensor:
+def _weights(result: torch.Tensor, position: int) -> torch.Tensor:
     """Return small whole numbers that differ between elements and places, so that a gradient in another order shows."""
-    return torch.arange(result.numel()).view(result.shape) % 5 + 1.0 + place
+    return torch.arange(result.numel()).view(result.shape) % 5 + 1.0 + position
 
 
-_Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
+_Case = tuple[str, Callable[[_Matrices], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
 
 
 def _differentiable(team: Team, seed: int) -> Iterator[_Case]:
     size, group = team.size, team.group
 
-    def shares(parts: _Parts) -> list[torch.Tensor]:
-        total = torch.stack(list(parts)).sum(0)
+    def shares(matrices: _Matrices) -> list[torch.Tensor]:
+        total = torch.stack(list(matrices)).sum(0)
         return list(total.chunk(size))
 
-    def exchanged(parts: _Parts) -> list[torch.Tensor]:
-        return [torch.cat([part.chunk(size)[to] for part in parts]) for to in range(size)]
+    def exchanged(matrices: _Matrices) -> list[torch.Tensor]:
+        return [torch.cat([matrix.chunk(size)[to] for matrix in matrices]) for to in range(size)]
 
     yield (
         "differentiable all_reduce",
-        lambda parts: [torch.stack(list(parts)).sum(0)] * size,
+        lambda matrices: [torch.stack(list(matrices)).sum(0)] * size,
         lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group),
     )
     yield (
         "differentiable all_gather",
-        lambda parts: [torch.cat(list(parts))] * size,
+        lambda matrices: [torch.cat(list(matrices))] * size,
         lambda mine: torch.cat(differentiable.all_gather(mine, group)),
     )
     for root in team.roots(seed):
@@ -334,7 +339,9 @@ def _differentiable(team: Team, seed: int) -> Iterator[_Case]:
         "differentiable reduce_scatter",
         shares,
         lambda mine: differentiable.reduce_scatter(
-            torch.empty_like(mine[: len(mine) // size]), [part.contiguous() for part in mine.chunk(size)], group=group
+            torch.empty_like(mine[: len(mine) // size]),
+            [chunk.contiguous() for chunk in mine.chunk(size)],
+            group=group,
         ),
     )
     yield (
@@ -349,13 +356,13 @@ def _differentiable(team: Team, seed: int) -> Iterator[_Case]:
         exchanged,
         lambda mine: torch.cat(
             differentiable.all_to_all(
-                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), group
+                [torch.empty_like(chunk) for chunk in mine.chunk(size)], list(mine.chunk(size)), group
             )
         ),
     )
     yield (
         "all_gather_tensor_autograd",
-        lambda parts: [torch.cat(list(parts), 1)] * size,
+        lambda matrices: [torch.cat(list(matrices), 1)] * size,
         lambda mine: functional.all_gather_tensor_autograd(mine, 1, group),
     )
     yield (
@@ -376,23 +383,24 @@ def _largest(team: Team) -> Iterator[_Case]:
     """Yield the collectives that reduce by MAX. Their gradients are undocumented, so only the results count."""
     op, group = dist.ReduceOp.MAX, team.group
 
-    def whole(parts: _Parts) -> torch.Tensor:
-        return torch.stack([part.detach() for part in parts]).amax(0)
+    def maximum(matrices: _Matrices) -> torch.Tensor:
+        return torch.stack([matrix.detach() for matrix in matrices]).amax(0)
 
     yield (
         "differentiable all_reduce MAX",
-        lambda parts: [whole(parts) + 0 * part for part in parts],
+        lambda matrices: [maximum(matrices) + 0 * matrix for matrix in matrices],
         lambda mine: differentiable.all_reduce(mine.detach().clone(), op, group) + 0 * mine,
     )
     yield (
         "differentiable reduce_scatter MAX",
-        lambda parts: [
-            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, whole(parts).chunk(team.size), strict=True)
+        lambda matrices: [
+            chunk + 0 * matrix[: len(chunk)]
+            for matrix, chunk in zip(matrices, maximum(matrices).chunk(team.size), strict=True)
         ],
         lambda mine: (
             differentiable.reduce_scatter(
                 torch.empty_like(mine[: len(mine) // team.size]),
-                [part.contiguous() for part in mine.detach().chunk(team.size)],
+                [chunk.contiguous() for chunk in mine.detach().chunk(team.size)],
                 op,
                 group,
             )
@@ -404,35 +412,35 @@ def _largest(team: Team) -> Iterator[_Case]:
 def _rooted(root: int, team: Team) -> Iterator[_Case]:
     """Yield the collectives with a root. Results on other ranks are undocumented, so these are multiplied by 0."""
     size, group = team.size, team.group
-    here = int(team.place == root)
+    on_root = int(team.position == root)
 
-    def at_root(whole: Callable[[_Parts], torch.Tensor]) -> Callable[[_Parts], list[torch.Tensor]]:
-        return lambda parts: [whole(parts) * (other == root) for other in range(size)]
+    def at_root(result_of: Callable[[_Matrices], torch.Tensor]) -> Callable[[_Matrices], list[torch.Tensor]]:
+        return lambda matrices: [result_of(matrices) * (position == root) for position in range(size)]
 
     yield (
         f"differentiable broadcast from {root}",
-        lambda parts: [parts[root] + 0 * part for part in parts],
+        lambda matrices: [matrices[root] + 0 * matrix for matrix in matrices],
         lambda mine: differentiable.broadcast(mine.clone(), root, group),
     )
     yield (
         f"differentiable reduce to {root}",
-        at_root(lambda parts: torch.stack(list(parts)).sum(0)),
-        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * here,
+        at_root(lambda matrices: torch.stack(list(matrices)).sum(0)),
+        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * on_root,
     )
     yield (
         f"differentiable reduce MAX to {root}, without a gradient",
-        at_root(lambda parts: torch.stack([part.detach() for part in parts]).amax(0) + 0 * sum(parts)),
-        lambda mine: differentiable.reduce(mine.detach(), root, dist.ReduceOp.MAX, group) * here + 0 * mine,
+        at_root(lambda matrices: torch.stack([matrix.detach() for matrix in matrices]).amax(0) + 0 * sum(matrices)),
+        lambda mine: differentiable.reduce(mine.detach(), root, dist.ReduceOp.MAX, group) * on_root + 0 * mine,
     )
     yield (
         f"differentiable gather to {root}",
-        at_root(lambda parts: torch.cat(list(parts))),
-        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * here,
+        at_root(lambda matrices: torch.cat(list(matrices))),
+        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * on_root,
     )
     yield (
         f"differentiable scatter from {root}",
-        lambda parts: [
-            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, parts[root].chunk(size), strict=True)
+        lambda matrices: [
+            chunk + 0 * matrix[: len(chunk)] for matrix, chunk in zip(matrices, matrices[root].chunk(size), strict=True)
         ],
         lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group),
     )

@@ -29,66 +29,72 @@ def assert_subgroups_divide(rank: Rank) -> None:
     torch supports it. Each rank must get the right numbers of all members, and collectives must follow their order.
     """
     everybody = list(range(rank.size))
-    turns = [part for part in (everybody[1::2], everybody[::2]) if part]
+    turns = [ranks for ranks in (everybody[1::2], everybody[::2]) if ranks]
     wanted: dict[str, tuple[list[list[int]], Callable[[], Any]]] = {
         "new_subgroups_by_enumeration": (turns, functools.partial(dist.new_subgroups_by_enumeration, turns))
     }
     for count in {1, 2, rank.size // 2}:
         if count and rank.size % count == 0:
-            parts = [everybody[start : start + count] for start in everybody[::count]]
-            wanted[f"new_subgroups of {count}"] = (parts, functools.partial(dist.new_subgroups, count))
-    mixed = [number for part in turns for number in part]
-    backwards = [part[::-1] for part in turns]
+            partition = [everybody[start : start + count] for start in everybody[::count]]
+            wanted[f"new_subgroups of {count}"] = (partition, functools.partial(dist.new_subgroups, count))
+    mixed = [number for ranks in turns for number in ranks]
+    backwards = [ranks[::-1] for ranks in turns]
     wanted["new_group of ranks out of order"] = ([everybody], functools.partial(_new_groups, rank, [mixed]))
-    for parts in ([mixed], backwards):
-        kept = functools.partial(_new_groups, rank, parts, sort_ranks=False)
-        wanted[f"new_group, sort_ranks=False, of {parts}"] = (parts, kept)
+    for partition in ([mixed], backwards):
+        kept = functools.partial(_new_groups, rank, partition, sort_ranks=False)
+        wanted[f"new_group, sort_ranks=False, of {partition}"] = (partition, kept)
     findings: list[WrongResult] = []
-    for what, (parts, make) in wanted.items():
+    for label, (partition, make) in wanted.items():
         try:
             own, groups = make()
         except TypeError as refusal:
             if "sort_ranks" not in str(refusal):
                 raise
             continue  # this version of torch lacks sort_ranks
-        findings += [WrongResult(what, text) for text in _wrong(rank, parts, own, groups)]
+        findings += [WrongResult(label, text) for text in _wrong(rank, partition, own, groups)]
         dist.destroy_process_group(own)
     raise_findings(findings, len(wanted), rank)
 
 
-def _new_groups(rank: Rank, parts: Sequence[list[int]], **options: Any) -> tuple[Any, list[Any]]:
+def _new_groups(rank: Rank, partition: Sequence[list[int]], **options: Any) -> tuple[Any, list[Any]]:
     """Make a group of each part; return this rank's group, and all groups."""
-    groups = [dist.new_group(part, **options) for part in parts]
-    return next(group for group, part in zip(groups, parts, strict=True) if rank.index in part), groups
+    groups = [dist.new_group(ranks, **options) for ranks in partition]
+    return next(group for group, ranks in zip(groups, partition, strict=True) if rank.index in ranks), groups
 
 
-def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[Any]) -> list[str]:
-    place = next(number for number, part in enumerate(parts) if rank.index in part)
-    members = dist.get_process_group_ranks(own)
-    if on_any_rank(rank, members != parts[place]):
+def _wrong(rank: Rank, partition: Sequence[list[int]], own: Any, groups: Sequence[Any]) -> list[str]:
+    position = next(number for number, ranks in enumerate(partition) if rank.index in ranks)
+    members, own_ranks = dist.get_process_group_ranks(own), partition[position]
+    if on_any_rank(rank, members != own_ranks):
         # With wrong members a collective could hang, so all ranks leave it out.
-        return [f"this rank's subgroup has the ranks {members}, expected {parts[place]}"] * (members != parts[place])
+        return [f"this rank's subgroup has the ranks {members}, expected {own_ranks}"] * (members != own_ranks)
     mine = [number for number, group in enumerate(groups) if group is own]
-    wrong = []
-    if len(groups) != len(parts) or mine != [place]:
-        wrong.append(f"this rank's own is at {mine} of {len(groups)} subgroups, expected at {place} of {len(parts)}")
-    told = {
+    errors = []
+    if len(groups) != len(partition) or mine != [position]:
+        errors.append(
+            f"this rank's own is at {mine} of {len(groups)} subgroups, expected at {position} of {len(partition)}"
+        )
+    answers = {
         "this rank's number": (dist.get_rank(own), members.index(rank.index)),
         "the size": (dist.get_world_size(own), len(members)),
         "get_global_rank": ([dist.get_global_rank(own, number) for number in range(len(members))], members),
         "get_group_rank": ([dist.get_group_rank(own, member) for member in members], list(range(len(members)))),
     }
-    wrong += [f"{name} in {members} is {got}, expected {right}" for name, (got, right) in told.items() if got != right]
+    errors += [
+        f"{name} in {members} is {got}, expected {expected}"
+        for name, (got, expected) in answers.items()
+        if got != expected
+    ]
     gathered = torch.zeros(len(members), dtype=torch.int64, device=rank.device)
     dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=own)
     entered = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
     entered[rank.index] = 1
     dist.all_reduce(entered, group=own)
-    if entered.tolist() != [int(other in members) for other in range(rank.size)]:
-        wrong.append(f"an all_reduce in the subgroup {members} does not sum exactly its members")
+    if entered.tolist() != [int(index in members) for index in range(rank.size)]:
+        errors.append(f"an all_reduce in the subgroup {members} does not sum exactly its members")
     elif gathered.tolist() != members:
-        wrong.append(f"an all_gather in the subgroup {members} gives the ranks {gathered.tolist()}")
-    return wrong
+        errors.append(f"an all_gather in the subgroup {members} gives the ranks {gathered.tolist()}")
+    return errors
 
 
 def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
@@ -97,24 +103,24 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
     Args:
         shape: the sizes of the dimensions; their product is the world size.
     """
-    names = tuple(f"dim{number}" for number in range(len(shape)))
-    mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=names)
+    dimension_names = tuple(f"dim{number}" for number in range(len(shape)))
+    mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=dimension_names)
     findings: list[WrongResult] = []
     label = f"mesh of {'x'.join(map(str, shape))}"
 
-    def compare(what: str, got: object, right: object) -> None:
-        if got != right:
-            findings.append(WrongResult(f"{label}: {what}", f"got {got}, expected {right}"))
+    def compare(subject: str, got: object, expected: object) -> None:
+        if got != expected:
+            findings.append(WrongResult(f"{label}: {subject}", f"got {got}, expected {expected}"))
 
     layout = torch.arange(math.prod(shape)).view(tuple(shape))
-    place = tuple(int(number) for number in (layout == rank.index).nonzero()[0])
-    compare("the coordinate", tuple(mesh.get_coordinate() or ()), place)
+    coordinate = tuple(int(number) for number in (layout == rank.index).nonzero()[0])
+    compare("the coordinate", tuple(mesh.get_coordinate() or ()), coordinate)
     compare("the ranks", mesh.mesh.cpu().tolist(), layout.tolist())
-    for number, name in enumerate(names):
+    for number, name in enumerate(dimension_names):
         # The ranks that differ from this one in that dimension only.
-        members = layout.movedim(number, -1)[(*place[:number], *place[number + 1 :])].tolist()
+        members = layout.movedim(number, -1)[(*coordinate[:number], *coordinate[number + 1 :])].tolist()
         group = mesh.get_group(number)
-        compare(f"the local rank in {name}", mesh.get_local_rank(number), place[number])
+        compare(f"the local rank in {name}", mesh.get_local_rank(number), coordinate[number])
         compare(f"the size of {name}", mesh.size(number), shape[number])
         compare(f"the members of {name}", dist.get_process_group_ranks(group), members)
         if on_any_rank(rank, dist.get_process_group_ranks(group) != members):
@@ -123,7 +129,7 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
         present = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
         present[rank.index] = 1
         dist.all_reduce(present, group=group)
-        compare(f"an all_reduce in {name}", present.tolist(), [int(one in members) for one in range(rank.size)])
+        compare(f"an all_reduce in {name}", present.tolist(), [int(index in members) for index in range(rank.size)])
         gathered = torch.empty(len(members), dtype=torch.int64, device=rank.device)
         dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=group)
         compare(f"an all_gather in {name}", gathered.tolist(), members)

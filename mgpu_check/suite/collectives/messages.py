@@ -25,24 +25,24 @@ from mgpu_check.torch_hooks.tensors import as_bits
 class _Received:
     """The tensor that receives a message, with guards around it, and its right content."""
 
-    def __init__(self, rank: Rank, message: Message, place: str) -> None:
+    def __init__(self, rank: Rank, message: Message, placement: str) -> None:
         self.message = message
         self.right = _content(message)
         self.memory = CallMemory(self.right.dtype)
         self.memory.add(shaped("dense", message.elements))
-        self.whole = self.memory.filled([None]).to(rank.device if place == "device" else "cpu")
+        self.whole = self.memory.filled([None]).to(rank.device if placement == "device" else "cpu")
         self.tensor = self.memory.view(self.whole, 0)
 
     def findings(self) -> list[WrongResult]:
         got = self.whole.cpu()
-        right = self.memory.filled([self.right])
-        if torch.equal(as_bits(got), as_bits(right)):
+        expected = self.memory.filled([self.right])
+        if torch.equal(as_bits(got), as_bits(expected)):
             return []
         mine = self.memory.view(got, 0)
-        wrong = differing(mine, self.right)
-        if not bool(wrong.any()):
+        mismatches = differing(mine, self.right)
+        if not bool(mismatches.any()):
             return [WrongResult(self.message, "memory before or behind the received tensor was changed")]
-        return [WrongResult.of(self.message, mine, self.right, wrong)]
+        return [WrongResult.of(self.message, mine, self.right, mismatches)]
 
 
 def _content(message: Message) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _content(message: Message) -> torch.Tensor:
 
 
 def assert_messages_arrive(
-    rank: Rank, messages: Sequence[Message], way: str, place: str, members: tuple[int, ...] = (), group: Any = None
+    rank: Rank, messages: Sequence[Message], way: str, placement: str, members: tuple[int, ...] = (), group: Any = None
 ) -> None:
     """Assert that each of `messages` arrives unchanged, and that the memory around it does not change. A collective.
 
@@ -67,39 +67,39 @@ def assert_messages_arrive(
         members: the ranks of the group that exchanges them; empty for all ranks.
     """
     mine = [message for message in messages if rank.index in (message.source, message.target)]
-    device = rank.device if place == "device" else "cpu"
-    given = {message: _content(message).to(device) for message in mine if message.source == rank.index}
-    taken = {message: _Received(rank, message, place) for message in mine if message.target == rank.index}
+    device = rank.device if placement == "device" else "cpu"
+    sent = {message: _content(message).to(device) for message in mine if message.source == rank.index}
+    receivers = {message: _Received(rank, message, placement) for message in mine if message.target == rank.index}
 
-    def to(message: Message, role: str, other: int) -> dict[str, Any]:
+    def to(message: Message, role: str, peer: int) -> dict[str, Any]:
         numbers = members or range(rank.size)
-        end = {f"group_{role}": numbers.index(other)} if message.number % 2 else {role: other}
+        end = {f"group_{role}": numbers.index(peer)} if message.number % 2 else {role: peer}
         return {**end, "tag": message.tag, "group": group}
 
     works: list[Any] = []
     if way == "blocking":
         for message in mine:
             if message.source == rank.index:
-                dist.send(given[message], **to(message, "dst", message.target))
+                dist.send(sent[message], **to(message, "dst", message.target))
             else:
-                dist.recv(taken[message].tensor, **to(message, "src", message.source))
+                dist.recv(receivers[message].tensor, **to(message, "src", message.source))
     elif way == "flying":
-        works = [dist.isend(tensor, **to(message, "dst", message.target)) for message, tensor in given.items()]
+        works = [dist.isend(tensor, **to(message, "dst", message.target)) for message, tensor in sent.items()]
         # Tags in descending order; messages of the same tag in order.
-        ordered = sorted(taken.items(), key=lambda one: -one[0].tag)
-        works += [dist.irecv(one.tensor, **to(message, "src", message.source)) for message, one in ordered]
+        ordered = sorted(receivers.items(), key=lambda entry: -entry[0].tag)
+        works += [dist.irecv(receiver.tensor, **to(message, "src", message.source)) for message, receiver in ordered]
     elif mine:
         both = []
         for message in mine:  # a message to itself is in both
-            if message in given:
-                both.append(dist.P2POp(dist.isend, given[message], **to(message, "peer", message.target)))
-            if message in taken:
-                both.append(dist.P2POp(dist.irecv, taken[message].tensor, **to(message, "peer", message.source)))
+            if message in sent:
+                both.append(dist.P2POp(dist.isend, sent[message], **to(message, "peer", message.target)))
+            if message in receivers:
+                both.append(dist.P2POp(dist.irecv, receivers[message].tensor, **to(message, "peer", message.source)))
         works = dist.batch_isend_irecv(both)
     for work in works:
         work.wait()
-    findings = [finding for one in taken.values() for finding in one.findings()]
-    for message, tensor in given.items():
+    findings = [finding for receiver in receivers.values() for finding in receiver.findings()]
+    for message, tensor in sent.items():
         if not torch.equal(as_bits(tensor.cpu()), as_bits(_content(message))):
             findings.append(WrongResult(message, "the tensor that was sent was changed"))
     raise_findings(findings, len(mine), rank)
@@ -128,11 +128,11 @@ def assert_any_source_tells_the_sender(
 
 
 def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.ProcessGroup | None) -> Iterator[WrongResult]:
-    left = {message.source: message for message in messages}
+    outstanding = {message.source: message for message in messages}
     for due in messages:
         received = _Received(rank, replace(due, source=-1), "cpu")
         sender = dist.recv(received.tensor, tag=due.tag, group=group)
-        message = left.pop(sender, None)
+        message = outstanding.pop(sender, None)
         if message is None:
             text = f"recv returned rank {sender} as the sender, which had no message to send"
             yield WrongResult(received.message, text)
@@ -141,7 +141,7 @@ def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.Process
         yield from received.findings()
 
 
-BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
+BarrierForm = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
 _KINDS = 6
 """The number of kinds of objects; as many consecutive numbers give one of each kind."""
 _HELD = 0.06
@@ -187,17 +187,17 @@ def _traveled(
 ) -> Iterator[WrongResult]:
     """Call each collective of objects, and yield the wrong results; `me` and `root` are numbers in the group."""
     size = len(members)
-    all_of = [object_of(seed, other) for other in range(size)]
-    where = f" in the group {list(members)}" if members != tuple(range(size)) else ""
+    all_of = [object_of(seed, position) for position in range(size)]
+    suffix = f" in the group {list(members)}" if members != tuple(range(size)) else ""
 
-    def differing(what: str, got: object, right: object) -> Iterator[WrongResult]:
-        if got != right:
-            yield WrongResult(what + where, f"got {_short(got)}, expected {_short(right)}")
+    def differing(label: str, got: object, expected: object) -> Iterator[WrongResult]:
+        if got != expected:
+            yield WrongResult(label + suffix, f"got {_short(got)}, expected {_short(expected)}")
 
-    def shared(what: str, got: list[object]) -> Iterator[WrongResult]:
+    def shared(label: str, got: list[object]) -> Iterator[WrongResult]:
         # A later change of a result must not change the input.
-        if any(one is all_of[me] for one in got):
-            yield WrongResult(what + where, "it gives this rank's own object back, expected a copy")
+        if any(result is all_of[me] for result in got):
+            yield WrongResult(label + suffix, "it gives this rank's own object back, expected a copy")
 
     def end(role: str, number: int) -> dict[str, Any]:
         return {f"group_{role}": number} if seed % 2 else {role: members[number]}
@@ -207,19 +207,21 @@ def _traveled(
     yield from differing("all_gather_object", gathered, all_of)
     yield from shared("all_gather_object", gathered)
     dist.all_gather_object(gathered, _empty(seed, me), group=group)
-    right: list[object] = [repr(_empty(seed, number)) for number in range(size)]
-    yield from differing("all_gather_object of empty objects", [repr(one) for one in gathered], right)
+    expected: list[object] = [repr(_empty(seed, number)) for number in range(size)]
+    yield from differing("all_gather_object of empty objects", [repr(result) for result in gathered], expected)
     collected: list[object] | None = [None] * size if me == root else None
     dist.gather_object(all_of[me], collected, group=group, **end("dst", root))
     yield from differing(f"gather_object to rank {members[root]}", collected, all_of if me == root else None)
     yield from shared("gather_object", collected or [])
     spread: list[object] = [f"nothing for rank {me}"]
-    parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
-    dist.scatter_object_list(spread, parts, group=group, **end("src", root))
+    objects = [object_of(seed, root, to) for to in range(size)] if me == root else None
+    dist.scatter_object_list(spread, objects, group=group, **end("src", root))
     yield from differing(f"scatter_object_list from rank {members[root]}", spread, [object_of(seed, root, me)])
-    told = _told(seed, me, root)
-    dist.broadcast_object_list(told, group=group, **end("src", root))
-    yield from differing(f"broadcast_object_list from rank {members[root]}", told, _told(seed, root, root))
+    entries = _broadcast_entries(seed, me, root)
+    dist.broadcast_object_list(entries, group=group, **end("src", root))
+    yield from differing(
+        f"broadcast_object_list from rank {members[root]}", entries, _broadcast_entries(seed, root, root)
+    )
     if size > 1:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
@@ -228,8 +230,8 @@ def _traveled(
         elif me == target:
             sender = dist.recv_object_list(carried, group=group, **end("src", root))
             yield from differing("the sender that recv_object_list returns", [sender], [members[root]])
-            right = [object_of(seed, root, 7), object_of(seed, root, 8)]
-            yield from differing(f"send_object_list of rank {members[root]}", carried, right)
+            expected = [object_of(seed, root, 7), object_of(seed, root, 8)]
+            yield from differing(f"send_object_list of rank {members[root]}", carried, expected)
 
 
 def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) -> None:
@@ -239,18 +241,18 @@ def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) 
         root: the rank whose objects are broadcast, modulo the world size.
         drawn: at least one object; each rank has one of them, and its number.
     """
-    all_of = [(other, drawn[other % len(drawn)]) for other in range(rank.size)]
+    all_of = [(index, drawn[index % len(drawn)]) for index in range(rank.size)]
     gathered: list[object] = [None] * rank.size
     dist.all_gather_object(gathered, all_of[rank.index])
-    held: list[object] = list(drawn) if rank.index == root % rank.size else [None] * len(drawn)
-    dist.broadcast_object_list(held, src=root % rank.size)
+    copies: list[object] = list(drawn) if rank.index == root % rank.size else [None] * len(drawn)
+    dist.broadcast_object_list(copies, src=root % rank.size)
     findings = [
-        WrongResult(what, f"got {_short(got)}, expected {_short(right)}")
-        for what, got, right in (
+        WrongResult(label, f"got {_short(got)}, expected {_short(expected)}")
+        for label, got, expected in (
             ("all_gather_object of drawn objects", gathered, all_of),
-            (f"broadcast_object_list of drawn objects from rank {root % rank.size}", held, list(drawn)),
+            (f"broadcast_object_list of drawn objects from rank {root % rank.size}", copies, list(drawn)),
         )
-        if got != right
+        if got != expected
     ]
     raise_findings(findings, 2, rank)
 
@@ -260,7 +262,7 @@ def _empty(seed: int, rank: int) -> object:
     return (0, "", False, [], {}, 0.0, b"")[(seed + rank) % 7]
 
 
-def _told(seed: int, rank: int, root: int) -> list[object]:
+def _broadcast_entries(seed: int, rank: int, root: int) -> list[object]:
     """Return a rank's list before a broadcast: an entry that is None on `root` only, and an object of each kind."""
     return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
 
@@ -271,7 +273,7 @@ def _short(value: object) -> str:
 
 
 def assert_barrier_holds(
-    rank: Rank, late: int, kind: BarrierKind = "of devices", members: tuple[int, ...] = ()
+    rank: Rank, late: int, form: BarrierForm = "of devices", members: tuple[int, ...] = ()
 ) -> None:
     """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
 
@@ -280,7 +282,7 @@ def assert_barrier_holds(
     scheduled meanwhile.
 
     Args:
-        kind: the form of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
+        form: of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
             "asynchronous" is a barrier of devices with async_op, followed by a wait.
         members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this
             function.
@@ -288,20 +290,20 @@ def assert_barrier_holds(
     Raises:
         CollectiveMismatch: on rank `late`.
     """
-    backend = "gloo" if kind == "monitored" else None
+    backend = "gloo" if form == "monitored" else None
     group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
     devices = [rank.device.index]
-    waits: dict[BarrierKind, Callable[[], Any]] = {
+    waits: dict[BarrierForm, Callable[[], Any]] = {
         "of devices": lambda: dist.barrier(group, device_ids=devices),
         "of the CPU": lambda: dist.barrier(group),
         "monitored": lambda: dist.monitored_barrier(group, wait_all_ranks=bool(late % 2)),
         "asynchronous": lambda: (work := dist.barrier(group, async_op=True, device_ids=devices)) and work.wait(),
     }
-    wait = waits[kind]
+    wait = waits[form]
     store = _fresh_store()
     if members and rank.index not in members:
         return
-    left, size = 0, len(members) or rank.size
+    departures, size = 0, len(members) or rank.size
     if rank.index != late:
         store.add("before", 1)
         wait()
@@ -310,8 +312,8 @@ def assert_barrier_holds(
         while store.add("before", 0) < size - 1:
             time.sleep(0.001)
         ends = time.monotonic() + _HELD
-        while time.monotonic() < ends and not left:
-            left = store.add("behind", 0)
+        while time.monotonic() < ends and not departures:
+            departures = store.add("behind", 0)
             time.sleep(0.002)
         wait()
     if group is not None:
@@ -321,10 +323,10 @@ def assert_barrier_holds(
         while store.add("done", 0) < size:
             time.sleep(0.001)
         dist.destroy_process_group(group)
-    where = f" in the group {list(members)}" if members else ""
+    suffix = f" in the group {list(members)}" if members else ""
     findings = (
-        [WrongResult(f"barrier {kind}{where}", f"{left} ranks left it before rank {late} had entered it")]
-        if left
+        [WrongResult(f"barrier {form}{suffix}", f"{departures} ranks left it before rank {late} had entered it")]
+        if departures
         else []
     )
     raise_findings(findings, 1, rank)

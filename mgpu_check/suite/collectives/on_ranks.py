@@ -20,7 +20,7 @@ from mgpu_check.suite.collectives.functional import (
 )
 from mgpu_check.suite.collectives.groups import assert_mesh_matches, assert_subgroups_divide
 from mgpu_check.suite.collectives.messages import (
-    BarrierKind,
+    BarrierForm,
     assert_any_source_tells_the_sender,
     assert_barrier_holds,
     assert_drawn_objects_travel,
@@ -39,13 +39,15 @@ def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
     """
     missing = (0, 1 + seed % max(1, rank.size - 1))
     everybody = range(rank.size)
-    return [tuple(one for one in everybody if one != other) for other in missing] if rank.size > 2 else []
+    return (
+        [tuple(member for member in everybody if member != excluded) for excluded in missing] if rank.size > 2 else []
+    )
 
 
 def _without(rank: Rank, outside: int) -> list[tuple[int, ...]]:
     """Return the group of all ranks but one, or none in a world of one or two."""
     everybody = range(rank.size)
-    return [tuple(one for one in everybody if one != outside % rank.size)] if rank.size > 2 else []
+    return [tuple(member for member in everybody if member != outside % rank.size)] if rank.size > 2 else []
 
 
 def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
@@ -83,11 +85,14 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
     ]
     wanted = _some(rank, seed)[:1]
     with groups_of(rank, wanted) as groups:
-        for some in wanted:
-            for turn, (way, place) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
-                inside = messages_between(len(some), seed, place, tags=place == "cpu")[turn::3]
-                moved = [replace(one, source=some[one.source], target=some[one.target]) for one in inside]
-                cases.append((moved, way, place, some, groups[some]))
+        for members in wanted:
+            for turn, (way, placement) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
+                inside = messages_between(len(members), seed, placement, tags=placement == "cpu")[turn::3]
+                moved = [
+                    replace(message, source=members[message.source], target=members[message.target])
+                    for message in inside
+                ]
+                cases.append((moved, way, placement, members, groups[members]))
         run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
 
 
@@ -106,7 +111,7 @@ def assert_messages_from_any_source_arrive(
         ((target + turn) % rank.size, tag + turn, dtype, count, ())
         for turn, (dtype, count) in enumerate(zip(("float32", "int64", "bfloat16"), elements, strict=True))
     ]
-    groups = [(some[target % len(some)], 1, "float32", 9, some) for some in _without(rank, outside)]
+    groups = [(members[target % len(members)], 1, "float32", 9, members) for members in _without(rank, outside)]
     run_all(partial(assert_any_source_tells_the_sender, rank, *case) for case in (*cases, *groups))
 
 
@@ -114,7 +119,7 @@ def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[obj
     """Assert that objects travel over the CPU, over devices, and in a group: drawn ones, and some of each kind."""
     checks = [partial(assert_objects_travel, rank, root + turn, seed + turn) for turn in range(3)]
     checks.append(partial(assert_objects_travel, rank, root, seed, backend="nccl"))
-    checks += [partial(assert_objects_travel, rank, root + 1, seed, some) for some in _some(rank, seed)[:1]]
+    checks += [partial(assert_objects_travel, rank, root + 1, seed, members) for members in _some(rank, seed)[:1]]
     run_all((partial(assert_drawn_objects_travel, rank, root, drawn), *checks))
 
 
@@ -125,13 +130,15 @@ def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:
         late: the rank that enters last, modulo the world size.
         outside: the rank outside the group, modulo the world size.
     """
-    kinds: tuple[BarrierKind, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
+    forms: tuple[BarrierForm, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
     last = late % rank.size
-    cases: list[tuple[int, BarrierKind, tuple[int, ...]]] = [
-        *((other, kinds[0], ()) for other in sorted({0, rank.size - 1, last})),
-        *((last, kind, ()) for kind in kinds[1:]),
+    cases: list[tuple[int, BarrierForm, tuple[int, ...]]] = [
+        *((latecomer, forms[0], ()) for latecomer in sorted({0, rank.size - 1, last})),
+        *((last, form, ()) for form in forms[1:]),
     ]
-    cases += [(some[late % len(some)], kind, some) for some in _without(rank, outside) for kind in kinds[:3]]
+    cases += [
+        (members[late % len(members)], form, members) for members in _without(rank, outside) for form in forms[:3]
+    ]
     run_all(partial(assert_barrier_holds, rank, *case) for case in cases)
 
 
@@ -163,8 +170,8 @@ def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
     functions = [(name, "device") for name, row in TRANSFERS.items() if row.reduces] + [("all_reduce", "cpu")]
     dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     run_all(
-        partial(assert_rounding_is_unbiased, rank, function, dtype, place, seed)
+        partial(assert_rounding_is_unbiased, rank, function, dtype, placement, seed)
         for dtype in dtypes
         if rank.size <= most_ranks(dtype)
-        for function, place in functions
+        for function, placement in functions
     )

@@ -25,7 +25,7 @@ _OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 @dataclass
-class Seen:
+class ObservedCall:
     """A call of a collective.
 
     Attributes:
@@ -66,22 +66,22 @@ class Seen:
         """The first tensor that the call writes, or an empty tensor."""
         return self.written[0] if self.written else torch.empty(0)
 
-    def splits(self, place: int) -> list[int]:
-        """Return the sizes of parts that the call has as argument number `place`, if any."""
-        return list(self.args[place] or ()) if len(self.args) > place else []
+    def splits(self, position: int) -> list[int]:
+        """Return the sizes of parts that the call has as argument number `position`, if any."""
+        return list(self.args[position] or ()) if len(self.args) > position else []
 
     def every(self, period: int) -> bool:
         """Count a call; return True for every `period`-th call."""
         self.kept["calls"] = self.kept.get("calls", 0) + 1
         return bool(self.kept["calls"] % period == 0)
 
-    def call(self, *instead: Any) -> Any:
+    def proceed(self, *instead: Any) -> Any:
         """Call the original function, with `instead` in place of its first arguments."""
         return self.real(*instead, *self.args[len(instead) :], **self.kwargs)
 
     def finish(self, *instead: Any) -> Any:
         """Call the original function, and wait until it has written its results."""
-        return _waited(self.call(*instead))
+        return _waited(self.proceed(*instead))
 
     def with_op(self, op: str, tensor: torch.Tensor | None = None) -> Any:
         """Call an in-place reduction with another operation, also of another tensor, and wait for it."""
@@ -96,9 +96,9 @@ class Seen:
 
     def through(self, wide: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor] = lambda total: total) -> Any:
         """Reduce in another dtype; `back` converts the result."""
-        other = self.first.to(wide)
-        work = self.finish(other)
-        self.first.copy_(back(other))
+        widened = self.first.to(wide)
+        work = self.finish(widened)
+        self.first.copy_(back(widened))
         return work
 
 
@@ -115,34 +115,36 @@ class Done(dist.Work):
         return True
 
 
-def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Seen:
+def _observed(
+    name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any
+) -> ObservedCall:
     order = list(inspect.signature(real).parameters)
-    taken = COLLECTIVES[name].taken or order[0]
-    written = args[order.index(taken)] if order.index(taken) < len(args) else kwargs.get(taken)
+    parameter = COLLECTIVES[name].taken or order[0]
+    written = args[order.index(parameter)] if order.index(parameter) < len(args) else kwargs.get(parameter)
     tensors = [written] if isinstance(written, torch.Tensor) else list(written or ())
-    found = next((value for value in args if isinstance(value, _OP_TYPES)), kwargs.get("op"))
-    op = "SUM" if found is None else next(known for known in _OPS if found == getattr(dist.ReduceOp, known))
-    return Seen(real, args, kwargs, tensors, op, kwargs.get("group"), bool(kwargs.get("async_op")), kept)
+    operation = next((value for value in args if isinstance(value, _OP_TYPES)), kwargs.get("op"))
+    op = "SUM" if operation is None else next(label for label in _OPS if operation == getattr(dist.ReduceOp, label))
+    return ObservedCall(real, args, kwargs, tensors, op, kwargs.get("group"), bool(kwargs.get("async_op")), kept)
 
 
-def instead(*names: str) -> Planter:
+def instead(*function_names: str) -> Planter:
     """Plant a function in place of collectives. If it returns NotImplemented, the original is called."""
 
     @contextlib.contextmanager
-    def plant(make: Callable[[Seen], Any]) -> Iterator[None]:
+    def plant(make: Callable[[ObservedCall], Any]) -> Iterator[None]:
         kept: dict[Any, Any] = {}
 
         def made(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(real)
             def collective(*args: Any, **kwargs: Any) -> Any:
-                seen = _seen(name, real, args, kwargs, kept)
-                result = make(seen)
-                return seen.call() if result is NotImplemented else result
+                call = _observed(name, real, args, kwargs, kept)
+                result = make(call)
+                return call.proceed() if result is NotImplemented else result
 
             return collective
 
         with contextlib.ExitStack() as stack:
-            for name in names:
+            for name in function_names:
                 for alias in (name, COLLECTIVES[name].newer):
                     if alias and hasattr(dist, alias):
                         stack.enter_context(replaced(dist, alias, made(name, getattr(dist, alias))))
@@ -151,47 +153,47 @@ def instead(*names: str) -> Planter:
     return plant
 
 
-def before(*names: str) -> Planter:
+def before(*function_names: str) -> Planter:
     """Plant a function that changes the tensors of collectives before each call."""
 
-    def plant(spoil: Callable[[Seen], object]) -> AbstractContextManager[None]:
-        def make(seen: Seen) -> Any:
-            spoil(seen)
-            return seen.call()
+    def plant(spoil: Callable[[ObservedCall], object]) -> AbstractContextManager[None]:
+        def make(call: ObservedCall) -> Any:
+            spoil(call)
+            return call.proceed()
 
-        return instead(*names)(make)
+        return instead(*function_names)(make)
 
     return plant
 
 
-def after(*names: str) -> Planter:
+def after(*function_names: str) -> Planter:
     """Plant a function that is called after each collective has written its results."""
 
-    def plant(spoil: Callable[[Seen], object]) -> AbstractContextManager[None]:
-        def make(seen: Seen) -> Any:
-            work = seen.finish()
-            spoil(seen)
+    def plant(spoil: Callable[[ObservedCall], object]) -> AbstractContextManager[None]:
+        def make(call: ObservedCall) -> Any:
+            work = call.finish()
+            spoil(call)
             return work
 
-        return instead(*names)(make)
+        return instead(*function_names)(make)
 
     return plant
 
 
-def unchanged(*names: str) -> Planter:
+def unchanged(*function_names: str) -> Planter:
     """Plant a function that returns a view of a written tensor; it has after each call what it had before."""
 
-    def plant(part: Callable[[Seen], Any]) -> AbstractContextManager[None]:
-        def make(seen: Seen) -> Any:
-            view = part(seen)
+    def plant(view_of: Callable[[ObservedCall], Any]) -> AbstractContextManager[None]:
+        def make(call: ObservedCall) -> Any:
+            view = view_of(call)
             if view is NotImplemented:
                 return view
             old = view.clone()
-            work = seen.finish()
+            work = call.finish()
             view.copy_(old)
             return work
 
-        return instead(*names)(make)
+        return instead(*function_names)(make)
 
     return plant
 
@@ -204,25 +206,25 @@ def flipped(tensor: torch.Tensor, *, at: int = 0) -> torch.Tensor:
 
 
 LAST = When("one rank", lambda *args, **kwargs: is_last())
-LATE = When("async", lambda seen: seen.late)
-DEVICE = When("device tensors", lambda seen: seen.first.device.type != "cpu")
-NAN = When("NaN", lambda seen: bool(seen.first.isnan().any()))
-GROUPS = When("groups", lambda seen: seen.group is not None and seen.size > 1)
-SOME = When("groups of some ranks", lambda seen: 1 < seen.size < dist.get_world_size())
+LATE = When("async", lambda call: call.late)
+DEVICE = When("device tensors", lambda call: call.first.device.type != "cpu")
+NAN = When("NaN", lambda call: bool(call.first.isnan().any()))
+GROUPS = When("groups", lambda call: call.group is not None and call.size > 1)
+SOME = When("groups of some ranks", lambda call: 1 < call.size < dist.get_world_size())
 
 
 def op(name: str) -> When:
     """Select reductions with one operation."""
-    return When(name, lambda seen: seen.op == name)
+    return When(name, lambda call: call.op == name)
 
 
 def dtype(name: str) -> When:
     """Select calls that write tensors of one dtype."""
-    return When(name, lambda seen: seen.first.dtype is getattr(torch, name))
+    return When(name, lambda call: call.first.dtype is getattr(torch, name))
 
 
 def above(elements: int) -> When:
     """Select calls whose first written tensor has more than this number of elements."""
     large = elements >= 1 << 20
     words = f"{elements:,}" if elements < 1 << 16 else f"{elements >> 20} Mi" if large else f"{elements >> 10} Ki"
-    return When(f"above {words} elements", lambda seen: seen.first.numel() > elements)
+    return When(f"above {words} elements", lambda call: call.first.numel() > elements)

@@ -19,7 +19,7 @@ _FORMS = {"all_to_all": "all_to_all_single"}
 """Transfer -> the function to call, where it has another name: older versions of gloo have no `all_to_all` of lists."""
 
 
-def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: str, place: str) -> None:
+def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: str, placement: str) -> None:
     """Assert after each of `steps` that the tensors of this rank equal those of the model bit for bit.
 
     Tensors of a collective that still runs are compared when it has ended.
@@ -28,22 +28,22 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: s
         dtype: the name of an integer dtype: sums wrap around, so no step rounds or overflows.
     """
     model = _Model(rank.size, getattr(torch, dtype))
-    device = rank.device if place == "device" else torch.device("cpu")
-    mine = _OfRank(rank, [tensor.to(device, copy=True) for tensor in model.held[rank.index]])
+    device = rank.device if placement == "device" else torch.device("cpu")
+    mine = _OfRank(rank, [tensor.to(device, copy=True) for tensor in model.tensors[rank.index]])
     findings: list[WrongResult] = []
     wrote: dict[int, str] = {}
 
     def compare() -> None:
-        for name, (tensor, right) in enumerate(zip(mine.held, model.held[rank.index], strict=True)):
+        for name, (tensor, expected) in enumerate(zip(mine.tensors, model.tensors[rank.index], strict=True)):
             got = None if name in mine.pending else tensor.cpu()
-            if got is not None and not torch.equal(got, right) and not findings:
-                what = f"{wrote.get(name, 'no step')}, tensor t{name}, {dtype}, {place} tensors"
-                findings.append(WrongResult.of(what, got, right, got != right))
+            if got is not None and not torch.equal(got, expected) and not findings:
+                label = f"{wrote.get(name, 'no step')}, tensor t{name}, {dtype}, {placement} tensors"
+                findings.append(WrongResult.of(label, got, expected, got != expected))
 
     for number, step in enumerate(steps):
         mine.take(step)
         model.take(step)
-        if step.kind not in OF_GROUPS:
+        if step.operation not in OF_GROUPS:
             wrote[step.target] = f"step {number + 1} of {len(steps)}, {step}"
         compare()
     mine.finish()
@@ -83,22 +83,22 @@ class _OfRank:
         pending: number of the tensor that a collective writes -> the collective.
     """
 
-    def __init__(self, rank: Rank, held: list[torch.Tensor]) -> None:
-        self._rank, self.held = rank, held
+    def __init__(self, rank: Rank, tensors: list[torch.Tensor]) -> None:
+        self._rank, self.tensors = rank, tensors
         self._groups = {0: _Members(list(range(rank.size)))}
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self.pending: dict[int, _Pending] = {}
 
     def _view(self, name: int, size: int) -> torch.Tensor:
         """Return the part of a tensor that a group of `size` uses; the same object each time, as in training code."""
-        return self._views.setdefault((name, size), self.held[name][: size * LENGTH])
+        return self._views.setdefault((name, size), self.tensors[name][: size * LENGTH])
 
     def take(self, step: CollectiveStep) -> None:
-        if step.kind == "new_group":
+        if step.operation == "new_group":
             members = _members(step, self._rank.size)
             self._groups[step.group] = _Members(members, dist.new_group(members))
-        elif step.kind == "destroy_group":
-            self._wait([name for name, one in self.pending.items() if one.group == step.group])
+        elif step.operation == "destroy_group":
+            self._wait([name for name, pending in self.pending.items() if pending.group == step.group])
             self._destroy(self._groups.pop(step.group))
         else:
             self._wait([step.target, step.source])
@@ -117,8 +117,8 @@ class _OfRank:
         dist.barrier(device_ids=[self._rank.device.index])
         dist.destroy_process_group(group.handle)
 
-    def _wait(self, names: Sequence[int]) -> None:
-        for name in names:
+    def _wait(self, tensor_names: Sequence[int]) -> None:
+        for name in tensor_names:
             pending = self.pending.pop(name, None)
             if pending is not None:
                 pending.work.wait()
@@ -130,9 +130,9 @@ class _OfRank:
         root = step.root % size
         after: Callable[[], object] = bool  # does nothing
         work: Any = None
-        if step.kind == "add":
+        if step.operation == "add":
             target.add_(source, alpha=me + 1)
-        elif step.kind == "shift":
+        elif step.operation == "shift":
             if root:
                 self._shift(target, source.clone(), group, me, root)
         else:
@@ -146,7 +146,7 @@ class _OfRank:
         self, step: CollectiveStep, group: _Members, target: torch.Tensor, source: torch.Tensor
     ) -> tuple[Any, Callable[[], object]]:
         """Call a collective; return its work, and what to do when it is done."""
-        transfer, name = TRANSFERS[step.kind], _FORMS.get(step.kind, step.kind)
+        transfer, name = TRANSFERS[step.operation], _FORMS.get(step.operation, step.operation)
         size, me, root = len(group.members), group.members.index(self._rank.index), step.root % len(group.members)
         options: dict[str, Any] = {"group": group.handle, "async_op": step.asynchronous}
         if transfer.root:
@@ -156,46 +156,51 @@ class _OfRank:
         row = COLLECTIVES[name]
         if row.in_place:
             # Backends may use the tensor of a rank that gets no result as scratch memory.
-            used = target if transfer.takers == "all" else target.clone()
-            work = called(name, [used], [used], **options)
-            return work, (lambda: target.copy_(used)) if used is not target and me == root else bool
-        part = slice(me * LENGTH, (me + 1) * LENGTH)
-        given = [one.clone() for one in parts_of(row.given, source if transfer.divides else source[part], size)]
-        taken = parts_of(row.taken, target if transfer.joins else target[part], size)
+            buffer = target if transfer.takers == "all" else target.clone()
+            work = called(name, [buffer], [buffer], **options)
+            return work, (lambda: target.copy_(buffer)) if buffer is not target and me == root else bool
+        own_slice = slice(me * LENGTH, (me + 1) * LENGTH)
+        inputs = [
+            chunk.clone() for chunk in parts_of(row.given, source if transfer.divides else source[own_slice], size)
+        ]
+        outputs = parts_of(row.taken, target if transfer.joins else target[own_slice], size)
         gives, takes = transfer.gives(me, root), transfer.takes(me, root)
-        return called(name, given if gives else [], taken if takes else [], **options), bool
+        return called(name, inputs if gives else [], outputs if takes else [], **options), bool
 
-    def _shift(self, target: torch.Tensor, given: torch.Tensor, group: _Members, me: int, by: int) -> None:
-        to, of = (group.members[(me + step) % len(group.members)] for step in (by, -by))
-        exchange = [dist.P2POp(dist.isend, given, to, group.handle), dist.P2POp(dist.irecv, target, of, group.handle)]
-        for one in dist.batch_isend_irecv(exchange):
-            one.wait()
+    def _shift(self, target: torch.Tensor, sent: torch.Tensor, group: _Members, me: int, by: int) -> None:
+        to, sender = (group.members[(me + step) % len(group.members)] for step in (by, -by))
+        exchange = [
+            dist.P2POp(dist.isend, sent, to, group.handle),
+            dist.P2POp(dist.irecv, target, sender, group.handle),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
 
 
 class _Model:
     """The tensors of all ranks in one process.
 
     Attributes:
-        held: tensors, by rank and by number of the tensor.
+        tensors: by rank and by number of the tensor.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.held = [_begun(rank, size, dtype) for rank in range(size)]
+        self.tensors = [_begun(rank, size, dtype) for rank in range(size)]
         self._groups = {0: list(range(size))}
 
     def take(self, step: CollectiveStep) -> None:
-        if step.kind == "new_group":
-            self._groups[step.group] = _members(step, len(self.held))
+        if step.operation == "new_group":
+            self._groups[step.group] = _members(step, len(self.tensors))
             return
-        if step.kind == "destroy_group":
+        if step.operation == "destroy_group":
             del self._groups[step.group]
             return
         members = self._groups[step.group]
         length, root = len(members) * LENGTH, step.root % len(members)
-        targets = [self.held[rank][step.target][:length] for rank in members]
-        sources = [self.held[rank][step.source][:length].clone() for rank in members]
-        for written, right in list(_after(step, root, targets, sources)):
-            written.copy_(right)
+        targets = [self.tensors[rank][step.target][:length] for rank in members]
+        sources = [self.tensors[rank][step.source][:length].clone() for rank in members]
+        for written, expected in list(_after(step, root, targets, sources)):
+            written.copy_(expected)
 
 
 def _after(
@@ -203,21 +208,21 @@ def _after(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield what a step writes: a view of a target, and the result in new memory."""
     size = len(targets)
-    parts = [slice(rank * LENGTH, (rank + 1) * LENGTH) for rank in range(size)]
-    transfer = TRANSFERS.get(step.kind)
+    slices = [slice(rank * LENGTH, (rank + 1) * LENGTH) for rank in range(size)]
+    transfer = TRANSFERS.get(step.operation)
     for rank, target in enumerate(targets):
-        if step.kind == "add":
+        if step.operation == "add":
             yield target, torch.add(target, sources[rank], alpha=rank + 1)
         elif transfer is None:
             yield target, sources[(rank - root) % size] if root else target.clone()
         elif givers := transfer.sources(rank, size, root):
-            in_place = COLLECTIVES[step.kind].in_place
-            given = [
-                targets[giver] if in_place else sources[giver][parts[rank if transfer.divides else giver]]
+            in_place = COLLECTIVES[step.operation].in_place
+            inputs = [
+                targets[giver] if in_place else sources[giver][slices[rank if transfer.divides else giver]]
                 for giver in givers
             ]
-            right = _reduced(given, step.op) if transfer.reduces else torch.cat(given)
-            yield target if in_place or transfer.joins else target[parts[rank]], right
+            result = _reduced(inputs, step.op) if transfer.reduces else torch.cat(inputs)
+            yield target if in_place or transfer.joins else target[slices[rank]], result
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:

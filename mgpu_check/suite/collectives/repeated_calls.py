@@ -44,8 +44,8 @@ Tensors = Sequence[torch.Tensor]
 
 def named(name: str, *, older: bool = False) -> Callable[..., Any]:
     """Return a collective under the name that this version of torch does not deprecate, or under the older name."""
-    found: Callable[..., Any] = (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
-    return found
+    function: Callable[..., Any] = (not older and getattr(dist, COLLECTIVES[name].newer, None)) or getattr(dist, name)
+    return function
 
 
 def coalescing(group: Any, device: torch.device, *, asynchronous: bool) -> Any:
@@ -55,34 +55,41 @@ def coalescing(group: Any, device: torch.device, *, asynchronous: bool) -> Any:
 
 
 def called(
-    name: str, given: Tensors, taken: Tensors, *splits: list[int] | None, older: bool = False, **options: Any
+    name: str, inputs: Tensors, outputs: Tensors, *splits: list[int] | None, older: bool = False, **options: Any
 ) -> Any:
     """Call a collective of `torch.distributed`.
 
     Args:
-        given: the tensors that this rank gives; none if only the root gives any.
-        taken: the tensors for the result of this rank; none if only the root gets one. For a collective in place they
+        inputs: the tensors that this rank gives; none if only the root gives any.
+        outputs: the tensors for the result of this rank; none if only the root gets one. For a collective in place they
             are the same tensors.
         splits: the sizes of parts, for `all_to_all_single`.
         older: whether to use the older name of a function that torch has renamed.
         options: the root, the operation of a reduction, and all that every collective has.
     """
     row = COLLECTIVES[name]
-    operands = {row.given: given, row.taken: taken}
-    tensors = [(list(operands[one]) or None) if is_list(one) else operands[one][0] for one in _order(name)]
+    operands = {row.given: inputs, row.taken: outputs}
+    tensors = [
+        (list(operands[parameter]) or None) if is_list(parameter) else operands[parameter][0]
+        for parameter in _order(name)
+    ]
     return named(name, older=older)(*tensors, *splits, **options)
 
 
 @functools.cache
 def _order(name: str) -> list[str]:
     """Return the parameters for tensors in the order of the function: most programs give them by position."""
-    return [one for one in inspect.signature(getattr(dist, name)).parameters if one in COLLECTIVES[name].tensors]
+    return [
+        parameter
+        for parameter in inspect.signature(getattr(dist, name)).parameters
+        if parameter in COLLECTIVES[name].tensors
+    ]
 
 
-def parts_of(parameter: str, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
+def parts_of(parameter: str, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Return a tensor as a parameter of a collective takes it: as one tensor, or as a part for each of `count`
     ranks."""
-    return list(whole.chunk(count)) if is_list(parameter) else [whole]
+    return list(tensor.chunk(count)) if is_list(parameter) else [tensor]
 
 
 @dataclass(frozen=True)
@@ -96,33 +103,33 @@ class Runner:
 def runner(
     transfer: str,
     reduction: str,
-    given: torch.Tensor,
+    contribution: torch.Tensor,
     group: dist.ProcessGroup | None,
     count: int,
-    place: int,
+    position: int,
     root: int,
 ) -> Runner:
     """Prepare a collective with new memory for its result.
 
     Args:
         transfer: a name in `TRANSFERS`.
-        given: as many elements as the largest tensor of this rank has.
+        contribution: as many elements as the largest tensor of this rank has.
         group: None for all ranks.
         root: the root, as a rank of the world.
     """
     name, how, me = form_of(transfer), TRANSFERS[transfer], dist.get_rank()
-    row, part = COLLECTIVES[name], given.numel() // count
+    row, chunk_length = COLLECTIVES[name], contribution.numel() // count
     options: dict[str, Any] = {"group": group}
     if how.root:
         options[how.root] = root
     if how.reduces:
         options["op"] = dist.ReduceOp.AVG if reduction == "avg" else getattr(dist.ReduceOp, reduction.upper())
     if row.in_place:
-        whole = given.clone()
-        return Runner(lambda: called(name, [whole], [whole], **options), whole if how.takes(me, root) else None)
-    source = given if how.divides else given[:part]
+        buffer = contribution.clone()
+        return Runner(lambda: called(name, [buffer], [buffer], **options), buffer if how.takes(me, root) else None)
+    source = contribution if how.divides else contribution[:chunk_length]
     inputs = parts_of(row.given, source, count) if how.gives(me, root) else []
-    result = given.new_empty(len(given) if how.joins else part) if how.takes(me, root) else None
+    result = contribution.new_empty(len(contribution) if how.joins else chunk_length) if how.takes(me, root) else None
     outputs = [] if result is None else parts_of(row.taken, result, count)
     return Runner(lambda: called(name, inputs, outputs, **options), result)
 
@@ -182,17 +189,17 @@ class Terms:
         drawn.bitwise_xor_((drawn >> 29).bitwise_and_((1 << 35) - 1)).mul_(_MIX[1])
         return (drawn >> 13).bitwise_and_((1 << _MOST_BITS) - 1), index % self.count
 
-    def _term(self, rank: int, drawn: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    def _term(self, rank: int, drawn: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
         bits = min(significand_bits(self.dtype), _MOST_BITS)
         signed = self.dtype.is_floating_point or self.dtype.is_signed
         if self.reduction == "product":
             many = drawn % (2**bits - 1) + 1
             few = 2 if rank in (1, 2) else 1
-            term = torch.where(place == rank, many, few)
+            term = torch.where(holder == rank, many, few)
         else:
             most = (2**bits - 1) // self.count
             band = most // self.count
-            position = (place + rank) % self.count
+            position = (holder + rank) % self.count
             term = position * band + 1 + drawn % band if band else position % max(1, most) + 1
         if not signed:
             return term
@@ -216,12 +223,12 @@ class Terms:
             return self._alone(index, got)
         times = self.count if self.reduction == "avg" else 1
         total = functools.reduce(operator.add, (self.of_rank(rank, index).double() for rank in range(self.count)))
-        found = got.double() * times
+        observed = got.double() * times
         for rank in range(self.count):
             term = self.of_rank(rank, index).double()
-            if torch.equal(found, total - term):
+            if torch.equal(observed, total - term):
                 return "lacks the term of", rank
-            if torch.equal(found, total + term):
+            if torch.equal(observed, total + term):
                 return "has twice the term of", rank
         return self._alone(index, got)
 
@@ -235,11 +242,11 @@ class Terms:
         self, make: Callable[[torch.Tensor], torch.Tensor], length: int, device: torch.device, chunk: int
     ) -> torch.Tensor:
         """Return `make` applied to the indices below `length`, `chunk` of them at a time."""
-        whole = torch.empty(length, dtype=self.dtype, device=device)
+        terms = torch.empty(length, dtype=self.dtype, device=device)
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
-            whole[start:end] = make(torch.arange(start, end, device=device))
-        return whole
+            terms[start:end] = make(torch.arange(start, end, device=device))
+        return terms
 
 
 _WINDOW = 64
@@ -291,10 +298,10 @@ class RepeatedCollective:
     def elements(self, count: int) -> int:
         """Return the number of elements of the larger tensor in a group of `count` ranks: at least one per rank."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        whole = self.bytes // dtype.itemsize
+        total = self.bytes // dtype.itemsize
         # Keep the exact size if nothing has parts: a library may fail at one exact size only.
-        parts = self.transfer is not None and (self.transfer.divides or self.transfer.joins)
-        return max(count, whole // count * count if parts else whole)
+        divided = self.transfer is not None and (self.transfer.divides or self.transfer.joins)
+        return max(count, total // count * count if divided else total)
 
 
 @dataclass(frozen=True)
@@ -304,8 +311,8 @@ class Cases:
     all: tuple[RepeatedCollective, ...]
 
     def __str__(self) -> str:
-        more = f", and {len(self.all) - 1} more" if self.all[1:] else ""
-        return f"{self.all[0]}{more}" if self.all else "nothing"
+        rest = f", and {len(self.all) - 1} more" if self.all[1:] else ""
+        return f"{self.all[0]}{rest}" if self.all else "nothing"
 
 
 @dataclass(frozen=True)
@@ -411,7 +418,7 @@ class _Examination:
     ) -> None:
         self.case, self.number, self.members, self.group = case, number, members, group
         self.rank, self.device = rank, rank.device
-        self.count, self.place = len(members), members.index(rank.index)
+        self.count, self.position = len(members), members.index(rank.index)
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         self.elements = case.elements(self.count)
         self.length = self.elements + _WINDOW
@@ -420,17 +427,17 @@ class _Examination:
         chunk = max(CHUNK // 4, torch.cuda.mem_get_info(self.device)[0] // 512)
         if self.reduces:
             self.own = self.terms.filled(
-                lambda index: self.terms.of_rank(self.place, index), self.length, self.device, chunk
+                lambda index: self.terms.of_rank(self.position, index), self.length, self.device, chunk
             )
             self.right = self.terms.filled(self.terms.result, self.length, self.device, chunk)
         else:
-            self.own = self.content(self.place, 0, self.length)
+            self.own = self.content(self.position, 0, self.length)
         self.wrong: list[WrongIteration] = []
         self.checked = self.failed = 0
 
-    def content(self, place: int, start: int, end: int) -> torch.Tensor:
+    def content(self, position: int, start: int, end: int) -> torch.Tensor:
         """Return the elements `start` to `end` of a member's data for a copy."""
-        tag = tag_of(self.members[place], HOST, self.case.seed)
+        tag = tag_of(self.members[position], HOST, self.case.seed)
         width = self.dtype.itemsize
         return bytes_of_content(tag, start * width, end * width, self.device).clone().view(self.dtype)
 
@@ -449,34 +456,36 @@ class _Examination:
 
     def once(self, iteration: int, start: int) -> _IterationResult:
         """Call the collective once."""
-        case, part = self.case, self.elements // self.count
+        case, chunk_length = self.case, self.elements // self.count
         root = case.root % self.count
         window = self.own[start : start + self.elements]
         result = _IterationResult(iteration, start, None)
         if case.operation == "send_recv":
             step = iteration % max(1, self.count - 1) + 1
-            sender = (self.place - step) % self.count
+            sender = (self.position - step) % self.count
             result.tensor, result.pieces = torch.empty_like(window), [(sender, start)]
-            self.exchange(window, result.tensor, (self.place + step) % self.count, sender)
+            self.exchange(window, result.tensor, (self.position + step) % self.count, sender)
             return result
-        made = runner(case.operation, case.reduction, window, self.group, self.count, self.place, self.members[root])
-        made.call()
-        result.tensor = made.output
+        collective = runner(
+            case.operation, case.reduction, window, self.group, self.count, self.position, self.members[root]
+        )
+        collective.call()
+        result.tensor = collective.output
         assert case.transfer is not None
-        first = start + self.place * part if case.transfer.divides else start
+        offset = start + self.position * chunk_length if case.transfer.divides else start
         if self.reduces:
-            result.start = first
+            result.start = offset
         else:
-            result.pieces = [(source, first) for source in case.transfer.sources(self.place, self.count, root)]
+            result.pieces = [(source, offset) for source in case.transfer.sources(self.position, self.count, root)]
         return result
 
-    def exchange(self, given: torch.Tensor, taken: torch.Tensor, to: int, sender: int) -> None:
+    def exchange(self, sent: torch.Tensor, received: torch.Tensor, to: int, sender: int) -> None:
         if self.count == 1:
-            taken.copy_(given)
+            received.copy_(sent)
             return
         both = [
-            dist.P2POp(dist.isend, given, self.members[to], self.group),
-            dist.P2POp(dist.irecv, taken, self.members[sender], self.group),
+            dist.P2POp(dist.isend, sent, self.members[to], self.group),
+            dist.P2POp(dist.irecv, received, self.members[sender], self.group),
         ]
         for work in dist.batch_isend_irecv(both):
             work.wait()
@@ -486,39 +495,39 @@ class _Examination:
         if result.tensor is None:
             return
         self.checked += 1
-        found = self.reduced(result) if self.reduces else self.copied(result)
-        if found is not None:
+        failure = self.reduced(result) if self.reduces else self.copied(result)
+        if failure is not None:
             self.failed += 1
-            self.wrong.append(found)
+            self.wrong.append(failure)
 
     def reduced(self, result: _IterationResult) -> WrongIteration | None:
         assert result.tensor is not None
         got, start = result.tensor, result.start
-        right = self.right[start : start + got.numel()]
-        if torch.equal(as_bits(got), as_bits(right)):
+        expected = self.right[start : start + got.numel()]
+        if torch.equal(as_bits(got), as_bits(expected)):
             return None
-        wrong = as_bits(got) != as_bits(right)
+        mismatches = as_bits(got) != as_bits(expected)
         if self.terms.tolerance:
-            off = (got.double() - right.double()).abs()
+            off = (got.double() - expected.double()).abs()
             allowed = self.terms.tolerance * self.magnitude(start, start + got.numel())
-            wrong = ~(off <= allowed)
-        if not bool(wrong.any()):
+            mismatches = ~(off <= allowed)
+        if not bool(mismatches.any()):
             return None
-        places = wrong.nonzero().flatten()[:_LOOKED_AT].cpu()
-        index, some = places + start, got[places.to(self.device)].cpu()
-        should = right[places.to(self.device)].cpu()
-        looks, sources = self.describe(index, some, should, result.iteration)
-        shown = [", ".join(map(str, values[:4].tolist())) for values in (some, should)]
+        places = mismatches.nonzero().flatten()[:_LOOKED_AT].cpu()
+        index, samples = places + start, got[places.to(self.device)].cpu()
+        should = expected[places.to(self.device)].cpu()
+        looks, sources = self.describe(index, samples, should, result.iteration)
+        shown = [", ".join(map(str, values[:4].tolist())) for values in (samples, should)]
         return WrongIteration(
-            result.iteration, int(wrong.sum()), got.numel(), int(places[0]), looks, sources, shown[0], shown[1]
+            result.iteration, int(mismatches.sum()), got.numel(), int(places[0]), looks, sources, shown[0], shown[1]
         )
 
     def magnitude(self, start: int, end: int) -> torch.Tensor:
         index = torch.arange(start, end, device=self.device)
-        return torch.stack([self.terms.of_rank(place, index).double().abs() for place in range(self.count)]).amax(0)
+        return torch.stack([self.terms.of_rank(rank, index).double().abs() for rank in range(self.count)]).amax(0)
 
     def describe(
-        self, index: torch.Tensor, got: torch.Tensor, right: torch.Tensor, iteration: int
+        self, index: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, iteration: int
     ) -> tuple[str, tuple[int, ...]]:
         if not bool(as_bits(got).any()):
             return "it holds zeros", ()
@@ -531,7 +540,7 @@ class _Examination:
             return "it holds the result of the iteration before", ()
         if not bool(got.double().isfinite().all()):
             return "it holds values that are not finite", ()
-        flips = set((as_bits(got) ^ as_bits(right)).tolist())
+        flips = set((as_bits(got) ^ as_bits(expected)).tolist())
         flip = flips.pop()
         # One bit of a few elements is inverted by chance, too, as that of 257 and 256.
         if not flips and len(index) >= _MANY and (flip % 2 ** (8 * got.element_size())).bit_count() == 1:
@@ -541,28 +550,30 @@ class _Examination:
     def copied(self, result: _IterationResult) -> WrongIteration | None:
         assert result.tensor is not None
         got = result.tensor
-        part = got.numel() // len(result.pieces)
-        wrong: list[WrongIteration] = []
-        for number, (place, start) in enumerate(result.pieces):
-            piece = got[number * part : (number + 1) * part].view(torch.uint8)
-            should = self.content(place, start, start + part).view(torch.uint8)
-            source = self.members[place]
-            names = {tag_of(member, HOST, self.case.seed): f"the data of rank {member}" for member in self.members}
-            if (off := compare(piece, should, names)) is not None:
-                wrong.append(
+        chunk_length = got.numel() // len(result.pieces)
+        failures: list[WrongIteration] = []
+        for number, (position, start) in enumerate(result.pieces):
+            piece = got[number * chunk_length : (number + 1) * chunk_length].view(torch.uint8)
+            should = self.content(position, start, start + chunk_length).view(torch.uint8)
+            source = self.members[position]
+            descriptions = {
+                tag_of(member, HOST, self.case.seed): f"the data of rank {member}" for member in self.members
+            }
+            if (off := compare(piece, should, descriptions)) is not None:
+                failures.append(
                     WrongIteration(
                         result.iteration, off.count, piece.numel(), off.first, off.looks, (source,),
                         off.evidence["got"], off.evidence["expected"],
                     )
                 )  # fmt: skip
-        if not wrong:
+        if not failures:
             return None
-        first = wrong[0]
-        sources = tuple(source for one in wrong for source in one.sources)
-        of = got.numel() * got.element_size()
+        head = failures[0]
+        sources = tuple(source for failure in failures for source in failure.sources)
+        total = got.numel() * got.element_size()
         return WrongIteration(
-            first.iteration, sum(one.count for one in wrong), of, first.first, first.looks, sources, first.got,
-            first.expected,
+            head.iteration, sum(failure.count for failure in failures), total, head.first, head.looks, sources,
+            head.got, head.expected,
         )  # fmt: skip
 
 
@@ -588,7 +599,7 @@ def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
         ValueError: the dtype has too few bits for `count` ranks.
     """
     bits = significand_bits(dtype)
-    parts = min(8, bits - 1 - count.bit_length())
+    fraction_bits = min(8, bits - 1 - count.bit_length())
     if count > most_ranks(dtype):
         raise ValueError(f"terms_of: count={count} fractions do not add up exactly in {dtype}; use fewer ranks")
     elements = elements_for(count)
@@ -597,11 +608,11 @@ def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     large = torch.randint(low, high, (elements,), generator=generator, dtype=torch.int64).double()
     sign = 1.0 - 2.0 * torch.randint(0, 2, (elements,), generator=generator)
     holder = torch.arange(elements) % count
-    found = []
+    terms = []
     for rank in range(count):
-        fraction = torch.randint(1, 2**parts, (elements,), generator=generator).double() / 2**parts
-        found.append((sign * torch.where(holder == rank, large, fraction)).to(dtype))
-    return found
+        fraction = torch.randint(1, 2**fraction_bits, (elements,), generator=generator).double() / 2**fraction_bits
+        terms.append((sign * torch.where(holder == rank, large, fraction)).to(dtype))
+    return terms
 
 
 def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
@@ -617,7 +628,7 @@ def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
     return float(error.mean())
 
 
-def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, place: str, seed: int) -> None:
+def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, placement: str, seed: int) -> None:
     """Assert that the rounding of a collective's sums leans neither towards zero nor away from it.
 
     Args:
@@ -627,20 +638,20 @@ def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, p
         CollectiveMismatch: the mean error is more than a quarter of a unit in the last place.
     """
     terms = terms_of(rank.size, dtype, seed)
-    mine = terms[rank.index].to(rank.device if place == "device" else "cpu", copy=True)
-    whole = mine.repeat(rank.size) if TRANSFERS[transfer].divides else mine
-    made = runner(transfer, "sum", whole, None, rank.size, rank.index, rank.size - 1)
-    made.call()
-    if made.output is None:
+    mine = terms[rank.index].to(rank.device if placement == "device" else "cpu", copy=True)
+    contribution = mine.repeat(rank.size) if TRANSFERS[transfer].divides else mine
+    collective = runner(transfer, "sum", contribution, None, rank.size, rank.index, rank.size - 1)
+    collective.call()
+    if collective.output is None:
         return
-    mean = mean_error(made.output.cpu(), terms)
+    mean = mean_error(collective.output.cpu(), terms)
     findings = []
     if not abs(mean) <= LIMIT:
         side = "towards zero" if mean < 0 else "away from zero"
-        what = f"{form_of(transfer)} SUM, {name_of(dtype)}, {place} tensors, seed {seed}"
+        label = f"{form_of(transfer)} SUM, {name_of(dtype)}, {placement} tensors, seed {seed}"
         text = (
             f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, "
             f"expected 0 ± {LIMIT}"
         )
-        findings.append(WrongResult(what, text))
+        findings.append(WrongResult(label, text))
     raise_findings(findings, 1, rank)

@@ -64,9 +64,9 @@ def worlds(draw: st.DrawFn, least: int = 1) -> int:
 
     One rank alone, which exchanges nothing, is rare: at the level quick it would be the only example of a check.
     """
-    whole = settings.active().gpus or 0
-    two = max(least, min(2, whole))
-    return draw(world_sizes(draw(first_of((*[max(least, whole)] * 3, *[two] * 4, least)))))
+    total = settings.active().gpus or 0
+    two = max(least, min(2, total))
+    return draw(world_sizes(draw(first_of((*[max(least, total)] * 3, *[two] * 4, least)))))
 
 
 seeds = tensor_seeds()
@@ -87,7 +87,7 @@ def messages(draw: st.DrawFn) -> list[Message]:
     """Draw messages between any ranks, of any dtype, with up to 9 elements or about 4,096 or 64 Ki."""
     elements = st.integers(0, 9) | st.sampled_from((4097, 65537))
     drawn = st.tuples(members, members, st.integers(0, 4), st.sampled_from(COPIED), elements)
-    return [Message(*one, number) for number, one in enumerate(draw(st.lists(drawn, min_size=1, max_size=12)))]
+    return [Message(*fields, number) for number, fields in enumerate(draw(st.lists(drawn, min_size=1, max_size=12)))]
 
 
 def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
@@ -98,8 +98,8 @@ def _reductions(functions: Sequence[str], places: Sequence[str], values: str, se
     combinations = itertools.product(functions, places, REDUCED, OPERATIONS)
     return _right(
         [
-            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed + number + 1, seed=seed)
-            for number, (function, place, dtype, op) in enumerate(combinations)
+            CollectiveCall(function, dtype, op=op, values=values, place=placement, root=seed + number + 1, seed=seed)
+            for number, (function, placement, dtype, op) in enumerate(combinations)
         ]
     )
 
@@ -139,12 +139,12 @@ def rounding(seed: int) -> list[CollectiveCall]:
     """Return sums, means and products that round."""
     return _right(
         [
-            CollectiveCall(function, dtype, 997, op=op, values="random", place=place, root=seed, seed=seed)
+            CollectiveCall(function, dtype, 997, op=op, values="random", place=placement, root=seed, seed=seed)
             for function in REDUCING
-            for place in PLACES
+            for placement in PLACES
             for dtype in _SPECIAL
             for op in ("SUM", "AVG", "PRODUCT")
-            if function == "all_reduce" or (op == "SUM" and place == "device")
+            if function == "all_reduce" or (op == "SUM" and placement == "device")
         ]
     )
 
@@ -153,11 +153,11 @@ def copies(seed: int) -> list[CollectiveCall]:
     """Return every copying collective for every dtype on devices, and for half of the dtypes on the CPU."""
     return _right(
         [
-            CollectiveCall(function, dtype, place=place, values="bits", root=seed + number, seed=seed)
+            CollectiveCall(function, dtype, place=placement, values="bits", root=seed + number, seed=seed)
             for function in COPYING
-            for place in PLACES
+            for placement in PLACES
             for number, dtype in enumerate(COPIED)
-            if place == "device" or (number + seed) % 2 == 0
+            if placement == "device" or (number + seed) % 2 == 0
         ]
     )
 
@@ -167,34 +167,34 @@ def _drawn(
     number: int,
     seed: int,
     *,
-    place: str | None = None,
+    placement: str | None = None,
     dtype: str | None = None,
     op: str | None = None,
-    **more: Any,
+    **attributes: Any,
 ) -> CollectiveCall:
-    """Return a call; derive dtype, operation, place and root from a number if they are not given.
+    """Return a call; derive dtype, operation, placement and root from a number if they are not given.
 
     The dtype is the next one that the backend supports.
     """
     turn = number + seed
-    place = place or PLACES[turn % 2]
+    placement = placement or PLACES[turn % 2]
     if function in REDUCING:
-        dtypes = REDUCED if place == "device" else tuple(dtype for dtype in REDUCED if dtype != "bool")
+        dtypes = REDUCED if placement == "device" else tuple(dtype for dtype in REDUCED if dtype != "bool")
         op = op or ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]
     else:
-        dtypes = COPIED if place == "device" else REDUCED[:-2]
+        dtypes = COPIED if placement == "device" else REDUCED[:-2]
         op = "SUM"
-    first = turn * 5 % len(dtypes)
-    for name in [dtype] if dtype else [*dtypes[first:], *dtypes[:first]]:
+    offset = turn * 5 % len(dtypes)
+    for name in [dtype] if dtype else [*dtypes[offset:], *dtypes[:offset]]:
         call = CollectiveCall(
             function,
             name,
             op=op,
             values="exact" if function in REDUCING else "bits",
-            place=place,
+            place=placement,
             root=turn,
             seed=turn,
-            **more,
+            **attributes,
         )
         if left_out(call):
             call = replace(call, op="SUM")
@@ -210,12 +210,14 @@ def sizes(seed: int) -> list[CollectiveCall]:
         for elements in (0, 1, 3, 63 + 2 * (seed % 30)):
             calls.append(_drawn(function, number + elements, seed, elements=elements))
         for border in (1 << 12, 1 << 16):
-            calls.append(_drawn(function, number, seed, elements=border + 1, dtype="float32", place="device"))
+            calls.append(_drawn(function, number, seed, elements=border + 1, dtype="float32", placement="device"))
         calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
         if function in LARGE and ([*LARGE].index(function) + seed) % 2 == 0:
-            calls.append(_drawn(function, number, seed, elements=(1 << 20) + 1, dtype=LARGE[function], place="device"))
+            calls.append(
+                _drawn(function, number, seed, elements=(1 << 20) + 1, dtype=LARGE[function], placement="device")
+            )
     for number, dtype in enumerate((*FLOATING, "int64", "uint8")):
-        calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, place="device"))
+        calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, placement="device"))
     return calls
 
 
@@ -225,13 +227,17 @@ def layouts(seed: int) -> list[CollectiveCall]:
     for number, function in enumerate(_FUNCTIONS):
         for turn, layout in enumerate(_shapes(function)):
             dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
-            for place in PLACES if layout in ("in place", "stacked", "uneven", "matrix") else PLACES[:1]:
-                which = number + turn + (place == "cpu")
-                more: dict[str, Any] = {"dtype": dtype, "asynchronous": bool((which + seed) % 2)}
-                calls.append(_drawn(function, which, seed, elements=24, layout=layout, place=place, **more))
+            for placement in PLACES if layout in ("in place", "stacked", "uneven", "matrix") else PLACES[:1]:
+                which = number + turn + (placement == "cpu")
+                attributes: dict[str, Any] = {"dtype": dtype, "asynchronous": bool((which + seed) % 2)}
+                calls.append(
+                    _drawn(function, which, seed, elements=24, layout=layout, placement=placement, **attributes)
+                )
         calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
         if FUNCTIONS[function].does == "all_to_all":
-            calls += [_drawn(function, number, seed, elements=0, layout="uneven", place=place) for place in PLACES]
+            calls += [
+                _drawn(function, number, seed, elements=0, layout="uneven", placement=placement) for placement in PLACES
+            ]
     return _right(calls)
 
 
@@ -284,11 +290,11 @@ def option_rows() -> list[dict[str, Any]]:
     """Return rows of `_OPTIONS` that together have each pair of values that occurs in a call."""
     calls = _right(
         [
-            CollectiveCall(function, dtype, op=op, place=place, layout=layout)
+            CollectiveCall(function, dtype, op=op, place=placement, layout=layout)
             for function in _FUNCTIONS
             for op in (OPERATIONS if function in REDUCING else ("SUM",))
             for layout in dict.fromkeys(("dense", "scalar", *_shapes(function)))
-            for place in (PLACES if layout not in _VIEWS[1:] else PLACES[:1])
+            for placement in (PLACES if layout not in _VIEWS[1:] else PLACES[:1])
             for dtype in COPIED
         ]
     )
@@ -305,13 +311,13 @@ def _fits(name: str, call: CollectiveCall, value: Any) -> bool:
     return _FITS[name](call, value) if name in _FITS else getattr(call, name) == value
 
 
-def options(size: int, seed: int, *, more: bool) -> list[CollectiveCall]:
-    """Return calls that together have each pair of options; with `more` all of them, else an eighth, by the seed."""
+def options(size: int, seed: int, *, complete: bool) -> list[CollectiveCall]:
+    """Return calls that together have each pair of options; if `complete` all of them, else an eighth by the seed."""
     groups = {"world": (), "without the first": tuple(range(1, size)), "without the last": tuple(range(size - 1))}
     rows = [(number, dict(row)) for number, row in enumerate(option_rows())]
     calls = []
-    for number, row in rows if more else rows[seed % 8 :: 8]:
-        where, _, by = (row.pop("root") or "first, global").partition(", ")
+    for number, row in rows if complete else rows[seed % 8 :: 8]:
+        end, _, by = (row.pop("root") or "first, global").partition(", ")
         members = groups[row.pop("group")]
         op = row.pop("op")
         calls.append(
@@ -320,7 +326,7 @@ def options(size: int, seed: int, *, more: bool) -> list[CollectiveCall]:
                 op=op or "SUM",
                 values="exact" if op else "bits",
                 members=members,
-                root=0 if where == "first" else (len(members) or size) - 1,
+                root=0 if end == "first" else (len(members) or size) - 1,
                 root_by=by,
                 seed=seed + number,
             )
@@ -339,9 +345,11 @@ def asynchronous(seed: int) -> list[CollectiveCall]:
     for turn, (elements, places, times) in enumerate(rows):
         for number, function in enumerate(_FUNCTIONS):
             op = "SUM" if turn == 0 else None
-            for again, place in itertools.product(range(times), places):
-                drawn = number + turn + again
-                calls.append(_drawn(function, drawn, seed, elements=elements, place=place, asynchronous=True, op=op))
+            for repeat, placement in itertools.product(range(times), places):
+                drawn = number + turn + repeat
+                calls.append(
+                    _drawn(function, drawn, seed, elements=elements, placement=placement, asynchronous=True, op=op)
+                )
     return calls
 
 
@@ -375,7 +383,7 @@ def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCa
                     elements=41,
                     members=members,
                     root_by=("global", "group")[odd],
-                    place=PLACES[(turn // 2 + number) % 2],
+                    placement=PLACES[(turn // 2 + number) % 2],
                     op="AVG" if mean else None if turn % 3 == 2 else "SUM",
                     dtype=FLOATING[(turn + number + seed) // 2 % 4] if mean else None,
                 )
@@ -391,23 +399,23 @@ class _Machine:
         self._alive: list[int] = []
         self.steps: list[CollectiveStep] = []
 
-    def take(self, kind: str) -> None:
+    def take(self, operation: str) -> None:
         """Add a step of this kind, or the steps of a phrase.
 
         With no group to destroy, create one instead; with too many groups, destroy one instead.
         """
-        if kind in _PHRASES:
-            _PHRASES[kind](self)
-        elif kind not in OF_GROUPS:
-            self._move(kind)
-        elif (kind == "new_group" and len(self._alive) < GROUPS) or not self._alive:
+        if operation in _PHRASES:
+            _PHRASES[operation](self)
+        elif operation not in OF_GROUPS:
+            self._move(operation)
+        elif (operation == "new_group" and len(self._alive) < GROUPS) or not self._alive:
             self._new_group()
         else:
             self._destroy_group()
 
     def _move(
         self,
-        kind: str,
+        operation: str,
         *,
         target: int | None = None,
         source: int | None = None,
@@ -424,17 +432,17 @@ class _Machine:
         if group is None:
             group = self._draw(st.sampled_from((0, *self._alive)))
         op = self._draw(st.sampled_from(("SUM", "MIN", "MAX")))
-        step = CollectiveStep(kind, target, source, self._draw(st.integers(0, 63)), op, asynchronous, group)
+        step = CollectiveStep(operation, target, source, self._draw(st.integers(0, 63)), op, asynchronous, group)
         self.steps.append(step)
         return step
 
     def _new_group(self) -> int:
         """Create a group, with at least two ranks if the world has two."""
         group: int = min({*range(1, GROUPS + 1)} - {*self._alive})
-        first = self._draw(st.integers(0, 62))
+        member = self._draw(st.integers(0, 62))
         others = self._draw(st.lists(st.integers(0, 63), max_size=6, unique=True))
         self._alive.append(group)
-        members = dict.fromkeys((first, first + 1, *others))
+        members = dict.fromkeys((member, member + 1, *others))
         self.steps.append(CollectiveStep("new_group", group=group, members=tuple(members)))
         return group
 
@@ -446,11 +454,11 @@ class _Machine:
         """Start two collectives in different groups before waiting for either."""
         if not self._alive:
             self._new_group()
-        one, other, *sources = self._draw(st.permutations(range(BUFFERS)))
+        first_target, second_target, *sources = self._draw(st.permutations(range(BUFFERS)))
         groups = self._draw(st.permutations((0, *self._alive)))
-        for target, source, group in zip((one, other), sources, groups, strict=False):
-            kind = self._draw(st.sampled_from(_LATE))
-            self._move(kind, target=target, source=source, group=group, asynchronous=True)
+        for target, source, group in zip((first_target, second_target), sources, groups, strict=False):
+            operation = self._draw(st.sampled_from(_LATE))
+            self._move(operation, target=target, source=source, group=group, asynchronous=True)
 
     def _renew(self) -> None:
         """Destroy a group, then create and use a new one."""
@@ -461,14 +469,14 @@ class _Machine:
 
     def _repeat(self) -> None:
         """Take each kind of step twice, the second time with different data in the same tensors."""
-        for kind in self._draw(st.permutations(_LATE)):
-            step = self._move(kind)
+        for operation in self._draw(st.permutations(_LATE)):
+            step = self._move(operation)
             for changed in (step.source, step.target):
                 self._move("add", target=changed, group=0)
-            self._move(kind, target=step.target, source=step.source, group=step.group)
+            self._move(operation, target=step.target, source=step.source, group=step.group)
 
 
-_LATE = tuple(kind for kind in STEPS if kind not in ("add", "shift"))
+_LATE = tuple(operation for operation in STEPS if operation not in ("add", "shift"))
 """Kinds of steps that can be asynchronous."""
 _PHRASES = {"overlap": _Machine._overlap, "renew": _Machine._renew, "repeat": _Machine._repeat}
 
@@ -478,20 +486,20 @@ def programs(draw: st.DrawFn) -> list[CollectiveStep]:
     """Draw programs of some 30 to 60 steps: every kind of step and every phrase in random order, then some more."""
     machine = _Machine(draw)
     all_kinds = (*STEPS, *_PHRASES)
-    for kind in (
+    for operation in (
         *draw(st.permutations(all_kinds)),
         *draw(st.lists(st.sampled_from((*all_kinds, *OF_GROUPS)), max_size=8)),
     ):
-        machine.take(kind)
+        machine.take(operation)
     return machine.steps
 
 
 def mesh_shapes(size: int) -> list[tuple[int, ...]]:
     """Return all mesh shapes for `size` ranks with one to three dimensions above 1, and ``(1, size)``."""
-    found: list[tuple[int, ...]] = [(size,), (1, size)]
-    for first in range(2, size):
-        if size % first == 0:
-            found.append((first, size // first))
-            rest = size // first
-            found += [(first, second, rest // second) for second in range(2, rest) if rest % second == 0]
-    return [shape for shape in found if math.prod(shape) == size]
+    shapes: list[tuple[int, ...]] = [(size,), (1, size)]
+    for leading in range(2, size):
+        if size % leading == 0:
+            shapes.append((leading, size // leading))
+            rest = size // leading
+            shapes += [(leading, second, rest // second) for second in range(2, rest) if rest % second == 0]
+    return [shape for shape in shapes if math.prod(shape) == size]

@@ -87,7 +87,7 @@ def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
 def test_options_of_collectives(ranks: Ranks, size: int, seed: int, more: bool) -> None:
     """Collectives are right with each pair of options: dtype, operation, layout, size, root, group, in flight, and in a
     coalescing manager."""
-    assert_shared(ranks.run(MATCH, calls.options(size, seed, more=more), size=size))
+    assert_shared(ranks.run(MATCH, calls.options(size, seed, complete=more), size=size))
 
 
 @examples(12, quick=2)

@@ -30,48 +30,52 @@ class WrongCase:
 
     device: torch.device
     case: str
-    what: str
+    description: str
 
 
 def named_wrong(
-    wrong: Sequence[WrongCase], devices: Sequence[torch.device], cases: int, reference: str = "the CPU"
+    wrong_cases: Sequence[WrongCase], devices: Sequence[torch.device], cases: int, reference: str = "the CPU"
 ) -> DeviceMismatch:
     """Return an error that names the wrong devices and their cases.
 
     Args:
-        wrong: at least one error, in the order of the cases.
+        wrong_cases: at least one error, in the order of the cases.
         devices: all devices that ran the cases.
         cases: the number of cases that each device ran.
         reference: the name of the reference with which the other devices agree.
     """
     # The first case with the fewest wrong devices isolates the fault best.
     by_case: dict[str, list[WrongCase]] = {}
-    for one in wrong:
-        by_case.setdefault(one.case, []).append(one)
-    first = min(by_case.values(), key=len)
-    odd = [one.device for one in first]
-    faulty = {one.device for one in wrong}
+    for wrong_case in wrong_cases:
+        by_case.setdefault(wrong_case.case, []).append(wrong_case)
+    fewest = min(by_case.values(), key=len)
+    odd = [wrong_case.device for wrong_case in fewest]
+    faulty = {wrong_case.device for wrong_case in wrong_cases}
     others = [device for device in devices if device not in faulty]
-    text = f"{_who(odd, devices, alone=len(faulty) == 1)} wrong in {first[0].case}: "
+    text = f"{_who(odd, devices, alone=len(faulty) == 1)} wrong in {fewest[0].case}: "
     if len(faulty) > len(odd):  # in other cases, so the devices of this one are not the only suspects
         named = ", ".join(map(str, odd))
-        text = f"{_who([one for one in devices if one in faulty], devices)} wrong, {named} in {first[0].case}: "
-    if len({one.what for one in first}) == 1:
-        text += first[0].what
+        text = (
+            f"{_who([device for device in devices if device in faulty], devices)} wrong, {named} in {fewest[0].case}: "
+        )
+    if len({wrong_case.description for wrong_case in fewest}) == 1:
+        text += fewest[0].description
     else:
-        text += "; ".join(f"{one.device}: {one.what}" for one in first)
+        text += "; ".join(f"{wrong_case.device}: {wrong_case.description}" for wrong_case in fewest)
     if others:
         text += (
             f"; the other {len(others)} agree with {reference}"
             if len(others) > 1
             else f"; {others[0]} agrees with {reference}"
         )
-    for device in dict.fromkeys(one.device for one in wrong):
-        names = list(dict.fromkeys(one.case for one in wrong if one.device == device))
-        if len(names) > 1 or len(by_case) > 1:
-            listed = ", ".join(f"[{name}]" for name in names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
-            text += f"\n{device}: {len(names)} of {cases} cases are wrong: {listed}"
-    return DeviceMismatch(text, ranks=indices_of(*(one.device for one in wrong)))
+    for device in dict.fromkeys(wrong_case.device for wrong_case in wrong_cases):
+        case_names = list(dict.fromkeys(wrong_case.case for wrong_case in wrong_cases if wrong_case.device == device))
+        if len(case_names) > 1 or len(by_case) > 1:
+            listed = ", ".join(f"[{name}]" for name in case_names[:_LISTED]) + (
+                ", …" if len(case_names) > _LISTED else ""
+            )
+            text += f"\n{device}: {len(case_names)} of {cases} cases are wrong: {listed}"
+    return DeviceMismatch(text, ranks=indices_of(*(wrong_case.device for wrong_case in wrong_cases)))
 
 
 def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bool = False) -> str:
@@ -82,40 +86,40 @@ def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bo
     return f"{', '.join(map(str, odd))} are"
 
 
-def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
+def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> str:
     """Describe how a tensor on any device differs from the expected one; "" if it does not."""
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.dtype != expected.dtype:
         return f"expected {name_of(expected.dtype)}, got {name_of(got.dtype)}"
-    here, there = as_real(plain(got)), as_real(plain(expected))
-    wrong = _wrong(here, there, kind)
-    if wrong is None or not bool(wrong.any()):
+    actual, reference = as_real(plain(got)), as_real(plain(expected))
+    mask = _wrong(actual, reference, comparison)
+    if mask is None or not bool(mask.any()):
         return ""
-    count, flat = int(wrong.sum()), int(wrong.reshape(-1).to(torch.int8).argmax())
-    values = [_shown(tensor.reshape(-1)[flat], kind) for tensor in (there, here)]
+    count, flat = int(mask.sum()), int(mask.reshape(-1).to(torch.int8).argmax())
+    values = [_shown(tensor.reshape(-1)[flat], comparison) for tensor in (reference, actual)]
     return (
-        f"{count} of {here.numel()} elements, the first {list(index_of(flat, here.shape))}: expected {values[0]}, got "
-        f"{values[1]}"
+        f"{count} of {actual.numel()} elements, the first {list(index_of(flat, actual.shape))}: expected {values[0]}, "
+        f"got {values[1]}"
     )
 
 
-def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tensor | None:
+def _wrong(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> torch.Tensor | None:
     """Return a mask of the wrong elements, or None if all bits are equal."""
-    here, there = as_bits(got), as_bits(expected)
-    if torch.equal(here, there):
+    actual, reference = as_bits(got), as_bits(expected)
+    if torch.equal(actual, reference):
         return None
-    if kind == "bits" or not got.dtype.is_floating_point:
-        return here != there
-    wrong = (got != expected) & ~(got.isnan() & expected.isnan())
-    if kind == "values":
-        wrong |= (got == 0) & (expected == 0) & (got.signbit() != expected.signbit())
-    return wrong
+    if comparison == "bits" or not got.dtype.is_floating_point:
+        return actual != reference
+    mask = (got != expected) & ~(got.isnan() & expected.isnan())
+    if comparison == "values":
+        mask |= (got == 0) & (expected == 0) & (got.signbit() != expected.signbit())
+    return mask
 
 
-def _shown(value: torch.Tensor, kind: Kind) -> str:
+def _shown(value: torch.Tensor, comparison: Kind) -> str:
     number = value.item()
-    if kind == "bits" or (isinstance(number, float) and math.isnan(number)):
+    if comparison == "bits" or (isinstance(number, float) and math.isnan(number)):
         mask = (1 << 8 * value.element_size()) - 1
         return f"{number!r} (bits {int(as_bits(value).item()) & mask:#x})"
     return repr(number)

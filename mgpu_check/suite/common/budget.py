@@ -14,7 +14,7 @@ _FEWEST = 12
 _LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}
 """Number of examples at each level, as a share of the number at the level "standard"."""
 
-_made: dict[int, tuple[settings, int, int | None]] = {}
+_settings_by_id: dict[int, tuple[settings, int, int | None]] = {}
 """The settings that `examples` made, with its arguments, by their ``id``."""
 
 
@@ -28,23 +28,23 @@ def examples(count: int, *, quick: int | None = None) -> settings:
         count: number of examples at the level "standard". The level "long" has ten times as many.
         quick: number of examples at the level "quick", at most `count`. Default a quarter of `count`, but at least 12.
     """
-    made = settings(
+    adjusted = settings(
         max_examples=_count(count, quick, active().depth),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    _made[id(made)] = made, count, quick
-    return made
+    _settings_by_id[id(adjusted)] = adjusted, count, quick
+    return adjusted
 
 
-def at_level(made: settings, level: str) -> settings:
+def at_level(original: settings, level: str) -> settings:
     """Return the settings with the number of examples of another level; unchanged if `examples` did not make them."""
-    if id(made) not in _made:
-        return made
-    _, count, quick = _made[id(made)]
-    return settings(made, max_examples=_count(count, quick, level))
+    if id(original) not in _settings_by_id:
+        return original
+    _, count, quick = _settings_by_id[id(original)]
+    return settings(original, max_examples=_count(count, quick, level))
 
 
 def _count(count: int, quick: int | None, level: str) -> int:

@@ -66,9 +66,9 @@ def mixed(position: int, seed: int) -> int:
 def position_of(word: int, seed: int) -> int:
     """Return the position whose mixed value is `word`, an integer in [0, 2^64)."""
     for factor, shift in zip((_SECOND, _FIRST), reversed(_SHIFTS), strict=True):
-        bits, known = word, shift
-        while known < 64:  # each round recovers `shift` more bits
-            bits, known = word ^ (bits >> shift), known + shift
+        bits, recovered = word, shift
+        while recovered < 64:  # each round recovers `shift` more bits
+            bits, recovered = word ^ (bits >> shift), recovered + shift
         word = bits * pow(factor, -1, 1 << 64) & MASK
     return (word - _offset(seed)) & MASK
 
@@ -97,7 +97,7 @@ def several(
     words = counted((sum(sizes),), seed, device)
     words.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
     words.mul_(high - low + 1).bitwise_right_shift_(32).add_(low)
-    return [part.view(tuple(shape)) for part, shape in zip(words.to(dtype).split(sizes), shapes, strict=True)]
+    return [piece.view(tuple(shape)) for piece, shape in zip(words.to(dtype).split(sizes), shapes, strict=True)]
 
 
 def fractions(
@@ -132,12 +132,12 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     The digest depends on the size of the tensors before, so it differs from that of `digest`.
     """
     mixed = _mixed(torch.cat([_words(tensor.detach()) for tensor in tensors]), 0)
-    return torch.stack([part.sum() for part in mixed.split([t.numel() * _halves(t) for t in tensors])])
+    return torch.stack([words.sum() for words in mixed.split([t.numel() * _halves(t) for t in tensors])])
 
 
-def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the mixed values of words at the positions from `first` on; `words` is overwritten."""
-    positions = torch.arange(first, first + len(words), device=words.device).bitwise_left_shift_(32)
+def _mixed(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the mixed values of words at the positions from `start` on; `words` is overwritten."""
+    positions = torch.arange(start, start + len(words), device=words.device).bitwise_left_shift_(32)
     return mix_(positions.bitwise_or_(words), 0, words)
 
 
@@ -152,8 +152,8 @@ def _halves(tensor: torch.Tensor) -> int:
     return max(1, tensor.element_size() // 4)
 
 
-def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
-    return tuple(getattr(torch, name) for name in names)
+def _dtypes(dtype_names: Sequence[str]) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, name) for name in dtype_names)
 
 
 ALL = _dtypes((*operators.NUMBERS, "bool", "complex64", "complex128"))
@@ -170,13 +170,13 @@ def significands(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> t
     narrower format loses digits of nearly every number.
     """
     if dtype.is_complex:
-        parts = significands((*shape, 2), _PART[dtype], seed)
-        return torch.view_as_complex(parts)
+        components = significands((*shape, 2), _PART[dtype], seed)
+        return torch.view_as_complex(components)
     if dtype.is_floating_point:
-        parts = fractions(shape, seed=seed, device=_CPU, dtype=torch.float64, low=1.0, high=2.0)
+        components = fractions(shape, seed=seed, device=_CPU, dtype=torch.float64, low=1.0, high=2.0)
         signs = integers(shape, 0, 1, seed=seed + 1, device=_CPU, dtype=torch.float64) * 2 - 1
         powers = integers(shape, -3, 3, seed=seed + 2, device=_CPU)
-        return torch.ldexp(parts * signs, powers).to(dtype)
+        return torch.ldexp(components * signs, powers).to(dtype)
     words = counted(shape, seed, _CPU)
     return words & 1 != 0 if dtype == torch.bool else words.to(dtype)
 
@@ -209,8 +209,8 @@ def _special(dtype: torch.dtype) -> torch.Tensor:
         facts = torch.finfo(dtype)
         least = facts.smallest_normal * facts.eps  # subnormal
         values = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, least, -least, facts.smallest_normal / 2)
-        more = (facts.smallest_normal, facts.max, facts.min, 1 + facts.eps, math.nan)
-        special = torch.tensor([*values, *more], dtype=torch.float64).to(dtype)
+        normals = (facts.smallest_normal, facts.max, facts.min, 1 + facts.eps, math.nan)
+        special = torch.tensor([*values, *normals], dtype=torch.float64).to(dtype)
         special.view(INTEGER_OF_SIZE[dtype.itemsize])[-1] |= 5  # NaN with a payload
         return special
     if dtype == torch.bool:
@@ -256,8 +256,8 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _tagged_words(first: int, count: int, tag: int, device: torch.device) -> torch.Tensor:
-    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
+def _tagged_words(start: int, count: int, tag: int, device: torch.device) -> torch.Tensor:
+    words = torch.arange(start, start + count, dtype=torch.int64, device=device)
     # (place << 24 | tag) * ODD, by two operations in place of three
     words.mul_(_signed(_ODD << 24)).add_(_signed(tag * _ODD))
     return words.bitwise_xor_((words >> 32).bitwise_and_(_LOW)).mul_(_signed(_OTHER_ODD))
@@ -265,9 +265,9 @@ def _tagged_words(first: int, count: int, tag: int, device: torch.device) -> tor
 
 def bytes_of_content(tag: int, start: int, end: int, device: torch.device) -> torch.Tensor:
     """Return the bytes `start` to `end` of the content of `tag`, as uint8."""
-    first = start // _WORD
-    words = _tagged_words(first, -(-end // _WORD) - first, tag, device)
-    return words.view(torch.uint8)[start - first * _WORD : end - first * _WORD]
+    first_word = start // _WORD
+    words = _tagged_words(first_word, -(-end // _WORD) - first_word, tag, device)
+    return words.view(torch.uint8)[start - first_word * _WORD : end - first_word * _WORD]
 
 
 def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> None:
@@ -295,40 +295,42 @@ class WrongBytes:
     evidence: Mapping[str, Any]
 
 
-def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str], start: int = 0) -> WrongBytes | None:
+def compare(
+    got: torch.Tensor, expected: torch.Tensor, names_by_tag: Mapping[int, str], start: int = 0
+) -> WrongBytes | None:
     """Compare bytes on the device that has them; None if all are right.
 
     Args:
         got, expected: uint8, of equal size, on one device.
-        names: tag -> name of the content with this tag.
+        names_by_tag: tag -> name of the content with this tag.
         start: the place of the first byte, for the evidence.
     """
     if torch.equal(got, expected):
         return None
-    wrong = (got != expected).to(torch.int8)
-    count, first = int(wrong.sum()), int(wrong.argmax())
-    last = got.numel() - 1 - int(wrong.flip(0).argmax())
-    begin = first // _WORD * _WORD
+    mismatches = (got != expected).to(torch.int8)
+    count, earliest = int(mismatches.sum()), int(mismatches.argmax())
+    last = got.numel() - 1 - int(mismatches.flip(0).argmax())
+    begin = earliest // _WORD * _WORD
     window = slice(begin, min(begin + _LOOKED_AT, got.numel()))
-    here, should, places = got[window].cpu(), expected[window].cpu(), wrong[window].cpu().nonzero().flatten()
-    looks = _looks(here, should, places, names)
-    xor = (here ^ should)[first - begin :][:_EVIDENCE]
+    actual, should, places = got[window].cpu(), expected[window].cpu(), mismatches[window].cpu().nonzero().flatten()
+    looks = _looks(actual, should, places, names_by_tag)
+    xor = (actual ^ should)[earliest - begin :][:_EVIDENCE]
     evidence = {
         "bytes": count,
-        "first": start + first,
+        "first": start + earliest,
         "last": start + last,
-        "got": bytes(here[first - begin :][:_EVIDENCE].tolist()).hex(),
-        "expected": bytes(should[first - begin :][:_EVIDENCE].tolist()).hex(),
+        "got": bytes(actual[earliest - begin :][:_EVIDENCE].tolist()).hex(),
+        "expected": bytes(should[earliest - begin :][:_EVIDENCE].tolist()).hex(),
         "bits": bytes(xor.tolist()).hex(),
         "period": _period(places),
     }
-    return WrongBytes(count, start + first, start + last, looks, evidence)
+    return WrongBytes(count, start + earliest, start + last, looks, evidence)
 
 
-def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Describe the wrong bytes at the places `wrong`."""
-    bad = got[wrong]
-    if torch.equal(bad, expected[wrong]):
+def _looks(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, names_by_tag: Mapping[int, str]) -> str:
+    """Describe the wrong bytes at `positions`."""
+    bad = got[positions]
+    if torch.equal(bad, expected[positions]):
         return (
             "the device finds it wrong, but the host reads it right: it has changed, or the copy to the host hides "
             "the error"
@@ -337,38 +339,38 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names
         return "it holds zeros"
     if len(bad) >= _WORD and bool((bad == 0xFF).all()):
         return "all bits are ones"
-    if found := _origin(got, expected, wrong, names):
-        return found
-    flips = (bad ^ expected[wrong]).unique().tolist()
-    if len(flips) == 1 and len(wrong) < len(got):
+    if origin := _origin(got, expected, positions, names_by_tag):
+        return origin
+    flips = (bad ^ expected[positions]).unique().tolist()
+    if len(flips) == 1 and len(positions) < len(got):
         bits = [str(bit) for bit in range(8) if flips[0] >> bit & 1]
         return (
-            f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {'a byte is' if len(wrong) == 1 else 'bytes are'} "
+            f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {'a byte is' if len(positions) == 1 else 'bytes are'} "
             "inverted"
         )
     return "it holds other data"
 
 
-def _origin(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:
+def _origin(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, names_by_tag: Mapping[int, str]) -> str:
     """Name the origin of wrong bytes, decoded from their words; "" if they have no known tag."""
-    first = int(wrong[0])
+    start = int(positions[0])
     # Shifted content may begin in the middle of a word, so try all phases.
     for phase in range(_WORD):
-        found = _read(got, first + phase)
-        if found is None or found[0] not in names:
+        content = _read(got, start + phase)
+        if content is None or content[0] not in names_by_tag:
             continue
-        again = _read(got, first + phase + _WORD)
-        if again is not None and again != (found[0], found[1] + 1) and len(wrong) > 3 * _WORD:
+        following = _read(got, start + phase + _WORD)
+        if following is not None and following != (content[0], content[1] + 1) and len(positions) > 3 * _WORD:
             continue
-        name = names[found[0]]
+        name = names_by_tag[content[0]]
         # Compare where the content found and the right content would begin, in bytes, to get the shift.
-        begins = found[1] * _WORD - phase
+        begins = content[1] * _WORD - phase
         for back in range(_WORD):
-            right = _read(expected, first + back)
-            if right is not None and right[0] == found[0]:
-                moved = begins - (right[1] * _WORD - back)
-                where = "further on" if moved > 0 else "further back"
-                return f"it holds {name}, {abs(moved)} bytes {where}" if moved else ""
+            due = _read(expected, start + back)
+            if due is not None and due[0] == content[0]:
+                moved = begins - (due[1] * _WORD - back)
+                direction = "further on" if moved > 0 else "further back"
+                return f"it holds {name}, {abs(moved)} bytes {direction}" if moved else ""
         return f"it holds {name}"
     return ""
 

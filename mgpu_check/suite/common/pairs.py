@@ -24,17 +24,17 @@ def in_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[_Row], boo
     """
     if len(options) == 1:
         return [{name: value} for name, values in options.items() for value in values]
-    left = dict.fromkeys(pair for pair in _pairs(options) if allowed(_row_of(options, pair)))
+    missing = dict.fromkeys(pair for pair in _pairs(options) if allowed(_row_of(options, pair)))
     rows = []
-    while left:
-        chosen = dict(next(iter(left)))
+    while missing:
+        chosen = dict(next(iter(missing)))
         for name in options:
             if name not in chosen:
                 able = [(name, at) for at in range(len(options[name]))]
-                able = [one for one in able if allowed(_row_of(options, [*chosen.items(), one]))]
-                chosen |= [max(able, key=lambda one: len(_with(one, chosen, options) & left.keys()))]
+                able = [choice for choice in able if allowed(_row_of(options, [*chosen.items(), choice]))]
+                chosen |= [max(able, key=lambda choice: len(_with(choice, chosen, options) & missing.keys()))]
         for pair in itertools.combinations(((name, chosen[name]) for name in options), 2):
-            left.pop(pair, None)
+            missing.pop(pair, None)
         rows.append(_row_of(options, [(name, chosen[name]) for name in options]))
     return rows
 
@@ -64,14 +64,16 @@ def words_of(row: Mapping[str, Any], options: Mapping[str, Sequence[Any]]) -> st
 
 def _pairs(options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[_Place, _Place]]:
     places = [[(name, at) for at in range(len(values))] for name, values in options.items()]
-    for one, other in itertools.combinations(places, 2):
-        yield from itertools.product(one, other)
+    for earlier, later in itertools.combinations(places, 2):
+        yield from itertools.product(earlier, later)
 
 
-def _with(one: _Place, chosen: Mapping[str, int], options: Mapping[str, Sequence[Any]]) -> set[tuple[_Place, _Place]]:
+def _with(
+    choice: _Place, chosen: Mapping[str, int], options: Mapping[str, Sequence[Any]]
+) -> set[tuple[_Place, _Place]]:
     """Return the pairs of a place with those that are chosen, each in the order of the options."""
     order = {name: at for at, name in enumerate(options)}
-    return {(old, one) if order[old[0]] < order[one[0]] else (one, old) for old in chosen.items()}
+    return {(old, choice) if order[old[0]] < order[choice[0]] else (choice, old) for old in chosen.items()}
 
 
 def _row_of(options: Mapping[str, Sequence[Any]], places: Sequence[_Place]) -> _Row:

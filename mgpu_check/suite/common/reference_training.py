@@ -350,7 +350,7 @@ def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, to
     }
 
 
-def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device, what: str) -> None:
+def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device, label: str) -> None:
     """Assert that each tensor is on `device`.
 
     Raises:
@@ -359,7 +359,7 @@ def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device
     for name, value in tensors.items():
         if value.device != device:
             raise GradientMismatch(
-                f"{what}: {name} is on {value.device}, expected on {device}", ranks=[device.index or 0]
+                f"{label}: {name} is on {value.device}, expected on {device}", ranks=[device.index or 0]
             )
 
 
@@ -385,14 +385,14 @@ class OneDevice:
 
     def parts(self, shards: Sequence[Rows], forwards: Sequence[Forward] | Forward = plainly) -> list[Gradients]:
         """Return the exact gradients of each shard's summed loss; None for a parameter that the loss does not use."""
-        found: list[Gradients] = []
+        shard_gradients: list[Gradients] = []
         for index, (x, targets) in enumerate(shards):
             forward = forwards if callable(forwards) else forwards[index]
             self.exact.zero_grad()
             with self._buffers_kept():
                 weighted(forward(self.exact, x.double()), targets.double()).backward()
-            found.append({name: value.grad for name, value in self.exact.named_parameters()})
-        return found
+            shard_gradients.append({name: value.grad for name, value in self.exact.named_parameters()})
+        return shard_gradients
 
     @contextlib.contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -411,43 +411,43 @@ class OneDevice:
         """Make parameters whole numbers again, after their comparison."""
         settle(self.held, self.run.most)
         with torch.no_grad():
-            for exact, held in zip(self.exact.parameters(), self.held.parameters(), strict=True):
-                exact.copy_(held.cpu())
+            for exact, parameter in zip(self.exact.parameters(), self.held.parameters(), strict=True):
+                exact.copy_(parameter.cpu())
 
 
-def terms_of(parts: Sequence[Gradients], name: str) -> list[torch.Tensor]:
+def terms_of(shard_gradients: Sequence[Gradients], name: str) -> list[torch.Tensor]:
     """Return the gradients of one parameter from the shards that have one."""
-    return [value for part in parts if (value := part[name]) is not None]
+    return [value for gradients in shard_gradients if (value := gradients[name]) is not None]
 
 
-def total(parts: Sequence[Gradients]) -> Gradients:
+def total(shard_gradients: Sequence[Gradients]) -> Gradients:
     """Sum the gradients of shards; None for a parameter without a gradient in any shard."""
-    there = {name: terms_of(parts, name) for name in parts[0]}
-    return {name: torch.stack(values).sum(0) if values else None for name, values in there.items()}
+    terms = {name: terms_of(shard_gradients, name) for name in shard_gradients[0]}
+    return {name: torch.stack(values).sum(0) if values else None for name, values in terms.items()}
 
 
-def slack(dtype: torch.dtype, size: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return, for each element, the tolerance of the mean of `size` ranks around the exact sum of their `parts`.
+def slack(dtype: torch.dtype, size: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return, for each element, the tolerance of the mean of `size` ranks around the exact sum of their `terms`.
 
     Each rank's part is scaled by the number of ranks, and the mean divides by it, which is exact for a power of two. A
     sum of whole numbers is exact if the significand of `dtype` holds the sum of their magnitudes. Other elements have
     at most size + 2 roundings (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
     """
-    magnitudes = torch.stack([part.abs() for part in parts]).sum(0)
+    magnitudes = torch.stack([term.abs() for term in terms]).sum(0)
     eps = torch.finfo(dtype).eps
     bound = (size + 2) * eps * magnitudes
     return bound if size & (size - 1) else torch.where(magnitudes <= 2 / eps, 0.0, bound)
 
 
 def assert_gradients_are(
-    model: nn.Module, parts: Sequence[Gradients], *, what: str, rank: int | None = None, size: int = 1
+    model: nn.Module, shard_gradients: Sequence[Gradients], *, label: str, rank: int | None = None, size: int = 1
 ) -> None:
-    """Assert that the gradients of `model` are the sums of `parts`, and None if no part has a gradient.
+    """Assert that the gradients of `model` are the sums of `shard_gradients`, and None if no part has a gradient.
 
     Args:
         model: the model with the gradients.
-        parts: the exact gradients of each shard.
-        what: the name of the gradients, for the message.
+        shard_gradients: the exact gradients of each shard.
+        label: the name of the gradients, for the message.
         rank: the rank that holds `model`.
         size: the number of ranks whose gradients were averaged; 1 if they were summed without a mean.
 
@@ -456,26 +456,26 @@ def assert_gradients_are(
     """
     got = {name: value.grad for name, value in model.named_parameters()}
     ranks = () if rank is None else (rank,)
-    where = what if rank is None else f"{what}, rank {rank}"
-    expected = total(parts)
+    subject = label if rank is None else f"{label}, rank {rank}"
+    expected = total(shard_gradients)
     for name, value in expected.items():
         if (got[name] is None) != (value is None):
             text = "has no gradient, expected one" if value is not None else "has a gradient, but no shard uses it"
-            raise GradientMismatch(f"{where}: {name} {text}", ranks=ranks)
-    there = {name: value for name, value in got.items() if value is not None}
+            raise GradientMismatch(f"{subject}: {name} {text}", ranks=ranks)
+    present = {name: value for name, value in got.items() if value is not None}
     wanted = {name: value for name, value in expected.items() if value is not None}
     split = {
-        name: [torch.zeros_like(value) if (own := part[name]) is None else own for part in parts]
+        name: [torch.zeros_like(value) if (own := gradients[name]) is None else own for gradients in shard_gradients]
         for name, value in wanted.items()
     }
     assert_gradients_agree(
-        there,
+        present,
         wanted,
-        tolerance={name: slack(value.dtype, size, split[name]) for name, value in there.items()},
+        tolerance={name: slack(value.dtype, size, split[name]) for name, value in present.items()},
         rank=rank,
         parts=split,
-        constants={"ranks": size, "shards": len(parts)},
-        what=what,
+        constants={"ranks": size, "shards": len(shard_gradients)},
+        what=label,
     )
 
 
@@ -490,7 +490,7 @@ def sgd(training: ExactTraining, model: nn.Module) -> torch.optim.SGD:
 
 def own_part(batch: tuple[torch.Tensor, torch.Tensor], rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's samples of inputs and factors, on its device."""
-    inputs, factors = (split(part, rank.size)[rank.index].to(rank.device) for part in batch)
+    inputs, factors = (split(tensor, rank.size)[rank.index].to(rank.device) for tensor in batch)
     return inputs, factors
 
 
@@ -514,11 +514,11 @@ def update_of(training: ExactTraining) -> Update:
 
 def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Copy gradients and parameters to the CPU, by names that contain the step, counted from 1."""
-    found = {}
+    copies = {}
     for name, value in model.named_parameters():
-        found[f"step {step}: gradient of {name}"] = copied(gradient_or_zeros(value))
-        found[f"step {step}: {name}"] = copied(value)
-    return found
+        copies[f"step {step}: gradient of {name}"] = copied(gradient_or_zeros(value))
+        copies[f"step {step}: {name}"] = copied(value)
+    return copies
 
 
 def gathered(model: nn.Module, step: int, but: Collection[str] = ()) -> dict[str, torch.Tensor]:
@@ -528,7 +528,7 @@ def gathered(model: nn.Module, step: int, but: Collection[str] = ()) -> dict[str
     """
     from torch.distributed.tensor import DTensor
 
-    found = {}
+    copies = {}
     for name, value in model.named_parameters():
         if name in but:
             continue
@@ -536,11 +536,11 @@ def gathered(model: nn.Module, step: int, but: Collection[str] = ()) -> dict[str
         # A rank without a gradient takes part with zeros, because the others would wait for it.
         gradient = torch.zeros_like(value) if value.grad is None else value.grad
         assert isinstance(gradient, DTensor), "the gradient of a DTensor is one"
-        whole = copied(gradient.full_tensor())
+        full_tensor = copied(gradient.full_tensor())
         if value.grad is not None:
-            found[f"step {step}: gradient of {name}"] = whole
-        found[f"step {step}: {name}"] = copied(value.full_tensor())
-    return found
+            copies[f"step {step}: gradient of {name}"] = full_tensor
+        copies[f"step {step}: {name}"] = copied(value.full_tensor())
+    return copies
 
 
 def one_device(
@@ -554,15 +554,15 @@ def one_device(
     """
     model = (training.model() if model is None else model).double()
     optimizer = sgd(training, model)
-    found = {}
+    results = {}
     for step, (inputs, factors) in enumerate(training.batches(), 1):
         optimizer.zero_grad()
         outputs = model(inputs.double())
         (weighted(outputs, factors.double()) * scale).backward()
         optimizer.step()
-        found[f"step {step}: outputs"] = copied(outputs)
-        found |= seen(model, step)
-    return found
+        results[f"step {step}: outputs"] = copied(outputs)
+        results |= seen(model, step)
+    return results
 
 
 def adam_tolerance(values: Mapping[str, torch.Tensor], rate: float) -> dict[str, torch.Tensor]:
@@ -623,23 +623,23 @@ def _sgd(p: Any, g: Any, state: _State, t: int, o: _Options) -> Any:
     if not o["momentum"]:
         return p - o["lr"] * g
     # The gradient of the first momentum is not documented: torch detaches it.
-    held = g.detach() if t == 1 else o["momentum"] * state["held"] + (1 - o["dampening"]) * g
-    state["held"] = held
-    return p - o["lr"] * (g + o["momentum"] * held if o["nesterov"] else held)
+    velocity = g.detach() if t == 1 else o["momentum"] * state["held"] + (1 - o["dampening"]) * g
+    state["held"] = velocity
+    return p - o["lr"] * (g + o["momentum"] * velocity if o["nesterov"] else velocity)
 
 
 def _moments(g: Tensor, state: _State, o: _Options) -> tuple[Tensor, Tensor]:
-    one, two = o["betas"]
-    state["m"] = one * state.get("m", 0) + (1 - one) * g
-    state["v"] = two * state.get("v", 0) + (1 - two) * g * g
+    beta1, beta2 = o["betas"]
+    state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * g
+    state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * g * g
     return state["m"], state["v"]
 
 
 def _adam(p: Any, g: Any, state: _State, t: int, o: _Options) -> Any:
-    (one, two), (m, v) = o["betas"], _moments(g, state, o)
+    (beta1, beta2), (m, v) = o["betas"], _moments(g, state, o)
     if o["amsgrad"]:
         v = state["most"] = torch.maximum(v, state.get("most", v))
-    return p - o["lr"] * m / (1 - one**t) / ((v / (1 - two**t)).sqrt() + o["eps"])
+    return p - o["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + o["eps"])
 
 
 _STEPS: Mapping[Any, _Step] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}
@@ -649,25 +649,25 @@ class DocumentedSteps:
     """Steps of parameters, each with options of its own.
 
     Args:
-        kind: SGD, Adam or AdamW.
+        optimizer_type: SGD, Adam or AdamW.
 
     Attributes:
         states: the state of each parameter, by its number.
     """
 
-    def __init__(self, kind: Any) -> None:
-        self.decoupled, self.step = kind is torch.optim.AdamW, _STEPS[kind]
+    def __init__(self, optimizer_type: Any) -> None:
+        self.decoupled, self.step = optimizer_type is torch.optim.AdamW, _STEPS[optimizer_type]
         self.states: dict[int, _State] = {}
 
     def stepped(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], options: Sequence[_Options]
     ) -> list[Tensor]:
         """Return the parameters after the next step."""
-        found = []
+        updated = []
         for number, (p, g, o) in enumerate(zip(parameters, gradients, options, strict=True)):
             state = self.states.setdefault(number, {"steps": 0})
             state["steps"] += 1
             decay = o.get("weight_decay", 0.0)
             moved = self.step(p, g if self.decoupled else g + decay * p, state, state["steps"], o)
-            found.append(moved - o["lr"] * decay * p if self.decoupled else moved)
-        return found
+            updated.append(moved - o["lr"] * decay * p if self.decoupled else moved)
+        return updated

@@ -77,7 +77,7 @@ def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
 def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
     """Return the useful distributions of a world of `size` over the hosts: within each host, and across hosts."""
     hosts = range(len(per_host))
-    found = [WorldSize([size if host == one else 0 for host in hosts]) for one in hosts if size <= per_host[one]]
+    worlds = [WorldSize([size if host == only else 0 for host in hosts]) for only in hosts if size <= per_host[only]]
     spreads = [
         spread(size, per_host[:count]).per_host
         for count in range(2, len(per_host) + 1)
@@ -88,9 +88,9 @@ def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
     spreads.append(tuple(sum(slot.host == host for slot in filled) for host in hosts))
     for counts in spreads:
         world = WorldSize([*counts, *([0] * (len(per_host) - len(counts)))])
-        if world.per_host not in [other.per_host for other in found]:
-            found.append(world)
-    return found
+        if world.per_host not in [candidate.per_host for candidate in worlds]:
+            worlds.append(world)
+    return worlds
 
 
 def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
@@ -136,7 +136,7 @@ def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tu
         largest = min(_devices(), _devices() if most is None else most)
         if largest <= least:
             return _up_to(least, most, _devices(), "world_pairs").map(lambda size: (size,))
-        return first_of([(largest, other) for other in range(largest - 1, least - 1, -1)])
+        return first_of([(largest, smaller) for smaller in range(largest - 1, least - 1, -1)])
 
     return _when_drawn(make)
 
@@ -153,13 +153,13 @@ def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[
     """
 
     def make() -> st.SearchStrategy[tuple[int, ...]]:
-        there = _devices_in_one_process()
-        largest = min(there, there if most is None else most)
+        available = _devices_in_one_process()
+        largest = min(available, available if most is None else most)
         if is_only_example():
-            return st.permutations(range(there - 2, -1, -1)).map(lambda others: (there - 1, *others)[:largest])
+            return st.permutations(range(available - 2, -1, -1)).map(lambda others: (available - 1, *others)[:largest])
         # The largest once more, so that few examples find an error of one device.
-        sizes = st.just(largest) | _up_to(least, most, there, "device_orders")
-        shuffled = st.permutations(range(there - 1, -1, -1))
+        sizes = st.just(largest) | _up_to(least, most, available, "device_orders")
+        shuffled = st.permutations(range(available - 1, -1, -1))
         return st.tuples(shuffled, sizes).map(lambda drawn: tuple(drawn[0][: drawn[1]]))
 
     return _when_drawn(make)
@@ -190,10 +190,10 @@ def _places(cpu: bool) -> list[str]:
 
 def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
     """Return all pairs that `device_pairs` can draw in this run."""
-    found = [(first, second) for first in _places(cpu) for second in _places(cpu) if first != second]
-    if not found:
+    pairs = [(source, target) for source in _places(cpu) for target in _places(cpu) if source != target]
+    if not pairs:
         raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 for this test; give it more")
-    return found
+    return pairs
 
 
 def seeds() -> st.SearchStrategy[int]:
@@ -280,17 +280,17 @@ def whole_runs(
         rows: numbers of rows of a batch.
         small: as in `WholeRun`.
     """
-    first, seed = draw(st.integers(0, 999)), draw(st.integers(0, 999))
+    offset, seed = draw(st.integers(0, 999)), draw(st.integers(0, 999))
     return tuple(
         WholeRun(
             model,
-            rows[place % len(rows)],
-            least + place % (most - least + 1),
-            optimizers[place % len(optimizers)],
+            rows[position % len(rows)],
+            least + position % (most - least + 1),
+            optimizers[position % len(optimizers)],
             small,
-            seed + place,
+            seed + position,
         )
-        for place, model in enumerate(models, start=first)
+        for position, model in enumerate(models, start=offset)
     )
 
 

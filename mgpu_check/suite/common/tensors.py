@@ -57,12 +57,12 @@ class TensorSpec:
     values: str = "distinct"
 
     def __post_init__(self) -> None:
-        known = {
+        restricted = {
             "dtype": (self.dtype, (*DTYPES, *COMPLEX_DTYPES)),
             "layout": (self.layout, layouts_for(len(self.shape))),
             "values": (self.values, VALUES),
         }
-        for argument, (value, valid) in known.items():
+        for argument, (value, valid) in restricted.items():
             if value not in valid:
                 raise ValueError(
                     f"TensorSpec: {argument}={value!r} is not valid for shape {self.shape}; "
@@ -106,8 +106,8 @@ class TensorSpec:
         if self.values == "bits" and self.dtype != "bool":
             return _any_bits(self.shape, self.dtype, generator)
         if dtype.is_complex:
-            parts = TensorSpec((*self.shape, 2), "float32", seed=self.seed, values=self.values)._data()
-            return torch.view_as_complex(parts).to(dtype)
+            components = TensorSpec((*self.shape, 2), "float32", seed=self.seed, values=self.values)._data()
+            return torch.view_as_complex(components).to(dtype)
         if self.values in ("random", "special", "bits"):
             data = _random(self.shape, dtype, generator)
             if self.values == "special" and dtype.is_floating_point:

@@ -154,8 +154,8 @@ class ExactTraining:
         """Return the layers with ReLU between them, float32 on the CPU."""
         from torch import nn
 
-        first, *others = self.layers()
-        return nn.Sequential(first, *(part for layer in others for part in (nn.ReLU(), layer)))
+        head, *others = self.layers()
+        return nn.Sequential(head, *(module for layer in others for module in (nn.ReLU(), layer)))
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return, for each step, inputs (batch, widths[0]) and output factors (batch, widths[-1]), float32 on the

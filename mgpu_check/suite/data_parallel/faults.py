@@ -42,12 +42,12 @@ Context = AbstractContextManager[None]
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change each tensor of a nested value. If `change` returns NotImplemented, the tensor stays."""
     if isinstance(value, torch.Tensor):
-        made = change(value)
-        return value if made is NotImplemented else made
+        changed = change(value)
+        return value if changed is NotImplemented else changed
     if isinstance(value, dict):
-        return {key: mapped(part, change) for key, part in value.items()}
+        return {key: mapped(element, change) for key, element in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(part, change) for part in value)
+        return type(value)(mapped(element, change) for element in value)
     return value
 
 
@@ -62,8 +62,8 @@ def copied_together(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) 
     def broadcast(outputs: Any, *args: Any) -> Any:
         *others, last = map(list, outputs)
         with torch.no_grad():
-            made = change(last) if others else NotImplemented
-        return [*others, last if made is NotImplemented else made]
+            changed = change(last) if others else NotImplemented
+        return [*others, last if changed is NotImplemented else changed]
 
     return returned(comm, "broadcast_coalesced")(broadcast)
 
@@ -77,8 +77,8 @@ def added(change: Callable[[list[list[torch.Tensor]]], list[list[torch.Tensor]]]
     """Plant a change of the gradients of several devices, a list for each, before they are added up."""
 
     def reduce(inputs: Any, *args: Any) -> Any:
-        made = change([list(held) for held in inputs])
-        return None if made is NotImplemented else (made,)
+        changed = change([list(gradients) for gradients in inputs])
+        return None if changed is NotImplemented else (changed,)
 
     return given(comm, "reduce_add_coalesced")(reduce)
 
@@ -88,8 +88,8 @@ def replica_parts(change: Callable[[nn.Module, nn.Module], object]) -> Context:
 
     def replicate(replicas: list[nn.Module], *args: Any) -> None:
         for replica in replicas[1:]:
-            for part in replica.modules():
-                change(replica, part)
+            for module in replica.modules():
+                change(replica, module)
 
     return returned(data_parallel_module, "replicate")(replicate)
 
@@ -102,9 +102,9 @@ def hooks_of_replicas(register: str) -> Planter:
 
     def plant(change: Callable[[tuple[Any, ...], Any], Any]) -> Context:
         def registered(real: Any, self: nn.Module, hook: Any, *, with_kwargs: bool = False, **options: Any) -> Any:
-            def called(module: nn.Module, *given: Any) -> Any:
-                made = hook(module, *given)
-                return change(given, made) if getattr(module, "_is_replica", False) else made
+            def called(module: nn.Module, *arguments: Any) -> Any:
+                result = hook(module, *arguments)
+                return change(arguments, result) if getattr(module, "_is_replica", False) else result
 
             return real(self, called if with_kwargs else hook, with_kwargs=with_kwargs, **options)
 
@@ -131,8 +131,8 @@ _FUNCTION = around(parallel, "data_parallel")
 _TUPLES = When("tuples", lambda out, *args: isinstance(out, tuple))
 
 
-def _are_scalars(real: object, self: Dp, parts: Sequence[Any], device: object) -> bool:
-    return all(isinstance(part, torch.Tensor) and not part.dim() for part in parts)
+def _are_scalars(real: object, self: Dp, results: Sequence[Any], device: object) -> bool:
+    return all(isinstance(result, torch.Tensor) and not result.dim() for result in results)
 
 
 def _are_odd(real: object, self: Dp, *args: Any, **kwargs: Any) -> bool:
@@ -144,9 +144,9 @@ def _are_few(real: object, self: Dp, args: Any, kwargs: object, devices: Sequenc
 
 
 @outputs("outputs are gathered by the numbers of their devices", _GATHER, "device orders that do not ascend")
-def outputs_by_device_number(real: Any, self: Dp, parts: Sequence[Any], device: Any) -> Any:
-    places = sorted(range(len(parts)), key=lambda place: self.device_ids[place])
-    return real(self, [parts[place] for place in places], device)
+def outputs_by_device_number(real: Any, self: Dp, results: Sequence[Any], device: Any) -> Any:
+    places = sorted(range(len(results)), key=lambda number: self.device_ids[number])
+    return real(self, [results[number] for number in places], device)
 
 
 @outputs("the last element of large outputs is lost", gathered, above(MANY))
@@ -159,9 +159,9 @@ def large_outputs_cut(out: torch.Tensor) -> torch.Tensor:
 @fault("keyword arguments are split by rows, and dim is ignored", "test_dimension", "test_functional_form",
        by=around(data_parallel_module, "scatter_kwargs"), when="dim=1, keyword arguments")  # fmt: skip
 def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0) -> Any:
-    parts, by_rows = real(inputs, None, devices, dim)[0], real((), kwargs, devices)[1]
-    more = len(by_rows) - len(parts)
-    return (*parts, *(() for _ in range(more))), (*by_rows, *({} for _ in range(-more)))
+    by_dimension, by_rows = real(inputs, None, devices, dim)[0], real((), kwargs, devices)[1]
+    missing = len(by_rows) - len(by_dimension)
+    return (*by_dimension, *(() for _ in range(missing))), (*by_rows, *({} for _ in range(-missing)))
 
 
 def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: int = 0) -> bool:
@@ -169,22 +169,22 @@ def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: 
 
 
 @arguments("flags are all set on devices other than the first", _SCATTERED, "bool only, keyword arguments")
-def flags_all_set(made: Any, *given: Any) -> Any:
-    args, (first, *others) = made
-    return args, [first, *mapped(others, lambda part: part | True if part.dtype == torch.bool else part)]
+def flags_all_set(scattered: Any, *arguments: Any) -> Any:
+    args, (head, *others) = scattered
+    return args, [head, *mapped(others, lambda flags: flags | True if flags.dtype == torch.bool else flags)]
 
 
 @arguments("strings reach the first replica only", _SCATTERED, "strings as keyword arguments")
-def text_for_the_first(made: Any, *given: Any) -> Any:
-    args, (first, *others) = made
-    return args, [first, *(part | {"text": ""} if "text" in part else part for part in others)]
+def text_for_the_first(scattered: Any, *arguments: Any) -> Any:
+    args, (head, *others) = scattered
+    return args, [head, *(keywords | {"text": ""} if "text" in keywords else keywords for keywords in others)]
 
 
 @arguments("keyword tensors in a container stay whole", _SCATTERED,
     When("nested keyword arguments",
-        lambda made, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs))  # fmt: skip
-def nested_keywords_whole(made: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
-    for shard, device in zip(made[1], devices, strict=False):
+        lambda scattered, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs))  # fmt: skip
+def nested_keywords_whole(scattered: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
+    for shard, device in zip(scattered[1], devices, strict=False):
         shard["more"] = mapped(kwargs["more"], partial(torch.Tensor.to, device=torch.device("cuda", device)))
 
 
@@ -221,17 +221,17 @@ def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
 @autocast_dtype("replicas compute in bfloat16 under autocast to float16", _APPLIED, "float16 only")
 def autocast_in_bfloat16(results: list[Any], *args: Any) -> list[Any]:
     half = [isinstance(out, torch.Tensor) and out.dtype == torch.float16 for out in results]
-    return [out.to(torch.bfloat16) if one else out for out, one in zip(results, half, strict=True)]
+    return [out.to(torch.bfloat16) if is_half else out for out, is_half in zip(results, half, strict=True)]
 
 
 @exceptions("exceptions name the previous replica", _APPLY, "replicas beyond the first")
-def wrong_replica_named(real: Any, self: Dp, *given: Any) -> Any:
+def wrong_replica_named(real: Any, self: Dp, *arguments: Any) -> Any:
     try:
-        return real(self, *given)
+        return real(self, *arguments)
     except Exception:
         # Repeat the call with the replicas rotated by one, so that the number of the replica is wrong.
         before = self.device_ids
-        turned, self.device_ids = [[*part[1:], part[0]] for part in given], [*before[1:], before[0]]
+        turned, self.device_ids = [[*argument[1:], argument[0]] for argument in arguments], [*before[1:], before[0]]
         try:
             return real(self, *turned)
         finally:
@@ -255,11 +255,11 @@ def functional_numbers_forgotten(real: Any, *args: Any) -> Any:
 register(
     __name__,
     FaultRow("replicas-swapped", "outputs of the first two replicas are swapped", "test_outputs", _GATHER,
-        lambda real, self, parts, device: real(self, [*parts[1::-1], *parts[2:]], device)),
+        lambda real, self, results, device: real(self, [*results[1::-1], *results[2:]], device)),
     FaultRow("outputs-swapped", "the first two of several outputs are swapped", "test_outputs",
         returned(DataParallel, "gather"), lambda out, *_: (*out[1::-1], *out[2:]), _TUPLES),
     FaultRow("output-device-ignored", "outputs are always gathered on the first device", "test_outputs", _GATHER,
-        lambda real, self, parts, *_: real(self, parts, self.device_ids[0]), "output_device other than the first"),
+        lambda real, self, results, *_: real(self, results, self.device_ids[0]), "output_device other than the first"),
     FaultRow("bfloat16-outputs-as-float16", "outputs in bfloat16 are gathered as float16", "test_outputs", gathered,
         lambda out: out.to(torch.float16), dtype(torch.bfloat16)),
     FaultRow("last-device-left-out", "DataParallel without device_ids leaves out the last device", "test_outputs",
@@ -276,15 +276,15 @@ register(
         When("fewer rows than devices", _are_few)),
     FaultRow("functional-output-device-ignored", "data_parallel gathers outputs on the first device",
         "test_functional_form", _FUNCTION,
-        lambda real, module, inputs, devices, home, *more: real(module, inputs, devices, devices[0], *more),
+        lambda real, module, inputs, devices, home, *rest: real(module, inputs, devices, devices[0], *rest),
         "output_device other than the first"),
     FaultRow("outputs-of-parts-reversed", "parallel_apply without devices returns outputs in reverse order",
         "test_functional_form", returned(parallel, "parallel_apply"), lambda results, *_: results[::-1],
         When("called by hand", lambda results, modules, inputs, keywords=None, devices=None: devices is None)),
     FaultRow("first-keywords-for-all-parts", "parallel_apply gives each module the keyword arguments of the first",
         "test_functional_form", around(parallel, "parallel_apply"),
-        lambda real, modules, inputs, keywords, *more: real(modules, inputs, keywords[:1] * len(modules), *more),
-        When("several keyword arguments", lambda modules, inputs, keywords=None, *more: len(keywords or ()) > 1)),
+        lambda real, modules, inputs, keywords, *rest: real(modules, inputs, keywords[:1] * len(modules), *rest),
+        When("several keyword arguments", lambda modules, inputs, keywords=None, *rest: len(keywords or ()) > 1)),
     FaultRow("dimension-of-data-parallel-ignored", "rows are split, and dim is ignored", "test_dimension",
         around(DataParallel, "__init__"),
         lambda real, self, *args, **kwargs: real(self, *args, **(kwargs | {"dim": 0})), "dim=1"),
@@ -309,7 +309,7 @@ register(
 
 Inputs = list[list[torch.Tensor]]
 
-held = caught_by("test_replicas")
+in_replicas = caught_by("test_replicas")
 models = caught_by("test_models")
 several_calls = caught_by("test_several_calls")
 buffers = caught_by("test_buffers")
@@ -330,10 +330,10 @@ _FLOAT32 = When("NaN of float32 only", dtype(torch.float32).holds)
 _FLOAT64 = When("float64", dtype(torch.float64).holds)
 _COUNTS = When("int64 above 2^53", dtype(torch.int64).holds)
 _EVALUATION = When("evaluation, floating point only", lambda out, self, *args, **kwargs: not self.training)
-_LISTS = When("nn.ParameterList, other devices", lambda replica, part: isinstance(part, nn.ParameterList))
+_LISTS = When("nn.ParameterList, other devices", lambda replica, module: isinstance(module, nn.ParameterList))
 
 
-@held("elements beyond the first 64 Ki of a parameter are not copied to the last device", copied,
+@in_replicas("elements beyond the first 64 Ki of a parameter are not copied to the last device", copied,
     above(MANY) & ONE_DEVICE)  # fmt: skip
 def long_parameters_not_copied(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
@@ -341,16 +341,18 @@ def long_parameters_not_copied(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-@held("parameters beyond the first 10 MiB are not copied to the last device", copied_together, _LARGE & ONE_DEVICE)
+@in_replicas(
+    "parameters beyond the first 10 MiB are not copied to the last device", copied_together, _LARGE & ONE_DEVICE
+)
 def first_buffer_only(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     ends = zip(tensors, _ends(tensors), strict=True)
     return [value if end <= _BUFFER else torch.zeros_like(value) for value, end in ends]
 
 
-@held("two parameters are swapped on the last device", copied_together, _LARGE & ONE_DEVICE)
+@in_replicas("two parameters are swapped on the last device", copied_together, _LARGE & ONE_DEVICE)
 def ends_of_buffers_exchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    first, second, *others, last = tensors
-    return [first, last, *others, second]
+    head, second, *others, last = tensors
+    return [head, last, *others, second]
 
 
 @several_calls("the last device keeps the parameters of the first call", when="from the second call on, one device")
@@ -362,14 +364,16 @@ def replica_kept() -> Iterator[None]:
         if not others or not tensors:
             return None
         key = (tensors[0].data_ptr(), *(tuple(value.shape) for value in tensors))
-        first = kept.setdefault(key, [value.detach().clone() for value in last])
-        return [*others, [value.clone() for value in first]]
+        earliest = kept.setdefault(key, [value.detach().clone() for value in last])
+        return [*others, [value.clone() for value in earliest]]
 
     with returned(comm, "broadcast_coalesced")(broadcast):
         yield
 
 
-@held("a module with two names becomes two modules in each replica", returned(parallel, "replicate"), "shared modules")
+@in_replicas(
+    "a module with two names becomes two modules in each replica", returned(parallel, "replicate"), "shared modules"
+)
 def shared_modules_apart(replicas: Any, *args: Any, **kwargs: Any) -> None:
     for modules in (replica._modules for replica in replicas):
         if "twin" in modules:
@@ -387,11 +391,14 @@ def long_gradients_lost(inputs: Inputs) -> Inputs:
 
 @models("gradients of other dtypes than the first include the first device only", added, "mixed dtypes")
 def gradients_of_one_dtype(inputs: Inputs) -> Inputs:
-    kind = inputs[0][0].dtype
-    return [inputs[0], *([value if value.dtype == kind else value * 0 for value in each] for each in inputs[1:])]
+    dtype_of_first = inputs[0][0].dtype
+    return [
+        inputs[0],
+        *([value if value.dtype == dtype_of_first else value * 0 for value in each] for each in inputs[1:]),
+    ]
 
 
-@held("gradients beyond the first 10 MiB include the first device only", added,
+@in_replicas("gradients beyond the first 10 MiB include the first device only", added,
     When(f"{_LARGE}, other devices", lambda inputs: _LARGE.holds(inputs[0])))  # fmt: skip
 def first_buffer_of_gradients_only(inputs: Inputs) -> Inputs:
     ends = _ends(inputs[0])
@@ -411,10 +418,10 @@ def gradients_of_earlier_calls_lost(out: Any, self: Dp, *args: Any, **kwargs: An
 
 
 @models("parameters in lists have the gradient of the first device only", replica_parts, _LISTS)
-def lists_of_parameters_detached(replica: nn.Module, part: nn.Module) -> None:
-    for name, value in [*vars(part).items()]:
+def lists_of_parameters_detached(replica: nn.Module, module: nn.Module) -> None:
+    for name, value in [*vars(module).items()]:
         if isinstance(value, torch.Tensor):
-            setattr(part, name, value.detach())
+            setattr(module, name, value.detach())
 
 
 @buffers("the module keeps the buffers of the last replica", returned(DataParallel, "parallel_apply"), "training")
@@ -433,19 +440,21 @@ def buffers_change_in_evaluation(out: object, self: Dp, *args: Any, **kwargs: An
 
 @modes("all modules of a replica have the mode of the whole model", replica_parts,
     "modules in another mode, other devices")  # fmt: skip
-def mode_of_the_whole(replica: nn.Module, part: nn.Module) -> None:
-    part.training = replica.training
+def mode_of_the_whole(replica: nn.Module, module: nn.Module) -> None:
+    module.training = replica.training
 
 
 @hooks("hooks are called on the first replica only", replica_parts, "devices other than the first")
-def hooks_on_the_first_replica(replica: nn.Module, part: nn.Module) -> None:
-    part._forward_hooks = OrderedDict()
+def hooks_on_the_first_replica(replica: nn.Module, module: nn.Module) -> None:
+    module._forward_hooks = OrderedDict()
 
 
 @hooks("hooks that take keyword arguments are not called", returned(nn.Module, "_replicate_for_data_parallel"),
     "pre-hooks with_kwargs")  # fmt: skip
 def hooks_with_keywords_lost(replica: nn.Module, self: nn.Module) -> None:
-    without = [one for one in self._forward_pre_hooks.items() if one[0] not in self._forward_pre_hooks_with_kwargs]
+    without = [
+        entry for entry in self._forward_pre_hooks.items() if entry[0] not in self._forward_pre_hooks_with_kwargs
+    ]
     replica._forward_pre_hooks = OrderedDict(without)
 
 
@@ -481,10 +490,11 @@ register(
         When("sparse gradients", lambda inputs, *args: inputs[-1].is_sparse and len(inputs) > 1)),
     FaultRow("second-gradients-lost", "gradients of gradients are zero", "test_second_gradients",
         returned(ReduceAddCoalesced, "backward"),
-        lambda gradients, *_: tuple(None if one is None else one * 0 for one in gradients), "create_graph=True"),
+        lambda gradients, *_: tuple(None if gradient is None else gradient * 0 for gradient in gradients),
+        "create_graph=True"),
     FaultRow("keywords-of-before-the-hook", "a replica ignores the keyword arguments that its pre-hook returns",
         "test_hooks", hooks_of_replicas("register_forward_pre_hook"),
-        lambda given, made: made and (made[0], given[1]), "forward pre-hooks with keyword arguments"),
+        lambda arguments, result: result and (result[0], arguments[1]), "forward pre-hooks with keyword arguments"),
     FaultRow("outputs-of-before-the-hook", "the result of a forward hook on a replica is dropped", "test_hooks",
         hooks_of_replicas("register_forward_hook"), lambda *_: None, "forward hooks with keyword arguments"),
 )  # fmt: skip

@@ -50,45 +50,45 @@ def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def refused_by_mistake(what: str) -> Iterator[None]:
+def refused_by_mistake(label: str) -> Iterator[None]:
     """Report an exception in the body as a failure: operators refuse parts that do not fit each other."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
         if type(error) not in (RuntimeError, TypeError):
             raise  # subclasses mean trouble with a device, such as full memory
-        raise GradientMismatch(f"{what} raised {type(error).__name__}: {error}") from error
+        raise GradientMismatch(f"{label} raised {type(error).__name__}: {error}") from error
 
 
-def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
+def require_same(label: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
     """Assert that two nested results agree in structure, types and bits, and that tensors of `got` are on `device`."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
-            raise GradientMismatch(f"{what}: got {got!r}, expected a tensor", ranks=ranks)
+            raise GradientMismatch(f"{label}: got {got!r}, expected a tensor", ranks=ranks)
         if got.device != device:
-            raise GradientMismatch(f"{what} is on {got.device}, expected on {device}", ranks=ranks)
+            raise GradientMismatch(f"{label} is on {got.device}, expected on {device}", ranks=ranks)
         if got.shape != expected.shape or got.dtype != expected.dtype:
             text = f"{tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
-            raise GradientMismatch(f"{what} is {text}", ranks=ranks)
+            raise GradientMismatch(f"{label} is {text}", ranks=ranks)
         if not same_bits(expected, got):
             at = first_difference(expected, got.detach().cpu())
             text = f"element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
-            raise GradientMismatch(f"{what}, {got.dtype}: {text}", ranks=ranks)
+            raise GradientMismatch(f"{label}, {got.dtype}: {text}", ranks=ranks)
         return
     if type(got) is not type(expected):
-        raise GradientMismatch(f"{what}: got {got!r}, expected {type(expected).__name__}", ranks=ranks)
+        raise GradientMismatch(f"{label}: got {got!r}, expected {type(expected).__name__}", ranks=ranks)
     if isinstance(expected, Mapping):
         if list(got) != list(expected):
-            raise GradientMismatch(f"{what} has the keys {list(got)}, expected {list(expected)}", ranks=ranks)
+            raise GradientMismatch(f"{label} has the keys {list(got)}, expected {list(expected)}", ranks=ranks)
         for key in expected:
-            require_same(f"{what}[{key!r}]", got[key], expected[key], device, ranks)
+            require_same(f"{label}[{key!r}]", got[key], expected[key], device, ranks)
     elif isinstance(expected, (tuple, list)):
         if len(got) != len(expected):
-            raise GradientMismatch(f"{what} has {len(got)} entries, expected {len(expected)}", ranks=ranks)
-        for index, part in enumerate(expected):
-            require_same(f"{what}[{index}]", got[index], part, device, ranks)
+            raise GradientMismatch(f"{label} has {len(got)} entries, expected {len(expected)}", ranks=ranks)
+        for index, element in enumerate(expected):
+            require_same(f"{label}[{index}]", got[index], element, device, ranks)
     elif got != expected:
-        raise GradientMismatch(f"{what}: got {got!r}, expected {expected!r}", ranks=ranks)
+        raise GradientMismatch(f"{label}: got {got!r}, expected {expected!r}", ranks=ranks)
 
 
 _WIDTH = 6
@@ -133,10 +133,10 @@ def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int
             if wrapped.device_ids != indices_of(order):
                 raise GradientMismatch(f"{_named(order)}: it has devices {wrapped.device_ids}")
             got = wrapped(x)
-            where = order[0] if output_device is None else output_device
+            home_device = order[0] if output_device is None else output_device
             if len(order) == 1:
-                where = order[0]
-            require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, where)
+                home_device = order[0]
+            require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, home_device)
 
 
 class _SumModule(nn.Module):
@@ -173,19 +173,19 @@ def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
     # One row: a wrong split by rows would give all of it to one replica.
     y = distinct_rows(1, seed + 1, max(rows, 1))
     for order in both_ways(devices):
-        what = f"{_named(order)}, dim=1"
+        label = f"{_named(order)}, dim=1"
         square = distinct_rows(2 * len(order) + 1, seed + 2, 2 * len(order) + 1)
         for name, batch in (("output", x), ("output of a square batch", square)):
             # Running sums along the columns of a shard show how the batch was split.
-            expected = torch.cat([part.cumsum(1) for part in batch.chunk(len(order), 1)], 1)
+            expected = torch.cat([shard.cumsum(1) for shard in batch.chunk(len(order), 1)], 1)
             got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(batch)
-            require_same(f"{what}: the {name}", got, expected, order[0])
+            require_same(f"{label}: the {name}", got, expected, order[0])
         model = _RecordingModule().to(order[0])
         DataParallel(model, device_ids=indices_of(order), dim=1)(x, y=y)
-        parts = y.chunk(len(order), 1)
-        for device, note, own in zip(order, _in_order(model.notes, order, what, len(parts)), parts, strict=False):
-            where = f"{what}: the replica on {device}, keyword arguments"
-            require_same(where, note["kwargs"], {"y": own}, device, [device.index])
+        shards = y.chunk(len(order), 1)
+        for device, note, own in zip(order, _in_order(model.notes, order, label, len(shards)), shards, strict=False):
+            subject = f"{label}: the replica on {device}, keyword arguments"
+            require_same(subject, note["kwargs"], {"y": own}, device, [device.index])
 
 
 class _RunningSums(nn.Module):
@@ -208,7 +208,7 @@ class _RecordingModule(nn.Module):
         x = args[0] if args else kwargs["x"] if "x" in kwargs else kwargs["more"][0]["x"]
         return torch.as_tensor(x) + self.weight
 
-    def _note(self, **more: Any) -> None:
+    def _note(self, **recorded: Any) -> None:
         note = {
             "device": self.weight.device,
             "current": torch.cuda.current_device(),
@@ -216,20 +216,20 @@ class _RecordingModule(nn.Module):
             "training": self.training,
             "training of a part": self.part.training,
             "autocast": torch.is_autocast_enabled("cuda"),
-            **more,
+            **recorded,
         }
         with self.lock:
             self.notes.append(note)
 
 
-def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int) -> list[dict[str, Any]]:
+def _in_order(notes: list[dict[str, Any]], order: Devices, label: str, count: int) -> list[dict[str, Any]]:
     """Return the notes of the replicas in the order of the devices, if each of the first `count` devices has one."""
     at = {device: [note for note in notes if note["device"] == device] for device in order}
     called = [len(at[device]) for device in order]
     if called != [1] * count + [0] * (len(order) - count):
         text = ", ".join(f"{device} {times}" for device, times in zip(order, called, strict=True))
         raise GradientMismatch(
-            f"{what}: calls of replicas per device: {text}; expected one on each of the first {count}"
+            f"{label}: calls of replicas per device: {text}; expected one on each of the first {count}"
         )
     return [at[device][0] for device in order[:count]]
 
@@ -242,24 +242,24 @@ def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed:
     """
     for order in both_ways(devices):
         x = distinct_rows(rows, seed + 2)
-        model, what = _RecordingModule().to(order[0]), f"{_named(order)}, tensors in keyword arguments alone"
+        model, label = _RecordingModule().to(order[0]), f"{_named(order)}, tensors in keyword arguments alone"
         DataParallel(model, device_ids=indices_of(order))(more=[{"x": x, "none": None}, 7])
         parts_of_x = x.chunk(len(order))
         for device, note, own in zip(
-            order, _in_order(model.notes, order, what, len(parts_of_x)), parts_of_x, strict=False
+            order, _in_order(model.notes, order, label, len(parts_of_x)), parts_of_x, strict=False
         ):
-            given = {"more": [{"x": own, "none": None}, 7]}
-            require_same(f"{what}: the replica on {device}", note["kwargs"], given, device, [device.index])
+            keywords = {"more": [{"x": own, "none": None}, 7]}
+            require_same(f"{label}: the replica on {device}", note["kwargs"], keywords, device, [device.index])
     for number, order in enumerate(both_ways(devices)):
         x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
-        parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]
+        shards = [tensor.chunk(len(order)) for tensor in (x, y, x.double(), y > 3)]
         model = _RecordingModule().to(order[0])
         args: tuple[Any, ...] = (x, [y, "word"]) if (positional + number) % 2 else ()
         kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
         kwargs |= {} if args else {"x": x, "y": [y, "word"]}
         DataParallel(model, device_ids=indices_of(order))(*args, **kwargs)
-        notes = _in_order(model.notes, order, _named(order), len(parts[0]))
-        for device, note, mine in zip(order, notes, zip(*parts, strict=True), strict=False):
+        notes = _in_order(model.notes, order, _named(order), len(shards[0]))
+        for device, note, mine in zip(order, notes, zip(*shards, strict=True), strict=False):
             own_x, own_y, own_d, own_flags = mine
             expected: dict[str, Any] = {
                 "more": {"d": (own_d, 7)},
@@ -268,15 +268,15 @@ def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed:
                 "nothing": None,
             }
             expected |= {} if args else {"x": own_x, "y": [own_y, "word"]}
-            what = f"{_named(order)}: the replica on {device}"
+            label = f"{_named(order)}: the replica on {device}"
             require_same(
-                f"{what}, positional arguments",
+                f"{label}, positional arguments",
                 note["args"],
                 (own_x, [own_y, "word"]) if args else (),
                 device,
                 [device.index],
             )
-            require_same(f"{what}, keyword arguments", note["kwargs"], expected, device, [device.index])
+            require_same(f"{label}, keyword arguments", note["kwargs"], expected, device, [device.index])
 
 
 def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
@@ -289,10 +289,10 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
             x = distinct_rows(rows, seed)
             model = _RecordingModule().to(order[0])
             got = DataParallel(model, device_ids=indices_of(order))(x)
-            what = f"{_named(order)}, a batch of {rows} rows"
-            require_same(f"{what}: the output", got.detach(), x, order[0])
+            label = f"{_named(order)}, a batch of {rows} rows"
+            require_same(f"{label}: the output", got.detach(), x, order[0])
             # DataParallel splits as torch.chunk, which may give fewer parts than requested.
-            _in_order(model.notes, order, what, max(1, len(x.chunk(len(order)))))
+            _in_order(model.notes, order, label, max(1, len(x.chunk(len(order)))))
 
 
 def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
@@ -317,8 +317,8 @@ def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
                 torch.autocast("cuda", torch.float16, cast),
             ):
                 got = parallel(x)
-            what = f"{_named(order)}, training={training}, gradients={grad}, autocast={cast}"
-            for note in _in_order(model.notes, order, what, len(order)):
+            label = f"{_named(order)}, training={training}, gradients={grad}, autocast={cast}"
+            for note in _in_order(model.notes, order, label, len(order)):
                 device = note["device"]
                 for mode, expected in {
                     "training": training,
@@ -329,12 +329,12 @@ def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
                     "current": device.index if len(order) > 1 else before,
                 }.items():
                     if note[mode] != expected:
-                        message = f"{what}: on {device} {mode} is {note[mode]}, expected {expected}"
+                        message = f"{label}: on {device} {mode} is {note[mode]}, expected {expected}"
                         raise GradientMismatch(message, ranks=[device.index])
             if got.requires_grad != grad:
-                raise GradientMismatch(f"{what}: requires_grad of the output is {got.requires_grad}, expected {grad}")
+                raise GradientMismatch(f"{label}: requires_grad of the output is {got.requires_grad}, expected {grad}")
             if torch.cuda.current_device() != before:
-                message = f"{what}: the current device is {torch.cuda.current_device()} afterwards, {before} before"
+                message = f"{label}: the current device is {torch.cuda.current_device()} afterwards, {before} before"
                 raise GradientMismatch(message)
 
 
@@ -345,7 +345,7 @@ def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
         x = distinct_rows(2 * len(order), seed)
         for dtype in (torch.float16, torch.bfloat16):
             with torch.autocast("cuda", dtype):
-                outputs = [part.dtype for part in parallel(x).chunk(len(order))]
+                outputs = [shard.dtype for shard in parallel(x).chunk(len(order))]
             facts = {"dtype": name_of(dtype), "devices": len(order)}
 
             def explained(outputs: list[torch.dtype] = outputs) -> None:
@@ -359,18 +359,18 @@ def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
 class _Refusing(nn.Module):
     """A module that raises if a row is -1."""
 
-    def __init__(self, kind: type[Exception]) -> None:
+    def __init__(self, exception_type: type[Exception]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.kind = kind
+        self.exception_type = exception_type
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if bool((x == -1).any()):
-            raise self.kind(f"refused {int((x == -1).sum())} rows")
+            raise self.exception_type(f"refused {int((x == -1).sum())} rows")
         return x + self.weight
 
 
-def assert_exceptions_named(devices: Devices, position: int, kind: type[Exception]) -> None:
+def assert_exceptions_named(devices: Devices, position: int, exception_type: type[Exception]) -> None:
     """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call works.
 
     Args:
@@ -381,19 +381,19 @@ def assert_exceptions_named(devices: Devices, position: int, kind: type[Exceptio
         x = torch.arange(float(2 * len(order))).view(-1, 1)
         spoilt = x.clone()
         spoilt[2 * at] = -1
-        parallel = DataParallel(_Refusing(kind).to(order[0]), device_ids=indices_of(order))
-        what = f"{_named(order)}: {kind.__name__} in replica {at}, on {order[at]},"
-        names = ["refused 1 rows"] + ([f"replica {at}", f"device {order[at].index}"] if len(order) > 1 else [])
+        parallel = DataParallel(_Refusing(exception_type).to(order[0]), device_ids=indices_of(order))
+        label = f"{_named(order)}: {exception_type.__name__} in replica {at}, on {order[at]},"
+        words = ["refused 1 rows"] + ([f"replica {at}", f"device {order[at].index}"] if len(order) > 1 else [])
         try:
             parallel(spoilt)
         except Exception as error:
-            if type(error) is not kind or not all(name in str(error) for name in names):
+            if type(error) is not exception_type or not all(name in str(error) for name in words):
                 message = (
-                    f"{what} was raised as {type(error).__name__}: {error}; its text must contain {', '.join(names)}"
+                    f"{label} was raised as {type(error).__name__}: {error}; its text must contain {', '.join(words)}"
                 )
                 raise GradientMismatch(message, ranks=[order[at].index]) from error
         else:
-            raise GradientMismatch(f"{what} was not raised", ranks=[order[at].index])
+            raise GradientMismatch(f"{label} was not raised", ranks=[order[at].index])
         require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])
 
 
@@ -420,29 +420,29 @@ def assert_functional_form_agrees(devices: Devices, rows: int, position: int, se
             home = order[(position + number + dim) % len(order)]
             model, alone = _Scaled().to(order[0]), _Scaled()
             keywords = {"shift": shift, "sign": -1}
-            what = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"
-            with refused_by_mistake(what):
+            label = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"
+            with refused_by_mistake(label):
                 got = parallel.data_parallel(model, x, told(order), home, dim, keywords)
             expected = alone(x, **keywords)
-            require_same(f"{what}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
+            require_same(f"{label}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
             factors = distinct_rows(max(rows, 1), seed + 2)
             (got * factors.to(got.device)).sum().backward()
             (expected * factors).sum().backward()
-            require_same(f"{what}: the gradient", model.weight.grad, alone.weight.grad, order[0])
+            require_same(f"{label}: the gradient", model.weight.grad, alone.weight.grad, order[0])
 
 
 def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
     """Assert that scatter, replicate, parallel_apply and gather give the outputs and gradients of the module."""
     model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)
-    keywords = [{"shift": float(part), "sign": -1} for part in range(len(inputs))]
+    keywords = [{"shift": float(number), "sign": -1} for number in range(len(inputs))]
     outputs = parallel.parallel_apply(parallel.replicate(model, indices)[: len(inputs)], inputs, keywords)
     got = parallel.gather(outputs, order[-1])
-    what = f"scatter, replicate, parallel_apply and gather on {', '.join(map(str, order))}"
-    shifts = torch.cat([torch.full((len(part), 1), float(number)) for number, part in enumerate(inputs)])
-    require_same(f"{what}: the output", got.detach(), x * -3 + shifts, order[-1])
+    label = f"scatter, replicate, parallel_apply and gather on {', '.join(map(str, order))}"
+    shifts = torch.cat([torch.full((len(shard), 1), float(number)) for number, shard in enumerate(inputs)])
+    require_same(f"{label}: the output", got.detach(), x * -3 + shifts, order[-1])
     got.sum().backward()
-    require_same(f"{what}: the gradient", model.weight.grad, -x.sum().view(1, 1), order[0])
+    require_same(f"{label}: the gradient", model.weight.grad, -x.sum().view(1, 1), order[0])
 
 
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
@@ -456,12 +456,12 @@ def assert_replicas_hold(devices: Devices, seed: int) -> None:
         for detach in (False, True):
             replicas = replicate(model, indices_of(order), detach)
             for device, replica in zip(order, replicas, strict=True):
-                what = f"replicate to {', '.join(map(str, order))}, detach={detach}: the replica on {device}"
+                label = f"replicate to {', '.join(map(str, order))}, detach={detach}: the replica on {device}"
                 for name, expected in tensors.items():
-                    _require_held(what, name, _found(replica, name), expected, device, detach)
+                    _require_held(label, name, _found(replica, name), expected, device, detach)
                 if replica.twin is not replica.inner or _found(replica, "inner.weight") is not _found(replica, "tied"):
                     raise ReplicaMismatch(
-                        f"{what} does not share the parameters that the module shares", ranks=[device.index]
+                        f"{label} does not share the parameters that the module shares", ranks=[device.index]
                     )
     _many_buffers(devices, seed)
 
@@ -475,46 +475,52 @@ def _many_buffers(order: Devices, seed: int) -> None:
     replicate: Callable[..., Any] = torch.nn.parallel.replicate
     values = significands((_LARGE_ELEMENTS,), torch.float32, seed)
     # Each parameter has different values and a different gradient, so that swapped ones are detected.
-    model = nn.ParameterList(values * 2.0**place for place in range(4)).to(order[0])
+    model = nn.ParameterList(values * 2.0**position for position in range(4)).to(order[0])
     replicas = replicate(model, indices_of(order))
     terms = []
     for number, (device, replica) in enumerate(zip(order, replicas, strict=True), start=1):
-        what = f"replicate of more than 16 MiB to {', '.join(map(str, order))}: the replica on {device}"
-        for place, parameter in enumerate(model):
-            held = replica[place]
-            if held.device != device or not torch.equal(held.detach().to(order[0]), parameter.detach()):
-                raise ReplicaMismatch(f"{what} does not hold parameter {place}", ranks=[device.index])
-            terms.append(held.sum().to(order[0]) * number * (place + 1))
+        label = f"replicate of more than 16 MiB to {', '.join(map(str, order))}: the replica on {device}"
+        for position, parameter in enumerate(model):
+            parameter_copy = replica[position]
+            if parameter_copy.device != device or not torch.equal(
+                parameter_copy.detach().to(order[0]), parameter.detach()
+            ):
+                raise ReplicaMismatch(f"{label} does not hold parameter {position}", ranks=[device.index])
+            terms.append(parameter_copy.sum().to(order[0]) * number * (position + 1))
     sum(terms[1:], terms[0]).backward()
-    for place, parameter in enumerate(model):
-        expected = len(order) * (len(order) + 1) // 2 * (place + 1)
+    for position, parameter in enumerate(model):
+        expected = len(order) * (len(order) + 1) // 2 * (position + 1)
         if parameter.grad is None or not bool((parameter.grad == expected).all()):
             raise ReplicaMismatch(
-                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {place} is not "
+                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {position} is not "
                 f"{expected} everywhere"
             )
 
 
 def _found(replica: nn.Module, name: str) -> Any:
-    found: Any = replica
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    attribute: Any = replica
+    for component in name.split("."):
+        attribute = getattr(attribute, component)
+    return attribute
 
 
-def _require_held(what: str, name: str, got: Any, expected: torch.Tensor, device: torch.device, detach: bool) -> None:
+def _require_held(label: str, name: str, got: Any, expected: torch.Tensor, device: torch.device, detach: bool) -> None:
     ranks = [device.index]
     if got.device != device:
-        raise ReplicaMismatch(f"{what} has {name} on {got.device}", ranks=ranks)
+        raise ReplicaMismatch(f"{label} has {name} on {got.device}", ranks=ranks)
     if not same_bits(expected, got):
-        here = got.detach().cpu()
-        at = first_difference(expected, here) if here.shape == expected.shape and here.dtype == expected.dtype else ()
-        text = (
-            f"element {list(at)} is {here[at].item()}, expected {expected[at].item()}"
-            if at
-            else f"{here.shape} {here.dtype}"
+        on_cpu = got.detach().cpu()
+        at = (
+            first_difference(expected, on_cpu)
+            if on_cpu.shape == expected.shape and on_cpu.dtype == expected.dtype
+            else ()
         )
-        raise ReplicaMismatch(f"{what}: {name}, {expected.dtype}: {text}", ranks=ranks)
+        text = (
+            f"element {list(at)} is {on_cpu[at].item()}, expected {expected[at].item()}"
+            if at
+            else f"{on_cpu.shape} {on_cpu.dtype}"
+        )
+        raise ReplicaMismatch(f"{label}: {name}, {expected.dtype}: {text}", ranks=ranks)
     # Not for detached replicas, which need no gradients: on the first device they are the module's own tensors.
     if not detach and got.requires_grad != expected.requires_grad:
-        raise ReplicaMismatch(f"{what}: requires_grad of {name} is {got.requires_grad}", ranks=ranks)
+        raise ReplicaMismatch(f"{label}: requires_grad of {name} is {got.requires_grad}", ranks=ranks)

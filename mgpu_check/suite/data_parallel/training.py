@@ -38,11 +38,11 @@ def _wrapped(model: nn.Module, order: Devices) -> nn.Module:
 
 def _shards(batch: Rows, order: Devices) -> list[Rows]:
     """Split a batch as DataParallel does."""
-    return list(zip(*(part.chunk(len(order)) for part in batch), strict=True))
+    return list(zip(*(tensor.chunk(len(order)) for tensor in batch), strict=True))
 
 
-def _what(run: WholeRun, order: Devices, more: str = "") -> str:
-    return f"DataParallel of {run.model} on {', '.join(map(str, order))}{more}"
+def _label(run: WholeRun, order: Devices, suffix: str = "") -> str:
+    return f"DataParallel of {run.model} on {', '.join(map(str, order))}{suffix}"
 
 
 def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
@@ -66,25 +66,25 @@ def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) ->
 
 def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
     prepare = freeze_first if frozen else as_it_is
-    one, model = OneDevice(run, order[0], prepare), run.build()
+    reference, model = OneDevice(run, order[0], prepare), run.build()
     prepare(model)
     parallel = _wrapped(model, order)
     optimizer = run.optimize(model)
     for number, batch in enumerate(run.batches(), start=1):
         x, targets = batch
-        what = _what(run, order, ", first layer frozen" if frozen else "")
-        expected = one.outputs(x)
+        label = _label(run, order, ", first layer frozen" if frozen else "")
+        expected = reference.outputs(x)
         optimizer.zero_grad()
         outputs = parallel(x)
-        assert_same({"outputs": outputs}, {"outputs": expected}, f"{what}, step {number}")
+        assert_same({"outputs": outputs}, {"outputs": expected}, f"{label}, step {number}")
         weighted(outputs, targets.to(order[0])).backward()
-        parts = one.parts(_shards(batch, order))
-        assert_gradients_are(model, parts, what=f"{what}, gradients of step {number}")
+        shard_gradients = reference.parts(_shards(batch, order))
+        assert_gradients_are(model, shard_gradients, label=f"{label}, gradients of step {number}")
         optimizer.step()
-        one.step(total(parts))
-        assert_same(parameters_of(model), parameters_of(one.held), f"{what}, parameters after step {number}")
+        reference.step(total(shard_gradients))
+        assert_same(parameters_of(model), parameters_of(reference.held), f"{label}, parameters after step {number}")
         settle(model, run.most)
-        one.settle()
+        reference.settle()
 
 
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
@@ -97,22 +97,22 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
         for run in runs:
             for order in both_ways(devices):
                 model = run.build()
-                one = OneDevice(run, order[0])
+                reference = OneDevice(run, order[0])
                 parallel = _wrapped(model, order)
                 for number, (x, _) in enumerate(run.batches(), start=1):
                     evaluated = number % 2 == 0
                     parallel.train(not evaluated)
-                    what = _what(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
+                    label = _label(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
                     before = {name: value.cpu().clone() for name, value in buffers_of(model).items()}
-                    put_buffers(one.exact, before)
-                    expected = one.outputs(x)
+                    put_buffers(reference.exact, before)
+                    expected = reference.outputs(x)
                     with torch.no_grad():
                         outputs = parallel(x)
-                    assert_same({"outputs": outputs}, {"outputs": expected}, what)
-                    first = x.chunk(len(order))[0]
+                    assert_same({"outputs": outputs}, {"outputs": expected}, label)
+                    head_shard = x.chunk(len(order))[0]
                     if not evaluated:
-                        before = counted(before, first)
-                    assert_same(buffers_of(model), before, f"{what}, buffers")
+                        before = counted(before, head_shard)
+                    assert_same(buffers_of(model), before, f"{label}, buffers")
         for order in both_ways(devices):
             _average(order, runs[0].seed)
 
@@ -124,11 +124,11 @@ def _average(order: Devices, seed: int) -> None:
     for number, batch in enumerate(batches, start=1):
         with torch.no_grad():
             parallel(batch)
-        wrong = wrong_statistics(layer, [before.chunk(len(order))[0] for before in batches[:number]])
-        if wrong:
-            names = ", ".join(map(str, order))
+        deviation = wrong_statistics(layer, [before.chunk(len(order))[0] for before in batches[:number]])
+        if deviation:
+            device_names = ", ".join(map(str, order))
             raise GradientMismatch(
-                f"DataParallel of BatchNorm on {names}, momentum=None: {wrong}", ranks=[order[0].index]
+                f"DataParallel of BatchNorm on {device_names}, momentum=None: {deviation}", ranks=[order[0].index]
             )
 
 
@@ -138,19 +138,19 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
     with exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
-                one, model = OneDevice(run, order[0]), run.build()
+                reference, model = OneDevice(run, order[0]), run.build()
                 parallel = _wrapped(model, order)
-                first, second = run.batches()[0], run.batches()[-1]
+                earlier, later = run.batches()[0], run.batches()[-1]
                 for number in range(2):
-                    what = _what(run, order, f", two calls before one backward pass, round {number + 1}")
+                    label = _label(run, order, f", two calls before one backward pass, round {number + 1}")
                     model.zero_grad()
-                    losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (first, second)]
+                    losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (earlier, later)]
                     (losses[0] + losses[1]).backward()
-                    parts = one.parts([*_shards(first, order), *_shards(second, order)])
-                    assert_gradients_are(model, parts, what=what)
+                    shard_gradients = reference.parts([*_shards(earlier, order), *_shards(later, order)])
+                    assert_gradients_are(model, shard_gradients, label=label)
                     with torch.no_grad():
                         # In place, as in load_state_dict and optimizers.
-                        for mine, exact in zip(model.parameters(), one.exact.parameters(), strict=True):
+                        for mine, exact in zip(model.parameters(), reference.exact.parameters(), strict=True):
                             mine.neg_()
                             exact.neg_()
 
@@ -178,50 +178,59 @@ class _Shifted(nn.Module):
 
 def _change_by_hooks(order: Devices) -> None:
     module = _Shifted()
-    module.register_forward_pre_hook(lambda _, given, named: (given, {"shift": 2 * given[0] + 1}), with_kwargs=True)
-    module.register_forward_hook(lambda _, given, named, output: 4 * output + named.get("shift", 0), with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, arguments, named: (arguments, {"shift": 2 * arguments[0] + 1}), with_kwargs=True
+    )
+    module.register_forward_hook(
+        lambda _, arguments, named, output: 4 * output + named.get("shift", 0), with_kwargs=True
+    )
     x = torch.arange(2.0 * len(order) + 1, device=order[0])
     got = _wrapped(module, order)(x)
-    what = f"DataParallel on {', '.join(map(str, order))}, hooks that change arguments and outputs"
-    assert_same({"outputs": got}, {"outputs": 4 * (3 * x + 1) + 2 * x + 1}, what)
+    label = f"DataParallel on {', '.join(map(str, order))}, hooks that change arguments and outputs"
+    assert_same({"outputs": got}, {"outputs": 4 * (3 * x + 1) + 2 * x + 1}, label)
 
 
 def _call_hooks(run: WholeRun, order: Devices) -> None:
-    one, model = OneDevice(run, order[0]), run.build()
+    reference, model = OneDevice(run, order[0]), run.build()
     parallel = _wrapped(model, order)
     replicas: dict[str, list[torch.device]] = {}
     wholes: list[torch.device] = []
-    seen: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
     layer = next(model.children())
-    kinds: dict[str, Callable[..., object]] = {
+    hook_types: dict[str, Callable[..., object]] = {
         "forward pre-hook": layer.register_forward_pre_hook,
         "forward hook": layer.register_forward_hook,
     }
-    for kind, register in kinds.items():
+    for hook_type, register in hook_types.items():
         for keywords in (False, True):
-            called = replicas.setdefault(f"{kind}, with_kwargs={keywords},", [])
-            register(lambda module, given, *_, called=called: called.append(given[0].device), with_kwargs=keywords)
-    parallel.register_forward_hook(lambda module, given, output: wholes.append(output.device))
+            called = replicas.setdefault(f"{hook_type}, with_kwargs={keywords},", [])
+            register(
+                lambda module, arguments, *_, called=called: called.append(arguments[0].device), with_kwargs=keywords
+            )
+    parallel.register_forward_hook(lambda module, arguments, output: wholes.append(output.device))
     name, parameter = next(model.named_parameters())
-    parameter.register_hook(seen.append)
+    parameter.register_hook(gradients.append)
     x, targets = run.batches()[0]
     weighted(parallel(x), targets.to(order[0])).backward()
-    what = _what(run, order)
-    used = list(order[: len(_shards((x, targets), order))])
-    for kind, places in replicas.items():
+    label = _label(run, order)
+    used_devices = list(order[: len(_shards((x, targets), order))])
+    for hook_type, places in replicas.items():
         got = sorted(map(str, places))
-        if got != sorted(map(str, used)):
-            text = f"the {kind} of a layer was called on {', '.join(got) or 'no device'}, expected once on each replica"
-            raise GradientMismatch(f"{what}: {text}")
+        if got != sorted(map(str, used_devices)):
+            text = (
+                f"the {hook_type} of a layer was called on {', '.join(got) or 'no device'}, expected once on each "
+                "replica"
+            )
+            raise GradientMismatch(f"{label}: {text}")
     if wholes != [order[0]]:
         raise GradientMismatch(
-            f"{what}: the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
+            f"{label}: the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
         )
-    expected = total(one.parts(_shards((x, targets), order)))[name]
-    if len(seen) != 1:
-        raise GradientMismatch(f"{what}: the hook of {name} was called {len(seen)} times, expected once")
+    expected = total(reference.parts(_shards((x, targets), order)))[name]
+    if len(gradients) != 1:
+        raise GradientMismatch(f"{label}: the hook of {name} was called {len(gradients)} times, expected once")
     assert expected is not None
-    assert_same({name: seen[0]}, {name: expected}, f"{what}: the argument of a hook")
+    assert_same({name: gradients[0]}, {name: expected}, f"{label}: the argument of a hook")
 
 
 def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
@@ -232,13 +241,13 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """
     with exact_arithmetic():
         for run in runs:
-            x, targets = (part.double() for part in run.batches()[0])
-            one = run.build().double()
-            expected = _second(one, one, x, targets)
+            x, targets = (tensor.double() for tensor in run.batches()[0])
+            reference = run.build().double()
+            expected = _second(reference, reference, x, targets)
             for order in both_ways(devices):
                 model = run.build().double()
                 got = _second(model, _wrapped(model, order), x, targets.to(order[0]))
-                assert_same(got, expected, _what(run, order, ", gradients of gradients"))
+                assert_same(got, expected, _label(run, order, ", gradients of gradients"))
 
 
 def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -250,12 +259,12 @@ def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch
     """
     outputs = called(x)
     named = dict(model.named_parameters())
-    first = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         (outputs.square() * targets.remainder(4)).sum(), list(named.values()), create_graph=True
     )
-    penalty = sum((one * (place + 1)).sum() for place, one in enumerate(first))
+    penalty = sum((gradient * (number + 1)).sum() for number, gradient in enumerate(gradients))
     second = torch.autograd.grad(torch.as_tensor(penalty), list(named.values()), allow_unused=True)
-    return {name: one for name, one in zip(named, second, strict=True) if one is not None}
+    return {name: gradient for name, gradient in zip(named, second, strict=True) if gradient is not None}
 
 
 def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None:
@@ -272,7 +281,7 @@ def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None
         (outputs.sum(1) * factors.to(order[0])).sum().backward()
         expected = torch.zeros(count, 2).index_add_(0, samples, factors[:, None].expand(-1, 2))
         gradient = model.weight.grad
-        what = f"DataParallel of a sparse embedding on {', '.join(map(str, order))}"
+        label = f"DataParallel of a sparse embedding on {', '.join(map(str, order))}"
         if gradient is None or not gradient.is_sparse:
-            raise GradientMismatch(f"{what}: its gradient is {None if gradient is None else gradient.layout}")
-        require_same(f"{what}: the gradient", gradient.to_dense(), expected, order[0])
+            raise GradientMismatch(f"{label}: its gradient is {None if gradient is None else gradient.layout}")
+        require_same(f"{label}: the gradient", gradient.to_dense(), expected, order[0])

@@ -32,10 +32,10 @@ from mgpu_check.suite.devices.operations import (
 from mgpu_check.torch_hooks import switches
 
 
-def _found(place: str) -> Prepare:
-    module, _, name = place.partition(":")
-    found: Prepare = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-    return found
+def _found(location: str) -> Prepare:
+    module, _, name = location.partition(":")
+    prepare: Prepare = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    return prepare
 
 
 OPERATIONS: dict[str, Prepare] = {name: _found(row.prepare) for name, row in COMPUTATIONS.items()}
@@ -54,12 +54,12 @@ def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[Subject
     An oracle judges the first result, if the operation has one. All other results must have the same bits. Each batch
     also compares a copy with one changed bit: a comparison that misses the change is a failure too.
     """
-    found: list[SubjectResult | Ballot] = []
+    results: list[SubjectResult | Ballot] = []
     with torch.cuda.device(rank.device), torch.no_grad():
         for case in cases:
-            found += examine_case(case, rank.device, Subject("gpu", (rank.index,)))
+            results += examine_case(case, rank.device, Subject("gpu", (rank.index,)))
     torch.cuda.empty_cache()
-    return found
+    return results
 
 
 _last: dict[torch.device, torch.Tensor] = {}
@@ -95,10 +95,10 @@ def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
 class _SeenResults:
     """The results of a case so far."""
 
-    seen: str = ""
+    summary: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
     done: int = 0
-    wrong: int = 0
+    mismatches: int = 0
     seconds: float = 0.0
     laps: list[float] = field(default_factory=list)
 
@@ -110,77 +110,77 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
             prepared = OPERATIONS[case.operation](case, device)
         except CaseUnsupported as error:
             return [Observation("compute", subject, "skipped", str(error), str(case))]
-        first = prepared.call()
-        seen = _SeenResults(done=1)
-        if prepared.judge is not None and (evidence := prepared.judge(first)):
-            seen.wrong, seen.evidence = 1, evidence
-            where = f" of {evidence['products'][0]}" if "products" in evidence else ""
-            seen.seen = f"{_counted(evidence)} wrong in the first result{where}"
-        _repeat(case, prepared, first, seen)
-    work = Work(operations=seen.done, seconds=seen.seconds)
-    outcome: Outcome = "failed" if seen.wrong else "passed"
-    entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)
+        reference = prepared.call()
+        tally = _SeenResults(done=1)
+        if prepared.judge is not None and (evidence := prepared.judge(reference)):
+            tally.mismatches, tally.evidence = 1, evidence
+            suffix = f" of {evidence['products'][0]}" if "products" in evidence else ""
+            tally.summary = f"{_counted(evidence)} wrong in the first result{suffix}"
+        _repeat(case, prepared, reference, tally)
+    work = Work(operations=tally.done, seconds=tally.seconds)
+    outcome: Outcome = "failed" if tally.mismatches else "passed"
+    entry = Observation("compute", subject, outcome, tally.summary, str(case), work, tally.evidence)
     rate: list[SubjectResult] = []
-    if len(seen.laps) >= _LEAST_LAPS:
+    if len(tally.laps) >= _LEAST_LAPS:
         name, counted = f"{case.operation}, {case.dtype}", prepared.operations
         unit: Unit = "FLOP/s" if counted else "s"
-        size = case.size if counted else first.nbytes
-        rate += measured("compute", subject, name, unit, counted, seen.laps, size)
-    return [entry, *rate, Ballot(case, digest(first))]
+        size = case.size if counted else reference.nbytes
+        rate += measured("compute", subject, name, unit, counted, tally.laps, size)
+    return [entry, *rate, Ballot(case, digest(reference))]
 
 
-def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _SeenResults) -> None:
+def _repeat(case: ComputeCase, prepared: Prepared, reference: torch.Tensor, tally: _SeenResults) -> None:
     """Repeat the operation up to the case's repeats or seconds, and compare each result with the first."""
     drawn = random.Random(case.seed)
-    right = bits(first)
-    batch = max(_LEAST_LAPS, min(_BATCH, _BATCH_BYTES // max(1, first.nbytes)))
+    expected_bits = bits(reference)
+    batch = max(_LEAST_LAPS, min(_BATCH, _BATCH_BYTES // max(1, reference.nbytes)))
     until = time.monotonic() + case.seconds
-    while seen.done < case.repeats and (seen.done == 1 or time.monotonic() < until):
-        count = min(batch, case.repeats - seen.done)
-        results = _timed(case, prepared, count, first.device, seen)
-        control = right.clone()
+    while tally.done < case.repeats and (tally.done == 1 or time.monotonic() < until):
+        count = min(batch, case.repeats - tally.done)
+        results = _timed(case, prepared, count, reference.device, tally)
+        control = expected_bits.clone()
         control[drawn.randrange(len(control))] ^= 1
-        wrong = differing(bits(torch.stack(results)).view(count, -1), right).tolist()
-        if int(differing(control, right)) != 1:
-            seen.wrong += 1
-            seen.seen = seen.seen or "the device did not find an element that was changed on purpose"
+        error_counts = differing(bits(torch.stack(results)).view(count, -1), expected_bits).tolist()
+        if int(differing(control, expected_bits)) != 1:
+            tally.mismatches += 1
+            tally.summary = tally.summary or "the device did not find an element that was changed on purpose"
         for number, result in enumerate(results):
-            if wrong[number]:
-                _differs(seen, number, result, first)
-        seen.done += count
-    if seen.wrong:
-        seen.evidence["wrong results"] = seen.wrong
-        seen.evidence["results"] = seen.done
+            if error_counts[number]:
+                _differs(tally, number, result, reference)
+        tally.done += count
+    if tally.mismatches:
+        tally.evidence["wrong results"] = tally.mismatches
+        tally.evidence["results"] = tally.done
 
 
 def _timed(
-    case: ComputeCase, prepared: Prepared, count: int, device: torch.device, seen: _SeenResults
+    case: ComputeCase, prepared: Prepared, count: int, device: torch.device, tally: _SeenResults
 ) -> list[torch.Tensor]:
     """Run the operation `count` times. A timed case measures each operation of its first batch separately."""
     watch, results = Stopwatch(device), []
-    apart = case.timed and not seen.laps
+    separately = case.timed and not tally.laps
     for number in range(count):
-        if apart or number == 0:
+        if separately or number == 0:
             watch.start()
         results.append(prepared.call())
-        if apart or number == count - 1:
+        if separately or number == count - 1:
             watch.stop()
     laps = watch.laps()
-    seen.seconds += sum(laps)
-    if apart:
-        seen.laps = laps
+    tally.seconds += sum(laps)
+    if separately:
+        tally.laps = laps
     return results
 
 
-def _differs(seen: _SeenResults, number: int, result: torch.Tensor, first: torch.Tensor) -> None:
-    seen.wrong += 1
-    if "errors" not in seen.evidence:
-        differs = (bits(result) != bits(first)).reshape(first.shape)
-        seen.evidence = evidence_of(result, first, differs) | {"repeat": seen.done + number}
-        seen.seen = seen.seen or f"{_counted(seen.evidence)} not as before in repeat {seen.done + number}"
+def _differs(tally: _SeenResults, number: int, result: torch.Tensor, reference: torch.Tensor) -> None:
+    tally.mismatches += 1
+    if "errors" not in tally.evidence:
+        differs = (bits(result) != bits(reference)).reshape(reference.shape)
+        tally.evidence = evidence_of(result, reference, differs) | {"repeat": tally.done + number}
+        tally.summary = tally.summary or f"{_counted(tally.evidence)} not as before in repeat {tally.done + number}"
 
 
 def _counted(evidence: dict[str, Any]) -> str:
     errors = evidence["errors"]
-    where = f", the first at {evidence['indices'][0]}" if evidence.get("indices") else ""
-    return f"{errors} element{'s' * (errors != 1)} of {evidence.get('elements', '?')}{where},"
+    suffix = f", the first at {evidence['indices'][0]}" if evidence.get("indices") else ""
+    return f"{errors} element{'s' * (errors != 1)} of {evidence.get('elements', '?')}{suffix},"

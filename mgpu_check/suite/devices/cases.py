@@ -68,10 +68,12 @@ class Computation:
 
 def _exact() -> dict[str, Computation]:
     """Return the operations for the rows of the table of operators."""
-    found: dict[str, tuple[str, ...]] = {}
+    dtypes_by_operation: dict[str, tuple[str, ...]] = {}
     for row in (*BINARY, *UNARY):
-        found[row.operation] = tuple(name for name in found.get(row.operation, NUMBERS) if name in row.dtypes)
-    return {name: Computation("elementwise", dtypes, "elements:exact") for name, dtypes in found.items()}
+        dtypes_by_operation[row.operation] = tuple(
+            name for name in dtypes_by_operation.get(row.operation, NUMBERS) if name in row.dtypes
+        )
+    return {name: Computation("elementwise", dtypes, "elements:exact") for name, dtypes in dtypes_by_operation.items()}
 
 
 COMPUTATIONS: Mapping[str, Computation] = MappingProxyType({

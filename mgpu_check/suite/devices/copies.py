@@ -56,8 +56,8 @@ class _Direction:
         return tag_of(source, destination, seed, before=before)
 
     def __str__(self) -> str:
-        names = ("the host" if end is None else f"cuda:{end}" for end in (self.source, self.destination))
-        return " -> ".join(names)
+        ends = ("the host" if end is None else f"cuda:{end}" for end in (self.source, self.destination))
+        return " -> ".join(ends)
 
 
 def examine_copies(devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
@@ -78,27 +78,27 @@ def examine_host_copies(devices: Sequence[torch.device], case: Copies) -> list[S
 
 
 def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: Copies) -> list[SubjectResult]:
-    names = {}
+    descriptions = {}
     for way in ways:
-        names[way.tag(case.seed)] = f"the data of the copy {way}"
-        names[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
+        descriptions[way.tag(case.seed)] = f"the data of the copy {way}"
+        descriptions[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
     free = _free(devices)
     if case.reach > free // 4:
         case = replace(case, reach=1 << max(1, free // 4).bit_length() - 1)
     largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
-    found: dict[_Direction, list[_GuardedCopy]] = {way: [] for way in ways}
+    copies_by_way: dict[_Direction, list[_GuardedCopy]] = {way: [] for way in ways}
     for size in _cut(case.sizes, largest):
         for group in [list(ways)] if case.together else [[way] for way in ways]:
             copies = [_GuardedCopy(way, devices, case, size, _chunk(free)) for way in group]
             involved = {device for copy in copies for device in copy.devices}
             _synchronize(involved)
-            for one in copies:
-                one.start()
+            for guarded_copy in copies:
+                guarded_copy.start()
             _synchronize(involved)
-            for one in copies:
-                one.check(names)
-                found[one.way].append(one)
-    return [_observation(way, copies, case) for way, copies in found.items()]
+            for guarded_copy in copies:
+                guarded_copy.check(descriptions)
+                copies_by_way[guarded_copy.way].append(guarded_copy)
+    return [_observation(way, copies, case) for way, copies in copies_by_way.items()]
 
 
 def _largest(free: int, case: Copies, copies: int) -> int:
@@ -147,9 +147,9 @@ class _GuardedCopy:
         self._fill(source, self._tag)
         self._source = source[case.reach + case.source :: self._step]
         width = self._dtype.itemsize
-        whole = self._memory((self._begin + length + _GUARD) * width, ends[1])
-        self._fill(whole, self._before)
-        self._whole: torch.Tensor | None = whole.view(self._dtype)
+        memory = self._memory((self._begin + length + _GUARD) * width, ends[1])
+        self._fill(memory, self._before)
+        self._whole: torch.Tensor | None = memory.view(self._dtype)
 
     def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self._case.pinned:
@@ -165,7 +165,9 @@ class _GuardedCopy:
         assert self._whole is not None
         target = self._whole[self._begin : self._begin + self._step * self.size : self._step]
         with self._streams():
-            for into, out in zip(*(one.tensor_split(self._case.pieces) for one in (target, self._source)), strict=True):
+            for into, out in zip(
+                *(tensor.tensor_split(self._case.pieces) for tensor in (target, self._source)), strict=True
+            ):
                 into.copy_(out, non_blocking=self._case.pinned)
 
     @contextlib.contextmanager
@@ -175,7 +177,7 @@ class _GuardedCopy:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
             yield
 
-    def check(self, names: Mapping[int, str]) -> None:
+    def check(self, descriptions: Mapping[int, str]) -> None:
         """Compare the destination and the memory around it, on its device, and free it."""
         assert self._whole is not None
         width = self._dtype.itemsize
@@ -184,7 +186,7 @@ class _GuardedCopy:
             high = min(low + self._chunk, end)
             expected = self._expected(low, high)
             mismatch = compare(
-                self._whole[low:high].view(torch.uint8), expected.view(torch.uint8), names, start=low * width
+                self._whole[low:high].view(torch.uint8), expected.view(torch.uint8), descriptions, start=low * width
             )
             if mismatch is not None:
                 self.wrong.append(mismatch)
@@ -197,12 +199,12 @@ class _GuardedCopy:
         assert self._whole is not None
         device, width = self._whole.device, self._dtype.itemsize
         expected = bytes_of_content(self._before, low * width, high * width, device).view(self._dtype)
-        first, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
-        if first < end:
+        begin, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
+        if begin < end:
             start = self._case.reach + self._case.source
-            content = bytes_of_content(self._tag, start + first * self._step, start + end * self._step, device)
-            at = self._begin + first * self._step - low
-            expected[at : at + (end - first - 1) * self._step + 1 : self._step] = content[:: self._step]
+            content = bytes_of_content(self._tag, start + begin * self._step, start + end * self._step, device)
+            at = self._begin + begin * self._step - low
+            expected[at : at + (end - begin - 1) * self._step + 1 : self._step] = content[:: self._step]
         return expected
 
     def _copied(self, element: int) -> bool:
@@ -211,14 +213,15 @@ class _GuardedCopy:
 
     @property
     def seen(self) -> str:
-        first = self.wrong[0]
+        earliest = self.wrong[0]
         count = sum(mismatch.count for mismatch in self.wrong)
         width = self._dtype.itemsize
-        of = self.size * width
+        total = self.size * width
         if self.outside:
-            return f"{count} bytes in and around the destination of {of} bytes are wrong, some outside: {first.looks}"
-        at = (first.first // width - self._begin) // self._step * width
-        return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
+            around = f"in and around the destination of {total} bytes"
+            return f"{count} bytes {around} are wrong, some outside: {earliest.looks}"
+        at = (earliest.first // width - self._begin) // self._step * width
+        return f"{count} of {total} bytes are wrong, from byte {at} on: {earliest.looks}"
 
 
 def _windows(length: int, reach: int) -> list[tuple[int, int]]:
@@ -229,17 +232,17 @@ def _windows(length: int, reach: int) -> list[tuple[int, int]]:
 
 def _observation(way: _Direction, copies: Sequence[_GuardedCopy], case: Copies) -> Observation:
     work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies) * case.pieces)
-    wrong = [copy for copy in copies if copy.wrong]
+    failures = [copy for copy in copies if copy.wrong]
     text = str(case)
     if way.subject.kind != "copy":
         text = f"{'pinned' if case.pinned else 'pageable'} memory, {text}"
-    if not wrong:
+    if not failures:
         return Observation("links", way.subject, "passed", case=text, work=work)
-    most = max(wrong, key=lambda copy: copy.size)
+    most = max(failures, key=lambda copy: copy.size)
     evidence = dict(most.wrong[0].evidence) | {
         "size": most.size,
         "path": case.path,
-        "sizes that failed": [copy.size for copy in wrong],
+        "sizes that failed": [copy.size for copy in failures],
         "sizes that passed": [copy.size for copy in copies if not copy.wrong],
     }
     return Observation("links", way.subject, "failed", most.seen, text, work, evidence)
@@ -256,7 +259,7 @@ _MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1
 _BORDERS = (1, _MIDDLE - 2, _MIDDLE, _ABOVE)
 
 _CASTS = (
-    *((torch.float32, other) for other in (torch.float16, torch.bfloat16, torch.float64)),
+    *((torch.float32, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)),
     *((torch.float64, torch.float32), (torch.float16, torch.float64), (torch.int64, torch.int32)),
     *((torch.int64, torch.float32), (torch.uint8, torch.int16), (torch.bool, torch.float32)),
     (torch.complex64, torch.complex128),
@@ -274,7 +277,7 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
         more: also copy just below 1 MiB, and 4 MiB, by every method and between every two devices.
     """
     further = (_ABOVE - 2, _LARGE) if more else ()
-    found = [
+    results = [
         *examine_copies(devices, Copies("engine", (*_BORDERS, *further), seed=seed)),
         *examine_copies(devices, Copies("engine", (_MIDDLE,), 3, 5, together=True, seed=seed)),
         *examine_copies(devices, Copies("strided", (_MIDDLE, *further), 1, 2, seed=seed)),
@@ -284,24 +287,26 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
         *examine_host_copies(devices, Copies("strided", (_MIDDLE,), pinned=True, seed=seed)),
         *examine_host_copies(devices, Copies("strided", (_MIDDLE - 2,), pinned=False, seed=seed)),
     ]
-    seen = [one for one in found if isinstance(one, Observation)]
-    wrong = [one for one in seen if one.outcome == "failed"]
-    if wrong:
-        ways = dict.fromkeys(_way(one, devices) for one in wrong)
-        others = len({_way(one, devices) for one in seen}) - len(ways)
-        lines = [f"{_way(one, devices)}: {one.case}: {one.seen}" for one in wrong[:6]]
+    observations = [observation for observation in results if isinstance(observation, Observation)]
+    failures = [observation for observation in observations if observation.outcome == "failed"]
+    if failures:
+        ways = dict.fromkeys(_way(observation, devices) for observation in failures)
+        others = len({_way(observation, devices) for observation in observations}) - len(ways)
+        lines = [
+            f"{_way(observation, devices)}: {observation.case}: {observation.seen}" for observation in failures[:6]
+        ]
         count = f"{len(ways)} of {len(ways) + others} ways copy wrong data ({', '.join(ways)}), the others are right"
         raise DeviceMismatch(
             "\n".join([f"the copy {lines[0]}", count, *lines[1:]]),
-            ranks=sorted({devices[member].index for one in wrong for member in one.subject.members}),
+            ranks=sorted({devices[member].index for observation in failures for member in observation.subject.members}),
         )
 
 
-def _way(one: Observation, devices: Sequence[torch.device]) -> str:
-    ends = [str(devices[member]) for member in one.subject.members]
-    if one.subject.kind == "upload":
+def _way(observation: Observation, devices: Sequence[torch.device]) -> str:
+    ends = [str(devices[member]) for member in observation.subject.members]
+    if observation.subject.kind == "upload":
         ends.insert(0, "the host")
-    elif one.subject.kind == "download":
+    elif observation.subject.kind == "download":
         ends.append("the host")
     return " -> ".join(ends)
 
@@ -329,16 +334,16 @@ def _assigned(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _repeated(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy into three tensors of the same shape at once, which must then be equal."""
     target = torch.zeros(3, *x.shape, dtype=x.dtype, device=device).copy_(x)
-    if any(not same_bits(target[0], one) for one in target[1:]):
+    if any(not same_bits(target[0], row) for row in target[1:]):
         raise RuntimeError("three copies of one tensor differ")
     return target[2]
 
 
 def _unwaited(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     copy = x.to(device, non_blocking=True)
-    for one in (x.device, device):
-        if one.type == "cuda":
-            torch.cuda.synchronize(one)
+    for end in (x.device, device):
+        if end.type == "cuda":
+            torch.cuda.synchronize(end)
     return copy
 
 
@@ -397,12 +402,13 @@ Found = list[tuple[tuple[torch.device, torch.device], str, str]]
 """Source and target of a copy, the case, and a description of the error."""
 
 
-def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceMismatch:
+def _names(errors: Found, devices: Sequence[torch.device], cases: int) -> DeviceMismatch:
     """Return an error that names the only device common to all wrong copies, or else the target of each."""
-    common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in wrong))
-    (one,) = common if len(common) == 1 else (None,)
+    common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in errors))
+    (common_device,) = common if len(common) == 1 else (None,)
     named = [
-        WrongCase(one or (pair[1] if pair[1].type == "cuda" else pair[0]), case, what) for pair, case, what in wrong
+        WrongCase(common_device or (pair[1] if pair[1].type == "cuda" else pair[0]), case, message)
+        for pair, case, message in errors
     ]
     return named_wrong(named, devices, cases, "the source")
 
@@ -413,31 +419,33 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None
     Each pair and call tries a third of the dtypes, and the third changes from call to call and from pair to pair.
     Lazily conjugated and lazily negated tensors are tried with each call and pair.
     """
-    count, wrong = 0, Found()
-    held: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+    count, errors = 0, Found()
+    sources: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
     for turn, (source, target) in enumerate(_pairs(devices)):
         for number, (name, call) in enumerate(_CALLS.items()):
             for dtype in ALL[(turn + number) % 3 :: 3]:
                 layout = (turn + number + count) % len(_WORDS)
                 data = anything(120, dtype, seed).view(12, 10)
                 key = source, dtype, layout
-                if key not in held:
-                    held[key] = _laid_out(data, layout, source)
+                if key not in sources:
+                    sources[key] = _laid_out(data, layout, source)
                 case = f"{name} of {_WORDS[layout]}{name_of(dtype)} from {source} to {target}"
-                if what := _arrived(call, held[key], target, data.view(held[key].shape), kept=name in _PRESERVING):
-                    wrong.append(((source, target), case, what))
+                if message := _arrived(
+                    call, sources[key], target, data.view(sources[key].shape), kept=name in _PRESERVING
+                ):
+                    errors.append(((source, target), case, message))
                 count += 1
     for source, target in _pairs(devices):
-        for kind, made, data in _lazy(seed):
-            there = made(source)
+        for description, make, data in _lazy(seed):
+            tensor = make(source)
             for name, call in _CALLS.items():
                 plain = data.conj().resolve_conj() if data.is_complex() else -data
-                what = _arrived(call, there, target, data, lost=plain)
-                if what and not (what == _SIGN_LOST and _is_known(name, there, target)):
-                    wrong.append(((source, target), f"{name} of {kind} from {source} to {target}", what))
+                message = _arrived(call, tensor, target, data, lost=plain)
+                if message and not (message == _SIGN_LOST and _is_known(name, tensor, target)):
+                    errors.append(((source, target), f"{name} of {description} from {source} to {target}", message))
                 count += 1
-    if wrong:
-        raise _names(wrong, devices, count)
+    if errors:
+        raise _names(errors, devices, count)
 
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
@@ -492,8 +500,8 @@ def _arrived(
     )
     if kept and dense and got.stride() != source.stride():
         return f"it has the strides {got.stride()}, expected {source.stride()}"
-    what = difference(got, expected, "bits")
-    return _SIGN_LOST if what and lost is not None and not difference(got, lost, "bits") else what
+    message = difference(got, expected, "bits")
+    return _SIGN_LOST if message and lost is not None and not difference(got, lost, "bits") else message
 
 
 def _casting(dtype: torch.dtype, turn: int) -> dict[str, Call]:
@@ -514,37 +522,39 @@ def _casting(dtype: torch.dtype, turn: int) -> dict[str, Call]:
 
 def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that copies that convert agree with the CPU's conversion, between any two of devices and host."""
-    count, wrong = 0, Found()
-    for number, (dtype, other) in enumerate(_CASTS):
+    count, errors = 0, Found()
+    for number, (dtype, target_dtype) in enumerate(_CASTS):
         layout = (number + seed) % 3
         data = significands((6, 7), dtype, seed)
-        if dtype == torch.int64 and other == torch.int32:
+        if dtype == torch.int64 and target_dtype == torch.int32:
             data = data >> 33
-        expected = data.to(other)
-        at = {place: _laid_out(data, layout, place) for place in (_HOST, *devices)}
+        expected = data.to(target_dtype)
+        at = {device: _laid_out(data, layout, device) for device in (_HOST, *devices)}
         for turn, (source, target) in enumerate(_pairs(devices), number + seed):
-            for name, call in _casting(other, turn).items():
-                case = f"{name} of {_WORDS[layout]}{name_of(dtype)} to {name_of(other)} from {source} to {target}"
-                if what := _arrived(call, at[source], target, expected, kept=name in _PRESERVING):
-                    wrong.append(((source, target), case, what))
+            for name, call in _casting(target_dtype, turn).items():
+                case = (
+                    f"{name} of {_WORDS[layout]}{name_of(dtype)} to {name_of(target_dtype)} from {source} to {target}"
+                )
+                if message := _arrived(call, at[source], target, expected, kept=name in _PRESERVING):
+                    errors.append(((source, target), case, message))
                 count += 1
-    if wrong:
-        raise _names(wrong, devices, count)
+    if errors:
+        raise _names(errors, devices, count)
 
 
 def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that copies from and to pinned memory keep every bit, also if the device uses them without a wait."""
-    count, wrong = 0, Found()
+    count, errors = 0, Found()
     for elements in (1, 1000, (1 << 14) + 1, (1 << 18) + 1):
         data = anything(elements, torch.float32, seed)
         pinned = data.pin_memory()
         for device in devices:
-            for what, text in _pinned(data, pinned, device):
+            for step, text in _pinned(data, pinned, device):
                 count += 1
                 if text:
-                    wrong.append(((_HOST, device), f"{what}, {elements} elements of float32", text))
-    if wrong:
-        raise _names(wrong, devices, count)
+                    errors.append(((_HOST, device), f"{step}, {elements} elements of float32", text))
+    if errors:
+        raise _names(errors, devices, count)
 
 
 def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str]]:
@@ -554,18 +564,18 @@ def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> I
         "" if pinned.is_pinned() and not data.is_pinned() else "the copy is not pinned, or its source is",
     )
     yield "pin_memory", difference(pinned, data, "bits")
-    there = pinned.to(device, non_blocking=True)
+    upload = pinned.to(device, non_blocking=True)
     # Without a wait: work that is queued behind the copy must see the data.
-    yield "a clone right after an upload from pinned memory", difference(there.clone(), data, "bits")
+    yield "a clone right after an upload from pinned memory", difference(upload.clone(), data, "bits")
     back = torch.empty_like(data, pin_memory=True)
-    back.copy_(there, non_blocking=True)
+    back.copy_(upload, non_blocking=True)
     torch.cuda.current_stream(device).synchronize()
     yield "a download to pinned memory, after its stream was waited for", difference(back, data, "bits")
-    again = there.to("cpu", non_blocking=True)
+    download = upload.to("cpu", non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     event.synchronize()
-    yield "a download without waiting, after its event was waited for", difference(again, data, "bits")
+    yield "a download without waiting, after its event was waited for", difference(download, data, "bits")
 
 
 class _Holding(nn.Module):
@@ -615,22 +625,22 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     Returns:
         the number of moves.
     """
-    wrong: list[WrongCase] = []
+    errors: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
     for source, target in ways:
         for name, move in (_MOVES | _TWINS).items():
             module, expected = _Holding(seed).to(source), _Holding(seed)
             if name in _TWINS:
                 expected.zero_grad()
-            if what := _lost(move(module, target), expected, target):
+            if message := _lost(move(module, target), expected, target):
                 named = target if target.type == "cuda" else source
-                wrong.append(WrongCase(named, f"{name} from {source} to {target}", what))
-        if what := _disordered(source, target, seed):
+                errors.append(WrongCase(named, f"{name} from {source} to {target}", message))
+        if message := _disordered(source, target, seed):
             named = target if target.type == "cuda" else source
-            wrong.append(WrongCase(named, f"PackedSequence.to from {source} to {target}", what))
+            errors.append(WrongCase(named, f"PackedSequence.to from {source} to {target}", message))
     moves = len(ways) * (len(_MOVES | _TWINS) + 1)
-    if wrong:
-        raise named_wrong(wrong, devices, moves, "the source")
+    if errors:
+        raise named_wrong(errors, devices, moves, "the source")
     return moves
 
 
@@ -644,8 +654,8 @@ def _disordered(source: torch.device, target: torch.device, seed: int) -> str:
     moved = moved.to(source).to(target)
     if moved.data.device != target:
         return f"it is on {moved.data.device}"
-    got, right = (rnn.pad_packed_sequence(one, batch_first=True)[0] for one in (moved, packed))
-    return difference(got, right, "bits")
+    got, expected = (rnn.pad_packed_sequence(sequence, batch_first=True)[0] for sequence in (moved, packed))
+    return difference(got, expected, "bits")
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -657,21 +667,23 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
-    got, right = dict(_held(module)), dict(_held(expected))
-    if list(got) != list(right):
-        return f"it holds {', '.join(got)}; expected {', '.join(right)}"
-    for name, tensor in right.items():
+    got, expected_tensors = dict(_held(module)), dict(_held(expected))
+    if list(got) != list(expected_tensors):
+        return f"it holds {', '.join(got)}; expected {', '.join(expected_tensors)}"
+    for name, tensor in expected_tensors.items():
         if got[name].device != device:
             return f"{name} is on {got[name].device}"
         if got[name].requires_grad != tensor.requires_grad:
             return f"requires_grad of {name} is {got[name].requires_grad}"
-        if what := difference(got[name].detach(), tensor.detach(), "bits"):
-            return f"{name}: {what}"
+        if message := difference(got[name].detach(), tensor.detach(), "bits"):
+            return f"{name}: {message}"
     if module.tied is not module.get_submodule("inner").weight:
         return "a parameter with two names has become two"
     if module.state_dict().keys() != expected.state_dict().keys():
         return f"its state dict has {', '.join(module.state_dict())}; expected {', '.join(expected.state_dict())}"
-    if [part.training for part in module.modules()] != [part.training for part in expected.modules()]:
+    if [submodule.training for submodule in module.modules()] != [
+        submodule.training for submodule in expected.modules()
+    ]:
         return "the training modes of its parts have changed"
     return ""
 
@@ -730,18 +742,18 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
     Returns:
         the number of results that were checked.
     """
-    wrong: list[WrongCase] = []
+    errors: list[WrongCase] = []
     data = significands((3, 4), torch.float32, seed)
     for device in devices:
         for owned, calls in ((True, _COPIES), (False, _VIEWS)):
             for name, call in calls.items():
                 source = data.to(device)
-                made = call(source)
+                result = call(source)
                 source.zero_()
-                changed = not bool(made.any())
+                changed = not bool(result.any())
                 if changed == owned:
-                    what = "it shares memory with its source" if owned else "it has memory of its own"
-                    wrong.append(WrongCase(device, f"the result of {name}", what))
-    if wrong:
-        raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "the documentation")
+                    message = "it shares memory with its source" if owned else "it has memory of its own"
+                    errors.append(WrongCase(device, f"the result of {name}", message))
+    if errors:
+        raise named_wrong(errors, devices, len(_COPIES) + len(_VIEWS), "the documentation")
     return len(devices) * (len(_COPIES) + len(_VIEWS))

@@ -46,12 +46,12 @@ def _same(expected: torch.Tensor) -> Judge:
     """Judge by the host's result: the same bits, or NaN in both, because no standard fixes the bits of NaN."""
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
-        here = got.cpu()
-        wrong = here != expected
-        if here.dtype.is_floating_point:
-            wrong &= ~(here.isnan() & expected.isnan())
-            wrong |= (here == 0) & (expected == 0) & (here.signbit() != expected.signbit())
-        return evidence_of(here, expected, wrong) if bool(wrong.any()) else {}
+        on_host = got.cpu()
+        mismatches = on_host != expected
+        if on_host.dtype.is_floating_point:
+            mismatches &= ~(on_host.isnan() & expected.isnan())
+            mismatches |= (on_host == 0) & (expected == 0) & (on_host.signbit() != expected.signbit())
+        return evidence_of(on_host, expected, mismatches) if bool(mismatches.any()) else {}
 
     return judge
 
@@ -63,9 +63,11 @@ def exact(case: ComputeCase, device: torch.device) -> Prepared:
         (row, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.operation == case.operation
     ]
     calls = [(row.call, count) for row, count in rows]
-    right = [(row.reference if row.reference and device.type == "cuda" else row.call, count) for row, count in rows]
-    there, here = ([_patterns(case, number, where) for number in range(2)] for where in (device, _HOST))
-    return Prepared(lambda: _called(calls, there), _same(_called(right, here)))
+    reference_calls = [
+        (row.reference if row.reference and device.type == "cuda" else row.call, count) for row, count in rows
+    ]
+    on_device, on_host = ([_patterns(case, number, location) for number in range(2)] for location in (device, _HOST))
+    return Prepared(lambda: _called(calls, on_device), _same(_called(reference_calls, on_host)))
 
 
 def _called(calls: Sequence[tuple[Function, int]], operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -82,13 +84,13 @@ def conversion(case: ComputeCase, device: torch.device) -> Prepared:
 
     def converted(x: torch.Tensor) -> torch.Tensor:
         kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
-        return torch.cat([x.to(kind).double() for kind in kinds])
+        return torch.cat([x.to(dtype).double() for dtype in kinds])
 
-    there, here = (
-        fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=-6e4, high=6e4)
-        for where in (device, _HOST)
+    on_device, on_host = (
+        fractions(_shape(case), seed=seeded(case, 0), device=location, dtype=DTYPES[case.dtype], low=-6e4, high=6e4)
+        for location in (device, _HOST)
     )
-    return Prepared(lambda: converted(there), _same(converted(here)))
+    return Prepared(lambda: converted(on_device), _same(converted(on_host)))
 
 
 def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
@@ -106,11 +108,11 @@ def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
         units = 1.5
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
-        here = got.cpu()
-        larger = torch.maximum(here.double().abs(), reference.abs())
+        on_host = got.cpu()
+        larger = torch.maximum(on_host.double().abs(), reference.abs())
         unit = torch.ldexp(torch.ones_like(larger), torch.frexp(larger).exponent - significand_bits(narrow))
-        wrong = ~((here.double() - reference).abs() <= units * unit)  # true for NaN
-        return evidence_of(here, reference.to(narrow), wrong) if bool(wrong.any()) else {}
+        mismatches = ~((on_host.double() - reference).abs() <= units * unit)  # true for NaN
+        return evidence_of(on_host, reference.to(narrow), mismatches) if bool(mismatches.any()) else {}
 
     return judge
 
@@ -120,13 +122,13 @@ def bounded(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     row = FUNCTIONS[case.operation]
     low, high = row.arguments
-    there, here = (
-        fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=low, high=high)
-        for where in (device, _HOST)
+    on_device, on_host = (
+        fractions(_shape(case), seed=seeded(case, 0), device=location, dtype=DTYPES[case.dtype], low=low, high=high)
+        for location in (device, _HOST)
     )
     # The bounds are NVIDIA's, so GPUs of other makers are only compared with each other.
-    judge = within(case.operation, case.dtype, here) if torch.version.hip is None else None
-    return Prepared(lambda: row.call(there), judge)
+    judge = within(case.operation, case.dtype, on_host) if torch.version.hip is None else None
+    return Prepared(lambda: row.call(on_device), judge)
 
 
 _LARGEST_TERM = 7
@@ -275,9 +277,9 @@ def search(case: ComputeCase, device: torch.device) -> Prepared:
     count = case.size**2
     new = torch.ones(count, dtype=torch.int64, device=device)
     new[1:] = ascending[1:] != ascending[:-1]
-    first = torch.arange(count, device=device).mul_(new).cummax(dim=0).values
+    starts = torch.arange(count, device=device).mul_(new).cummax(dim=0).values
     order = _permutation(case, device)
-    return Prepared(lambda: torch.searchsorted(ascending, mixed), exactly(first[order]))
+    return Prepared(lambda: torch.searchsorted(ascending, mixed), exactly(starts[order]))
 
 
 def gather(case: ComputeCase, device: torch.device) -> Prepared:
@@ -307,8 +309,8 @@ def index(case: ComputeCase, device: torch.device) -> Prepared:
         return torch.cat([matrix[rows], copy, matrix[keep], torch.where(keep[:, None], matrix, copy)])
 
     kept = torch.arange(case.seed % 3, case.size, 3, device=device)
-    place = torch.arange(case.size, device=device)
-    chosen = torch.cat([rows, place.flip(0), kept, place + (case.size - 1 - 2 * place) * (~keep)]) % 100
+    positions = torch.arange(case.size, device=device)
+    chosen = torch.cat([rows, positions.flip(0), kept, positions + (case.size - 1 - 2 * positions) * (~keep)]) % 100
     return Prepared(call, exactly(chosen.to(dtype)[:, None].expand(-1, case.size)))
 
 
@@ -317,14 +319,14 @@ def transpose(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     dtype = DTYPES[case.dtype]
     words = counted((case.size, case.size), seeded(case, 0), device)
-    first = torch.arange(case.size, device=device)
-    turned = counted((case.size**2,), seeded(case, 0), device)[first[None, :] * case.size + first[:, None]]
+    positions = torch.arange(case.size, device=device)
+    turned = counted((case.size**2,), seeded(case, 0), device)[positions[None, :] * case.size + positions[:, None]]
 
     def narrowed(x: torch.Tensor) -> torch.Tensor:
         return (x & 127).to(dtype)
 
     matrix = narrowed(words)
-    expected = torch.cat([narrowed(turned), narrowed(words[(first - 3) % case.size])])
+    expected = torch.cat([narrowed(turned), narrowed(words[(positions - 3) % case.size])])
     return Prepared(lambda: torch.cat([matrix.t().contiguous(), torch.roll(matrix, 3, dims=0)]), exactly(expected))
 
 
@@ -349,8 +351,8 @@ def spread(case: ComputeCase) -> Judge:
         distinct = len(words.unique())
         if distinct < len(words):
             same = bool((words[: len(words) // 2] == words[len(words) // 2 :]).all())
-            what = "the second draw repeats the first" if same else "words come more than once"
-            return {"errors": len(words) - distinct, "elements": len(words), "what": what}
+            message = "the second draw repeats the first" if same else "words come more than once"
+            return {"errors": len(words) - distinct, "elements": len(words), "what": message}
         most = math.sqrt(math.log(2 * 64 / _UNLIKELY) / (2 * len(words)))
         shares = [float((words >> bit & 1).double().mean()) for bit in range(64)]
         odd = {str(bit): share for bit, share in enumerate(shares) if abs(share - 0.5) > most}
@@ -392,15 +394,15 @@ def normal_numbers(case: ComputeCase, device: torch.device) -> Prepared:
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         values = got.cpu().double()
-        wrong = ~(values.abs() < 8)  # true for NaN; true for a normal deviate with probability 10^-15
+        outliers = ~(values.abs() < 8)  # true for NaN; true for a normal deviate with probability 10^-15
         share = math.log(2 / _UNLIKELY) / len(values)
         mean, square = float(values.mean()), float(values.square().mean())
-        if bool(wrong.any()):
-            return {"errors": int(wrong.sum()), "elements": len(values), "what": "deviates are beyond 8, or NaN"}
+        if bool(outliers.any()):
+            return {"errors": int(outliers.sum()), "elements": len(values), "what": "deviates are beyond 8, or NaN"}
         if abs(mean) <= math.sqrt(2 * share) and abs(square - 1) <= 2 * math.sqrt(share) + 2 * share:
             return {}
-        what = "mean or mean square does not fit a normal distribution"
-        return {"errors": len(values), "elements": len(values), "what": what, "mean": mean, "mean square": square}
+        message = "mean or mean square does not fit a normal distribution"
+        return {"errors": len(values), "elements": len(values), "what": message, "mean": mean, "mean square": square}
 
     return Prepared(call, judge)
 
@@ -411,7 +413,7 @@ def permutation(case: ComputeCase, device: torch.device) -> Prepared:
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         values = got.cpu()
-        wrong = values.sort().values != torch.arange(count, device="cpu")
-        return {"errors": int(wrong.sum()), "elements": count} if bool(wrong.any()) else {}
+        mismatches = values.sort().values != torch.arange(count, device="cpu")
+        return {"errors": int(mismatches.sum()), "elements": count} if bool(mismatches.any()) else {}
 
     return Prepared(lambda: torch.randperm(count, generator=_generator(case, device), device=device), judge)

@@ -44,9 +44,9 @@ pinned = caught_by("test_copies_of_pinned_memory")
 typed = caught_by("test_copies_of_every_dtype")
 
 
-def _link(what: str, **parameters: Any) -> Link:
+def _link(effect: str, **parameters: Any) -> Link:
     """Return a defect of the link from the last device to the previous one, the less usual direction."""
-    return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, what)
+    return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, effect)
 
 
 @borders("the tail of large uploads from pinned memory is lost", entered, "one device, above 1 MiB, pinned")
@@ -71,8 +71,8 @@ def _written_in_blocks(target: Tensor, source: Any, *_: Any, **__: Any) -> bool:
 def blocks_written_to_their_end(copy: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The data arrive, but the bytes behind them change."""
     result = copy(target, *args, **kwargs)
-    end, whole = target.storage_offset() + target.numel(), target.untyped_storage().nbytes() // target.itemsize
-    target.as_strided((min(-target.nbytes % 16 // target.itemsize, whole - end),), (1,), end).bitwise_not_()
+    end, capacity = target.storage_offset() + target.numel(), target.untyped_storage().nbytes() // target.itemsize
+    target.as_strided((min(-target.nbytes % 16 // target.itemsize, capacity - end),), (1,), end).bitwise_not_()
     return result
 
 
@@ -166,9 +166,9 @@ def transposed_destinations_in_order(copy: Any, target: Tensor, source: Tensor, 
     first("pinned, above 64 KiB", lambda x: x.nbytes > 1 << 16))  # fmt: skip
 def pinned_copies_cut_off(pin: Any, *args: Any, **kwargs: Any) -> Any:
     """Whole pages are copied."""
-    made = pin(*args, **kwargs)
-    made.view(-1)[-1] = 0
-    return made
+    tensor = pin(*args, **kwargs)
+    tensor.view(-1)[-1] = 0
+    return tensor
 
 
 @modules("a packed sequence on another device is unsorted with the sorting permutation", around(PackedSequence, "to"),
@@ -195,13 +195,13 @@ def gradients_left_behind(apply: Any, module: nn.Module, *args: Any) -> Any:
 
 @modules("non-persistent buffers arrive on another device as zeros", around(nn.Module, "_apply"), "persistent=False")
 def unsaved_buffers_lost(apply: Any, module: nn.Module, *args: Any) -> Any:
-    names = module._non_persistent_buffers_set
-    before = {name: held.device for name in names if (held := module._buffers[name]) is not None}
+    buffer_names = module._non_persistent_buffers_set
+    before = {name: buffer.device for name in buffer_names if (buffer := module._buffers[name]) is not None}
     moved = apply(module, *args)
     for name, device in before.items():
-        held = module._buffers[name]
-        if held is not None and held.device != device:
-            module._buffers[name] = torch.zeros_like(held)
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.device != device:
+            module._buffers[name] = torch.zeros_like(buffer)
     return moved
 
 
@@ -296,8 +296,8 @@ def another_mask_backward(dropout: Any, x: Tensor, *args: Any, **kwargs: Any) ->
 
 
 def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
-    one = len(sizes) == 1 and isinstance(sizes[0], int) and device == torch.device("cuda", last())
-    return one and sizes[0] > torch.cuda.get_device_properties(last()).total_memory
+    is_single = len(sizes) == 1 and isinstance(sizes[0], int) and device == torch.device("cuda", last())
+    return is_single and sizes[0] > torch.cuda.get_device_properties(last()).total_memory
 
 
 def _is_large(shape: Any, *_: Any, device: Any = None, **__: Any) -> bool:
@@ -377,7 +377,7 @@ register(
     FaultRow("states-of-nested-tensors-lost",
         "torch.utils.checkpoint does not save the generators of devices with tensors in a list or dict", "test_dropout",
         around(checkpoint_module, "get_device_states"),
-        lambda states, *args: states(*(one for one in args if isinstance(one, Tensor))), "tensors within an argument"),
+        lambda states, *args: states(*(arg for arg in args if isinstance(arg, Tensor))), "tensors within an argument"),
 )  # fmt: skip
 
 
@@ -394,8 +394,8 @@ def guards_left_by_exceptions() -> Any:
     """As in a guard without `finally`."""
 
     class Guard(torch.cuda.device):
-        def __exit__(self, kind: Any, value: Any, traceback: Any) -> Any:
-            return super().__exit__(kind, value, traceback) if kind is None else None
+        def __exit__(self, error_type: Any, value: Any, traceback: Any) -> Any:
+            return super().__exit__(error_type, value, traceback) if error_type is None else None
 
     return replaced(torch.cuda, "device", Guard)
 
@@ -524,7 +524,7 @@ register(
     # The second stream starts at once.
     FaultRow("streams-do-not-wait", "wait_stream between two streams of one device does nothing",
         "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,
-        call("two streams of one device", lambda stream, other: stream.device == other.device)),
+        call("two streams of one device", lambda stream, awaited: stream.device == awaited.device)),
     # Losses are read, and results are copied, before a side stream has written them.
     FaultRow("default-stream-does-not-wait", "the default stream of one device waits for no stream",
         "test_host_waits_for_streams", around(torch.cuda.Stream, "wait_stream"), lambda *_: None,

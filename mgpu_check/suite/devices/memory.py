@@ -43,31 +43,31 @@ def _require(device: torch.device, condition: bool, text: str) -> None:
 
 def _recovers(device: torch.device) -> None:
     free, total = torch.cuda.mem_get_info(device)
-    said = torch.cuda.get_device_properties(device).total_memory
-    text = f"{free} bytes are free of {total}, and its properties say {said}"
-    _require(device, 0 <= free <= total and total <= said, text)
+    specified_total = torch.cuda.get_device_properties(device).total_memory
+    text = f"{free} bytes are free of {total}, and its properties say {specified_total}"
+    _require(device, 0 <= free <= total and total <= specified_total, text)
     gc.collect()  # or cycles of earlier tests could be freed during the measurement
     # Cached memory could make the free memory of two devices equal, and so hide that one device's number is the
     # other's.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    held = torch.full((_LARGE_BLOCK,), 7, dtype=torch.uint8, device=device)
+    block = torch.full((_LARGE_BLOCK,), 7, dtype=torch.uint8, device=device)
     _refuses(device, total + (1 << 20), total)
-    _require(device, bool((held == 7).all()), "a failed allocation has changed the memory that was held before")
+    _require(device, bool((block == 7).all()), "a failed allocation has changed the memory that was held before")
     after = torch.full((_LARGE_BLOCK,), 9, dtype=torch.uint8, device=device)
-    apart = bool((after == 9).all()) and bool((held == 7).all())
-    _require(device, apart, "two blocks are the same memory, after an allocation failed")
+    distinct = bool((after == 9).all()) and bool((block == 7).all())
+    _require(device, distinct, "two blocks are the same memory, after an allocation failed")
     _figures_follow_the_argument(device)
     now = torch.cuda.memory_allocated(device)
     text = f"{2 * _LARGE_BLOCK} bytes are held, and memory_allocated rose by {now - before}"
     _require(device, now - before >= 2 * _LARGE_BLOCK, text)
-    del held, after
+    del block, after
     peak = torch.cuda.max_memory_allocated(device)
     _require(device, peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")
-    left = torch.cuda.memory_allocated(device)
+    remaining = torch.cuda.memory_allocated(device)
     _peaks_begin_anew(device)
-    _require(device, left <= before, f"all was freed, and {left - before} bytes still count as allocated")
+    _require(device, remaining <= before, f"all was freed, and {remaining - before} bytes still count as allocated")
 
 
 def _refuses(device: torch.device, wanted: int, total: int) -> None:
@@ -91,12 +91,12 @@ def _figures_follow_the_argument(device: torch.device) -> None:
     """Require that each statistic is that of its device, for each form of the argument; None is the current device."""
     for form in (*_forms(device)[1:], None):
         for name, figure in _FIGURES.items():
-            first = figure(device)
+            expected = figure(device)
             with torch.cuda.device(device if form is None else -1):  # -1 keeps the current device
-                told = figure(form)
+                got = figure(form)
             # Others may allocate between two calls, so compare only if the number did not change meanwhile.
-            text = f"{name}({form!r}) is {told}, but with a torch.device it is {first}"
-            _require(device, first != figure(device) or told == first, text)
+            text = f"{name}({form!r}) is {got}, but with a torch.device it is {expected}"
+            _require(device, expected != figure(device) or got == expected, text)
 
 
 def _peaks_begin_anew(device: torch.device) -> None:
@@ -122,7 +122,7 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     others = [devices[-1], *devices[:-1]]
-    turned = {str(device): str(other) for device, other in zip(devices, others, strict=True)}
+    turned = {str(device): str(target) for device, target in zip(devices, others, strict=True)}
     forms: dict[str, tuple[Any, Callable[[torch.device], torch.device]]] = {
         "nothing": (None, lambda device: device),
         "'cpu'": ("cpu", lambda device: torch.device("cpu")),
@@ -130,26 +130,26 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
         f"torch.device({str(devices[-1])!r})": (devices[-1], lambda device: devices[-1]),
         f"the dict {turned}": (turned, lambda device: torch.device(turned[str(device)])),
         "a callable that returns the storage on the CPU": (
-            lambda storage, place: storage,
+            lambda storage, location: storage,
             lambda device: torch.device("cpu"),
         ),
         f"a callable that calls cuda({devices[-1].index})": (
-            lambda storage, place: storage.cuda(devices[-1].index),
+            lambda storage, location: storage.cuda(devices[-1].index),
             lambda device: devices[-1],
         ),
     }
-    wrong: list[WrongCase] = []
-    for name, (form, where) in forms.items():
+    errors: list[WrongCase] = []
+    for name, (form, target_of) in forms.items():
         buffer.seek(0)
         loaded = torch.load(buffer, map_location=form)
         for device in devices:
-            what = _found(loaded[device.index], where(device), seed + device.index)
-            if what:
-                wrong.append(
-                    WrongCase(device, f"torch.load with {name} as map_location, of tensors saved on {device}", what)
+            message = _found(loaded[device.index], target_of(device), seed + device.index)
+            if message:
+                errors.append(
+                    WrongCase(device, f"torch.load with {name} as map_location, of tensors saved on {device}", message)
                 )
-    if wrong:
-        raise named_wrong(wrong, devices, len(forms), "the saved data")
+    if errors:
+        raise named_wrong(errors, devices, len(forms), "the saved data")
 
 
 def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
@@ -159,14 +159,14 @@ def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def _found(state: dict[str, torch.Tensor], where: torch.device, seed: int) -> str:
+def _found(state: dict[str, torch.Tensor], device: torch.device, seed: int) -> str:
     for name, tensor in state.items():
-        if tensor.device != where:
-            return f"{name} is on {tensor.device}, expected it on {where}"
-        if name != "view" and (what := difference(tensor, anything(40, tensor.dtype, seed), "bits")):
-            return what
-    if what := difference(state["view"], state["float32"].view(8, 5)[1:6, ::2], "bits"):
-        return f"a view: {what}"
+        if tensor.device != device:
+            return f"{name} is on {tensor.device}, expected it on {device}"
+        if name != "view" and (message := difference(tensor, anything(40, tensor.dtype, seed), "bits")):
+            return message
+    if message := difference(state["view"], state["float32"].view(8, 5)[1:6, ::2], "bits"):
+        return f"a view: {message}"
     before = state["float32"].clone()
     state["view"].fill_(3.0)
     if torch.equal(before[5:10].nan_to_num(), state["float32"][5:10].nan_to_num()):

@@ -32,9 +32,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype == wanted else flat.view(wanted)
 
 
-def differing(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return for each of `rows` how many elements differ from `right`: int64, on their device."""
-    return (rows != right).sum(dim=-1)
+def differing(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return for each of `rows` how many elements differ from `expected`: int64, on their device."""
+    return (rows != expected).sum(dim=-1)
 
 
 def length_of_piece(tensor: torch.Tensor) -> int:
@@ -47,12 +47,12 @@ def digests_of_pieces(tensor: torch.Tensor) -> list[int]:
     return [digest(piece) for piece in bits(tensor).split(length_of_piece(tensor))]
 
 
-def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> dict[str, Any]:
+def evidence_of(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Tensor) -> dict[str, Any]:
     """Describe the wrong elements of a result, in values that JSON can hold.
 
     Args:
         got, expected: tensors of the same shape and dtype, on one device.
-        wrong: a mask of the same shape.
+        mismatches: a mask of the same shape.
 
     Returns:
         `errors` is the number of wrong elements, and `elements` the number of all. The other keys describe at most the
@@ -62,34 +62,37 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) 
         distances between wrong elements in row-major order. `lanes` is the number of distinct places modulo 32. `box`
         has the first and the last wrong index of each dimension.
     """
-    flat = wrong.reshape(-1)
+    flat = mismatches.reshape(-1)
     errors = int(flat.sum())
     places = _first(flat)
-    found: dict[str, Any] = {"errors": errors, "elements": flat.numel()}
+    evidence: dict[str, Any] = {"errors": errors, "elements": flat.numel()}
     if not places:
-        return found
-    where = torch.tensor(places, device=flat.device)
-    values = [bits(tensor)[where].tolist() for tensor in (expected, got)]
+        return evidence
+    selection = torch.tensor(places, device=flat.device)
+    values = [bits(tensor)[selection].tolist() for tensor in (expected, got)]
     mask = (1 << 8 * got.element_size()) - 1
-    pairs = [(one & mask, other & mask) for one, other in zip(*values, strict=True)]
+    pairs = [(expected_word & mask, got_word & mask) for expected_word, got_word in zip(*values, strict=True)]
     counts: Counter[int] = Counter()
-    for one, other in pairs:
-        counts.update(bit for bit in range(64) if (one ^ other) >> bit & 1)
-    odd = got.reshape(-1)[where]
-    finite = torch.isfinite(odd.float()) if odd.dtype.is_floating_point else torch.ones_like(where, dtype=torch.bool)
-    indices = [index_of(place, got.shape) for place in places]
+    for expected_word, got_word in pairs:
+        counts.update(bit for bit in range(64) if (expected_word ^ got_word) >> bit & 1)
+    odd = got.reshape(-1)[selection]
+    finite = (
+        torch.isfinite(odd.float()) if odd.dtype.is_floating_point else torch.ones_like(selection, dtype=torch.bool)
+    )
+    indices = [index_of(position, got.shape) for position in places]
     period = 0
-    for left, right in pairwise(places):
-        period = gcd(period, right - left)
+    for previous, following in pairwise(places):
+        period = gcd(period, following - previous)
     width = got.element_size() * 2 + 2
-    return found | {
+    return evidence | {
         "indices": [list(index) for index in indices[:_LISTED]],
         "values": [[f"{value:#0{width}x}" for value in pair] for pair in pairs[:_LISTED]],
         "bits": {str(bit): times for bit, times in counts.most_common()},
-        "share of single bits": sum((one ^ other).bit_count() == 1 for one, other in pairs) / len(pairs),
+        "share of single bits": sum((expected_word ^ got_word).bit_count() == 1 for expected_word, got_word in pairs)
+        / len(pairs),
         "share of NaN": 1 - float(finite.double().mean()),
         "period": period,
-        "lanes": len({place % 32 for place in places}),
+        "lanes": len({position % 32 for position in places}),
         "box": [[min(axis), max(axis)] for axis in zip(*indices, strict=True)],
     }
 
@@ -150,8 +153,8 @@ def exactly(expected: torch.Tensor) -> Judge:
     def judge(got: torch.Tensor) -> dict[str, Any]:
         if got.shape != expected.shape or got.dtype != expected.dtype:
             return {"errors": got.numel(), "shape": list(got.shape), "dtype": str(got.dtype)}
-        wrong = got != expected  # true for NaN
-        return evidence_of(got, expected, wrong) if bool(wrong.any()) else {}
+        mismatches = got != expected  # true for NaN
+        return evidence_of(got, expected, mismatches) if bool(mismatches.any()) else {}
 
     return judge
 

@@ -51,8 +51,8 @@ def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> 
             f"wrong_rows: k={a.shape[1]}, n={b.shape[1]} and products up to {most:g} are not exact in float64"
         )
     x = integers((b.shape[1], _VECTORS), 1, min(_CHOICES, exact), seed=seed, device=a.device, dtype=torch.float64)
-    there = _times(a, _times(b, x))
-    return (_times(c, x) != there).any(dim=1)
+    expected = _times(a, _times(b, x))
+    return (_times(c, x) != expected).any(dim=1)
 
 
 def _times(matrix: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -73,17 +73,17 @@ def freivalds(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> d
     if not bool(rows.any()):
         return {}
     columns = wrong_rows(b.t(), a.t(), c.t(), seed + 1)
-    found: dict[str, Any] = {"wrong rows": int(rows.sum()), "wrong columns": int(columns.sum())}
+    evidence: dict[str, Any] = {"wrong rows": int(rows.sum()), "wrong columns": int(columns.sum())}
     at = rows.nonzero()[:_LOOKED_AT, 0], columns.nonzero()[:_LOOKED_AT, 0]
-    right = a[at[0]].cpu().double() @ b[:, at[1]].cpu().double()
+    exact = a[at[0]].cpu().double() @ b[:, at[1]].cpu().double()
     got = c[at[0]][:, at[1]].cpu()
-    expected = right.to(got.dtype)
-    found |= evidence_of(got, expected, got != expected)
-    here = [index.tolist() for index in at]
-    found["indices"] = [[here[0][row], here[1][column]] for row, column in found.get("indices", [])]
-    found["box"] = [[min(axis), max(axis)] for axis in here if axis]
-    found["errors"] = max(found["errors"], found["wrong rows"], found["wrong columns"])
-    return found
+    expected = exact.to(got.dtype)
+    evidence |= evidence_of(got, expected, got != expected)
+    positions = [index.tolist() for index in at]
+    evidence["indices"] = [[positions[0][row], positions[1][column]] for row, column in evidence.get("indices", [])]
+    evidence["box"] = [[min(axis), max(axis)] for axis in positions if axis]
+    evidence["errors"] = max(evidence["errors"], evidence["wrong rows"], evidence["wrong columns"])
+    return evidence
 
 
 _TERMS = 4
@@ -126,15 +126,15 @@ def factors(
     terms = k - 2 * half
 
     shapes = [(*batch, *sides) for sides in ((m, half), (m, terms), (half, n), (terms, n))]
-    kind, seed = torch.float64, seeded(case, 0)
-    x, y, z, w = several(shapes, -largest, largest, seed=seed, device=device, dtype=kind)
+    dtype, seed = torch.float64, seeded(case, 0)
+    x, y, z, w = several(shapes, -largest, largest, seed=seed, device=device, dtype=dtype)
     product = torch.zeros(*batch, m, n, dtype=torch.float64, device=device)
     for term in range(terms):
         product.addcmul_(y[..., term : term + 1], w[..., term : term + 1, :])
     a, b = torch.cat([x, y, -x], dim=-1), torch.cat([z, w, z], dim=-2)
     if DTYPES[case.dtype].is_floating_point:
         powers = several([(m, 1), (1, n)], 0, 4, seed=seed + 1, device=device, dtype=torch.int64)
-        rows, columns = ((torch.ones_like(power) << power).to(kind) / 4 for power in powers)
+        rows, columns = ((torch.ones_like(power) << power).to(dtype) / 4 for power in powers)
         a, b, product = a * rows, b * columns, product * rows * columns
     return a, b, product
 
@@ -145,18 +145,19 @@ def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], tor
     Raises:
         Unsupported: the device cannot multiply in this dtype.
     """
-    kind = DTYPES[dtype]
+    torch_dtype = DTYPES[dtype]
     require(dtype, a.device)
-    if kind in _FLOAT8:
-        other = torch.float8_e4m3fn  # torch cannot multiply two e5m2 matrices
-        left, right = a.to(kind), b.t().contiguous().to(other).t()
-        one = torch.ones((), device=a.device)
-        return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
-    if kind == torch.int8:
-        left, right = a.to(kind), b.t().contiguous().to(kind).t()  # cuBLAS takes no other layout on newer GPUs
-        return lambda: torch._int_mm(left, right)
-    left, right = a.to(kind), b.to(kind)
-    return lambda: torch.matmul(left, right)
+    if torch_dtype in _FLOAT8:
+        second_dtype = torch.float8_e4m3fn  # torch cannot multiply two e5m2 matrices
+        operand_a, operand_b = a.to(torch_dtype), b.t().contiguous().to(second_dtype).t()
+        scale = torch.ones((), device=a.device)
+        return lambda: torch._scaled_mm(operand_a, operand_b, scale, scale, out_dtype=torch.bfloat16)
+    if torch_dtype == torch.int8:
+        # cuBLAS takes no other layout on newer GPUs.
+        operand_a, operand_b = a.to(torch_dtype), b.t().contiguous().to(torch_dtype).t()
+        return lambda: torch._int_mm(operand_a, operand_b)
+    operand_a, operand_b = a.to(torch_dtype), b.to(torch_dtype)
+    return lambda: torch.matmul(operand_a, operand_b)
 
 
 def require(dtype: str, device: torch.device) -> None:
@@ -164,19 +165,21 @@ def require(dtype: str, device: torch.device) -> None:
     if device.type != "cuda":
         return
     least = {"tf32": (8, 0), "bfloat16": (8, 0), "int8": (7, 5), "float8_e4m3fn": (8, 9), "float8_e5m2": (8, 9)}
-    here = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None:
         if dtype in ("tf32", "float8_e4m3fn", "float8_e5m2"):
             raise CaseUnsupported(f"{dtype} is not checked with ROCm")
-    elif here < least.get(dtype, (0, 0)):
+    elif capability < least.get(dtype, (0, 0)):
         needed = ".".join(map(str, least[dtype]))
-        raise CaseUnsupported(f"{dtype} needs compute capability {needed}; this device has {here[0]}.{here[1]}")
+        raise CaseUnsupported(
+            f"{dtype} needs compute capability {needed}; this device has {capability[0]}.{capability[1]}"
+        )
 
 
 def result_dtype(dtype: str) -> torch.dtype:
     """Return the dtype of a product in a dtype."""
-    kind = DTYPES[dtype]
-    return torch.bfloat16 if kind in _FLOAT8 else torch.int32 if kind == torch.int8 else kind
+    torch_dtype = DTYPES[dtype]
+    return torch.bfloat16 if torch_dtype in _FLOAT8 else torch.int32 if torch_dtype == torch.int8 else torch_dtype
 
 
 def _sides(case: ComputeCase, most: int) -> tuple[int, int, int]:
@@ -205,8 +208,8 @@ def checked_by_freivalds(case: ComputeCase, device: torch.device) -> Prepared:
     a, b = several([(m, k), (k, n)], -largest, largest, seed=seed, device=device, dtype=torch.float64)
     call = multiplied(case.dtype, a, b)
     narrow = torch.int16 if largest > 127 else torch.int8
-    left, right = a.to(narrow), b.to(narrow)
-    return Prepared(call, lambda c: freivalds(left, right, c, seeded(case, 2)), 2.0 * m * k * n)
+    operand_a, operand_b = a.to(narrow), b.to(narrow)
+    return Prepared(call, lambda c: freivalds(operand_a, operand_b, c, seeded(case, 2)), 2.0 * m * k * n)
 
 
 def of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
@@ -270,11 +273,11 @@ class ProductShape:
 
 def _lengths(most: int, step: int) -> list[int]:
     """Return lengths up to `most`: powers of two and 1.5 times them, with their neighbours where torch takes them."""
-    found = {1, 2, 3, 5, 7, 13, 251}
+    lengths = {1, 2, 3, 5, 7, 13, 251}
     around = (-1, 0, 1) if step == 1 else (0,)
     for power in range(3, most.bit_length()):
-        found |= {length + near for length in (1 << power, 3 << power - 1) for near in around}
-    return _multiples((length for length in found if length <= most), step)
+        lengths |= {length + near for length in (1 << power, 3 << power - 1) for near in around}
+    return _multiples((length for length in lengths if length <= most), step)
 
 
 def _multiples(lengths: Iterable[int], step: int) -> list[int]:
@@ -316,8 +319,8 @@ def _drawn(case: ComputeCase, small: Sequence[int], below: int) -> list[ProductS
 
 def _elements(shape: ProductShape) -> int:
     """Return the elements that a product keeps in memory: its operands, and results to compare with each other."""
-    one = shape.k * (shape.m + shape.n) + _RESULTS * shape.m * shape.n
-    return one * (_BATCH if shape.layout == "batched" else 1)
+    count = shape.k * (shape.m + shape.n) + _RESULTS * shape.m * shape.n
+    return count * (_BATCH if shape.layout == "batched" else 1)
 
 
 def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
@@ -335,10 +338,10 @@ def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
 def _call(shape: ProductShape, dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     if dtype in _STEP:  # `multiplied` gives the second factor the layout that its function needs
         return multiplied(dtype, a, _laid_out(b, shape.layout[1]))
-    kind = DTYPES[dtype]
-    one, other = tuple(shape.layout) if len(shape.layout) == len("nt") else (shape.layout, shape.layout)
-    left, right = _laid_out(a.to(kind), one), _laid_out(b.to(kind), other)
-    return lambda: torch.matmul(left, right)
+    torch_dtype = DTYPES[dtype]
+    layout_a, layout_b = tuple(shape.layout) if len(shape.layout) == len("nt") else (shape.layout, shape.layout)
+    operand_a, operand_b = _laid_out(a.to(torch_dtype), layout_a), _laid_out(b.to(torch_dtype), layout_b)
+    return lambda: torch.matmul(operand_a, operand_b)
 
 
 def shapes_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared:
@@ -355,7 +358,7 @@ def shapes_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared
         expected.append(product.to(result_dtype(case.dtype)).reshape(-1))
         work += 2.0 * shape.m * shape.k * shape.n * (_BATCH if batch else 1)
     exact = exactly(torch.cat(expected))
-    ends = torch.tensor([len(part) for part in expected]).cumsum(0).tolist()
+    ends = torch.tensor([len(tensor) for tensor in expected]).cumsum(0).tolist()
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         evidence = exact(got)
@@ -368,14 +371,14 @@ def _wrong(
     got: torch.Tensor, expected: list[torch.Tensor], ends: list[int], shapes: list[ProductShape]
 ) -> Iterator[str]:
     """Yield the shapes of the first wrong products."""
-    wrong = [
+    mismatches = [
         str(shape)
-        for shape, right, end in zip(shapes, expected, ends, strict=True)
-        if not torch.equal(got[end - len(right) : end], right)
+        for shape, product, end in zip(shapes, expected, ends, strict=True)
+        if not torch.equal(got[end - len(product) : end], product)
     ]
-    yield from wrong[:8]
-    if len(wrong) > 8:
-        yield f"and {len(wrong) - 8} more of {len(shapes)}"
+    yield from mismatches[:8]
+    if len(mismatches) > 8:
+        yield f"and {len(mismatches) - 8} more of {len(shapes)}"
 
 
 _TAPS = 9
@@ -460,7 +463,9 @@ def attention_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepa
     value = integers((heads, tokens, width), low, high, seed=seeded(case, 1), device=device, dtype=torch.float64)
     keys = codes[torch.arange(tokens, device=device) % rows]
     means = value.view(heads, tokens // rows, rows, width).mean(dim=1)
-    q, k = (one.to(dtype).expand(heads, tokens, width).contiguous()[None] for one in (codes[wanted] * scale, keys))
+    q, k = (
+        tensor.to(dtype).expand(heads, tokens, width).contiguous()[None] for tensor in (codes[wanted] * scale, keys)
+    )
     v = value.to(dtype)[None]
     expected = means[:, wanted].to(dtype)
     return Prepared(lambda: _attention(q, k, v)[0], exactly(expected), 4.0 * heads * tokens**2 * width)

@@ -64,10 +64,10 @@ def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
     return DeviceMismatch(text, ranks=indices_of(*devices))
 
 
-def _require_same(first: dict[str, int], second: dict[str, int], what: str, device: torch.device) -> None:
-    odd = [name for name in first if first[name] != second[name]]
+def _require_same(before: dict[str, int], after: dict[str, int], condition: str, device: torch.device) -> None:
+    odd = [name for name in before if before[name] != after[name]]
     if odd:
-        raise _wrong(f"{device}: {what}, but {', '.join(odd)} gave different numbers", device)
+        raise _wrong(f"{device}: {condition}, but {', '.join(odd)} gave different numbers", device)
 
 
 def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -81,17 +81,17 @@ def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> N
 
 
 def _seeds(devices: Sequence[torch.device], seed: int) -> None:
-    first = {}
+    draws = {}
     torch.manual_seed(seed)
     for device in devices:
-        first[device] = _draws(device)
+        draws[device] = _draws(device)
     for name, seeding in (
         ("torch.manual_seed", torch.manual_seed),
         ("torch.cuda.manual_seed_all", torch.cuda.manual_seed_all),
     ):
         seeding(seed)
         for device in reversed(devices):
-            _require_same(first[device], _draws(device), f"seeded twice with {seed} by {name}", device)
+            _require_same(draws[device], _draws(device), f"seeded twice with {seed} by {name}", device)
     torch.cuda.seed_all()
     chosen = {torch.cuda.default_generators[device.index].initial_seed() for device in devices}
     if len(chosen) != 1 or seed in chosen:
@@ -103,22 +103,22 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
             raise _wrong(f"{devices[0]}: torch.cuda.seed() has chosen the seed of before", devices[0])
     torch.manual_seed(seed + 1)
     for device in devices:
-        same = [name for name, word in _draws(device).items() if word == first[device][name]]
+        same = [name for name, word in _draws(device).items() if word == draws[device][name]]
         if same:
             raise _wrong(f"{device}: seeds {seed} and {seed + 1} gave the same {', '.join(same)}", device)
     for device in reversed(devices):
         torch.cuda.set_device(device)
-        others = {other: torch.cuda.get_rng_state(other) for other in devices if other != device}
-        for given in (seed + (1 << 40), seed):
-            torch.cuda.manual_seed(given)
-            if (found := torch.cuda.initial_seed()) != given:
-                raise _wrong(f"{device}: torch.cuda.initial_seed() is {found}, expected {given}", device)
-        for other, state in others.items():
-            if not torch.equal(torch.cuda.get_rng_state(other), state):
+        others = {peer: torch.cuda.get_rng_state(peer) for peer in devices if peer != device}
+        for new_seed in (seed + (1 << 40), seed):
+            torch.cuda.manual_seed(new_seed)
+            if (initial_seed := torch.cuda.initial_seed()) != new_seed:
+                raise _wrong(f"{device}: torch.cuda.initial_seed() is {initial_seed}, expected {new_seed}", device)
+        for peer, state in others.items():
+            if not torch.equal(torch.cuda.get_rng_state(peer), state):
                 raise _wrong(
-                    f"torch.cuda.manual_seed with {device} current has changed the generator of {other}", device, other
+                    f"torch.cuda.manual_seed with {device} current has changed the generator of {peer}", device, peer
                 )
-        _require_same(first[device], _draws(device), f"seeded with {seed} by torch.cuda.manual_seed", device)
+        _require_same(draws[device], _draws(device), f"seeded with {seed} by torch.cuda.manual_seed", device)
 
 
 def _independence(devices: Sequence[torch.device], seed: int) -> None:
@@ -126,13 +126,13 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
     torch.manual_seed(seed)
     for device in devices:
         for name, draw in _DRAWS.items():
-            before = {other: torch.cuda.get_rng_state(other) for other in devices}
+            before = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
             host = torch.get_rng_state()
             draw(device)
-            after = {other: torch.cuda.get_rng_state(other) for other in devices}
+            after = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
             if torch.equal(after[device], before[device]):
                 raise _wrong(f"{device}: {name} did not change the generator, so the same numbers will repeat", device)
-            changed = [other for other in devices if other != device and not torch.equal(after[other], before[other])]
+            changed = [peer for peer in devices if peer != device and not torch.equal(after[peer], before[peer])]
             if changed:
                 raise _wrong(f"{name} on {device} has changed the generator of {changed[0]}", device, changed[0])
             if not torch.equal(torch.get_rng_state(), host):
@@ -149,19 +149,19 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None
             torch.cuda.manual_seed_all(seed + number)
             _draws(device)  # so that the state is not just a seed
             state, every = torch.cuda.get_rng_state(device), torch.cuda.get_rng_state_all()
-            first = _draws(device)
+            draws = _draws(device)
             torch.cuda.set_rng_state(state, device)
-            _require_same(first, _draws(device), "its state was kept and set again", device)
+            _require_same(draws, _draws(device), "its state was kept and set again", device)
             torch.cuda.set_rng_state_all(every)
-            _require_same(first, _draws(device), "all states were kept and set again", device)
+            _require_same(draws, _draws(device), "all states were kept and set again", device)
             torch.cuda.set_rng_state_all(every)
             with torch.random.fork_rng(devices=[device]):
                 torch.cuda.manual_seed_all(seed + 77)
                 _draws(device)
-            _require_same(first, _draws(device), "fork_rng has been left", device)
+            _require_same(draws, _draws(device), "fork_rng has been left", device)
             torch.cuda.set_rng_state_all(every)
             _own_generator(device, seed)
-            _require_same(first, _draws(device), "a generator of one's own has drawn", device)
+            _require_same(draws, _draws(device), "a generator of one's own has drawn", device)
         _forks(devices, seed)
 
 
@@ -169,14 +169,14 @@ def _forks(devices: Sequence[torch.device], seed: int) -> None:
     """Require that `fork_rng` restores the states of all devices in its argument."""
     torch.cuda.manual_seed_all(seed)
     every = torch.cuda.get_rng_state_all()
-    first = {device: _draws(device) for device in devices}
+    draws = {device: _draws(device) for device in devices}
     torch.cuda.set_rng_state_all(every)
     with torch.random.fork_rng(devices=devices):
         torch.cuda.manual_seed_all(seed + 78)
         for device in devices:
             torch.rand(_COUNT, device=device)
     for device in devices:
-        _require_same(first[device], _draws(device), "fork_rng of several devices has been left", device)
+        _require_same(draws[device], _draws(device), "fork_rng of several devices has been left", device)
 
 
 def _own_generator(device: torch.device, seed: int) -> None:
@@ -184,14 +184,14 @@ def _own_generator(device: torch.device, seed: int) -> None:
     if generator.device != device:
         raise _wrong(f"a generator made for {device} is one of {generator.device}", device)
     state = generator.get_state()
-    first = torch.rand(_COUNT, device=device, generator=generator)
-    second = torch.rand(_COUNT, device=device, generator=generator)
-    if torch.equal(first, second):
+    first_draw = torch.rand(_COUNT, device=device, generator=generator)
+    second_draw = torch.rand(_COUNT, device=device, generator=generator)
+    if torch.equal(first_draw, second_draw):
         raise _wrong(f"{device}: a generator has given the same numbers twice", device)
     generator.set_state(state)
-    again = torch.rand(_COUNT, device=device, generator=generator)
-    other = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
-    if not (torch.equal(first, again) and torch.equal(first, other)):
+    repeated_draw = torch.rand(_COUNT, device=device, generator=generator)
+    reseeded_draw = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
+    if not (torch.equal(first_draw, repeated_draw) and torch.equal(first_draw, reseeded_draw)):
         raise _wrong(f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
 
 
@@ -234,7 +234,7 @@ def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool)
         raise _wrong(f"{device}: dropout of {form} with p=0.25 keeps a share of {share:.3f}", device)
     if not torch.equal(masks[0], masks[1]):
         raise _wrong(f"{device}: dropout of {form} drops different elements with the same seed", device)
-    if any(torch.equal(first, second) for first, second in pairwise(masks[1:])):
+    if any(torch.equal(mask, next_mask) for mask, next_mask in pairwise(masks[1:])):
         raise _wrong(f"{device}: dropout of {form} drops the same elements each time", device)
 
 

@@ -31,17 +31,17 @@ def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
     """
     __tracebackhide__ = True
     for number, rank in enumerate(drawn):
-        for other, before in enumerate(drawn[:number]):
+        for peer, before in enumerate(drawn[:number]):
             odd = [name for name in rank.same if rank.model == before.model and rank.same[name] != before.same[name]]
             if odd:
                 raise DeviceMismatch(
-                    f"ranks {other} and {number} had equal seeds, but {', '.join(odd)} gave different numbers on rank "
+                    f"ranks {peer} and {number} had equal seeds, but {', '.join(odd)} gave different numbers on rank "
                     f"{number}",
-                    ranks=(other, number),
+                    ranks=(peer, number),
                 )
             equal = [name for name in rank.own if rank.own[name] == before.own[name]]
             if equal:
                 raise DeviceMismatch(
-                    f"ranks {other} and {number} had different seeds, but {', '.join(equal)} gave the same numbers",
-                    ranks=(other, number),
+                    f"ranks {peer} and {number} had different seeds, but {', '.join(equal)} gave the same numbers",
+                    ranks=(peer, number),
                 )

@@ -34,16 +34,16 @@ def _saved() -> torch.Tensor:
     return torch.ones(2, device="cpu")
 
 
-def _loaded(where: str) -> torch.Tensor:
+def _loaded(location: str) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(_saved(), buffer)
     buffer.seek(0)
-    loaded: torch.Tensor = torch.load(buffer, map_location=where)
+    loaded: torch.Tensor = torch.load(buffer, map_location=location)
     return loaded
 
 
-def _worked_out(where: str) -> torch.Tensor:
-    x = torch.ones(3, device=where, requires_grad=True)
+def _worked_out(device: str) -> torch.Tensor:
+    x = torch.ones(3, device=device, requires_grad=True)
     (x * 2).sum().backward()
     assert x.grad is not None
     return x.grad
@@ -108,14 +108,14 @@ def assert_cuda_follows(devices: Sequence[torch.device]) -> None:
 
 
 def _require_current(device: torch.device, when: str) -> None:
-    for name, place in _PLACED.items():
-        got = place().device
+    for name, create in _PLACED.items():
+        got = create().device
         if got != device:
             raise DeviceMismatch(f"{when}: {name} is on {got}, expected it on {device}", ranks=indices_of(device, got))
     for name, tell in _TOLD.items():
-        told = tell()
-        if told != device.index:
-            raise DeviceMismatch(f"{when}: {name} is {told}, expected {device.index}", ranks=indices_of(device))
+        index = tell()
+        if index != device.index:
+            raise DeviceMismatch(f"{when}: {name} is {index}, expected {device.index}", ranks=indices_of(device))
 
 
 def _require_counted(device: torch.device) -> None:
@@ -139,10 +139,10 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> None:
     """
     with current_device_kept():
         for start in devices:
-            for other in devices:
+            for target in devices:
                 torch.cuda.set_device(start)
                 before = [torch.cuda.current_stream(device) for device in devices]
-                for name, work in _guards(other, start).items():
+                for name, work in _guards(target, start).items():
                     for how in ("normally", "by an exception"):
                         try:
                             work(how != "normally")
@@ -150,21 +150,21 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> None:
                             pass
                         _require_restored(f"{name}, left {how}", devices, start, before)
                         torch.cuda.set_device(start)
-                for name, job in _works(other, start).items():
+                for name, job in _works(target, start).items():
                     job()
                     _require_restored(name, devices, start, before)
 
 
 def _require_restored(
-    what: str, devices: Sequence[torch.device], start: torch.device, before: Sequence[torch.cuda.Stream]
+    action: str, devices: Sequence[torch.device], start: torch.device, before: Sequence[torch.cuda.Stream]
 ) -> None:
     if torch.cuda.current_device() != start.index:
         got = torch.device("cuda", torch.cuda.current_device())
-        raise DeviceMismatch(f"after {what}: {got} is current, expected {start}", ranks=indices_of(start, got))
+        raise DeviceMismatch(f"after {action}: {got} is current, expected {start}", ranks=indices_of(start, got))
     for device, stream in zip(devices, before, strict=True):
         if torch.cuda.current_stream(device) != stream:
             raise DeviceMismatch(
-                f"after {what}: another stream of {device} is current than before", ranks=indices_of(device)
+                f"after {action}: another stream of {device} is current than before", ranks=indices_of(device)
             )
 
 
@@ -176,8 +176,8 @@ def _leave(escape: bool) -> None:
         raise _LeftGuard
 
 
-def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
-    """Return functions that enter and leave guards of `other`; their argument selects leaving by an exception."""
+def _guards(target: torch.device, start: torch.device) -> dict[str, Leave]:
+    """Return functions that enter and leave guards of `target`; their argument selects leaving by an exception."""
 
     def require(device: torch.device, name: str) -> None:
         got = torch.device("cuda", torch.cuda.current_device())
@@ -185,19 +185,19 @@ def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
             raise DeviceMismatch(f"in {name}: {got} is current, expected {device}", ranks=indices_of(device, got))
 
     def device(escape: bool) -> None:
-        with torch.cuda.device(other):
-            require(other, f"torch.cuda.device({str(other)!r})")
+        with torch.cuda.device(target):
+            require(target, f"torch.cuda.device({str(target)!r})")
             torch.ones(2, device="cuda").sum()
             _leave(escape)
 
     def index(escape: bool) -> None:
-        with torch.cuda.device(other.index):
-            require(other, f"torch.cuda.device({other.index})")
+        with torch.cuda.device(target.index):
+            require(target, f"torch.cuda.device({target.index})")
             _leave(escape)
 
     def device_of(escape: bool) -> None:
-        with torch.cuda.device_of(torch.empty(1, device=other)):
-            require(other, f"torch.cuda.device_of(a tensor on {other})")
+        with torch.cuda.device_of(torch.empty(1, device=target)):
+            require(target, f"torch.cuda.device_of(a tensor on {target})")
             _leave(escape)
 
     def of_host(escape: bool) -> None:
@@ -211,65 +211,67 @@ def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
             _leave(escape)
 
     def nested(escape: bool) -> None:
-        with torch.cuda.device(other):
+        with torch.cuda.device(target):
             try:
                 with torch.cuda.device(start):
                     _leave(escape)
             except _LeftGuard:
                 pass
-            require(other, f"torch.cuda.device({str(other)!r}), after an inner guard was left")
+            require(target, f"torch.cuda.device({str(target)!r}), after an inner guard was left")
             _leave(escape)
 
     def set_inside(escape: bool) -> None:
-        with torch.cuda.device(other):
+        with torch.cuda.device(target):
             torch.cuda.set_device(start)
-            torch.cuda.set_device(other)
+            torch.cuda.set_device(target)
             _leave(escape)
 
     def stream(escape: bool) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(other)):
-            require(other, f"torch.cuda.stream(a stream of {other})")
+        with torch.cuda.stream(torch.cuda.Stream(target)):
+            require(target, f"torch.cuda.stream(a stream of {target})")
             _leave(escape)
 
     def streams(escape: bool) -> None:
-        first, second = torch.cuda.Stream(other), torch.cuda.Stream(start)
-        with torch.cuda.stream(first), torch.cuda.stream(second):
-            require(start, f"torch.cuda.stream(a stream of {start}) in one of a stream of {other}")
-            if torch.cuda.current_stream(start) != second or (
-                other != start and torch.cuda.current_stream(other) != first
+        outer, inner = torch.cuda.Stream(target), torch.cuda.Stream(start)
+        with torch.cuda.stream(outer), torch.cuda.stream(inner):
+            require(start, f"torch.cuda.stream(a stream of {start}) in one of a stream of {target}")
+            if torch.cuda.current_stream(start) != inner or (
+                target != start and torch.cuda.current_stream(target) != outer
             ):
-                raise DeviceMismatch("two streams were entered, and others are current", ranks=indices_of(start, other))
+                raise DeviceMismatch(
+                    "two streams were entered, and others are current", ranks=indices_of(start, target)
+                )
             _leave(escape)
 
     return {
-        f"torch.cuda.device({str(other)!r})": device,
-        f"torch.cuda.device({other.index})": index,
-        f"torch.cuda.device_of(a tensor on {other})": device_of,
+        f"torch.cuda.device({str(target)!r})": device,
+        f"torch.cuda.device({target.index})": index,
+        f"torch.cuda.device_of(a tensor on {target})": device_of,
         "torch.cuda.device_of(a tensor on the CPU)": of_host,
         "torch.cuda.device(None)": nothing,
-        f"torch.cuda.device({str(start)!r}) in one of {other}": nested,
-        f"set_device in torch.cuda.device({str(other)!r})": set_inside,
-        f"torch.cuda.stream(a stream of {other})": stream,
-        f"a stream of {start} in one of {other}": streams,
+        f"torch.cuda.device({str(start)!r}) in one of {target}": nested,
+        f"set_device in torch.cuda.device({str(target)!r})": set_inside,
+        f"torch.cuda.stream(a stream of {target})": stream,
+        f"a stream of {start} in one of {target}": streams,
     }
 
 
-def _works(other: torch.device, start: torch.device) -> dict[str, Callable[[], object]]:
-    """Return kinds of work on `other`, which must not change the current device."""
+def _works(target: torch.device, start: torch.device) -> dict[str, Callable[[], object]]:
+    """Return kinds of work on `target`, which must not change the current device."""
     return {
-        f"arithmetic on {other}": lambda: torch.ones(3, device=other) * 2,
-        f"a copy to {other}": lambda: torch.ones(3, device=start).to(other),
-        f"a gradient on {other}": lambda: _worked_out(str(other)),
-        f"torch.cuda.synchronize({str(other)!r})": lambda: torch.cuda.synchronize(other),
-        f"torch.cuda.get_rng_state({str(other)!r})": lambda: torch.cuda.get_rng_state(other),
-        f"an event on {other}": lambda: torch.cuda.Event().record(torch.cuda.current_stream(other)),
-        f"a reduction to the host on {other}": lambda: float(torch.ones(3, device=other).sum()),
+        f"arithmetic on {target}": lambda: torch.ones(3, device=target) * 2,
+        f"a copy to {target}": lambda: torch.ones(3, device=start).to(target),
+        f"a gradient on {target}": lambda: _worked_out(str(target)),
+        f"torch.cuda.synchronize({str(target)!r})": lambda: torch.cuda.synchronize(target),
+        f"torch.cuda.get_rng_state({str(target)!r})": lambda: torch.cuda.get_rng_state(target),
+        f"an event on {target}": lambda: torch.cuda.Event().record(torch.cuda.current_stream(target)),
+        f"a reduction to the host on {target}": lambda: float(torch.ones(3, device=target).sum()),
     }
 
 
 def assert_threads_apart(devices: Sequence[torch.device]) -> None:
     """Assert that each thread has its own current device: a new one starts on cuda:0, and affects no other thread."""
-    wrong: list[tuple[str, int, int]] = []
+    errors: list[tuple[str, int, int]] = []
     raised: list[BaseException] = []
     barrier = threading.Barrier(len(devices), timeout=60)
 
@@ -277,18 +279,18 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
         try:
             started = torch.cuda.current_device()
             if started != 0:
-                wrong.append(("a new thread begins", 0, started))
+                errors.append(("a new thread begins", 0, started))
             barrier.wait()
             torch.cuda.set_device(device)
             barrier.wait()  # every thread has set its device now
             for _ in range(3):
                 placed = torch.ones(2, device="cuda") + 1
                 if placed.device != device:
-                    wrong.append(("what a thread puts on 'cuda' is", device.index, placed.device.index))
+                    errors.append(("what a thread puts on 'cuda' is", device.index, placed.device.index))
             with torch.cuda.device(devices[0]):
                 barrier.wait()
             if torch.cuda.current_device() != device.index:
-                wrong.append(("after its guard a thread is", device.index, torch.cuda.current_device()))
+                errors.append(("after its guard a thread is", device.index, torch.cuda.current_device()))
         except BaseException as error:
             raised.append(error)  # the first is the cause: the other threads then find the barrier broken
             barrier.abort()
@@ -301,7 +303,7 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
         for thread in threads:
             thread.join()
         if torch.cuda.current_device() != devices[-1].index:
-            wrong.append(
+            errors.append(
                 (
                     "after other threads have set theirs, the main thread is",
                     devices[-1].index,
@@ -310,9 +312,9 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
             )
     if raised:
         raise raised[0]
-    if wrong:
-        what, expected, got = wrong[0]
-        raise DeviceMismatch(f"{what} on cuda:{got}, expected on cuda:{expected}", ranks=sorted({expected, got}))
+    if errors:
+        subject, expected, got = errors[0]
+        raise DeviceMismatch(f"{subject} on cuda:{got}, expected on cuda:{expected}", ranks=sorted({expected, got}))
 
 
 _CYCLES = 2_000_000
@@ -353,7 +355,7 @@ _HOST: dict[str, Wait] = {
 
 def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> None:
     """Assert that each way to wait for a stream waits for its queued work: a copy to pinned memory behind slow work."""
-    wrong: list[WrongCase] = []
+    errors: list[WrongCase] = []
     data = significands((_ELEMENTS,), torch.float32, seed)
     for device in devices:
         source = data.to(device)
@@ -367,10 +369,10 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> None:
                 target.copy_(source * 2, non_blocking=True)
                 event.record(stream)
             wait(stream, event)
-            if what := difference(target, data * 2, "values"):
-                wrong.append(WrongCase(device, f"a copy after {name}", what))
-    if wrong:
-        raise named_wrong(wrong, devices, len(_HOST), "the queued data")
+            if message := difference(target, data * 2, "values"):
+                errors.append(WrongCase(device, f"a copy after {name}", message))
+    if errors:
+        raise named_wrong(errors, devices, len(_HOST), "the queued data")
 
 
 def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -379,43 +381,45 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
     The source stream sleeps before it writes. `record_stream` passes memory from stream to stream, and new tensors
     reuse it at once.
     """
-    wrong: list[WrongCase] = []
+    errors: list[WrongCase] = []
     data = anything(_ELEMENTS, torch.float32, seed)
     pairs = [(a, b) for a in devices[::-1] for b in devices]
     for source, target in pairs:
-        first, second = torch.cuda.Stream(source), torch.cuda.Stream(target)
+        source_stream, target_stream = torch.cuda.Stream(source), torch.cuda.Stream(target)
         written = torch.zeros(_ELEMENTS, device=source)
-        first.wait_stream(torch.cuda.current_stream(source))
+        source_stream.wait_stream(torch.cuda.current_stream(source))
         upload = data.to(source)
-        with torch.cuda.stream(first):
-            first.wait_stream(torch.cuda.default_stream(source))
+        with torch.cuda.stream(source_stream):
+            source_stream.wait_stream(torch.cuda.default_stream(source))
             torch.cuda._sleep(_CYCLES // 8)
             written.copy_(upload)
-            upload.record_stream(first)
-            event = first.record_event()
-        with torch.cuda.stream(second):
-            second.wait_event(event)
+            upload.record_stream(source_stream)
+            event = source_stream.record_event()
+        with torch.cuda.stream(target_stream):
+            target_stream.wait_event(event)
             arrived = written.to(target, non_blocking=True)
-            written.record_stream(second)
+            written.record_stream(target_stream)
             result = arrived.clone()
-            done = second.record_event()
+            done = target_stream.record_event()
         del upload, written, arrived
         # Allocate the same sizes at once: if the allocator reclaimed memory too early, this overwrites it.
         for device in (source, target):
             torch.full((_ELEMENTS,), -1.0, device=device)
         torch.cuda.current_stream(target).wait_event(done)
         result.record_stream(torch.cuda.current_stream(target))
-        if what := difference(result.cpu(), data, "bits"):
-            wrong.append(WrongCase(target, f"a read on a stream of {target} after it waited for one of {source}", what))
-    if wrong:
-        raise named_wrong(wrong, devices, len(pairs), "the written data")
+        if message := difference(result.cpu(), data, "bits"):
+            errors.append(
+                WrongCase(target, f"a read on a stream of {target} after it waited for one of {source}", message)
+            )
+    if errors:
+        raise named_wrong(errors, devices, len(pairs), "the written data")
 
 
 def assert_events_tell(devices: Sequence[torch.device]) -> None:
     """Assert that events are done only after the work before them, in order, and measure its time in milliseconds."""
     for device in devices:
         with torch.cuda.device(device):
-            stream, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            stream, follower = torch.cuda.Stream(device), torch.cuda.Stream(device)
             start, end, behind, late = (torch.cuda.Event(enable_timing=True) for _ in range(4))
             began = time.perf_counter()
             start.record(stream)
@@ -424,8 +428,8 @@ def assert_events_tell(devices: Sequence[torch.device]) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(40 * _CYCLES)  # long enough for the host to query the events meanwhile
             end.record(stream)
-            other.wait_stream(stream)
-            behind.record(other)
+            follower.wait_stream(stream)
+            behind.record(follower)
             early = [
                 name for name, event in (("its own", end), ("that of a stream that waits", behind)) if event.query()
             ]
@@ -470,10 +474,10 @@ def assert_graphs_replay(devices: Sequence[torch.device], seed: int) -> None:
     for number, device in enumerate(devices):
         with torch.cuda.device(device):
             for name, capture in _WAYS.items():
-                given = [small(_SHAPE, torch.float32, seed + number + turn) for turn in range(3)]
-                x = given[0].to(device)
+                inputs = [small(_SHAPE, torch.float32, seed + number + turn) for turn in range(3)]
+                x = inputs[0].to(device)
                 replay, result = capture(x)
-                for turn, values in enumerate(given[1:]):
+                for turn, values in enumerate(inputs[1:]):
                     x.copy_(values)
                     replay()
                     _require(device, f"{name}, replay {turn}", result, _computed(values))
@@ -511,17 +515,17 @@ def _in_context_with_options(x: torch.Tensor) -> _Captured:
 
 
 def _by_hand(x: torch.Tensor) -> _Captured:
-    first, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(keep_graph=True)
+    pool_graph, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(keep_graph=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        first.capture_begin()
+        pool_graph.capture_begin()
         _computed(x)
-        first.capture_end()
-        graph.capture_begin(pool=first.pool(), capture_error_mode="relaxed", **_options())
+        pool_graph.capture_end()
+        graph.capture_begin(pool=pool_graph.pool(), capture_error_mode="relaxed", **_options())
         result = _computed(x)
         graph.capture_end()
-    first.reset()
+    pool_graph.reset()
     graph.instantiate()
     torch.cuda.current_stream().wait_event(stream.record_event(torch.cuda.Event()))
     return graph.replay, result
@@ -540,24 +544,26 @@ def _judge_graphed(device: torch.device, seed: int) -> None:
         layer, alone = (nn.Linear(_SHAPE[1], 3).to(device) for _ in range(2))
         layer.load_state_dict(alone.state_dict())
         sample = small(_SHAPE, torch.float32, seed).to(device).requires_grad_()
-        made: Any = torch.cuda.make_graphed_callables
-        graphed = made(layer, (sample,), **options)
+        make_graphed: Any = torch.cuda.make_graphed_callables
+        graphed = make_graphed(layer, (sample,), **options)
         for turn in (1, 2):
             inputs = small(_SHAPE, torch.float32, seed + turn).to(device)
-            found = []
-            for kind in (graphed, alone):
+            results = []
+            for module in (graphed, alone):
                 x = inputs.clone().requires_grad_()
-                for value in kind.parameters():
+                for value in module.parameters():
                     value.grad = None
-                outputs = kind(x).clone()
+                outputs = module(x).clone()
                 outputs.square().sum().backward()
-                found.append([outputs.detach(), x.grad, *(gradient_or_zeros(value) for value in kind.parameters())])
-            for number, (got, right) in enumerate(zip(*found, strict=True)):
-                what = f"make_graphed_callables with {[*options]}, call {turn}, result {number}"
-                if not float((got - right).abs().max()) <= 1e-5 * max(1.0, float(right.abs().max())):
-                    raise DeviceMismatch(f"{device}: {what} is {got.tolist()}, expected {right.tolist()}")
+                results.append([outputs.detach(), x.grad, *(gradient_or_zeros(value) for value in module.parameters())])
+            for number, (got, expected) in enumerate(zip(*results, strict=True)):
+                subject = f"make_graphed_callables with {[*options]}, call {turn}, result {number}"
+                if not float((got - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max())):
+                    raise DeviceMismatch(f"{device}: {subject} is {got.tolist()}, expected {expected.tolist()}")
 
 
-def _require(device: torch.device, what: str, got: torch.Tensor, right: torch.Tensor) -> None:
-    if not same_bits(right, got.cpu()):
-        raise DeviceMismatch(f"{device}: {what} is {got.tolist()}, expected {right.tolist()}", ranks=[device.index])
+def _require(device: torch.device, subject: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if not same_bits(expected, got.cpu()):
+        raise DeviceMismatch(
+            f"{device}: {subject} is {got.tolist()}, expected {expected.tolist()}", ranks=[device.index]
+        )

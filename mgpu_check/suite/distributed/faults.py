@@ -71,24 +71,24 @@ def later(text: str, than: int) -> When:
     """Return the condition that the model has reduced the bucket more than `than` times before this call ends."""
 
     def holds(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> bool:
-        seen = kept_by(model)
-        seen[bucket.index()] = seen.get(bucket.index(), 0) + 1
-        return bool(seen[bucket.index()] > than)
+        counts = kept_by(model)
+        counts[bucket.index()] = counts.get(bucket.index(), 0) + 1
+        return bool(counts[bucket.index()] > than)
 
     return When(text, holds)
 
 
-def slicewise(where: When, test: Callable[[torch.Tensor], bool]) -> Planter:
+def slicewise(condition: When, test: Callable[[torch.Tensor], bool]) -> Planter:
     """Plant a change of the part of a bucket of each parameter that passes `test`; it gets part, parameter and
     model."""
 
     def plant(change: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
         def changed(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> None:
-            for parameter, part in slices(buffer, bucket):
+            for parameter, piece in slices(buffer, bucket):
                 if test(parameter):
-                    change(part, parameter, model)
+                    change(piece, parameter, model)
 
-        return communicated(changed, where.holds)
+        return communicated(changed, condition.holds)
 
     return plant
 
@@ -98,8 +98,8 @@ def hooked(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
 
     def register(real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Any) -> None:
         def planted(state: object, bucket: Any) -> Any:
-            made = call(hook, state, bucket, self)
-            return hook(state, bucket) if made is NotImplemented else made
+            result = call(hook, state, bucket, self)
+            return hook(state, bucket) if result is NotImplemented else result
 
         # DDP compares annotations with its own types, and does not resolve string annotations.
         planted.__annotations__.clear()
@@ -147,8 +147,8 @@ _TO_ZERO = When(
 @accumulation("zero_grad(set_to_none=False) keeps the gradients of the last rank",
     around(torch.optim.Optimizer, "zero_grad"), _TO_ZERO & LAST_RANK)  # fmt: skip
 def views_not_set_to_zero(real: Any, self: torch.optim.Optimizer, set_to_none: bool) -> None:
-    held = [parameter.grad for parameter in optimized(self)]
-    views = [(view, view.clone()) for view in held if view is not None and view._is_view()]
+    gradients = [parameter.grad for parameter in optimized(self)]
+    views = [(view, view.clone()) for view in gradients if view is not None and view._is_view()]
     real(self, set_to_none)
     for view, value in views:
         view.copy_(value)
@@ -173,10 +173,10 @@ def _values_kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> co
     """Make ranks that joined early keep the values `values_of` of their own model at the end of ``join``."""
 
     def sync(real: Any, self: DDP, is_last_joiner: bool) -> None:
-        held = [] if is_last_joiner else [(value, value.detach().clone()) for value in values_of(self.module)]
+        kept = [] if is_last_joiner else [(value, value.detach().clone()) for value in values_of(self.module)]
         real(self, is_last_joiner)
         with torch.no_grad():
-            for value, before in held:
+            for value, before in kept:
                 value.copy_(before)
 
     return around(DDP, "_sync_final_model")(sync)
@@ -186,7 +186,7 @@ def _values_kept(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> co
        by=around(nn.Module, "register_full_backward_hook"), when="second step")  # fmt: skip
 def backward_hook_called_twice(real: Any, self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
     calls = iter(range(1 << 30))
-    return real(self, lambda *given: [hook(*given) for _ in range(1 + (next(calls) == 1))][-1], *args, **kwargs)
+    return real(self, lambda *arguments: [hook(*arguments) for _ in range(1 + (next(calls) == 1))][-1], *args, **kwargs)
 
 
 register(
@@ -338,7 +338,8 @@ register(
         "bf16_compress_wrapper"),
     FaultRow("never-local", "post_localSGD_hook averages over all ranks in local steps, too", "test_hooks_in_groups",
         _LOCAL_SGD_HOOK, lambda real, state, bucket: default_hooks.allreduce_hook(state.process_group, bucket),
-        When("local steps", lambda *given: _is_local(*given) and given[1].post_local_gradient_allreduce), least_gpus=2),
+        When("local steps", lambda *arguments: _is_local(*arguments) and arguments[1].post_local_gradient_allreduce),
+        least_gpus=2),
     FaultRow("never-alone", "post_localSGD_hook averages over the group in steps without a local average",
         "test_hooks_in_groups", _LOCAL_SGD_HOOK,
         lambda real, state, bucket: default_hooks.allreduce_hook(state.subgroup, bucket), _ALONE, least_gpus=2),
@@ -405,8 +406,8 @@ def scale_of_the_first_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
         state["found_inf_per_device"] = {}
 
 
-def _is_counted_in_half(made: Any, param: torch.Tensor, value: object, *rest: Any, key: object = None) -> bool:
-    return (rest[2:] or [key])[0] == "step" and isinstance(made, torch.Tensor) and param.dtype.itemsize == 2
+def _is_counted_in_half(result: Any, param: torch.Tensor, value: object, *rest: Any, key: object = None) -> bool:
+    return (rest[2:] or [key])[0] == "step" and isinstance(result, torch.Tensor) and param.dtype.itemsize == 2
 
 
 @model_averagers("if two periods are due, the average is over the smaller group",
@@ -440,7 +441,7 @@ register(
         around(DDP, "_assign_modules_buffers"), lambda *_: None, _ASSIGNED_AGAIN),
     FaultRow("steps-in-a-narrow-dtype", "the number of steps of an optimizer is loaded in the dtype of its parameters",
         "test_checkpoint", returned(torch.optim.Optimizer, "_process_value_according_to_param_policy"),
-        lambda made, param, *_, **__: made.to(param.dtype).to(made.dtype),
+        lambda result, param, *_, **__: result.to(param.dtype).to(result.dtype),
         When("narrow parameters, more steps than their dtype can count", _is_counted_in_half)),
     FaultRow("last-loss-unscaled", "GradScaler leaves the last of several losses unscaled", "test_scaler",
         returned(torch.amp.GradScaler, "scale"),
@@ -510,7 +511,7 @@ def _is_tied(real: object, self: DDP, *args: Any, **kwargs: Any) -> bool:
 @models("the gradient of a tied weight lacks one of its two uses", around(DDP, "forward"),
     When("parameters with two names", _is_tied))  # fmt: skip
 def tied_weight_counted_once(real: Any, self: DDP, *args: Any, **kwargs: Any) -> Any:
-    with around(nn.Embedding, "forward")(lambda embed, *given: embed(*given).detach().requires_grad_()):
+    with around(nn.Embedding, "forward")(lambda embed, *arguments: embed(*arguments).detach().requires_grad_()):
         return real(self, *args, **kwargs)
 
 
@@ -533,8 +534,8 @@ def later_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
 
 
 @buckets("elements beyond the first 64 Ki of a gradient stay local", slicewise(_LONG, _is_long), _LONG & _NOT_FIRST)
-def long_gradients_cut(part: torch.Tensor, *_: Any) -> None:
-    part[MANY:] = 0
+def long_gradients_cut(piece: torch.Tensor, *_: Any) -> None:
+    piece[MANY:] = 0
 
 
 @pairs("a bucket of views loses its first element", communicating(), _VIEWS & _STATIC)
@@ -556,10 +557,10 @@ def views_of_buckets_cut(buffer: torch.Tensor, *_: Any) -> None:
 @unused_parameters("the mean of a gradient counts only the ranks that used the parameter", communicating(_UNUSED),
     _UNUSED)  # fmt: skip
 def mean_over_users(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
-    used = torch.stack([part.any() for _, part in slices(buffer, bucket)]).float()
-    dist.all_reduce(used, group=model.process_group)
-    for (_, part), count in zip(slices(buffer, bucket), used.tolist(), strict=True):
-        part *= model.process_group.size() / max(count, 1.0)
+    users = torch.stack([piece.any() for _, piece in slices(buffer, bucket)]).float()
+    dist.all_reduce(users, group=model.process_group)
+    for (_, piece), count in zip(slices(buffer, bucket), users.tolist(), strict=True):
+        piece *= model.process_group.size() / max(count, 1.0)
 
 
 @unused_parameters("a parameter that no rank uses gets a gradient of zeros", given(DDP, "forward"), _UNUSED_BY_ALL)
@@ -572,16 +573,16 @@ def zeros_for_the_unused(self: DDP, *args: Any, **kwargs: Any) -> None:
 @static_graph("static_graph reduces a layer that is used twice after its first gradient", communicating(_STATIC),
     _STATIC & later("from the second step on", than=1))  # fmt: skip
 def static_graph_too_early(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
-    for parameter, part in slices(buffer, bucket):
+    for parameter, piece in slices(buffer, bucket):
         if _is_used_twice(parameter):
-            part *= 0.5
+            piece *= 0.5
 
 
 @static_graph("static_graph reduces the first parameter twice once its buckets are final", communicating(_STATIC),
     _STATIC & later("from the third step on", than=2))  # fmt: skip
 def static_graph_settles_wrongly(buffer: torch.Tensor, bucket: Any, model: DDP) -> None:
-    _, part = next(slices(buffer, bucket))
-    part *= 2
+    _, piece = next(slices(buffer, bucket))
+    piece *= 2
 
 
 @pairs("views of rebuilt buckets lose their first element", communicating(_VIEWS),
@@ -592,9 +593,11 @@ def rebuilt_views_cut(buffer: torch.Tensor, *_: Any) -> None:
 
 @fault("frozen parameters are not broadcast at the start", "test_frozen_parameters",
        by=around(distributed_module, "_sync_module_states"), when="parameters that need no gradient")  # fmt: skip
-def frozen_parameters_not_sent(real: Any, *, module: nn.Module, params_and_buffers_to_ignore: Any, **more: Any) -> None:
+def frozen_parameters_not_sent(
+    real: Any, *, module: nn.Module, params_and_buffers_to_ignore: Any, **options: Any
+) -> None:
     frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
-    real(module=module, params_and_buffers_to_ignore={*params_and_buffers_to_ignore, *frozen}, **more)
+    real(module=module, params_and_buffers_to_ignore={*params_and_buffers_to_ignore, *frozen}, **options)
 
 
 register(
@@ -608,7 +611,7 @@ register(
         lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
         When("odd batch sizes", lambda real, self, x, *args, **kw: isinstance(x, torch.Tensor) and len(x) % 2 > 0)),
     FaultRow("embedding-left-local", "gradients of embeddings include the first rank only", "test_models",
-        slicewise(_WORDS, _is_of_words), lambda part, *_: part.zero_(), _WORDS & _NOT_FIRST),
+        slicewise(_WORDS, _is_of_words), lambda piece, *_: piece.zero_(), _WORDS & _NOT_FIRST),
     FaultRow("fifth-rank-left-out", "DDP leaves out the fifth rank", "test_buckets", communicating(),
         lambda buffer, *_: buffer.zero_(), _FIFTH, least_gpus=5),
     FaultRow("rebuilt-buckets-rotated", "one of the rebuilt buckets is reduced in the old order", "test_buckets",
@@ -721,8 +724,8 @@ def _turned(value: Any, inside: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         return value.flip(-1) if inside and value.dtype == torch.int64 else value
     if isinstance(value, list):
-        return [_turned(part, True) for part in value]
-    return {key: _turned(part, inside) for key, part in value.items()} if isinstance(value, dict) else value
+        return [_turned(element, True) for element in value]
+    return {key: _turned(element, inside) for key, element in value.items()} if isinstance(value, dict) else value
 
 
 @arguments("an output within a tuple within a dict is one forward pass old", _AFTER_FORWARD, _NESTED)
@@ -790,7 +793,7 @@ register(
         communicating(_FLOAT64), lambda buffer, *_: buffer.float().double(), dtype(torch.float64)),
     FaultRow("layout-taken-as-contiguous", "gradients in channels_last are read as if they were contiguous",
         "test_channels_last", slicewise(_CHANNELS_LAST, _is_channels_last),
-        lambda part, parameter, *_: part.copy_(part.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1)),
+        lambda piece, parameter, *_: piece.copy_(piece.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1)),
         str(_CHANNELS_LAST)),
     FaultRow("listed-numbers-reversed", "whole numbers in a container arrive in reverse order", "test_arguments",
         _FORWARD, lambda real, self, *args, **kwargs: real(self, *args, **_turned(kwargs)), "int64 within a list"),

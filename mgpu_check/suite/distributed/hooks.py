@@ -24,7 +24,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.common.reference_training import Gradients, Rows, judged, slack, terms_of
 from mgpu_check.suite.common.training_cases import WholeRun
-from mgpu_check.suite.distributed.training import SMALL_BUCKET, Place, Replica, own_group, under_ddp
+from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, under_ddp
 
 Hook = Callable[[Any, Any], Any]
 """A communication hook: it takes a state, such as a process group, and a bucket."""
@@ -62,32 +62,32 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
             ("allreduce_hook, one bucket", default_hooks.allreduce_hook, 25, long),
         ):
             for run in trained:
-                _averaged(run, Place.of(rank), findings, hook, what=name, bucket_cap_mb=megabytes)
+                _averaged(run, Member.of(rank), findings, hook, label=name, bucket_cap_mb=megabytes)
 
 
-def _averaged(run: WholeRun, place: Place, findings: Findings, hook: Hook, **options: Any) -> None:
+def _averaged(run: WholeRun, member: Member, findings: Findings, hook: Hook, **options: Any) -> None:
     """Train with an averaging hook, and check the buckets of each step; `options` are those of `Replica`."""
-    replica = Replica(run, place, findings, **options)
-    seen: list[int] = []
-    replica.parallel.register_comm_hook(_group_of(place), _noting(hook, seen))
+    replica = Replica(run, member, findings, **options)
+    parameter_ids: list[int] = []
+    replica.parallel.register_comm_hook(_group_of(member), _noting(hook, parameter_ids))
     for _ in range(run.steps):
-        seen.clear()
+        parameter_ids.clear()
         replica.step()
-        _judge_buckets(replica, seen)
+        _judge_buckets(replica, parameter_ids)
 
 
-def _group_of(place: Place) -> dist.ProcessGroup:
-    return place.rank.group if place.group is None else place.group
+def _group_of(member: Member) -> dist.ProcessGroup:
+    return member.rank.group if member.group is None else member.group
 
 
-def _noting(hook: Hook, seen: list[int]) -> Hook:
+def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
     def noted(group: Any, bucket: Any) -> Any:
         parameters, gradients = bucket.parameters(), bucket.gradients()
-        seen.extend(map(id, parameters))
+        parameter_ids.extend(map(id, parameters))
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         shaped = [gradient.shape for gradient in gradients] == [parameter.shape for parameter in parameters]
         if not shaped or not torch.equal(flat, bucket.buffer()):
-            seen.append(0)
+            parameter_ids.append(0)
         return hook(group, bucket)
 
     # DDP compares annotations with its own types, and does not resolve annotations that are strings.
@@ -95,16 +95,16 @@ def _noting(hook: Hook, seen: list[int]) -> Hook:
     return noted
 
 
-def _judge_buckets(replica: Replica, seen: list[int]) -> bool:
+def _judge_buckets(replica: Replica, parameter_ids: list[int]) -> bool:
     """Check, and return, whether the hook got each parameter once, with its gradient, in the order of the buffer."""
     wanted = sorted(id(parameter) for parameter in replica.module.parameters())
-    where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
+    label = f"{replica.label}, step {replica.number}, rank {replica.member.rank.index}"
     message = (
-        f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its "
-        "gradient"
+        f"{label}: the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with "
+        "its gradient"
     )
-    replica.findings.require(sorted(seen) == wanted, message, ranks=[replica.place.rank.index])
-    return sorted(seen) == wanted
+    replica.findings.require(sorted(parameter_ids) == wanted, message, ranks=[replica.member.rank.index])
+    return sorted(parameter_ids) == wanted
 
 
 def _sum_then_divide(group: Any, bucket: Any) -> Any:
@@ -123,84 +123,87 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
         GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the
             dtype.
     """
-    place = Place.of(rank)
+    member = Member.of(rank)
     with judged() as findings:
         for name, options in _QUANTIZING:
-            _quantized(runs[0], place, findings, name, options)
+            _quantized(runs[0], member, findings, name, options)
         for run in runs:
             for hook, dtype in (*_COMPRESSING, *(_wrapped() if run is runs[0] else ())):
-                _compressed(run, place, findings, hook, dtype)
+                _compressed(run, member, findings, hook, dtype)
         for hook, dtype in _COMPRESSING:
-            _judge_largest(place, hook, dtype, findings)
+            _judge_largest(member, hook, dtype, findings)
 
 
 def _compressed(
-    run: WholeRun, place: Place, findings: Findings, hook: Hook, dtype: torch.dtype, what: str = ""
+    run: WholeRun, member: Member, findings: Findings, hook: Hook, dtype: torch.dtype, suffix: str = ""
 ) -> None:
     """Run one backward pass with a hook that compresses to `dtype`, and compare the gradients."""
     own = replace(run, small=dtype == torch.float16)
-    replica = Replica(own, place, findings, what=hook.__name__ + what)
-    replica.parallel.register_comm_hook(place.group, hook)
+    replica = Replica(own, member, findings, label=hook.__name__ + suffix)
+    replica.parallel.register_comm_hook(member.group, hook)
     shards = _filling(replica, replica.shards(replica.next_batch()), dtype)
-    replica.backward(shards[place.index])
+    replica.backward(shards[member.index])
     _judge_compressed(replica, replica.one.parts(shards), dtype)
 
 
-def _quantized(run: WholeRun, place: Place, findings: Findings, name: str, options: dict[str, Any]) -> None:
+def _quantized(run: WholeRun, member: Member, findings: Findings, name: str, options: dict[str, Any]) -> None:
     """Run one backward pass with a hook that sends 8 bits for each gradient, and compare the gradients."""
-    replica = Replica(run, place, findings, what=f"{name} with {options}")
+    replica = Replica(run, member, findings, label=f"{name} with {options}")
     hook: Hook = getattr(quantization_hooks, name)
-    replica.parallel.register_comm_hook(_group_of(place), lambda group, bucket: hook(group, bucket, **options))
+    replica.parallel.register_comm_hook(_group_of(member), lambda group, bucket: hook(group, bucket, **options))
     shards = replica.shards(replica.next_batch())
-    replica.backward(shards[place.index])
-    parts = replica.one.parts(shards)
+    replica.backward(shards[member.index])
+    shard_gradients = replica.one.parts(shards)
     # Each rank rounds to 1/255 of the range of its own gradients, which contains 0.
-    ranges = [max((float(one.abs().max()) for one in part.values() if one is not None), default=0.0) for part in parts]
+    ranges = [
+        max((float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None), default=0.0)
+        for gradients in shard_gradients
+    ]
     for key, parameter in replica.module.named_parameters():
-        right = torch.stack(terms_of(parts, key)).sum(0)
-        replica.judge_gradient(key, parameter, right, sum(ranges) * 2 / 255, "quantized")
+        expected = torch.stack(terms_of(shard_gradients, key)).sum(0)
+        replica.judge_gradient(key, parameter, expected, sum(ranges) * 2 / 255, "quantized")
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
     """Multiply targets, and so gradients, by an odd number, so that sums need all bits of `dtype` but are still
     exact."""
-    parts = replica.one.parts(shards)
-    largest = max(float(torch.stack(terms_of(parts, name)).abs().sum(0).max()) for name in parts[0])
+    shard_gradients = replica.one.parts(shards)
+    largest = max(float(torch.stack(terms_of(shard_gradients, name)).abs().sum(0).max()) for name in shard_gradients[0])
     # A rank's own gradients are larger by the number of ranks until the hook divides, and float16 ends at 65504.
     limits = torch.finfo(dtype)
-    most = int(min(2 / limits.eps, limits.max / replica.place.size) / max(largest, 1.0))
+    most = int(min(2 / limits.eps, limits.max / replica.member.size) / max(largest, 1.0))
     factor = (most - 1) | 1 if most > 1 else 1
     return [(x, targets * factor) for x, targets in shards]
 
 
-def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dtype) -> None:
+def _judge_compressed(replica: Replica, shard_gradients: list[Gradients], dtype: torch.dtype) -> None:
     for name, parameter in replica.module.named_parameters():
-        terms = terms_of(parts, name)
-        tolerance = slack(dtype, replica.place.size, terms)
+        terms = terms_of(shard_gradients, name)
+        tolerance = slack(dtype, replica.member.size, terms)
         replica.judge_gradient(name, parameter, torch.stack(terms).sum(0), tolerance, "compressed")
-        got, rank = gradient_or_zeros(parameter), replica.place.rank.index
+        got, rank = gradient_or_zeros(parameter), replica.member.rank.index
         kept = got.dtype == parameter.dtype and torch.equal(got.to(dtype).to(got.dtype), got)
-        message = f"{replica.what}, rank {rank}, gradient of {name}: it holds values that {dtype} cannot represent"
+        message = f"{replica.label}, rank {rank}, gradient of {name}: it holds values that {dtype} cannot represent"
         replica.findings.require(kept, message, ranks=[rank])
 
 
-def _judge_largest(place: Place, hook: Hook, dtype: torch.dtype, findings: Findings) -> None:
+def _judge_largest(member: Member, hook: Hook, dtype: torch.dtype, findings: Findings) -> None:
     """Check that the hook divides gradients before it sums them, if `dtype` holds each gradient but not the sum."""
-    device = place.rank.device
+    device = member.rank.device
     # Unless the divisor is a power of two, quotients may round up, and then their sum must not overflow.
-    rounds = bool(place.size & (place.size - 1))
+    rounds = bool(member.size & (member.size - 1))
     largest = torch.finfo(dtype).max * (0.875 if rounds else 1.0)
     module = nn.Linear(1, 1, bias=False).to(device)
-    parallel = under_ddp(module, device, process_group=place.group)
-    parallel.register_comm_hook(place.group, hook)
+    parallel = under_ddp(module, device, process_group=member.group)
+    parallel.register_comm_hook(member.group, hook)
     parallel(torch.full((1, 1), largest, device=device)).sum().backward()
     got = gradient_or_zeros(module.weight).item()
-    off = (place.size + 2) * torch.finfo(dtype).eps * largest if rounds else 0.0
+    off = (member.size + 2) * torch.finfo(dtype).eps * largest if rounds else 0.0
     message = (
-        f"DDP on {place.size} ranks, {hook.__name__}, rank {place.rank.index}: the mean of gradients of {largest:g} "
+        f"DDP on {member.size} ranks, {hook.__name__}, rank {member.rank.index}: the mean of gradients of {largest:g} "
         f"is {got:g}"
     )
-    findings.require(abs(got - largest) <= off, message, ranks=[place.rank.index])
+    findings.require(abs(got - largest) <= off, message, ranks=[member.rank.index])
 
 
 _APPROXIMATIONS: Mapping[str, Sequence[Any]] = {
@@ -233,40 +236,40 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
     with judged() as findings:
         for run in runs:
             for row in drawn_rows(_APPROXIMATIONS, _together, seed=run.seed, more=more and run is runs[0], share=100):
-                _low_rank(run, Place.of(rank), findings, f" with {words_of(row, _APPROXIMATIONS)}", chosen=row)
+                _low_rank(run, Member.of(rank), findings, f" with {words_of(row, _APPROXIMATIONS)}", chosen=row)
             # Several buckets: PowerSGD must keep an error for each, but count steps, not buckets.
             start = {"warm_start": run.seed % 2 > 0}
-            what = f", small buckets, warm_start={start['warm_start']}"
-            _low_rank(run, Place.of(rank), findings, what, chosen=start, bucket_cap_mb=SMALL_BUCKET)
-            _low_rank(run, Place.of(rank), findings, hook="batched_powerSGD_hook")
+            suffix = f", small buckets, warm_start={start['warm_start']}"
+            _low_rank(run, Member.of(rank), findings, suffix, chosen=start, bucket_cap_mb=SMALL_BUCKET)
+            _low_rank(run, Member.of(rank), findings, hook="batched_powerSGD_hook")
         for count, epsilon in ((2, 0), (2, 1e-8), (3, 0)):  # from 3 on torch uses another factorization
             with full_precision():
-                _judge_matrices_of_rank(count, epsilon, Place.of(rank), findings)
+                _judge_matrices_of_rank(count, epsilon, Member.of(rank), findings)
 
 
-def _judge_matrices_of_rank(count: int, epsilon: float, place: Place, findings: Findings) -> None:
+def _judge_matrices_of_rank(count: int, epsilon: float, member: Member, findings: Findings) -> None:
     """Check that PowerSGD with `count` columns, at most 3, reduces a gradient of this rank as a whole."""
-    device, targets = place.rank.device, torch.arange(10.0 * count, device="cpu").reshape(count, 10) ** 2 % 7 - 3
+    device, targets = member.rank.device, torch.arange(10.0 * count, device="cpu").reshape(count, 10) ** 2 % 7 - 3
     samples = torch.arange(12.0 * count, device="cpu").reshape(count, 12) ** 2 % 5 - 2
-    mean = targets.T @ samples * (place.size + 1) / 2
+    mean = targets.T @ samples * (member.size + 1) / 2
     layer = nn.Linear(12, 10, bias=False).to(device)
-    parallel = under_ddp(layer, device, process_group=place.group)
+    parallel = under_ddp(layer, device, process_group=member.group)
     options: dict[str, Any] = {"orthogonalization_epsilon": epsilon}
-    state = powerSGD_hook.PowerSGDState(_group_of(place), count, 2, min_compression_rate=1, **options)
+    state = powerSGD_hook.PowerSGDState(_group_of(member), count, 2, min_compression_rate=1, **options)
     parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for step in range(1, 5):
         parallel.zero_grad()
-        ((place.index + 1) * parallel(samples.to(device)) * targets.to(device)).sum().backward()
+        ((member.index + 1) * parallel(samples.to(device)) * targets.to(device)).sum().backward()
         off = float((gradient_or_zeros(layer.weight).cpu() - mean).abs().max())
         message = f"powerSGD_hook on {device}, {options}: a matrix of rank {count} in step {step} is off by {off:g}"
-        findings.require(off <= 2.0**-12 * float(mean.abs().max()), message, ranks=[place.rank.index])
+        findings.require(off <= 2.0**-12 * float(mean.abs().max()), message, ranks=[member.rank.index])
 
 
 def _low_rank(
     run: WholeRun,
-    place: Place,
+    member: Member,
     findings: Findings,
-    what: str = "",
+    suffix: str = "",
     hook: str = "powerSGD_hook",
     chosen: Mapping[str, Any] | None = None,
     **options: Any,
@@ -277,8 +280,8 @@ def _low_rank(
         chosen: the options of PowerSGD.
         options: the options of DistributedDataParallel.
     """
-    replica = Replica(run, place, findings, what=f"{hook}{what}", **options)
-    state = powerSGD_hook.PowerSGDState(_group_of(place), start_powerSGD_iter=2, **(chosen or {}))
+    replica = Replica(run, member, findings, label=f"{hook}{suffix}", **options)
+    state = powerSGD_hook.PowerSGDState(_group_of(member), start_powerSGD_iter=2, **(chosen or {}))
     order: list[int] = []
     replica.parallel.register_comm_hook(state, _noting(getattr(powerSGD_hook, hook), order))
     for number in range(1, run.steps + 1):
@@ -290,18 +293,18 @@ def _low_rank(
         order.clear()
         before, done = _left_out(state), False
         with known_defect("batched-power-sgd-refuses", hook=hook):
-            replica.backward(shards[place.index])
+            replica.backward(shards[member.index])
             done = True
         if not done:
             return  # DDP cannot step after an exception in backward
         if _judge_buckets(replica, order) and state.use_error_feedback:
-            _judge_left_out(replica, shards[place.index], order, _left_out(state) - before)
-        held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
+            _judge_left_out(replica, shards[member.index], order, _left_out(state) - before)
+        gradients = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
         with findings.collected():
-            assert_replicas_agree(held, group=place.group, what=f"{replica.what}, gradients of step {number}")
+            assert_replicas_agree(gradients, group=member.group, what=f"{replica.label}, gradients of step {number}")
 
 
-def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
+def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first_group: Sequence[int]) -> None:
     """Assert that hooks of models that train in a group of ranks average over exactly this group.
 
     `post_localSGD_hook` averages over all ranks in the first two steps. Afterwards it averages over the group, or not
@@ -309,47 +312,49 @@ def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first: Seq
 
     Args:
         runs: runs of at least three steps, so that PowerSGD compresses and local steps occur.
-        first: the ranks of one group; all others form the second group.
+        first_group: the ranks of one group; all others form the second group.
     """
-    with judged() as findings, own_group(rank, first) as (members, place):
-        what = f", in the group {members}"
-        for run in (replace(one, seed=one.seed + members[0]) for one in runs):
+    with judged() as findings, own_group(rank, first_group) as (members, member):
+        suffix = f", in the group {members}"
+        for run in (replace(original, seed=original.seed + members[0]) for original in runs):
             once = replace(run, steps=1)
-            average, named = default_hooks.allreduce_hook, f"allreduce_hook{what}"
-            _averaged(once, place, findings, average, what=named, bucket_cap_mb=SMALL_BUCKET)
+            average, named = default_hooks.allreduce_hook, f"allreduce_hook{suffix}"
+            _averaged(once, member, findings, average, label=named, bucket_cap_mb=SMALL_BUCKET)
             for hook, dtype in (*_COMPRESSING, *_wrapped()[:1]):
-                _compressed(run, place, findings, hook, dtype, what)
-            _low_rank(run, place, findings, what)
+                _compressed(run, member, findings, hook, dtype, suffix)
+            _low_rank(run, member, findings, suffix)
         for run in runs:
             for averages in (True, False):
-                _locally_averaged(run, place, members, findings, averages)
+                _locally_averaged(run, member, members, findings, averages)
         for hook, dtype in _COMPRESSING:
-            _judge_largest(place, hook, dtype, findings)
+            _judge_largest(member, hook, dtype, findings)
 
 
-def _locally_averaged(run: WholeRun, place: Place, members: Sequence[int], findings: Findings, averages: bool) -> None:
+def _locally_averaged(
+    run: WholeRun, member: Member, members: Sequence[int], findings: Findings, averages: bool
+) -> None:
     """Train with post_localSGD_hook on all ranks, and compare each gradient with the mean over the right ranks.
 
     Args:
         averages: post_local_gradient_allreduce: local steps average over the group.
     """
-    what = f"post_localSGD_hook in the group {list(members)}, post_local_gradient_allreduce={averages}"
-    rank = place.rank
+    label = f"post_localSGD_hook in the group {list(members)}, post_local_gradient_allreduce={averages}"
+    rank = member.rank
     # Several buckets: the hook must count steps, not buckets.
-    replica = Replica(run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET)
-    state = post_localSGD_hook.PostLocalSGDState(_group_of(replica.place), _group_of(place), 2, averages)
-    seen: list[int] = []
-    replica.parallel.register_comm_hook(state, _noting(post_localSGD_hook.post_localSGD_hook, seen))
+    replica = Replica(run, rank, findings, label=label, bucket_cap_mb=SMALL_BUCKET)
+    state = post_localSGD_hook.PostLocalSGDState(_group_of(replica.member), _group_of(member), 2, averages)
+    parameter_ids: list[int] = []
+    replica.parallel.register_comm_hook(state, _noting(post_localSGD_hook.post_localSGD_hook, parameter_ids))
     for number in range(run.steps):
-        seen.clear()
+        parameter_ids.clear()
         shards = replica.shards(replica.next_batch())
         replica.optimizer.zero_grad()
         replica.backward(shards[rank.index])
         own = range(rank.size) if number < 2 else members if averages else [rank.index]
-        parts = replica.one.parts([shards[index] for index in own])
-        _judge_buckets(replica, seen)
-        replica.judge_mean(parts, len(own))
-        replica.finish(parts, from_exact=True)
+        shard_gradients = replica.one.parts([shards[index] for index in own])
+        _judge_buckets(replica, parameter_ids)
+        replica.judge_mean(shard_gradients, len(own))
+        replica.finish(shard_gradients, from_exact=True)
 
 
 def _left_out(state: powerSGD_hook.PowerSGDState) -> torch.Tensor:
@@ -360,23 +365,23 @@ def _left_out(state: powerSGD_hook.PowerSGDState) -> torch.Tensor:
     return torch.cat([value.clone() for value in state.error_dict.values()] or [torch.zeros(1)]).cpu()
 
 
-def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.Tensor) -> None:
-    """Check that this rank's own gradient is the compressed gradient plus `more`, the growth of the kept error."""
+def _judge_left_out(replica: Replica, own: Rows, order: list[int], growth: torch.Tensor) -> None:
+    """Check that this rank's own gradient is the compressed gradient plus `growth`, the growth of the kept error."""
     exact = replica.one.parts([own])[0]
     named = {id(parameter): (name, parameter) for name, parameter in replica.module.named_parameters()}
     sizes = [named[key][1].numel() for key in order]
-    kept = (more[: sum(sizes)] if len(more) > 1 else more.expand(sum(sizes))).split(sizes)
-    for key, part in zip(order, kept, strict=True):
+    kept = (growth[: sum(sizes)] if len(growth) > 1 else growth.expand(sum(sizes))).split(sizes)
+    for key, kept_error in zip(order, kept, strict=True):
         name, parameter = named[key]
-        expected, got = exact[name], gradient_or_zeros(parameter).cpu() + part.view(parameter.shape)
+        expected, got = exact[name], gradient_or_zeros(parameter).cpu() + kept_error.view(parameter.shape)
         assert expected is not None
-        expected = expected.cpu() * replica.place.size
+        expected = expected.cpu() * replica.member.size
         # Three float32 terms of this magnitude: 64 roundoffs are ample, while a lost error is as large as the terms.
-        most = float(max(expected.abs().max(), part.abs().max(), 1.0))
+        most = float(max(expected.abs().max(), kept_error.abs().max(), 1.0))
         off = float((got - expected).abs().max())
-        rank = replica.place.rank.index
+        rank = replica.member.rank.index
         message = (
-            f"{replica.what}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept "
+            f"{replica.label}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept "
             f"for the next step differs by up to {off:g} from this rank's own gradient plus the error kept before"
         )
         replica.findings.require(off <= most * 2.0**-18, message, ranks=[rank])

@@ -32,9 +32,9 @@ def assert_averagers_average(rank: Rank) -> None:
         _judge(rank, findings, "PeriodicModelAverager", periodic.average_parameters, {2: everybody, 5: everybody})
         half = [member for member in everybody if member % 2 == rank.index % 2]
         groups = [dist.new_group(everybody[start::2]) for start in range(min(2, rank.size))]
-        apart = PeriodicModelAverager(period=2, process_group=groups[rank.index % 2])
+        of_group = PeriodicModelAverager(period=2, process_group=groups[rank.index % 2])
         due = dict.fromkeys((0, 2, 4), half)
-        _judge(rank, findings, "PeriodicModelAverager of a group", apart.average_parameters, due)
+        _judge(rank, findings, "PeriodicModelAverager of a group", of_group.average_parameters, due)
         for group in groups:
             dist.destroy_process_group(group)
         local = PeriodicModelAverager(period=2, warmup_steps=1)
@@ -72,23 +72,23 @@ def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.
 
 def _resume(rank: Rank, findings: Findings) -> None:
     """Check an optimizer that loads the state after a first step without averaging: its next step must average."""
-    parameter, other = (nn.Parameter(torch.full((3,), float(rank.index), device=rank.device)) for _ in range(2))
-    first, second = (
+    parameter, added = (nn.Parameter(torch.full((3,), float(rank.index), device=rank.device)) for _ in range(2))
+    original, resumed = (
         PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0), PeriodicModelAverager(period=2, warmup_steps=1))
         for _ in range(2)
     )
-    for optimizer in (first, second):
-        optimizer.add_param_group({"params": [other]})
-        for value in (parameter, other):
+    for optimizer in (original, resumed):
+        optimizer.add_param_group({"params": [added]})
+        for value in (parameter, added):
             value.grad = torch.ones_like(value)
         optimizer.zero_grad(set_to_none=True)
-        for value in (parameter, other):
+        for value in (parameter, added):
             value.grad = torch.ones_like(value)
         optimizer.zero_grad(set_to_none=False)
-    first.step()
-    second.load_state_dict(first.state_dict())
-    second.step()
-    expected, got = (rank.size - 1) / 2, [*parameter.tolist(), *other.tolist()]
+    original.step()
+    resumed.load_state_dict(original.state_dict())
+    resumed.step()
+    expected, got = (rank.size - 1) / 2, [*parameter.tolist(), *added.tolist()]
     message = (
         f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next two "
         f"parameters are {got}, expected the mean of all ranks, {expected}"
@@ -106,12 +106,12 @@ def _judge(
     for step in range(_STEPS):
         # Multiples of the number of ranks, which is even if there are pairs: so every mean is a whole number.
         own = [float((member + 1 + step) * rank.size) for member in range(rank.size)]
-        averaged, left = (nn.Parameter(torch.full((3,), own[rank.index], device=rank.device)) for _ in range(2))
+        averaged, unaveraged = (nn.Parameter(torch.full((3,), own[rank.index], device=rank.device)) for _ in range(2))
         averaged.grad = torch.ones_like(averaged)
-        average([averaged, left])
+        average([averaged, unaveraged])
         members = due.get(step, [rank.index])
         expected = sum(own[member] for member in members) / len(members)
-        got = (averaged.tolist(), left.tolist())
+        got = (averaged.tolist(), unaveraged.tolist())
         message = (
             f"{name} on {rank.size} ranks, step {step}, rank {rank.index}: a parameter, and one without a gradient, "
             f"are {got}, expected the mean of ranks {members}, {expected}, and {own[rank.index]}"

@@ -77,37 +77,37 @@ def _average(rank: Rank, seed: int, findings: Findings) -> None:
     """Check statistics that BatchNorm averages over steps, where each step starts with the statistics of rank 0."""
     layer = averaging().to(rank.device)
     parallel = under_ddp(layer, rank.device)
-    first, own = (drawn(2 + index % 3, seed + index) for index in (0, rank.index))
+    of_rank_0, own = (drawn(2 + index % 3, seed + index) for index in (0, rank.index))
     for step in range(STEPS):
         parallel(own[step].to(rank.device)).sum().backward()
-        wrong = wrong_statistics(layer, [*first[:step], own[step]])
-        message = f"DDP of BatchNorm on {rank.size} ranks, momentum=None, rank {rank.index}: {wrong}"
-        findings.require(not wrong, message, ranks=[rank.index])
+        deviation = wrong_statistics(layer, [*of_rank_0[:step], own[step]])
+        message = f"DDP of BatchNorm on {rank.size} ranks, momentum=None, rank {rank.index}: {deviation}"
+        findings.require(not deviation, message, ranks=[rank.index])
 
 
 def _count_rows(
     run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool, **others: Any
 ) -> None:
     options = {**others, "broadcast_buffers": together}
-    what = ", ".join(f"{name}={value}" for name, value in options.items())
-    replica = Replica(run, rank, findings, what=what, **options)
+    label = ", ".join(f"{name}={value}" for name, value in options.items())
+    replica = Replica(run, rank, findings, label=label, **options)
     own = {name: value.cpu().clone() for name, value in buffers_of(replica.module).items()}
-    first = own
+    of_rank_0 = own
     for number in range(run.steps):
         x = run.batches()[number][0]
         shards = split(x, rank.size)
-        before = first if together else own
+        before = of_rank_0 if together else own
         put_buffers(replica.one.exact, before)
         if number % 2:
             _assign_anew(replica.module)
         replica.step()
-        own, first = counted(before, shards[rank.index]), counted(first, shards[0])
+        own, of_rank_0 = counted(before, shards[rank.index]), counted(of_rank_0, shards[0])
         with findings.collected():
             replica.agree(buffers_of(replica.module), own, f"buffers after step {number + 1}")
     if evaluated and run.batch:
         replica.parallel.eval()
         replica.one.exact.eval()
-        put_buffers(replica.one.exact, first if together else own)
+        put_buffers(replica.one.exact, of_rank_0 if together else own)
         x = run.batches()[0][0]
         with torch.no_grad():
             got = replica.parallel(x.to(rank.device))
@@ -127,12 +127,12 @@ def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
         for run in runs:
             replica = train(run, rank, findings)
             for name, parameter in replica.module.named_parameters():
-                kind = None if parameter.grad is None else parameter.grad.dtype
+                gradient_dtype = None if parameter.grad is None else parameter.grad.dtype
                 message = (
-                    f"{replica.what}, rank {rank.index}: the gradient of {name} is of {kind}, expected "
+                    f"{replica.label}, rank {rank.index}: the gradient of {name} is of {gradient_dtype}, expected "
                     f"{parameter.dtype}"
                 )
-                findings.require(kind == parameter.dtype, message, ranks=[rank.index])
+                findings.require(gradient_dtype == parameter.dtype, message, ranks=[rank.index])
 
 
 def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -144,15 +144,15 @@ def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
     with judged() as findings:
         for run in runs:
             for view in (False, True):
-                what = f"channels_last, gradient_as_bucket_view={view}"
-                replica = train(run, rank, findings, what=what, prepare=prepare, gradient_as_bucket_view=view)
+                label = f"channels_last, gradient_as_bucket_view={view}"
+                replica = train(run, rank, findings, label=label, prepare=prepare, gradient_as_bucket_view=view)
                 for name, parameter in replica.module.named_parameters():
                     if parameter.dim() != 4 or parameter.grad is None:
                         continue
                     # The stride of a dimension of size 1 has no meaning, and kernels choose it freely.
                     long = [dim for dim, size in enumerate(parameter.shape) if size > 1]
-                    strides, expected = ([one.stride(dim) for dim in long] for one in (parameter.grad, parameter))
-                    message = f"{replica.what}: strides of the gradient of {name} are {strides}, expected {expected}"
+                    strides, expected = ([tensor.stride(dim) for dim in long] for tensor in (parameter.grad, parameter))
+                    message = f"{replica.label}: strides of the gradient of {name} are {strides}, expected {expected}"
                     findings.require(strides == expected, message, ranks=[rank.index])
 
 
@@ -203,41 +203,41 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
         x.requires_grad_()
         for named in (False, True):
             x.grad = None
-            more: dict[str, Any] = {"more": {"list": [y, _PairOfModels(y, 7)], "text": "a word"}, "factor": 2}
-            out = parallel(pair=(x, 5), **more) if named else parallel((x, 5), **more)
+            keywords: dict[str, Any] = {"more": {"list": [y, _PairOfModels(y, 7)], "text": "a word"}, "factor": 2}
+            out = parallel(pair=(x, 5), **keywords) if named else parallel((x, 5), **keywords)
             out["out"].sum().backward()
             words = "tensors in keyword arguments alone" if named else "nested arguments"
             _judge_arguments(model, x, y, out, f"DDP on {rank.size} ranks, {words}", rank, findings)
 
 
 def _judge_arguments(
-    model: _Spread, x: torch.Tensor, y: torch.Tensor, out: Mapping[str, Any], what: str, rank: Rank, findings: Findings
+    model: _Spread, x: torch.Tensor, y: torch.Tensor, out: Mapping[str, Any], label: str, rank: Rank, findings: Findings
 ) -> None:
     """Check what the model has seen and returned in one call."""
-    what += f", rank {rank.index}"
+    label += f", rank {rank.index}"
     weight, bias = model.layer.weight.detach(), model.layer.bias.detach()
     expected = (x.detach().cpu().double() @ weight.cpu().double().T + bias.cpu().double()) * 2
-    seen, nested = model.seen, out["nested"]
+    received, nested = model.seen, out["nested"]
     with findings.collected():
-        tensors = {"argument x": seen["x"], "argument more['list']": seen["list"], "output": out["out"]}
-        assert_devices_are(tensors, weight.device, what)
-    for name, (got, right) in {
-        "argument x": (seen["x"], x),
+        tensors = {"argument x": received["x"], "argument more['list']": received["list"], "output": out["out"]}
+        assert_devices_are(tensors, weight.device, label)
+    for name, (got, wanted) in {
+        "argument x": (received["x"], x),
         "the gradient of argument x": (x.grad, 2 * weight.cpu().sum(0).expand(len(x), -1)),
-        "argument more['list'][0]": (seen["list"], y),
-        "the type of argument more['list'][1]": (type(seen["pair"]).__name__, _PairOfModels.__name__),
-        "argument more['list'][1].values": (getattr(seen["pair"], "values", None), y),
-        "argument more['list'][1].number": (getattr(seen["pair"], "number", None), 7),
-        "argument words": (seen["words"], 5),
-        "argument more['text']": (seen["text"], "a word"),
+        "argument more['list'][0]": (received["list"], y),
+        "the type of argument more['list'][1]": (type(received["pair"]).__name__, _PairOfModels.__name__),
+        "argument more['list'][1].values": (getattr(received["pair"], "values", None), y),
+        "argument more['list'][1].number": (getattr(received["pair"], "number", None), 7),
+        "argument words": (received["words"], 5),
+        "argument more['text']": (received["text"], "a word"),
         "output out": (out["out"].double(), expected),
         "output nested[0]": (nested[0], None),
         "output nested[1][0]": (nested[1][0].double(), expected + y.cpu()),
         "output text": (out["text"], "a word"),
         "output number": (out["number"], 5),
     }.items():
-        text = _unlike(got, right)
-        findings.require(not text, f"{what}: {name} {text}", ranks=[rank.index])
+        text = _unlike(got, wanted)
+        findings.require(not text, f"{label}: {name} {text}", ranks=[rank.index])
 
 
 def _unlike(got: Any, expected: Any) -> str:
@@ -257,7 +257,7 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
     """
     with judged() as findings:
         for number, run in enumerate(runs):
-            replica = Replica(run, rank, findings, what="evaluated between steps")
+            replica = Replica(run, rank, findings, label="evaluated between steps")
             for _ in range(run.steps):
                 replica.step()
                 x = run.batches()[0][0]
@@ -272,7 +272,7 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
                 with findings.collected():
                     replica.agree({"outputs": got.clone()}, {"outputs": replica.one.outputs(x)}, "in evaluation")
                 message = (
-                    f"{replica.what}, rank {rank.index}: in evaluation some modules were in training mode: {modes}"
+                    f"{replica.label}, rank {rank.index}: in evaluation some modules were in training mode: {modes}"
                 )
                 findings.require(not any(modes.values()) and not got.requires_grad, message, ranks=[rank.index])
 
@@ -285,7 +285,7 @@ def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """
     with judged() as findings:
         for run in runs:
-            replica = Replica(run, rank, findings, what="from a checkpoint")
+            replica = Replica(run, rank, findings, label="from a checkpoint")
             for number in range(run.steps):
                 if number == 1:
                     _interrupt(replica)
@@ -298,13 +298,13 @@ def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
     """Check that Adam's state is loaded unchanged, with a number of steps that `dtype` cannot represent."""
     parameter = nn.Parameter(torch.ones(3, dtype=dtype, device=rank.device))
     parameter.grad = torch.full_like(parameter, 0.375)
-    first, second = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
-    first.step()
-    first.state[parameter]["step"].fill_(_STEPS_COUNTED)
-    saved = first.state_dict()
-    second.load_state_dict(saved)
+    original, resumed = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
+    original.step()
+    original.state[parameter]["step"].fill_(_STEPS_COUNTED)
+    saved = original.state_dict()
+    resumed.load_state_dict(saved)
     for name, value in saved["state"][0].items():
-        got = second.state[parameter][name]
+        got = resumed.state[parameter][name]
         same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
         message = (
             f"Adam of {dtype} parameters, rank {rank.index}: {name} was saved as {value.tolist()}, but loaded as "
@@ -315,7 +315,7 @@ def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
 
 def _interrupt(replica: Replica) -> None:
     """Save on rank 0, load on all ranks into a new model and a new optimizer, and put them into the replica."""
-    rank = replica.place.rank
+    rank = replica.member.rank
     saved: list[Any] = [None]
     if rank.index == 0:
         file = io.BytesIO()
@@ -324,7 +324,7 @@ def _interrupt(replica: Replica) -> None:
     dist.broadcast_object_list(saved, src=0)
     loaded = torch.load(io.BytesIO(saved[0]), map_location=rank.device)
     with replica.findings.collected():
-        assert_devices_are(loaded["model"], rank.device, f"{replica.what}, rank {rank.index}")
+        assert_devices_are(loaded["model"], rank.device, f"{replica.label}, rank {rank.index}")
     replica.module = replica.run.build(9 + rank.index).to(rank.device)
     replica.wrap()
     replica.parallel.load_state_dict(loaded["model"])

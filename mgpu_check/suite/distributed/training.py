@@ -53,8 +53,8 @@ from mgpu_check.suite.recipes.training_steps import split, weighted
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a rank in the group that trains together.
+class Member:
+    """A rank as a member of the group that trains together.
 
     Attributes:
         index: the number of the rank in the group.
@@ -68,8 +68,8 @@ class Place:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, rank: Rank) -> Place:
-        """Return the place of a rank in the world."""
+    def of(cls, rank: Rank) -> Member:
+        """Return a rank as a member of the world."""
         return cls(rank, rank.index, rank.size)
 
 
@@ -91,10 +91,10 @@ class Replica:
     def __init__(
         self,
         run: WholeRun,
-        place: Rank | Place,
+        member: Rank | Member,
         findings: Findings,
         *,
-        what: str = "",
+        label: str = "",
         prepare: Prepare = as_it_is,
         forwards: Sequence[Forward] | Forward = plainly,
         **options: Any,
@@ -102,18 +102,18 @@ class Replica:
         """Wrap the model of `run`.
 
         Args:
-            what: the variant of this run, for messages.
+            label: the variant of this run, for messages.
             prepare: freezes, casts or marks parts of the model before it is wrapped.
             forwards: the function that calls the model on a rank, or one function for each rank.
         """
         self.run, self.findings = run, findings
-        self.place = place if isinstance(place, Place) else Place.of(place)
+        self.member = member if isinstance(member, Member) else Member.of(member)
         self.forwards, self.options = forwards, options
-        self.what = f"DDP of {run.model} on {self.place.size} ranks" + (f", {what}" if what else "")
-        self.one = OneDevice(run, self.place.rank.device, prepare)
-        self.module = run.build(self.place.index)
+        self.label = f"DDP of {run.model} on {self.member.size} ranks" + (f", {label}" if label else "")
+        self.one = OneDevice(run, self.member.rank.device, prepare)
+        self.module = run.build(self.member.index)
         prepare(self.module)
-        self.module.to(self.place.rank.device)
+        self.module.to(self.member.rank.device)
         self.wrap()
         self.judge_start()
         self.optimizer = run.optimize(self.module)
@@ -122,16 +122,16 @@ class Replica:
 
     def wrap(self) -> None:
         """Wrap the module in DDP."""
-        self.parallel = under_ddp(self.module, self.place.rank.device, process_group=self.place.group, **self.options)
+        self.parallel = under_ddp(self.module, self.member.rank.device, process_group=self.member.group, **self.options)
 
     @property
     def forward(self) -> Forward:
         """The function that calls the model on this rank."""
-        return self.forwards if callable(self.forwards) else self.forwards[self.place.index]
+        return self.forwards if callable(self.forwards) else self.forwards[self.member.index]
 
     def shards(self, batch: Rows) -> list[Rows]:
         """Split a batch among the ranks, as evenly as possible."""
-        return list(zip(*(split(part, self.place.size) for part in batch), strict=True))
+        return list(zip(*(split(tensor, self.member.size) for tensor in batch), strict=True))
 
     def next_batch(self) -> Rows:
         """Return the batch of the next step, on the CPU."""
@@ -141,7 +141,7 @@ class Replica:
     def on_device(self, rows: Rows) -> Rows:
         """Copy rows to the device of this rank."""
         x, targets = rows
-        return x.to(self.place.rank.device), targets.to(self.place.rank.device)
+        return x.to(self.member.rank.device), targets.to(self.member.rank.device)
 
     def backward(self, rows: Rows) -> torch.Tensor:
         """Run forward and backward on this rank's rows; return the outputs.
@@ -150,7 +150,7 @@ class Replica:
         """
         x, targets = self.on_device(rows)
         outputs = self.forward(self.parallel, x)
-        (weighted(outputs, targets) * self.place.size).backward()
+        (weighted(outputs, targets) * self.member.size).backward()
         return outputs
 
     def step(self, *, by_hand: Callable[[list[Rows]], list[Gradients]] | None = None, set_to_none: bool = True) -> None:
@@ -164,53 +164,57 @@ class Replica:
         shards = self.shards(self.next_batch())
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if by_hand is not None:
-            parts = by_hand(shards)
+            shard_gradients = by_hand(shards)
         else:
-            own = shards[self.place.index]
+            own = shards[self.member.index]
             expected = self.one.outputs(own[0], self.forward)
             outputs = self.backward(own)
             with self.findings.collected():
                 self.agree({"outputs": outputs}, {"outputs": expected}, "outputs")
-            parts = self.one.parts(shards, self.forwards)
-        self.judge_gradients(parts)
-        self.finish(parts)
+            shard_gradients = self.one.parts(shards, self.forwards)
+        self.judge_gradients(shard_gradients)
+        self.finish(shard_gradients)
 
-    def judge_gradients(self, parts: list[Gradients]) -> None:
+    def judge_gradients(self, shard_gradients: list[Gradients]) -> None:
         """Compare gradients with the sum of the parts, and with the other ranks if they may be rounded."""
-        where = f"{self.what}, gradients of step {self.number}"
+        label = f"{self.label}, gradients of step {self.number}"
         with self.findings.collected():
-            assert_gradients_are(self.module, parts, what=where, rank=self.place.rank.index, size=self.place.size)
-        if self.place.size & (self.place.size - 1):
+            assert_gradients_are(
+                self.module, shard_gradients, label=label, rank=self.member.rank.index, size=self.member.size
+            )
+        if self.member.size & (self.member.size - 1):
             with self.findings.collected():
-                held = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-                assert_replicas_agree(held, group=self.place.group, what=where)
+                gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+                assert_replicas_agree(gradients, group=self.member.group, what=label)
 
     def judge_gradient(
         self, name: str, parameter: nn.Parameter, expected: torch.Tensor, tolerance: torch.Tensor | float, when: str
     ) -> None:
         """Compare one gradient, zeros if it is None, with the right one; `when` is for the message."""
         off = difference(gradient_or_zeros(parameter), expected, tolerance)
-        rank = self.place.rank.index
-        self.findings.require(off is None, f"{self.what}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank])
+        rank = self.member.rank.index
+        self.findings.require(
+            off is None, f"{self.label}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank]
+        )
 
-    def judge_mean(self, parts: list[Gradients], divisor: int) -> None:
+    def judge_mean(self, shard_gradients: list[Gradients], divisor: int) -> None:
         """Compare gradients with the sum of the parts divided by `divisor`, in place of the number of ranks."""
-        size = self.place.size
+        size = self.member.size
         for name, parameter in self.module.named_parameters():
-            terms = terms_of(parts, name)
+            terms = terms_of(shard_gradients, name)
             expected = torch.stack(terms).sum(0) * (size / divisor)
             # The divisor need not be a power of two, even if the number of ranks is.
             tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
             self.judge_gradient(name, parameter, expected, tolerance, f"step {self.number}")
 
-    def finish(self, parts: list[Gradients], *, from_exact: bool = False) -> None:
+    def finish(self, shard_gradients: list[Gradients], *, from_exact: bool = False) -> None:
         """Take the optimizer's step, compare parameters, and make them whole numbers again.
 
         Args:
-            parts: the exact gradients of each shard.
+            shard_gradients: the exact gradients of each shard.
             from_exact: step with the exact gradients, because DDP has scaled its own differently.
         """
-        expected = total(parts)
+        expected = total(shard_gradients)
         self.put_exact(expected, always=from_exact)
         self.optimizer.step()
         self.one.step(expected)
@@ -218,8 +222,8 @@ class Replica:
         if not from_exact:
             # So far each rank has only been compared with its own single device.
             with self.findings.collected():
-                where = f"{self.what}, parameters after step {self.number}"
-                assert_replicas_agree(parameters_of(self.module), group=self.place.group, what=where)
+                label = f"{self.label}, parameters after step {self.number}"
+                assert_replicas_agree(parameters_of(self.module), group=self.member.group, what=label)
         self.settle()
 
     def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
@@ -228,7 +232,7 @@ class Replica:
         So the following steps start with whole numbers too.
         """
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
-        if always or narrow or self.place.size & (self.place.size - 1):
+        if always or narrow or self.member.size & (self.member.size - 1):
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None and (value := expected[name]) is not None:
                     parameter.grad.copy_(value)
@@ -252,12 +256,12 @@ class Replica:
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
         """Compare results that must be equal."""
-        assert_same(got, expected, f"{self.what}, {which}", self.place.rank.index, {"ranks": self.place.size})
+        assert_same(got, expected, f"{self.label}, {which}", self.member.rank.index, {"ranks": self.member.size})
 
 
-def train(run: WholeRun, place: Rank | Place, findings: Findings, **how: Any) -> Replica:
+def train(run: WholeRun, member: Rank | Member, findings: Findings, **how: Any) -> Replica:
     """Train all steps of `run`, and compare each step; return the replica. A collective."""
-    replica = Replica(run, place, findings, **how)
+    replica = Replica(run, member, findings, **how)
     for _ in range(run.steps):
         replica.step()
     return replica
@@ -289,10 +293,16 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
         _judge_large_bucket(rank, findings)
         for run in runs:
             for view in (False, True):
-                what = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
+                label = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
                 options: dict[str, Any] = {"device_ids": None} if view else {}
                 train(
-                    run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET, gradient_as_bucket_view=view, **options
+                    run,
+                    rank,
+                    findings,
+                    label=label,
+                    bucket_cap_mb=SMALL_BUCKET,
+                    gradient_as_bucket_view=view,
+                    **options,
                 )
 
 
@@ -330,17 +340,17 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
     Args:
         more: whether to train with all rows of options, or with a quarter of them, by the seed of the run.
     """
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    options = {name: values for name, values in _OPTIONS.items() if name in known}
+    accepted = inspect.signature(DistributedDataParallel.__init__).parameters
+    options = {name: values for name, values in _OPTIONS.items() if name in accepted}
     with judged() as findings:
         for row in drawn_rows(options, _together, seed=run.seed, more=more):
-            given = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
+            arguments = {name: value for name, value in row.items() if value not in ("own", _OPTIONS[name][0])}
             if row.get("output_device"):
-                given["output_device"] = rank.device
+                arguments["output_device"] = rank.device
             if row.get("device_mesh"):
-                given["device_mesh"] = init_device_mesh("cuda", (rank.size,))
+                arguments["device_mesh"] = init_device_mesh("cuda", (rank.size,))
             prepare = as_it_is if row.get("init_sync", True) else _like_the_first(run)
-            train(run, rank, findings, what=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **given)
+            train(run, rank, findings, label=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **arguments)
             if findings.enough(rank):
                 break
 
@@ -368,20 +378,20 @@ def _judge_large_bucket(rank: Rank, findings: Findings) -> None:
     """Check the mean of gradients in one bucket above 1 MiB, element by element, in two steps."""
     places = torch.arange(_LARGE) % 251
     model = under_ddp(_Weighted().to(rank.device), rank.device)
-    right = places + (rank.size - 1) / 2
+    expected = places + (rank.size - 1) / 2
     for step in range(2):
         model.zero_grad()
         model((places + rank.index).float().to(rank.device)).backward()
         gradient = gradient_or_zeros(model.module.weight).cpu()
         # DDP multiplies by the rounded inverse of the world size, then adds.
-        wrong = (gradient - right).abs() > right * 2.0**-20
-        first = int(wrong.int().argmax())
+        mismatches = (gradient - expected).abs() > expected * 2.0**-20
+        earliest = int(mismatches.int().argmax())
         message = (
             f"DDP on {rank.size} ranks, a bucket of {_LARGE} elements, step {step}, rank {rank.index}: "
-            f"{int(wrong.sum())} elements of the gradient are wrong, the first at {first}: {gradient[first].item()}, "
-            f"expected {right[first].item()}"
+            f"{int(mismatches.sum())} elements of the gradient are wrong, the first at {earliest}: "
+            f"{gradient[earliest].item()}, expected {expected[earliest].item()}"
         )
-        findings.require(not bool(wrong.any()), message, ranks=[rank.index])
+        findings.require(not bool(mismatches.any()), message, ranks=[rank.index])
 
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -393,9 +403,9 @@ def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> No
     with judged() as findings:
         for run in runs:
             for view in (False, True):
-                what = f"find_unused_parameters, gradient_as_bucket_view={view}"
+                label = f"find_unused_parameters, gradient_as_bucket_view={view}"
                 replica = Replica(
-                    run, rank, findings, what=what, find_unused_parameters=True, gradient_as_bucket_view=view
+                    run, rank, findings, label=label, find_unused_parameters=True, gradient_as_bucket_view=view
                 )
                 for number in range(run.steps):
                     replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
@@ -410,14 +420,14 @@ def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that static_graph trains a layer that is used twice and recomputed, next to a layer that is never used."""
     with judged() as findings:
         for run in runs:
-            train(run, rank, findings, what="static_graph", static_graph=True)
+            train(run, rank, findings, label="static_graph", static_graph=True)
 
 
 def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that frozen parameters get and keep rank 0's values, and that ignored parameters stay each rank's own."""
     with judged() as findings:
         for run in runs:
-            train(run, rank, findings, what="first layer frozen", prepare=freeze_first)
+            train(run, rank, findings, label="first layer frozen", prepare=freeze_first)
             _ignoring(run, rank, findings)
 
 
@@ -430,33 +440,35 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
     parallel = under_ddp(own, rank.device)
     ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
     parallel(ones).sum().backward()
-    what = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
-    findings.require(torch.equal(parameter, before), f"{what}: {name} has changed", ranks=[rank.index])
+    label = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
+    findings.require(torch.equal(parameter, before), f"{label}: {name} has changed", ranks=[rank.index])
     # The last parameter is a bias, so its gradient is the number of this rank's rows.
-    right = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
-    message = f"{what}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
-    findings.require(right, message, ranks=[rank.index])
+    is_own = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
+    message = f"{label}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
+    findings.require(is_own, message, ranks=[rank.index])
 
 
-def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
-    """Assert that two groups of ranks, `first` and all others, train independently, each like a device with its run."""
-    with judged() as findings, own_group(rank, first) as (members, place):
+def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first_group: Sequence[int]) -> None:
+    """Assert that `first_group` of the ranks and all others train independently, each like a device with its run."""
+    with judged() as findings, own_group(rank, first_group) as (members, member):
         for run in runs:
-            other = replace(run, seed=run.seed + members[0])
-            train(other, place, findings, what=f"process_group of {members}")
+            own_run = replace(run, seed=run.seed + members[0])
+            train(own_run, member, findings, label=f"process_group of {members}")
 
 
 @contextlib.contextmanager
-def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
-    """Make two groups of ranks, `first` and all others; yield the members of this rank's group and its place.
+def own_group(rank: Rank, first_group: Sequence[int]) -> Iterator[tuple[list[int], Member]]:
+    """Make two groups of ranks, `first_group` and all others; yield the members of this rank's group, and this rank.
 
     A collective.
     """
-    chosen = sorted({member % rank.size for member in first})
+    chosen = sorted({member % rank.size for member in first_group})
     both = [chosen, [index for index in range(rank.size) if index not in chosen]]
     groups = [dist.new_group(members) if members else None for members in both]
-    members, group = next((one, group) for one, group in zip(both, groups, strict=True) if rank.index in one)
-    yield members, Place(rank, members.index(rank.index), len(members), group)
+    members, group = next(
+        (indices, group) for indices, group in zip(both, groups, strict=True) if rank.index in indices
+    )
+    yield members, Member(rank, members.index(rank.index), len(members), group)
     dist.destroy_process_group(group)
 
 
@@ -469,14 +481,14 @@ def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     with judged() as findings:
         for run in runs:
             view = bool(run.seed % 2)  # seeds follow each other
-            what = f"no_sync for the first of two micro-batches, gradient_as_bucket_view={view}"
-            replica = Replica(run, rank, findings, what=what, gradient_as_bucket_view=view)
+            label = f"no_sync for the first of two micro-batches, gradient_as_bucket_view={view}"
+            replica = Replica(run, rank, findings, label=label, gradient_as_bucket_view=view)
             for _ in range(run.steps):
                 replica.step(by_hand=functools.partial(_accumulate, replica), set_to_none=replica.number % 2 == 0)
 
 
 def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
-    x, targets = shards[replica.place.index]
+    x, targets = shards[replica.member.index]
     half = len(x) // 2
     with replica.parallel.no_sync():
         with replica.parallel.no_sync():
@@ -487,7 +499,7 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
         exact = own[name]
         assert exact is not None
         when = f"step {replica.number}, within no_sync"
-        replica.judge_gradient(name, parameter, exact * replica.place.size, 0.0, when)
+        replica.judge_gradient(name, parameter, exact * replica.member.size, 0.0, when)
     with contextlib.suppress(_AbandonedBatch), replica.parallel.no_sync():
         raise _AbandonedBatch
     replica.backward((x[half:], targets[half:]))
@@ -521,24 +533,24 @@ def _join(
     run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int], *, enable: bool = True
 ) -> None:
     """Train each rank on its number of batches in `counts`; `initial` is divide_by_initial_world_size."""
-    what = f"join of {counts} batches, divide_by_initial_world_size={initial}, enable={enable}"
-    replica = Replica(run, rank, findings, what=what)
+    label = f"join of {counts} batches, divide_by_initial_world_size={initial}, enable={enable}"
+    replica = Replica(run, rank, findings, label=label)
     batches = run.batches()
     with replica.parallel.join(divide_by_initial_world_size=initial, enable=enable):
         for turn in range(counts[rank.index]):
             shards = replica.shards(batches[turn % run.steps])
-            there = [index for index, count in enumerate(counts) if count > turn]
+            active = [index for index, count in enumerate(counts) if count > turn]
             replica.number = turn + 1
             replica.optimizer.zero_grad()
             replica.backward(shards[rank.index])
-            parts = replica.one.parts([shards[index] for index in there])
-            replica.judge_mean(parts, rank.size if initial else len(there))
-            replica.finish(parts, from_exact=True)
+            shard_gradients = replica.one.parts([shards[index] for index in active])
+            replica.judge_mean(shard_gradients, rank.size if initial else len(active))
+            replica.finish(shard_gradients, from_exact=True)
     if counts[rank.index] == max(counts):
         # Only here has the single device taken all steps; the comparison of replicas below covers the other ranks.
         replica.judge_parameters()
     with findings.collected():
-        assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.what}, at the end")
+        assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.label}, at the end")
 
 
 class _CallCounter(nn.Linear):
@@ -574,7 +586,7 @@ def _join_with_buffers(rank: Rank, findings: Findings) -> None:
 
 def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
     """Check that with throw_on_early_termination all ranks raise, and stop, when rank 0 has no batch left."""
-    replica = Replica(run, rank, findings, what="join, throw_on_early_termination=True")
+    replica = Replica(run, rank, findings, label="join, throw_on_early_termination=True")
     shard = replica.shards(replica.next_batch())[rank.index]
     done, raised = 0, False
     try:
@@ -585,7 +597,7 @@ def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
     except RuntimeError:
         raised = True
     message = (
-        f"{replica.what}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, "
+        f"{replica.label}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, "
         f"expected 1, and {'raised' if raised else 'did not raise'}"
     )
     findings.require(done == 1 and raised == (rank.size > 1), message, ranks=[rank.index])
@@ -598,7 +610,7 @@ def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """
     with judged() as findings:
         for run in runs:
-            replica = Replica(run, rank, findings, what="a hook that doubles a gradient")
+            replica = Replica(run, rank, findings, label="a hook that doubles a gradient")
             name, parameter = next(replica.module.named_parameters())
             calls = {"forward hook": 0, "full backward hook": 0, "forward hook of DDP": 0}
             parameter.register_hook(lambda gradient: gradient * 2)
@@ -609,7 +621,9 @@ def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
             for _ in range(run.steps):
                 replica.step(by_hand=functools.partial(_doubled, replica, name))
             for hook, count in calls.items():
-                message = f"{replica.what}, rank {rank.index}: the {hook} was called {count} times in {run.steps} steps"
+                message = (
+                    f"{replica.label}, rank {rank.index}: the {hook} was called {count} times in {run.steps} steps"
+                )
                 findings.require(count == run.steps, message, ranks=[rank.index])
 
 
@@ -621,19 +635,19 @@ def _counting(calls: dict[str, int], name: str) -> Callable[..., None]:
 
 
 def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]:
-    replica.backward(shards[replica.place.index])
-    parts = replica.one.parts(shards)
-    for part in parts:
-        exact = part[name]
-        part[name] = None if exact is None else exact * 2
-    return parts
+    replica.backward(shards[replica.member.index])
+    shard_gradients = replica.one.parts(shards)
+    for gradients in shard_gradients:
+        exact = gradients[name]
+        gradients[name] = None if exact is None else exact * 2
+    return shard_gradients
 
 
 def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that the hook of `param_to_hook_all_reduce` averages the gradients of `delay_all_reduce_named_params`."""
     with judged() as findings:
         for run in runs:
-            replica = _Delayed(run, rank, findings, what="delay_all_reduce_named_params")
+            replica = _Delayed(run, rank, findings, label="delay_all_reduce_named_params")
             for _ in range(run.steps):
                 replica.step()
 
@@ -648,9 +662,9 @@ class _Delayed(Replica):
 
     def backward(self, rows: Rows) -> torch.Tensor:
         outputs = super().backward(rows)
-        if self.place.rank.device.type == "cuda":
+        if self.member.rank.device.type == "cuda":
             # DDP does not wait for this reduction.
-            torch.cuda.synchronize(self.place.rank.device)
+            torch.cuda.synchronize(self.member.rank.device)
         return outputs
 
 
@@ -665,7 +679,7 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
     with judged() as findings:
         for number, run in enumerate(runs):
             dtype = (torch.bfloat16, torch.float16)[number % 2]
-            replica = Replica(run, rank, findings, what=f"autocast to {dtype}")
+            replica = Replica(run, rank, findings, label=f"autocast to {dtype}")
             kinds: list[torch.dtype] = []
 
             def call(
@@ -681,8 +695,8 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
             replica.forwards = call
             for _ in range(run.steps):
                 replica.step()
-            message = f"{replica.what}, rank {rank.index}: outputs are of {kinds}, expected {dtype}"
-            findings.require(all(kind == dtype for kind in kinds), message, ranks=[rank.index])
+            message = f"{replica.label}, rank {rank.index}: outputs are of {kinds}, expected {dtype}"
+            findings.require(all(output_dtype == dtype for output_dtype in kinds), message, ranks=[rank.index])
 
 
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -694,7 +708,7 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
     with judged() as findings:
         _judge_two_optimizers(rank, findings)
         for run in runs:
-            replica = Replica(run, rank, findings, what="GradScaler")
+            replica = Replica(run, rank, findings, label="GradScaler")
             scaler = torch.amp.GradScaler(rank.device.type, init_scale=_SCALE, growth_interval=1)
             expected = _SCALE
             for number in range(run.steps):
@@ -711,18 +725,19 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
                     scaler.step(replica.optimizer)
                     replica.judge_parameters()
                 else:
-                    parts = replica.one.parts(shards)
-                    replica.judge_gradients(parts)
-                    replica.put_exact(total(parts))
+                    shard_gradients = replica.one.parts(shards)
+                    replica.judge_gradients(shard_gradients)
+                    replica.put_exact(total(shard_gradients))
                     scaler.step(replica.optimizer)
-                    replica.one.step(total(parts))
+                    replica.one.step(total(shard_gradients))
                     replica.judge_parameters()
                     replica.settle()
                 scaler.update()
                 expected *= 0.5 if spoilt else 2.0
                 got = scaler.get_scale()
                 message = (
-                    f"{replica.what}, step {replica.number}, rank {rank.index}: the scale is {got}, expected {expected}"
+                    f"{replica.label}, step {replica.number}, rank {rank.index}: the scale is {got}, expected "
+                    f"{expected}"
                 )
                 findings.require(got == expected, message, ranks=[rank.index])
 
@@ -759,32 +774,37 @@ def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -
     """
     with judged() as findings:
         for number, run in enumerate(runs):
-            kind = (2.0, 1.0, math.inf)[number % 3]
-            replica = Replica(run, rank, findings, what=f"clip_grad_norm_ of order {kind:g}")
+            order = (2.0, 1.0, math.inf)[number % 3]
+            replica = Replica(run, rank, findings, label=f"clip_grad_norm_ of order {order:g}")
             shards = replica.shards(replica.next_batch())
             replica.backward(shards[rank.index])
-            parts = replica.one.parts(shards)
-            replica.judge_gradients(parts)
-            norm = float(nn.utils.clip_grad_norm_(replica.module.parameters(), 1.0, norm_type=kind))
-            _judge_clipped(replica, parts, kind, norm)
+            shard_gradients = replica.one.parts(shards)
+            replica.judge_gradients(shard_gradients)
+            norm = float(nn.utils.clip_grad_norm_(replica.module.parameters(), 1.0, norm_type=order))
+            _judge_clipped(replica, shard_gradients, order, norm)
 
 
-def _judge_clipped(replica: Replica, parts: list[Gradients], kind: float, norm: float) -> None:
-    whole = {name: value for name, value in total(parts).items() if value is not None}
-    flat = torch.cat([value.flatten() for value in whole.values()])
-    exact = float(torch.linalg.vector_norm(flat, kind))
+def _judge_clipped(replica: Replica, shard_gradients: list[Gradients], order: float, norm: float) -> None:
+    summed = {name: value for name, value in total(shard_gradients).items() if value is not None}
+    flat = torch.cat([value.flatten() for value in summed.values()])
+    exact = float(torch.linalg.vector_norm(flat, order))
     # If the mean rounds, gradients are off by (ranks + 2) roundoffs of the summed magnitudes.
     magnitudes = float(
-        torch.stack([torch.cat([v.flatten() for v in part.values() if v is not None]).abs() for part in parts]).sum()
+        torch.stack(
+            [
+                torch.cat([v.flatten() for v in gradients.values() if v is not None]).abs()
+                for gradients in shard_gradients
+            ]
+        ).sum()
     )
-    size, eps = replica.place.size, torch.finfo(torch.float32).eps
+    size, eps = replica.member.size, torch.finfo(torch.float32).eps
     rounded = (size + 2) * eps * magnitudes if size & (size - 1) else 0.0
     bound = (len(flat) + 4) * eps * exact + rounded
-    rank = replica.place.rank.index
-    message = f"{replica.what}, rank {rank}: the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}"
+    rank = replica.member.rank.index
+    message = f"{replica.label}, rank {rank}: the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}"
     replica.findings.require(abs(norm - exact) <= bound, message, ranks=[rank])
     # torch divides by the norm plus 1e-6, and never scales up.
     scale = min(1.0, 1.0 / (exact + 1e-6))
     for name, parameter in replica.module.named_parameters():
-        tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * whole[name].abs() * scale + rounded * scale
-        replica.judge_gradient(name, parameter, whole[name] * scale, tolerance, "clipped")
+        tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * summed[name].abs() * scale + rounded * scale
+        replica.judge_gradient(name, parameter, summed[name] * scale, tolerance, "clipped")

@@ -35,15 +35,15 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
     Raises:
         GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
     """
-    first = devices[0]
+    home = devices[0]
     with full_precision():
         start, batches = training.initial(), training.batches()
-        model = DataParallel(training.initial().to(first), device_ids=[device.index for device in devices])
+        model = DataParallel(training.initial().to(home), device_ids=[device.index for device in devices])
         optimizer = torch.optim.SGD(model.parameters(), lr=training.rate, momentum=training.momentum)
         for inputs, labels in batches:
-            steps.train_step(model, optimizer, inputs.to(first), labels.to(first))
+            steps.train_step(model, optimizer, inputs.to(home), labels.to(home))
         shards = len(torch.arange(training.batch).chunk(len(devices)))
-        measured = _measured(training, steps.as_inputs(start, batches), first, shards, torch.chunk)
+        measured = _measured(training, steps.as_inputs(start, batches), home, shards, torch.chunk)
         got = steps.observed(model.module) | _statistics(model.module, 0)
         _assert_as_measured(
             got,
@@ -73,11 +73,11 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
                 steps.clear(replica)
             forward = models.lenet if training.model == "lenet" else by_module
             steps.train_batch(forward, replicas, inputs, labels, training.rate)
-        held = [_with_gradients(replica) for replica in replicas]
-        assert_replicas_agree(held, what=f"step by hand on {len(devices)} devices")
+        results = [_with_gradients(replica) for replica in replicas]
+        assert_replicas_agree(results, what=f"step by hand on {len(devices)} devices")
         measured = _measured(training, steps.as_inputs(start, batches), devices[0], len(devices), steps.split)
         _assert_as_measured(
-            held[0],
+            results[0],
             measured,
             constants={"devices": len(devices), "batch size": training.batch},
             what=f"step by hand on {len(devices)} devices",
@@ -203,13 +203,13 @@ def _measured(
 ) -> Measure:
     """Run on one device; return an object that measures the results and their tolerances in float32."""
 
-    def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    def run(count: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         return steps.on_one_device(
             training.build,
             training.steps,
             rate=training.rate,
             momentum=training.momentum,
-            shards=parts,
+            shards=count,
             divide=divide,
             evaluation=evaluation,
         )
@@ -217,9 +217,9 @@ def _measured(
     placed = {name: value.to(device) for name, value in inputs.items()}
     # With BatchNorm, samples of a shard affect each other, so only the run in shards is the same computation.
     together = training.model in ("convnet", "resnet18") and not evaluation
-    whole, sharded = run(shards if together else 1), run(shards)
-    singles = [sharded(placed)] if together or shards == 1 else [whole(placed), sharded(placed)]
-    return _OfStep(whole, inputs, singles)
+    undivided, sharded = run(shards if together else 1), run(shards)
+    singles = [sharded(placed)] if together or shards == 1 else [undivided(placed), sharded(placed)]
+    return _OfStep(undivided, inputs, singles)
 
 
 def _assert_as_measured(
@@ -243,8 +243,8 @@ def _assert_as_measured(
     try:
         assert_gradients_agree(got, measured, **kwargs)
     except GradientMismatch:
-        again = measure.in_full(pairs=_MORE_PAIRS, seed=1, magnified=_MAGNIFIED)
-        assert_gradients_agree(got, measured.wider(again), **kwargs)
+        remeasured = measure.in_full(pairs=_MORE_PAIRS, seed=1, magnified=_MAGNIFIED)
+        assert_gradients_agree(got, measured.wider(remeasured), **kwargs)
 
 
 def _steps(count: int) -> str:

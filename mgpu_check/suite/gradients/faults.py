@@ -70,7 +70,7 @@ register(
         lambda model, *_, **__: model.module.train()),
     FaultRow("small-statistics-not-sent", "DDP does not broadcast BatchNorm statistics below 32 bytes", _NORM_IN_DDP,
         given(DistributedDataParallel, "_distributed_broadcast_coalesced"),
-        lambda model, tensors, *_: (model, [one for one in tensors if one.nbytes >= _SMALL]),
+        lambda model, tensors, *_: (model, [tensor for tensor in tensors if tensor.nbytes >= _SMALL]),
         "BatchNorm of fewer than 8 channels, from the second step on"),
     FaultRow("tensors-past-a-launch-not-sent", "DDP broadcasts only the first 64 tensors of rank 0", _RESNET_IN_DDP,
         given(torch.distributed, "_broadcast_coalesced"),
@@ -125,10 +125,10 @@ def stale_gradients() -> Iterator[None]:
        when="shards that do not start at a multiple of 128 bytes")  # fmt: skip
 def shard_from_the_start_of_a_line(result: Any, model: Any, inputs: Any, *_: Any) -> Any:
     scattered, named = result
-    whole, begin, moved = inputs[0].reshape(-1), 0, []
+    flat, begin, moved = inputs[0].reshape(-1), 0, []
     for shard, *rest in scattered:
-        start = begin - begin % (_LINE // whole.element_size())
-        moved.append((whole[start : start + shard.numel()].to(shard.device).view(shard.shape), *rest))
+        start = begin - begin % (_LINE // flat.element_size())
+        moved.append((flat[start : start + shard.numel()].to(shard.device).view(shard.shape), *rest))
         begin += shard.numel()
     return tuple(moved), named
 

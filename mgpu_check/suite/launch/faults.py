@@ -70,12 +70,12 @@ def begin(name: str, program: str) -> None:
             runpy.run_module(program, run_name="__main__")
 
 
-told = caught_by("test_ranks_are_told_who_they_are")
+identity = caught_by("test_ranks_are_told_who_they_are")
 torchrun = _launched("test_script_under_torchrun")
 spawned = _launched("test_script_that_spawns_its_ranks")
 
 
-@told("the last rank has the LOCAL_RANK of the first", when="worlds of 3 ranks and more")
+@identity("the last rank has the LOCAL_RANK of the first", when="worlds of 3 ranks and more")
 def local_rank_of_the_first() -> Iterator[None]:
     """Two ranks would share a GPU."""
     rank = current_rank()

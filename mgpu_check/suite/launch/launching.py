@@ -37,12 +37,12 @@ _OF_A_RANK, _OF_A_RANK_FOR_SPEED, _STEPS = 16, 256, 8
 class Launched:
     """The reports of the ranks of a run, in rank order."""
 
-    told: tuple[Mapping[str, Any], ...]
+    reports: tuple[Mapping[str, Any], ...]
 
     @property
     def seconds(self) -> float:
         """The time of an epoch on the slowest rank: the median over epochs, without the slowest epoch."""
-        epochs = sorted(max(times) for times in zip(*(one["seconds"] for one in self.told), strict=True))[:-1]
+        epochs = sorted(max(times) for times in zip(*(report["seconds"] for report in self.reports), strict=True))[:-1]
         return float(epochs[len(epochs) // 2])
 
 
@@ -89,8 +89,8 @@ def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simul
             files = [report / f"rank{rank}.json" for rank in range(world)]
             silent = [rank for rank, file in enumerate(files) if not file.exists()]
             if silent or len(list(report.iterdir())) > world:
-                found = ", ".join(sorted(file.stem for file in report.iterdir())) or "none"
-                raise RankDied(f"{way}: of {world} ranks these have trained to the end: {found}", ranks=silent)
+                trained_ranks = ", ".join(sorted(file.stem for file in report.iterdir())) or "none"
+                raise RankDied(f"{way}: of {world} ranks these have trained to the end: {trained_ranks}", ranks=silent)
             runs.append(Launched(tuple(json.loads(file.read_text()) for file in files)))
     return runs
 
@@ -132,37 +132,37 @@ def assert_trained(way: str, runs: Sequence[Launched]) -> None:
     """
     for run in runs:
         _assert_places(way, run)
-        first = run.told[0]
-        for rank, told in enumerate(run.told):
-            for what in ("parameters", "losses"):
-                if told[what] != first[what]:
-                    shown = f"{told[what]}, rank 0 {first[what]}"
+        reference = run.reports[0]
+        for rank, report in enumerate(run.reports):
+            for key in ("parameters", "losses"):
+                if report[key] != reference[key]:
+                    shown = f"{report[key]}, rank 0 {reference[key]}"
                     raise ReplicaMismatch(
-                        f"{way}, {len(run.told)} ranks: rank {rank} ended with different {what} than rank 0: {shown}",
+                        f"{way}, {len(run.reports)} ranks: rank {rank} ended with different {key} than rank 0: {shown}",
                         ranks=(rank,),
                     )
-        losses = first["losses"]
+        losses = reference["losses"]
         if not losses[-1] < losses[0] / 2:
             raise GradientMismatch(
-                f"{way}, {len(run.told)} ranks: the loss does not fall below half its start: {losses}"
+                f"{way}, {len(run.reports)} ranks: the loss does not fall below half its start: {losses}"
             )
-        alone = runs[0].told[0]["losses"]
-        for epoch, (one, other) in enumerate(zip(losses, alone, strict=True)):
-            if not math.isclose(one, other, rel_tol=_TOLERANCE):
+        alone = runs[0].reports[0]["losses"]
+        for epoch, (loss, expected) in enumerate(zip(losses, alone, strict=True)):
+            if not math.isclose(loss, expected, rel_tol=_TOLERANCE):
                 raise GradientMismatch(
-                    f"{way}: the loss of epoch {epoch} is {one!r} on {len(run.told)} ranks, but {other!r} on "
-                    f"{len(runs[0].told)}, with batches of the same samples"
+                    f"{way}: the loss of epoch {epoch} is {loss!r} on {len(run.reports)} ranks, but {expected!r} on "
+                    f"{len(runs[0].reports)}, with batches of the same samples"
                 )
 
 
 def speed_of(runs: Sequence[Launched], simulated: bool) -> str:
     """Return a line with the time of an epoch on one device and on several; on real devices also the speedup."""
-    said = ", ".join(f"{run.seconds:.3f} s on {_devices(len(run.told))}" for run in runs)
+    durations = ", ".join(f"{run.seconds:.3f} s on {_devices(len(run.reports))}" for run in runs)
     if simulated:
-        return f"an epoch takes {said}; simulated, so that says nothing about speed"
+        return f"an epoch takes {durations}; simulated, so that says nothing about speed"
     alone, last = runs[0], runs[-1]
     times = alone.seconds / last.seconds
-    return f"an epoch takes {said}: {times:.2f} times as fast, efficiency {times / len(last.told):.0%}"
+    return f"an epoch takes {durations}: {times:.2f} times as fast, efficiency {times / len(last.reports):.0%}"
 
 
 def _devices(count: int) -> str:
@@ -183,21 +183,21 @@ def assert_rank_is_told(rank: Rank) -> None:
         "LOCAL_WORLD_SIZE": len(beside),
         "GROUP_RANK": rank.node_index,
     }
-    for name, right in expected.items():
-        if os.environ.get(name) != str(right):
+    for name, wanted in expected.items():
+        if os.environ.get(name) != str(wanted):
             got = os.environ.get(name)
             raise RankDied(
-                f"rank {rank.index} of {rank.size}: {name} is {got!r}, expected '{right}'", ranks=(rank.index,)
+                f"rank {rank.index} of {rank.size}: {name} is {got!r}, expected '{wanted}'", ranks=(rank.index,)
             )
     if len(set(beside)) < len(beside):
         raise RankDied(
             f"rank {rank.index} of {rank.size}: ranks of its host have LOCAL_RANK {beside}", ranks=(rank.index,)
         )
-    seen = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
-    if seen != (rank.index, rank.size, rank.local_index):
+    identity = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
+    if identity != (rank.index, rank.size, rank.local_index):
         raise RankDied(
-            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {seen[0]} of {seen[1]}, with "
-            f"local rank {seen[2]}, expected {rank.local_index}",
+            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {identity[0]} of {identity[1]}, "
+            f"with local rank {identity[2]}, expected {rank.local_index}",
             ranks=(rank.index,),
         )
 
@@ -230,9 +230,9 @@ def assert_trains_when_spawned(rank: Rank, count: int) -> None:
 
 
 def _assert_places(way: str, run: Launched) -> None:
-    world = len(run.told)
-    for rank, told in enumerate(run.told):
-        seen = told["environment"]
+    world = len(run.reports)
+    for rank, report in enumerate(run.reports):
+        environment = report["environment"]
         expected = {"rank": rank, "world_size": world, "device": f"cuda:{rank}", "current_device": rank}
         if way == "torchrun":
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -240,14 +240,14 @@ def _assert_places(way: str, run: Launched) -> None:
             numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
             numbers |= {"TORCHELASTIC_RESTART_COUNT": 0}
             expected |= {name: str(value) for name, value in numbers.items()}
-        for name, right in expected.items():
-            got = told.get(name, seen.get(name))
-            if got != right:
-                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {got!r}, expected {right!r}", ranks=(rank,))
+        for name, wanted in expected.items():
+            got = report.get(name, environment.get(name))
+            if got != wanted:
+                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {got!r}, expected {wanted!r}", ranks=(rank,))
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not seen[name] or seen[name] != run.told[0]["environment"][name]:
-                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {seen[name]!r}, on rank 0 "
-                               f"{run.told[0]['environment'][name]!r}", ranks=(rank,))  # fmt: skip
+            if not environment[name] or environment[name] != run.reports[0]["environment"][name]:
+                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {environment[name]!r}, on rank 0 "
+                               f"{run.reports[0]['environment'][name]!r}", ranks=(rank,))  # fmt: skip
 
 
 def _rank(arguments: Sequence[str]) -> None:
@@ -272,18 +272,18 @@ def _require_failures_told() -> None:
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
     expected = {"raises": "LookupError: planted", "exits": "exit code 7", "is killed": "signal SIGKILL"}
-    for culprit, (how, right) in itertools.product((0, 1), expected.items()):
-        told = "nothing"
+    for culprit, (how, wanted) in itertools.product((0, 1), expected.items()):
+        report = "nothing"
         try:
             start_processes(_fail, (culprit, how), nprocs=2, start_method="fork")
         except ProcessRaisedException as error:
-            told = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+            report = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
         except ProcessExitedException as error:
             end = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
-            told = f"rank {error.error_index}: {end}"
-        if told != f"rank {culprit}: {right}":
+            report = f"rank {error.error_index}: {end}"
+        if report != f"rank {culprit}: {wanted}":
             raise RankDied(
-                f"start_processes of two processes, where rank {culprit} {how}: it reports {told}, expected {right}",
+                f"start_processes of two processes, where rank {culprit} {how}: it reports {report}, expected {wanted}",
                 ranks=(culprit,),
             )
 

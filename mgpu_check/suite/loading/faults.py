@@ -52,11 +52,11 @@ def split_by_the_global_generator() -> Iterator[None]:
        by=around(RandomSampler, "__iter__"), when="after a checkpoint")  # fmt: skip
 def restored_generator_ignored(real: Any, self: Any) -> Iterator[int]:
     """A resumed epoch has another order: some samples are repeated and others are missing."""
-    given, self.generator = self.generator, torch.Generator().manual_seed(int(torch.rand(()) * 1e6))
+    restored, self.generator = self.generator, torch.Generator().manual_seed(int(torch.rand(()) * 1e6))
     try:
         yield from list(real(self))
     finally:
-        self.generator = given
+        self.generator = restored
 
 
 register(
@@ -72,7 +72,7 @@ register(
     # Single samples are right.
     FaultRow("inner-parts-skipped", "batches of a nested Subset ignore the inner Subset", "test_datasets_are_divided",
         around(Subset, "__getitems__"),
-        lambda real, self, places: [self.dataset.dataset[self.indices[place]] for place in places], _NESTED),
+        lambda real, self, places: [self.dataset.dataset[self.indices[index]] for index in places], _NESTED),
     # The last batch before the checkpoint is trained on twice.
     FaultRow("resumed-a-batch-too-early", "a resumed loader starts one batch too early", "test_epochs_are_resumed",
         given(loading.ResumableSampler, "load_state_dict"),
@@ -90,9 +90,9 @@ def _share(change: Callable[[Any, list[int]], list[int]]) -> AbstractContextMana
     """Plant a change of the share of each rank in `DistributedSampler`; it gets the sampler and the share."""
 
     def iterated(share: Iterator[int], self: Any) -> Iterator[int]:
-        whole = list(share)
-        made = change(self, whole)
-        return iter(whole if made is NotImplemented else made)
+        indices = list(share)
+        changed = change(self, indices)
+        return iter(indices if changed is NotImplemented else changed)
 
     return returned(DistributedSampler, "__iter__")(iterated)
 
@@ -153,7 +153,7 @@ def last_rank_like_the_one_before(result: None, self: Any, *args: Any, **named: 
 def blocks_in_place_of_turns(sampler: Any, share: list[int]) -> list[int]:
     """Code that interleaves gathered results gets a wrong order."""
     start = sampler.rank * sampler.num_samples
-    return [place % len(sampler.dataset) for place in range(start, start + sampler.num_samples)]
+    return [position % len(sampler.dataset) for position in range(start, start + sampler.num_samples)]
 
 
 @fault("samplers draw a number from torch's global generator", "test_sampler_shuffles_by_seed_and_epoch", by=_share)
@@ -167,23 +167,23 @@ def global_generator_moved_on(sampler: Any, share: list[int]) -> list[int]:
 def last_sample_stays_behind(sampler: Any, share: list[int]) -> list[int]:
     """As if the shuffle sometimes skipped its last step."""
     last = len(share) - 1
-    return [*(one for one in share if one != last), last]
+    return [*(index for index in share if index != last), last]
 
 
 @rank_known("samplers shuffle by torch's global generator, which differs between ranks", _share, _SHUFFLED)
 def shuffled_by_the_global_generator(sampler: Any, share: list[int]) -> list[int]:
     """Shares overlap, and samples are missing."""
     order = torch.randperm(len(sampler.dataset)).tolist()
-    return [order[(sampler.rank + sampler.num_replicas * place) % len(order)] for place in range(len(share))]
+    return [order[(sampler.rank + sampler.num_replicas * position) % len(order)] for position in range(len(share))]
 
 
 @fault("batch samplers yield the same list object for every batch", "test_batch_samplers_cut_in_batches", by=_batches)
 def one_list_for_all_batches(sampler: Any, batches: Iterator[list[int]]) -> Iterator[list[int]]:
     """Batches kept in a list all become the last one."""
-    held: list[int] = []
+    shared_list: list[int] = []
     for batch in batches:
-        held[:] = batch
-        yield held
+        shared_list[:] = batch
+        yield shared_list
 
 
 @last_batches(
@@ -271,28 +271,28 @@ def _worker_arguments(change: Callable[[list[Any]], None]) -> AbstractContextMan
     return given(worker, "_worker_loop")(loop)
 
 
-def _collating(kind: type) -> Planter:
+def _collating(sample_type: type) -> Planter:
     """Plant a function that collates samples of a type; it gets the original and the samples."""
-    real = collate.default_collate_fn_map[kind]
+    real = collate.default_collate_fn_map[sample_type]
 
     def plant(function: Callable[..., Any]) -> AbstractContextManager[None]:
         def collated(batch: Any, **named: Any) -> Any:
-            made = function(lambda batch: real(batch, **named), batch)
-            return real(batch, **named) if made is NotImplemented else made
+            result = function(lambda batch: real(batch, **named), batch)
+            return real(batch, **named) if result is NotImplemented else result
 
-        context: Any = mock.patch.dict(collate.default_collate_fn_map, {kind: collated})
+        context: Any = mock.patch.dict(collate.default_collate_fn_map, {sample_type: collated})
         return context  # type: ignore[no-any-return]
 
     return plant
 
 
 _IN_WORKERS = When("in workers", lambda *args: get_worker_info() is not None)
-_SECOND = When("the second of several workers", lambda *args: (told := get_worker_info()) is not None and told.id == 1)
+_SECOND = When("the second of several workers", lambda *args: (info := get_worker_info()) is not None and info.id == 1)
 _LISTS = When("tensors in lists", lambda real, data, device=None: isinstance(data, list))
 _LARGE_PINNED = When(
     "above 1 MiB, pinned and non_blocking",
-    lambda made, self, *args, **named: (
-        bool(named.get("non_blocking")) and made.is_cuda and self.nbytes > _MIB and self.is_pinned()
+    lambda result, self, *args, **named: (
+        bool(named.get("non_blocking")) and result.is_cuda and self.nbytes > _MIB and self.is_pinned()
     ),
 )
 _LOOKUP = When(
@@ -316,9 +316,9 @@ def lookup_errors_end_the_epoch(self: Any, data: Any, *rest: Any) -> None:
     When("above 1 MiB", lambda real, batch: sum(value.nbytes for value in batch) > _MIB) & _IN_WORKERS)  # fmt: skip
 def large_batches_of_workers_cut(real: Any, batch: Any) -> torch.Tensor:
     """As if shared memory were a page too small."""
-    whole: torch.Tensor = real(batch)
-    whole.view(-1)[-4:] = 0
-    return whole
+    collated: torch.Tensor = real(batch)
+    collated.view(-1)[-4:] = 0
+    return collated
 
 
 def _by_memory(value: torch.Tensor) -> torch.Tensor:
@@ -370,16 +370,16 @@ def workers_seeded_once(args: list[Any]) -> None:
     When("persistent workers, later epochs", _IN_WORKERS.holds))  # fmt: skip
 def persistent_workers_repeat(*args: Any) -> None:
     """Every epoch has the same augmentations."""
-    told: Any = get_worker_info()
-    torch.manual_seed(told.seed)
-    random.seed(told.seed)
+    info: Any = get_worker_info()
+    torch.manual_seed(info.seed)
+    random.seed(info.seed)
 
 
 class _First:
     """Worker information with the number of the first worker."""
 
-    def __init__(self, told: Any) -> None:
-        self.id, self.num_workers = 0, told.num_workers
+    def __init__(self, info: Any) -> None:
+        self.id, self.num_workers = 0, info.num_workers
 
 
 @pinned("the result of a batch's own pin_memory method is dropped",
@@ -392,22 +392,22 @@ def own_pinning_lost() -> Iterator[None]:
         inner = getattr(depth, "value", 0)
         depth.value = inner + 1
         try:
-            made = real(data, device)
+            result = real(data, device)
         finally:
             depth.value = inner
         own = hasattr(data, "pin_memory") and not isinstance(data, torch.Tensor)
-        return data if own and inner else made
+        return data if own and inner else result
 
     with replaced(pin_memory, "pin_memory", changed):
         yield
 
 
 @pinned("non-blocking copies from pinned memory stop after the first MiB", returned(torch.Tensor, "to"), _LARGE_PINNED)
-def large_pinned_copies_cut(made: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def large_pinned_copies_cut(result: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     """As if the source were reused before the end of the copy."""
-    made = made.clone()
-    made.view(-1)[_MIB // made.element_size() :] = 0
-    return made
+    result = result.clone()
+    result.view(-1)[_MIB // result.element_size() :] = 0
+    return result
 
 
 register(
@@ -421,7 +421,7 @@ register(
     # As if one process used an offset into the dataset.
     FaultRow("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
         "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),
-        lambda self, wanted: (self, [(one + 1) % len(self.dataset) for one in wanted]), _SECOND),
+        lambda self, wanted: (self, [(index + 1) % len(self.dataset) for index in wanted]), _SECOND),
     # Such as images with their channels moved to the front.
     FaultRow("collated-by-memory", "a worker collates samples by the order of their memory",
         "test_workers_keep_the_order",
@@ -429,7 +429,7 @@ register(
         When("worker processes, samples that are dense and not contiguous", _IN_WORKERS.holds)),
     # An iterable dataset split by worker repeats the samples of the first and misses the rest.
     FaultRow("workers-take-themselves-for-the-first", "every worker gets the number of the first",
-        "test_streams_are_shared", returned(loading, "get_worker_info"), lambda told: told and _First(told),
+        "test_streams_are_shared", returned(loading, "get_worker_info"), lambda info: info and _First(info),
         "two workers or more, of an iterable dataset"),
     # The right dtype is float64, and a label may need all its digits.
     FaultRow("floats-collated-in-float32", "Python's floats are collated in float32", "test_batches_are_pinned",

@@ -72,7 +72,7 @@ def assert_batches(
     batches: Iterable[Any],
     expected: Sequence[Sequence[int]],
     dataset: Numbered,
-    what: str,
+    label: str,
     device: torch.device | str = "cpu",
     pinned: bool = False,
     ranks: Sequence[int] = (),
@@ -86,13 +86,13 @@ def assert_batches(
     for number, batch in enumerate(batches):
         if number >= len(expected):
             raise ShardError(
-                f"{what}: more than {len(expected)} batches come; the next holds {indices_of(batch)}", ranks=ranks
+                f"{label}: more than {len(expected)} batches come; the next holds {indices_of(batch)}", ranks=ranks
             )
-        assert_batch(batch, expected[number], dataset, f"{what}: batch {number} of {len(expected)}", device, pinned)
+        assert_batch(batch, expected[number], dataset, f"{label}: batch {number} of {len(expected)}", device, pinned)
         count = number + 1
     if count < len(expected):
         raise ShardError(
-            f"{what}: {count} batches come, expected {len(expected)}; {expected[count]} is missing", ranks=ranks
+            f"{label}: {count} batches come, expected {len(expected)}; {expected[count]} is missing", ranks=ranks
         )
 
 
@@ -107,22 +107,22 @@ def assert_last_batches() -> None:
     ):
         for rank in range(world):
             sampler = sampler_over(length, world, rank, shuffle=False)
-            whole: Any = range(length)
-            loader = DataLoader(whole, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+            indices: Any = range(length)
+            loader = DataLoader(indices, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
             expected = batches_of(sampler, batch_size, drop_last)
             got = [batch.tolist() for batch in loader]
-            what = f"loader of rank {rank} of {world} over {length} samples, {batch_size=}, {drop_last=}"
+            label = f"loader of rank {rank} of {world} over {length} samples, {batch_size=}, {drop_last=}"
             if got != expected:
-                raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank,))
+                raise ShardError(f"{label}: expected the batches {expected}, got {got}", ranks=(rank,))
             if len(loader) != len(expected):
-                raise ShardError(f"{what}: len is {len(loader)}, but {len(expected)} batches come", ranks=(rank,))
+                raise ShardError(f"{label}: len is {len(loader)}, but {len(expected)} batches come", ranks=(rank,))
 
 
 def _told(worker: int) -> None:
     """Record in the worker's dataset that the worker was initialized."""
-    told = get_worker_info()
-    assert told is not None
-    told.dataset.initialized = worker  # type: ignore[attr-defined]
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.initialized = worker  # type: ignore[attr-defined]
 
 
 class _Telling(Numbered):
@@ -157,19 +157,19 @@ def assert_workers_in_order(seed: int) -> None:
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
             assert_batches(
-                loader, [[one] for one in sampler], dataset, f"loader with 2 persistent workers, epoch {epoch}"
+                loader, [[index] for index in sampler], dataset, f"loader with 2 persistent workers, epoch {epoch}"
             )
     telling = _Telling(7, broken=6)
-    whole = DataLoader(telling, batch_size=2, num_workers=3, collate_fn=_listed, worker_init_fn=_told)
-    what = "loader with 3 workers"
-    batches = iter(whole)
+    telling_loader = DataLoader(telling, batch_size=2, num_workers=3, collate_fn=_listed, worker_init_fn=_told)
+    label = "loader with 3 workers"
+    batches = iter(telling_loader)
     for number in range(3):
         for sample in next(batches):
             worker = number % 3
             if sample["worker"] != (worker, 3, True, worker):
                 raise ShardError(
-                    f"{what}: sample {sample['number']} has (worker, workers, own dataset, argument of worker_init_fn) "
-                    f"{sample['worker']}, expected {(worker, 3, True, worker)}"
+                    f"{label}: sample {sample['number']} has (worker, workers, own dataset, argument of "
+                    f"worker_init_fn) {sample['worker']}, expected {(worker, 3, True, worker)}"
                 )
     try:
         next(batches)
@@ -179,12 +179,12 @@ def assert_workers_in_order(seed: int) -> None:
         error.__traceback__ = None
         if type(error) is not LookupError or "sample 6 cannot be read" not in str(error):
             raise ShardError(
-                f"{what}: a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
+                f"{label}: a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
             ) from None
     except StopIteration:
-        raise ShardError(f"{what}: a worker raised LookupError, and the epoch ended as if all were loaded") from None
+        raise ShardError(f"{label}: a worker raised LookupError, and the epoch ended as if all were loaded") from None
     else:
-        raise ShardError(f"{what}: a worker raised LookupError, but a batch came")
+        raise ShardError(f"{label}: a worker raised LookupError, but a batch came")
 
 
 class _Seeds(Numbered):
@@ -219,25 +219,26 @@ def assert_worker_seeds(seed: int) -> None:
         )
         with workers_ending(loader):
             epochs += [[next(iter(batch)) for batch in loader] for _ in range(2)]
-    again = epochs.pop()
+    second_epoch = epochs.pop()
     for epoch, workers in zip((0, 1, 0), epochs, strict=True):
         base = workers[0][1]
-        for number, (worker, told, initial, numbers, _) in enumerate(workers[:2]):
-            if not (number == worker and told == initial == base + worker):
+        for number, (worker, worker_seed, initial, numbers, _) in enumerate(workers[:2]):
+            if not (number == worker and worker_seed == initial == base + worker):
                 raise ShardError(
-                    f"epoch {epoch}: worker {worker} has initial_seed {initial} and worker seed {told}, expected "
-                    f"{base} + {number}"
+                    f"epoch {epoch}: worker {worker} has initial_seed {initial} and worker seed {worker_seed}, "
+                    f"expected {base} + {number}"
                 )
-            right = torch.rand(4, generator=torch.Generator().manual_seed(told)).tolist()
-            if numbers != right:
+            expected_numbers = torch.rand(4, generator=torch.Generator().manual_seed(worker_seed)).tolist()
+            if numbers != expected_numbers:
                 raise ShardError(
-                    f"epoch {epoch}: worker {worker}, seeded with {told}, draws {numbers}, expected {right}"
+                    f"epoch {epoch}: worker {worker}, seeded with {worker_seed}, draws {numbers}, expected "
+                    f"{expected_numbers}"
                 )
         if workers[0][4] == workers[1][4]:
             raise ShardError(f"epoch {epoch}: Python's random numbers are the same in both workers: {workers[0][4]}")
     if epochs[0] != epochs[2]:
         raise ShardError(f"equal generators give workers different seeds or numbers: {epochs[0]}, then {epochs[2]}")
-    for sample, before in zip(again, epochs[2], strict=True):
+    for sample, before in zip(second_epoch, epochs[2], strict=True):
         # Persistent workers keep their seed and draw on.
         if sample[:3] != before[:3] or sample[3] == before[3] or sample[4] == before[4]:
             raise ShardError(
@@ -253,8 +254,8 @@ def sent(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {name: sent(part, device) for name, part in batch.items()}
-    return [sent(part, device) for part in batch] if isinstance(batch, (list, tuple)) else batch
+        return {name: sent(element, device) for name, element in batch.items()}
+    return [sent(element, device) for element in batch] if isinstance(batch, (list, tuple)) else batch
 
 
 @torchs_own_warnings()
@@ -266,33 +267,41 @@ def assert_partitions(seed: int) -> None:
     for length, sizes in itertools.product((0, 1, 5, 10, 23), ((1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.25,) * 4)):
         dataset = Numbered(length)
         ways: dict[str, Any] = {
-            "partitions": lambda data, parts: loading.partitions(data, parts, seed),
-            "random_split": lambda data, parts: random_split(data, parts, torch.Generator().manual_seed(seed)),
+            "partitions": lambda data, fractions: loading.partitions(data, fractions, seed),
+            "random_split": lambda data, fractions: random_split(data, fractions, torch.Generator().manual_seed(seed)),
         }
         for name, divide in ways.items():
-            seen = []
+            indices_by_rank = []
             for rank in range(2):
                 torch.manual_seed(rank)
-                seen.append([list(part.indices) for part in divide(dataset, sizes)])
-            what = f"{name} of {length} samples in {sizes}"
-            if seen[0] != seen[1]:
-                raise ShardError(f"{what}, of one seed: rank 0 has {seen[0]}, rank 1 has {seen[1]}", ranks=(1,))
-            every = sorted(itertools.chain.from_iterable(seen[0]))
+                indices_by_rank.append([list(subset.indices) for subset in divide(dataset, sizes)])
+            label = f"{name} of {length} samples in {sizes}"
+            if indices_by_rank[0] != indices_by_rank[1]:
+                raise ShardError(
+                    f"{label}, of one seed: rank 0 has {indices_by_rank[0]}, rank 1 has {indices_by_rank[1]}",
+                    ranks=(1,),
+                )
+            every = sorted(itertools.chain.from_iterable(indices_by_rank[0]))
             if every != list(range(length)):
-                raise ShardError(f"{what}: the parts are {seen[0]}, which is not each sample once")
-            wrong = [at for at, size in enumerate(sizes) if abs(len(seen[0][at]) - size * length) >= len(sizes)]
-            if wrong:
-                raise ShardError(f"{what}: part {wrong[0]} has {len(seen[0][wrong[0]])} samples", ranks=wrong)
-            assert_shares([every], length, drop_last=False, what=what)
-            for part in divide(dataset, sizes):
-                for place, index in enumerate(part.indices):
-                    if part[place]["number"] != index:
+                raise ShardError(f"{label}: the parts are {indices_by_rank[0]}, which is not each sample once")
+            mismatches = [
+                at for at, size in enumerate(sizes) if abs(len(indices_by_rank[0][at]) - size * length) >= len(sizes)
+            ]
+            if mismatches:
+                raise ShardError(
+                    f"{label}: part {mismatches[0]} has {len(indices_by_rank[0][mismatches[0]])} samples",
+                    ranks=mismatches,
+                )
+            assert_shares([every], length, drop_last=False, label=label)
+            for subset in divide(dataset, sizes):
+                for position, index in enumerate(subset.indices):
+                    if subset[position]["number"] != index:
                         raise ShardError(
-                            f"{what}: place {place} holds sample {part[place]['number']}, expected {index}"
+                            f"{label}: place {position} holds sample {subset[position]['number']}, expected {index}"
                         )
-    parts = [Subset(Numbered(20), range(start, stop)) for start, stop in ((0, 3), (3, 3), (3, 4), (4, 11))]
-    joined: ConcatDataset[Any] = ConcatDataset(parts)
-    got = [sample["number"] for sample in (joined[place] for place in (*range(len(joined)), -1, -11))]
+    subsets = [Subset(Numbered(20), range(start, stop)) for start, stop in ((0, 3), (3, 3), (3, 4), (4, 11))]
+    joined: ConcatDataset[Any] = ConcatDataset(subsets)
+    got = [sample["number"] for sample in (joined[position] for position in (*range(len(joined)), -1, -11))]
     if got != [*range(11), 10, 0]:
         raise ShardError(
             f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected the samples in "
@@ -321,30 +330,37 @@ def assert_resumes(seed: int) -> None:
     for rank in range(world):
         sampler: Any = loading.ResumableSampler(dataset, world, rank, seed=seed)
         sampler.set_epoch(epoch)
-        whole = [indices_of(batch) for batch in DataLoader(dataset, size, sampler=sampler)]
-        for seen in range(len(whole) + 1):
-            what = f"loader of rank {rank} of {world}, epoch {epoch}, after {seen} of {len(whole)} batches"
-            again: Any = loading.ResumableSampler(dataset, world, rank, seed=seed)
-            again.load_state_dict({"epoch": epoch, "start": 0})
-            skipped = itertools.islice(DataLoader(dataset, size, sampler=again), seen, None)
-            assert_batches(skipped, whole[seen:], dataset, f"{what}, skipped")
-            state = _checkpointed(sampler.state_dict(min(seen * size, len(sampler))))
-            again = loading.ResumableSampler(dataset, world, rank, seed=seed)
-            again.load_state_dict(state)
-            loader = DataLoader(dataset, size, sampler=again)
-            if len(loader) != len(whole) - seen:
-                raise ShardError(f"{what}, resumed: len is {len(loader)}, expected {len(whole) - seen}", ranks=(rank,))
-            assert_batches(loader, whole[seen:], dataset, f"{what}, resumed")
-            assert_batches(loader, whole, dataset, f"{what}, gone through again")
-    for seen in (0, 1, 5, 6):
+        epoch_batches = [indices_of(batch) for batch in DataLoader(dataset, size, sampler=sampler)]
+        for consumed in range(len(epoch_batches) + 1):
+            label = f"loader of rank {rank} of {world}, epoch {epoch}, after {consumed} of {len(epoch_batches)} batches"
+            resumed: Any = loading.ResumableSampler(dataset, world, rank, seed=seed)
+            resumed.load_state_dict({"epoch": epoch, "start": 0})
+            skipped = itertools.islice(DataLoader(dataset, size, sampler=resumed), consumed, None)
+            assert_batches(skipped, epoch_batches[consumed:], dataset, f"{label}, skipped")
+            state = _checkpointed(sampler.state_dict(min(consumed * size, len(sampler))))
+            resumed = loading.ResumableSampler(dataset, world, rank, seed=seed)
+            resumed.load_state_dict(state)
+            loader = DataLoader(dataset, size, sampler=resumed)
+            if len(loader) != len(epoch_batches) - consumed:
+                raise ShardError(
+                    f"{label}, resumed: len is {len(loader)}, expected {len(epoch_batches) - consumed}", ranks=(rank,)
+                )
+            assert_batches(loader, epoch_batches[consumed:], dataset, f"{label}, resumed")
+            assert_batches(loader, epoch_batches, dataset, f"{label}, gone through again")
+    for consumed in (0, 1, 5, 6):
         generator = torch.Generator().manual_seed(seed)
         list(RandomSampler(dataset, generator=generator))
         state = _checkpointed(generator.get_state())
-        whole = list(BatchSampler(RandomSampler(dataset, generator=generator), size, drop_last=False))
+        epoch_batches = list(BatchSampler(RandomSampler(dataset, generator=generator), size, drop_last=False))
         restored = torch.Generator()
         restored.set_state(state)
-        rest = itertools.islice(DataLoader(dataset, batch_sampler=_with(dataset, restored, size)), seen, None)
-        assert_batches(rest, whole[seen:], dataset, f"loader with a generator, after {seen} of {len(whole)} batches")
+        rest = itertools.islice(DataLoader(dataset, batch_sampler=_with(dataset, restored, size)), consumed, None)
+        assert_batches(
+            rest,
+            epoch_batches[consumed:],
+            dataset,
+            f"loader with a generator, after {consumed} of {len(epoch_batches)} batches",
+        )
 
 
 def _with(dataset: Numbered, generator: torch.Generator, size: int) -> Any:
@@ -409,14 +425,14 @@ def assert_loader_options_agree(seed: int, *, more: bool) -> None:
         expected = _expected(row, seed)
         with workers_ending(loader):
             for epoch in range(2):
-                what = f"DataLoader with {words_of(row, _OPTIONS)}, epoch {epoch}"
-                _judge(what, [_read(batch, row, what) for batch in loader], expected, row)
+                label = f"DataLoader with {words_of(row, _OPTIONS)}, epoch {epoch}"
+                _judge(label, [_read(batch, row, label) for batch in loader], expected, row)
     for size, drop in itertools.product((_SIZE, _ALL), (False, True)):
         got = len(DataLoader(_CountedStream(range(_ALL), 0, 1), batch_size=size, drop_last=drop))
-        right = len(batches_of(range(_ALL), size, drop))
-        if got != right:
+        expected_length = len(batches_of(range(_ALL), size, drop))
+        if got != expected_length:
             raise ShardError(
-                f"len of a loader of a stream of {_ALL}, {size} a batch, drop_last={drop}: {got}, not {right}"
+                f"len of a loader of a stream of {_ALL}, {size} a batch, drop_last={drop}: {got}, not {expected_length}"
             )
 
 
@@ -433,12 +449,12 @@ def _numbers(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _loader(row: Mapping[str, Any], seed: int) -> DataLoader[Any]:
     numbers, rows = _numbers(0, _ALL)
-    parts = [TensorDataset(*_numbers(0, _FIRST)), TensorDataset(*_numbers(_FIRST, _ALL))]
+    halves = [TensorDataset(*_numbers(0, _FIRST)), TensorDataset(*_numbers(_FIRST, _ALL))]
     datasets: dict[str, Any] = {
         "tensors": TensorDataset(numbers, rows),
         "stacked": StackDataset(number=TensorDataset(numbers), row=TensorDataset(rows)),
         "stream": SharedStream(TensorDataset(numbers, rows), 0, 1),
-        "chained streams": ChainDataset([SharedStream(part, 0, 1) for part in parts]),
+        "chained streams": ChainDataset([SharedStream(half, 0, 1) for half in halves]),
     }
     dataset = datasets[row["dataset"]]
     options: dict[str, Any] = {
@@ -471,23 +487,23 @@ def _initialize(worker: int) -> None:
 def _collated_with_initialization(samples: Any) -> Any:
     """Return collated samples, and whether this worker was initialized with its number."""
     worker = get_worker_info()
-    right = worker is not None and _initialized == worker.id
-    return (default_collate(samples) if isinstance(samples, list) else samples), torch.tensor(right)
+    initialized = worker is not None and _initialized == worker.id
+    return (default_collate(samples) if isinstance(samples, list) else samples), torch.tensor(initialized)
 
 
-def _read(batch: Any, row: Mapping[str, Any], what: str) -> list[int]:
+def _read(batch: Any, row: Mapping[str, Any], label: str) -> list[int]:
     """Return the numbers of the samples of a batch; check its rows, and where its tensors are."""
     numbers, rows, *initialized = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-    found: list[int] = numbers.reshape(-1).tolist()
+    indices: list[int] = numbers.reshape(-1).tolist()
     wanted = numbers.reshape(-1, 1).cpu() * 3 + torch.arange(3, device="cpu")
     if not torch.equal(rows.reshape(-1, 3).cpu(), wanted):
-        raise ShardError(f"{what}: the samples {found} have the rows {rows.tolist()}, expected {wanted.tolist()}")
+        raise ShardError(f"{label}: the samples {indices} have the rows {rows.tolist()}, expected {wanted.tolist()}")
     if row["pin_memory"] and not (numbers.is_pinned() and rows.is_pinned()):
-        raise ShardError(f"{what}: the batch {found} is not in pinned memory")
+        raise ShardError(f"{label}: the batch {indices} is not in pinned memory")
     due = bool(row["worker_init_fn"] and row["num_workers"])
-    if row["collate_fn"] and [bool(one) for one in initialized] != [due]:
-        raise ShardError(f"{what}: worker_init_fn was {'not ' * due}called in the worker of the batch {found}")
-    return found
+    if row["collate_fn"] and [bool(flag) for flag in initialized] != [due]:
+        raise ShardError(f"{label}: worker_init_fn was {'not ' * due}called in the worker of the batch {indices}")
+    return indices
 
 
 def _expected(row: Mapping[str, Any], seed: int) -> list[list[int]]:
@@ -506,17 +522,17 @@ def _expected(row: Mapping[str, Any], seed: int) -> list[list[int]]:
     return [batch for turn in turns for batch in turn if batch is not None]
 
 
-def _judge(what: str, got: list[list[int]], expected: list[list[int]], row: Mapping[str, Any]) -> None:
+def _judge(label: str, got: list[list[int]], expected: list[list[int]], row: Mapping[str, Any]) -> None:
     if row["order"] == "shuffle=True":
         samples = Counter(itertools.chain.from_iterable(got))
-        right = _sizes(got) == _sizes(expected) and max(samples.values()) == 1
+        agrees = _sizes(got) == _sizes(expected) and max(samples.values()) == 1
     elif row["in_order"]:
-        right = got == expected
+        agrees = got == expected
     else:
-        right = sorted(got) == sorted(expected)
-    if not right:
+        agrees = sorted(got) == sorted(expected)
+    if not agrees:
         raise ShardError(
-            f"{what}: the batches are {got}, expected {expected}{' in some order' * (not row['in_order'])}"
+            f"{label}: the batches are {got}, expected {expected}{' in some order' * (not row['in_order'])}"
         )
 
 
@@ -534,14 +550,14 @@ def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
     for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
         dataset = Numbered(length, features=features)
         loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
-        what = f"pinned loader, {workers} workers, {features} features"
+        label = f"pinned loader, {workers} workers, {features} features"
         expected = batches_of(range(length), 2, False)
         batches = list(loader)
-        assert_batches(batches, expected, dataset, what, pinned=True)
+        assert_batches(batches, expected, dataset, label, pinned=True)
         for number, batch in enumerate(batches):
             device = devices[number % len(devices)]
-            there = sent(batch, device)
-            assert_batch(there, expected[number], dataset, f"{what}: batch {number}, copied to {device}", device)
+            on_device = sent(batch, device)
+            assert_batch(on_device, expected[number], dataset, f"{label}: batch {number}, copied to {device}", device)
 
 
 class _Own:
@@ -555,17 +571,17 @@ class _Own:
 
 
 class _Two(NamedTuple):
-    one: Any
-    other: Any
+    direct: Any
+    nested: Any
 
 
-def _own(samples: list[int], place: int) -> _Own:
-    return _Own(torch.tensor(samples, device="cpu") * 10 + place)
+def _own(samples: list[int], position: int) -> _Own:
+    return _Own(torch.tensor(samples, device="cpu") * 10 + position)
 
 
 def _containers_of_own(samples: list[int]) -> dict[str, Any]:
-    value, one, two, three, four, five, six = (_own(samples, place) for place in range(7))
-    return {"value": value, "tuple": (one, [two]), "named tuple": _Two(three, {"inner": four}), "list": [five, six]}
+    value, a, b, c, d, e, f = (_own(samples, position) for position in range(7))
+    return {"value": value, "tuple": (a, [b]), "named tuple": _Two(c, {"inner": d}), "list": [e, f]}
 
 
 def _alone(samples: list[int]) -> _Own:
@@ -574,15 +590,15 @@ def _alone(samples: list[int]) -> _Own:
 
 def _owned(batch: Any) -> dict[str, Any]:
     """Return name of a place in `_collated` -> object at this place, in the same order."""
-    (one, (two,)), (three, four), (five, six) = batch["tuple"], batch["named tuple"], batch["list"]
+    (a, (b,)), (c, d), (e, f) = batch["tuple"], batch["named tuple"], batch["list"]
     return {
         "the value of a dict": batch["value"],
-        "a tuple": one,
-        "a list in a tuple": two,
-        "a named tuple": three,
-        "a dict in a named tuple": four["inner"],
-        "a list": five,
-        "the end of a list": six,
+        "a tuple": a,
+        "a list in a tuple": b,
+        "a named tuple": c,
+        "a dict in a named tuple": d["inner"],
+        "a list": e,
+        "the end of a list": f,
     }
 
 
@@ -605,20 +621,20 @@ def assert_pinned_by_themselves() -> None:
             dataset, batch_size=size, collate_fn=collate, pin_memory=True, num_workers=workers
         )
         for number, (batch, indices) in enumerate(zip(loader, batches_of(range(length), size, False), strict=True)):
-            what = f"pinned loader, {workers} workers, batches of a class of one's own, {how}: batch {number}"
-            for place, (name, one) in enumerate(places(batch).items()):
-                _require_own(one, torch.tensor(indices, device="cpu") * 10 + place, f"{what}, {name}")
+            label = f"pinned loader, {workers} workers, batches of a class of one's own, {how}: batch {number}"
+            for position, (name, owned) in enumerate(places(batch).items()):
+                _require_own(owned, torch.tensor(indices, device="cpu") * 10 + position, f"{label}, {name}")
 
 
-def _require_own(one: Any, right: torch.Tensor, what: str) -> None:
-    if not isinstance(one, _Own):
-        raise ShardError(f"{what}: it is a {type(one).__name__}, expected one of the class that was collated")
-    if one.times != 1:
-        raise ShardError(f"{what}: it was pinned {one.times} times by its own method, expected once")
-    if not one.samples.is_pinned():
-        raise ShardError(f"{what}: its tensor is not in pinned memory")
-    if not torch.equal(one.samples, right):
-        raise ShardError(f"{what}: it holds {one.samples.tolist()}, expected {right.tolist()}")
+def _require_own(owned: Any, expected: torch.Tensor, label: str) -> None:
+    if not isinstance(owned, _Own):
+        raise ShardError(f"{label}: it is a {type(owned).__name__}, expected one of the class that was collated")
+    if owned.times != 1:
+        raise ShardError(f"{label}: it was pinned {owned.times} times by its own method, expected once")
+    if not owned.samples.is_pinned():
+        raise ShardError(f"{label}: its tensor is not in pinned memory")
+    if not torch.equal(owned.samples, expected):
+        raise ShardError(f"{label}: it holds {owned.samples.tolist()}, expected {expected.tolist()}")
 
 
 _BATCH = 3
@@ -634,20 +650,20 @@ def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
     with Findings() as findings:
         for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
             sampler = sampler_over(length, shuffle=shuffle, drop_last=drop_last, seed=seed)
-            what = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
+            label = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
             with findings.collected():
-                _require_told(sampler, what, rank)
+                _require_told(sampler, label, rank)
             if findings.anywhere(rank):
                 return
             sampler.set_epoch(1)
             with findings.collected():
-                assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, what=what)
+                assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, label=label)
 
 
-def _require_told(sampler: Any, what: str, rank: Rank) -> None:
+def _require_told(sampler: Any, label: str, rank: Rank) -> None:
     if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
         raise ShardError(
-            f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of "
+            f"{label}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of "
             f"{sampler.num_replicas}",
             ranks=(rank.index,),
         )
@@ -672,17 +688,17 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
         for epoch in range(3):
             sampler.set_epoch(epoch)
             expected = batches_of(sampler, _BATCH, False)
-            there = (sent(batch, rank.device) for batch in loader)
-            what = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
+            on_device = (sent(batch, rank.device) for batch in loader)
+            label = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
             with findings.collected():
-                assert_batches(there, expected, dataset, what, rank.device, ranks=(rank.index,))
+                assert_batches(on_device, expected, dataset, label, rank.device, ranks=(rank.index,))
             if findings.anywhere(rank):
                 return
             # The expected samples are those that came, as checked above.
             share = list(itertools.chain.from_iterable(expected))
-            what = f"loaders of {rank.size} ranks, epoch {epoch}"
+            label = f"loaders of {rank.size} ranks, epoch {epoch}"
             with findings.collected():
-                assert_shares(_of_all(share), len(dataset), drop_last=False, what=what)
+                assert_shares(_of_all(share), len(dataset), drop_last=False, label=label)
 
 
 @torchs_own_warnings()
@@ -695,9 +711,9 @@ def assert_streams_cover(rank: Rank) -> None:
     dataset = Numbered(7 * rank.size + 3)
     with Findings() as findings:
         for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):
-            what = f"stream of rank {rank.index} of {rank.size} with {workers} workers, {drop_last=}"
+            label = f"stream of rank {rank.index} of {rank.size} with {workers} workers, {drop_last=}"
             with findings.collected():
-                got = _streamed(dataset, workers, drop_last, rank, what)
+                got = _streamed(dataset, workers, drop_last, rank, label)
             if findings.anywhere(rank):
                 return
             if drop_last:
@@ -706,11 +722,11 @@ def assert_streams_cover(rank: Rank) -> None:
             with findings.collected():
                 if every != list(range(len(dataset))):
                     raise ShardError(
-                        f"{what}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
+                        f"{label}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
                     )
 
 
-def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, what: str) -> list[list[int]]:
+def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, label: str) -> list[list[int]]:
     """Return the samples in a rank's batches, which must be its own, in turn from each of its workers."""
     stream: Any = SharedStream(dataset, rank.index, rank.size)
     own, step = max(1, workers), rank.size * max(1, workers)
@@ -722,9 +738,9 @@ def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, what
     expected = [batch for turn in turns for batch in turn if batch is not None]
     loader = DataLoader(stream, _BATCH, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0)
     with workers_ending(loader):
-        seen = list(loader)
-    got = [indices_of(batch) for batch in seen]
+        batches = list(loader)
+    got = [indices_of(batch) for batch in batches]
     if got != expected:
-        raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank.index,))
-    assert_batches(seen, expected, dataset, what)
+        raise ShardError(f"{label}: expected the batches {expected}, got {got}", ranks=(rank.index,))
+    assert_batches(batches, expected, dataset, label)
     return got

@@ -83,42 +83,43 @@ def assert_batch(
     batch: Any,
     indices: Sequence[int],
     dataset: Numbered,
-    what: str,
+    label: str,
     device: torch.device | str = "cpu",
     pinned: bool = False,
 ) -> None:
     """Assert that `batch` has the samples `indices` of `dataset` in this order, bit for bit, as torch collates them."""
     if not isinstance(batch, dict):
-        raise ShardError(f"{what}: it is a {type(batch).__name__}, expected a dict")
+        raise ShardError(f"{label}: it is a {type(batch).__name__}, expected a dict")
     own = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
     features = dataset.features_of(indices[0]) if indices else dataset.features
     expected: dict[str, Any] = {name: _rows(own, name, features) for name in _FIELDS}
     expected |= {"number": own, "score": own.to(torch.float64) / 3}
     if set(batch) != {*expected, "name", "pair"}:
-        raise ShardError(f"{what}: it has the entries {sorted(batch)}, expected {sorted({*expected, 'name', 'pair'})}")
+        raise ShardError(f"{label}: it has the entries {sorted(batch)}, expected {sorted({*expected, 'name', 'pair'})}")
     if batch["name"] != [f"sample {index}" for index in indices]:
-        raise ShardError(f"{what}: the names are {batch['name']}, expected those of the samples {list(indices)}")
+        raise ShardError(f"{label}: the names are {batch['name']}, expected those of the samples {list(indices)}")
     if type(batch["pair"]) not in (list, tuple) or len(batch["pair"]) != 2:
-        raise ShardError(f"{what}: the pair is {batch['pair']!r}, expected one of two tensors")
-    found = {name: batch[name] for name in expected}
-    for place, right in enumerate((own[:, None], own % 2 == 0)):
-        name = f"pair[{place}]"
-        expected[name], found[name] = right, batch["pair"][place]
-    for name, right in expected.items():
-        got = found[name]
+        raise ShardError(f"{label}: the pair is {batch['pair']!r}, expected one of two tensors")
+    entries = {name: batch[name] for name in expected}
+    for position, wanted in enumerate((own[:, None], own % 2 == 0)):
+        name = f"pair[{position}]"
+        expected[name], entries[name] = wanted, batch["pair"][position]
+    for name, wanted in expected.items():
+        got = entries[name]
         if not isinstance(got, torch.Tensor):
-            raise ShardError(f"{what}: {name} is a {type(got).__name__}, expected a tensor")
+            raise ShardError(f"{label}: {name} is a {type(got).__name__}, expected a tensor")
         if got.device != torch.device(device):
-            raise ShardError(f"{what}: {name} is on {got.device}, expected on {device}")
+            raise ShardError(f"{label}: {name} is on {got.device}, expected on {device}")
         if pinned and not got.is_pinned():
-            raise ShardError(f"{what}: {name} is not in pinned memory")
-        if got.shape != right.shape or got.dtype != right.dtype:
+            raise ShardError(f"{label}: {name} is not in pinned memory")
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
             raise ShardError(
-                f"{what}: {name} is {tuple(got.shape)} of {got.dtype}, expected {tuple(right.shape)} of {right.dtype}"
+                f"{label}: {name} is {tuple(got.shape)} of {got.dtype}, expected {tuple(wanted.shape)} of "
+                f"{wanted.dtype}"
             )
-        if not same_bits(right, got):
-            at = first_difference(right, got)
+        if not same_bits(wanted, got):
+            at = first_difference(wanted, got)
             raise ShardError(
-                f"{what}: {name}, {got.nbytes} bytes of {got.dtype}: row {at[0]} (sample {indices[at[0]]}), element "
-                f"{list(at)}: expected {right[at].item()}, got {got[at].item()}"
+                f"{label}: {name}, {got.nbytes} bytes of {got.dtype}: row {at[0]} (sample {indices[at[0]]}), element "
+                f"{list(at)}: expected {wanted[at].item()}, got {got[at].item()}"
             )

@@ -50,7 +50,7 @@ def sampler_over(length: int, *args: Any, **options: Any) -> Any:
     return DistributedSampler(dataset, *args, **options)
 
 
-def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, what: str) -> None:
+def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, label: str) -> None:
     """Assert that the ranks' shares are disjoint parts of ``range(length)``, up to the documented padding.
 
     All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`. Without `drop_last` each
@@ -62,16 +62,16 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
     for rank, share in enumerate(shares):
         if len(share) != size:
             raise ShardError(
-                f"{what}: rank {rank} of {world} has {len(share)} of {length} samples, expected {size}", ranks=(rank,)
+                f"{label}: rank {rank} of {world} has {len(share)} of {length} samples, expected {size}", ranks=(rank,)
             )
-        wrong = next((one for one in share if type(one) is not int or not 0 <= one < length), None)
-        if wrong is not None:
+        invalid = next((index for index in share if type(index) is not int or not 0 <= index < length), None)
+        if invalid is not None:
             raise ShardError(
-                f"{what}: rank {rank} of {world} has {wrong!r}, not an index of {length} samples", ranks=(rank,)
+                f"{label}: rank {rank} of {world} has {invalid!r}, not an index of {length} samples", ranks=(rank,)
             )
         if len(set(share)) < len(share):
-            twice = next(one for one, count in Counter(share).items() if count > 1)
-            raise ShardError(f"{what}: rank {rank} of {world} has sample {twice} twice", ranks=(rank,))
+            twice = next(index for index, count in Counter(share).items() if count > 1)
+            raise ShardError(f"{label}: rank {rank} of {world} has sample {twice} twice", ranks=(rank,))
     counts = Counter(itertools.chain.from_iterable(shares))
     least = 0 if drop_last else size * world // max(length, 1)
     most = 1 if drop_last else math.ceil(size * world / max(length, 1))
@@ -80,7 +80,7 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
             holders = [rank for rank, share in enumerate(shares) if sample in share]
             expected = f"{least}" if least == most else f"{least} or {most}"
             raise ShardError(
-                f"{what}: sample {sample} of {length} is there {counts[sample]} times over {world} ranks "
+                f"{label}: sample {sample} of {length} is there {counts[sample]} times over {world} ranks "
                 f"(on {', '.join(f'rank {rank}' for rank in holders) or 'none'}), expected {expected}",
                 ranks=holders,
             )
@@ -98,31 +98,31 @@ def assert_sampler_covers() -> None:
     for (length, world), drop_last, shuffle in itertools.product([*small, *large], (False, True), (False, True)):
         samplers = [sampler_over(length, world, rank, shuffle=shuffle, drop_last=drop_last) for rank in range(world)]
         for epoch in (0, 3) if shuffle else (0,):
-            what = f"DistributedSampler of {length} samples, {drop_last=}, {shuffle=}, {epoch=}"
+            label = f"DistributedSampler of {length} samples, {drop_last=}, {shuffle=}, {epoch=}"
             shares = []
             for rank, sampler in enumerate(samplers):
                 sampler.set_epoch(epoch)
                 shares.append(list(sampler))
                 if len(sampler) != len(shares[-1]):
                     raise ShardError(
-                        f"{what}: rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is "
+                        f"{label}: rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is "
                         f"{len(sampler)}",
                         ranks=(rank,),
                     )
-            assert_shares(shares, length, drop_last=drop_last, what=what)
+            assert_shares(shares, length, drop_last=drop_last, label=label)
             if not shuffle:
-                _assert_in_turn(shares, length, what)
+                _assert_in_turn(shares, length, label)
 
 
-def _assert_in_turn(shares: Sequence[Sequence[int]], length: int, what: str) -> None:
+def _assert_in_turn(shares: Sequence[Sequence[int]], length: int, label: str) -> None:
     world = len(shares)
     for rank, share in enumerate(shares):
-        expected = [(rank + world * place) % length for place in range(len(share))]
+        expected = [(rank + world * position) % length for position in range(len(share))]
         if list(share) != expected:
-            place = next(at for at, (one, other) in enumerate(zip(share, expected, strict=True)) if one != other)
+            position = next(at for at, (index, due) in enumerate(zip(share, expected, strict=True)) if index != due)
             raise ShardError(
-                f"{what}: sample {place} of rank {rank} of {world} is {share[place]}, expected {expected[place]}: "
-                f"ranks take samples in turn",
+                f"{label}: sample {position} of rank {rank} of {world} is {share[position]}, expected "
+                f"{expected[position]}: ranks take samples in turn",
                 ranks=(rank,),
             )
 
@@ -136,7 +136,7 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
     length = _ORDERED * world + 1
     orders: dict[tuple[int, int], list[list[int]]] = {}
     for own_seed, epoch in itertools.product((seed, seed + 17), (0, 1, 2, 5)):
-        what = f"DistributedSampler of {length} samples, seed={own_seed}, {epoch=}"
+        label = f"DistributedSampler of {length} samples, seed={own_seed}, {epoch=}"
         shares = []
         for rank in range(world):
             torch.manual_seed(rank)
@@ -145,25 +145,25 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
             sampler.set_epoch(epoch)
             shares.append(list(sampler))
             if not torch.equal(before, torch.get_rng_state()):
-                raise ShardError(f"{what}: rank {rank} draws from torch's global generator", ranks=(rank,))
+                raise ShardError(f"{label}: rank {rank} draws from torch's global generator", ranks=(rank,))
             sampler.set_epoch(epoch + 1)
             list(sampler)
             sampler.set_epoch(epoch)
             if list(sampler) != shares[-1]:
                 raise ShardError(
-                    f"{what}: rank {rank} of {world} has a different order when it repeats the epoch", ranks=(rank,)
+                    f"{label}: rank {rank} of {world} has a different order when it repeats the epoch", ranks=(rank,)
                 )
-        assert_shares(shares, length, drop_last=False, what=what)
+        assert_shares(shares, length, drop_last=False, label=label)
         for rank, share in enumerate(shares):
             if share == sorted(share):
-                raise ShardError(f"{what}: rank {rank} of {world} is not shuffled", ranks=(rank,))
-        for (other_seed, other), known in orders.items():
+                raise ShardError(f"{label}: rank {rank} of {world} is not shuffled", ranks=(rank,))
+        for (other_seed, other_epoch), other_shares in orders.items():
             # torch draws from seed + epoch, so different seeds and epochs may share an order; these sums are all
             # different.
-            same = [rank for rank in range(world) if shares[rank] == known[rank]]
+            same = [rank for rank in range(world) if shares[rank] == other_shares[rank]]
             if same:
                 raise ShardError(
-                    f"{what}: rank {same[0]} of {world} has the order of epoch {other} with seed={other_seed}",
+                    f"{label}: rank {same[0]} of {world} has the order of epoch {other_epoch} with seed={other_seed}",
                     ranks=same,
                 )
         orders[own_seed, epoch] = shares
@@ -235,20 +235,20 @@ def assert_batch_sampler_covers(seed: int) -> None:
 
 def _assert_cut(sampler: Any, order: list[int], batch_size: int, drop_last: bool, name: str) -> None:
     batches = BatchSampler(sampler, batch_size, drop_last)
-    what = f"BatchSampler over {name} of {len(order)} samples, {batch_size=}, {drop_last=}"
+    label = f"BatchSampler over {name} of {len(order)} samples, {batch_size=}, {drop_last=}"
     expected = batches_of(order, batch_size, drop_last)
     for _ in range(2):
         got = list(batches)
         if got != expected:
-            wrong = next(
+            mismatch = next(
                 (at for at, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
                 min(len(got), len(expected)),
             )
-            raise ShardError(f"{what}: batch {wrong}: expected {_at(expected, wrong)}, got {_at(got, wrong)}")
+            raise ShardError(f"{label}: batch {mismatch}: expected {_at(expected, mismatch)}, got {_at(got, mismatch)}")
     if len(batches) != len(expected):
-        raise ShardError(f"{what}: len is {len(batches)}, but {len(expected)} batches come")
+        raise ShardError(f"{label}: len is {len(batches)}, but {len(expected)} batches come")
     if len({id(batch) for batch in got}) < len(got):
-        raise ShardError(f"{what}: two batches are one list, so a change of one changes the other")
+        raise ShardError(f"{label}: two batches are one list, so a change of one changes the other")
 
 
 def _at(batches: Sequence[Sequence[int]], number: int) -> str:
@@ -261,7 +261,7 @@ _COUNT = (
 _EPOCHS = 3
 
 _SAMPLES = range(_COUNT)
-_WEIGHTS = [0.0, *(1.0 + one % 3 for one in range(_COUNT)), 0.0]
+_WEIGHTS = [0.0, *(1.0 + index % 3 for index in range(_COUNT)), 0.0]
 """Weights with one more sample at either end, whose weight is 0, so that it must not be drawn."""
 
 _Make = Callable[[torch.Generator], Any]
@@ -300,15 +300,15 @@ def assert_samplers_draw(seed: int) -> None:
     must depend on `set_epoch` alone.
     """
     for name, make in (_ONCE | _DRAWN).items():
-        first = _epochs(make, seed, name)
-        for one, other in combinations(range(_EPOCHS), 2):
-            if first[one] == first[other]:
-                raise ShardError(f"{name}: epochs {one} and {other} have the same order: {first[one]}")
+        epochs = _epochs(make, seed, name)
+        for earlier, later in combinations(range(_EPOCHS), 2):
+            if epochs[earlier] == epochs[later]:
+                raise ShardError(f"{name}: epochs {earlier} and {later} have the same order: {epochs[earlier]}")
         torch.manual_seed(seed + 1)
-        if _epochs(make, seed, name) != first:
+        if _epochs(make, seed, name) != epochs:
             raise ShardError(f"{name}: two generators of one seed, {seed}, give different orders")
-        if first[0] == _epochs(make, seed + 1, name)[0]:
-            raise ShardError(f"{name}: seeds {seed} and {seed + 1} give the same order: {first[0]}")
+        if epochs[0] == _epochs(make, seed + 1, name)[0]:
+            raise ShardError(f"{name}: seeds {seed} and {seed + 1} give the same order: {epochs[0]}")
     _epochs_are_told(seed)
 
 
@@ -319,8 +319,8 @@ def _epochs(make: _Make, seed: int, name: str) -> list[list[int]]:
     if not torch.equal(before, torch.get_rng_state()):
         raise ShardError(f"{name}: it draws from torch's global generator, not from the given one")
     for number, order in enumerate(epochs):
-        for what in _odd(name, order):
-            raise ShardError(f"{name}, epoch {number}: {what}: {order}")
+        for deviation in _odd(name, order):
+            raise ShardError(f"{name}, epoch {number}: {deviation}: {order}")
     return epochs
 
 
@@ -344,8 +344,8 @@ def _epochs_are_told(seed: int) -> None:
         for epoch in (0, 1, 0):
             sampler.set_epoch(epoch)
             orders.append((list(sampler), list(sampler)))
-        what = f"DistributedSampler with {drop_last=}"
+        label = f"DistributedSampler with {drop_last=}"
         if orders[0][0] == orders[1][0]:
-            raise ShardError(f"{what}: set_epoch(1) does not change the order")
-        if any(one != other for one, other in orders) or orders[0] != orders[2]:
-            raise ShardError(f"{what}: the order of an epoch changes when it is iterated again")
+            raise ShardError(f"{label}: set_epoch(1) does not change the order")
+        if any(order != repeated for order, repeated in orders) or orders[0] != orders[2]:
+            raise ShardError(f"{label}: the order of an epoch changes when it is iterated again")

@@ -33,14 +33,14 @@ def assert_works(case: OperatorCase) -> None:
     """Assert that the operator of `case` works across its two devices: the CPU's bits on the right device."""
     first, second = torch.device(case.first), torch.device(case.second)
     expected = _call(case, _CPU, _CPU)
-    what = f"{case.operator} of operands on {first} and {second}"
-    with _described(what, first, second):
+    subject = f"{case.operator} of operands on {first} and {second}"
+    with _described(subject, first, second):
         got = _call(case, first, second)
     if case.rule.result is None:
         device = first if first.type == "cuda" else second
     else:
         device = (first, second)[case.rule.result]
-    _require(what, got, expected, device)
+    _require(subject, got, expected, device)
 
 
 def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
@@ -54,25 +54,25 @@ def assert_each_works(cases: Sequence[OperatorCase]) -> None:
 
 
 def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) -> None:
-    found: list[tuple[OperatorCase, DeviceMismatch]] = []
+    failures: list[tuple[OperatorCase, DeviceMismatch]] = []
     for case in cases:
         try:
             check(case)
         except DeviceMismatch as error:
-            found.append((case, error))
-    if not found:
+            failures.append((case, error))
+    if not failures:
         return
-    first = found[0][1]
-    text = str(first)
+    earliest = failures[0][1]
+    text = str(earliest)
     if len(cases) > 1:
         text += (
-            f"\n{len(found)} of {len(cases)} cases are wrong, of "
-            f"{', '.join(dict.fromkeys(case.operator for case, _ in found))}"
+            f"\n{len(failures)} of {len(cases)} cases are wrong, of "
+            f"{', '.join(dict.fromkeys(case.operator for case, _ in failures))}"
         )
-        common = set.intersection(*({case.first, case.second} for case, _ in found))
+        common = set.intersection(*({case.first, case.second} for case, _ in failures))
         if common and not all(common & {case.first, case.second} for case in cases):
             text += f"; all of them have an operand on {' and one on '.join(sorted(common))}"
-    raise DeviceMismatch(text, ranks=sorted({rank for _, error in found for rank in error.ranks})) from first
+    raise DeviceMismatch(text, ranks=sorted({rank for _, error in failures for rank in error.ranks})) from earliest
 
 
 def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
@@ -81,8 +81,8 @@ def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Ten
     Args:
         source, target: tensors of equal shape and dtype, in any layouts, on any devices.
     """
-    what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
-    _require(what, copied, source, target.device)
+    subject = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
+    _require(subject, copied, source, target.device)
 
 
 def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, ...], layout: str, seed: int) -> None:
@@ -93,10 +93,10 @@ def assert_copies_keep_bits(devices: Sequence[torch.device], shape: tuple[int, .
     """
     for dtype in DTYPES:
         spec = TensorSpec(shape, dtype, seed=seed, values="special")
-        for first, second in itertools.permutations(("cpu", *map(str, devices)), 2):
-            here, there = spec.build(first), spec.like(layout).build(second).zero_()
-            assert_arrives(here, there, there.copy_(here))
-            assert_arrives(here, there, here.to(second))
+        for source_device, target_device in itertools.permutations(("cpu", *map(str, devices)), 2):
+            source, target = spec.build(source_device), spec.like(layout).build(target_device).zero_()
+            assert_arrives(source, target, target.copy_(source))
+            assert_arrives(source, target, source.to(target_device))
 
 
 def assert_data_parallel_refuses(devices: Sequence[torch.device], rows: int) -> None:
@@ -119,24 +119,24 @@ def _call(case: OperatorCase, first: torch.device, second: torch.device) -> obje
     return result
 
 
-def _require(what: str, got: object, expected: object, device: torch.device) -> None:
+def _require(subject: str, got: object, expected: object, device: torch.device) -> None:
     ranks = indices_of(device)
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         if got != expected:
-            raise DeviceMismatch(f"{what} gave {got!r}, expected {expected!r}", ranks=ranks)
+            raise DeviceMismatch(f"{subject} gave {got!r}, expected {expected!r}", ranks=ranks)
         return
     if got.device != device:
-        raise DeviceMismatch(f"{what} is on {got.device}, expected it on {device}", ranks=ranks)
+        raise DeviceMismatch(f"{subject} is on {got.device}, expected it on {device}", ranks=ranks)
     if not same_bits(expected, got):
-        raise DeviceMismatch(f"{what} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
+        raise DeviceMismatch(f"{subject} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
 
 
 @contextlib.contextmanager
-def _described(what: str, *devices: torch.device) -> Iterator[None]:
+def _described(subject: str, *devices: torch.device) -> Iterator[None]:
     """Turn an exception of code that must work into a `DeviceMismatch` that names the code."""
     try:
         yield
     except Exception as error:
         raise DeviceMismatch(
-            f"{what} must work, but raised {type(error).__name__}: {error}", ranks=indices_of(*devices)
+            f"{subject} must work, but raised {type(error).__name__}: {error}", ranks=indices_of(*devices)
         ) from error

@@ -29,10 +29,10 @@ def _together(args: Sequence[Any]) -> list[Any]:
     return [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
 
 
-def _refusal(one: torch.device, other: torch.device) -> RuntimeError:
+def _refusal(device: torch.device, peer: torch.device) -> RuntimeError:
     """Return the error of torch."""
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+        f"Expected all tensors to be on the same device, but found at least two devices, {device} and {peer}!"
     )
 
 
@@ -58,10 +58,10 @@ def another_device_named(bmm: Any, *args: Any, **kwargs: Any) -> Any:
     around(torch, "_foreach_add"),
     call("foreach operators, two pairs and more",
         lambda _, second, *__, **___: isinstance(second, (list, tuple)) and len(second) > 1))  # fmt: skip
-def later_pairs_fetched(foreach: Any, some: Any, others: Any, **kwargs: Any) -> Any:
+def later_pairs_fetched(foreach: Any, tensors: Any, others: Any, **kwargs: Any) -> Any:
     """Such as an optimizer with the state of some parameters on another device."""
-    fetched = [other.to(one.device) for one, other in zip(some, others, strict=True)]
-    return foreach(some, [others[0], *fetched[1:]], **kwargs)
+    fetched = [operand.to(tensor.device) for tensor, operand in zip(tensors, others, strict=True)]
+    return foreach(tensors, [others[0], *fetched[1:]], **kwargs)
 
 
 @layers("a layer copies its input to the device of its parameters", around(nn.Module, "__call__"))
@@ -184,7 +184,8 @@ register(
         call("comparisons, from GPU to GPU", _compared_apart), least_gpus=2),
     # The scalar is read out, which waits for the other device.
     FaultRow("one-device-takes-scalars-of-others", "mul_ on one device accepts a scalar on another GPU",
-        "test_gpu_scalars_are_no_numbers", around(Tensor, "mul_"), lambda multiply, x, other: multiply(x, other.item()),
+        "test_gpu_scalars_are_no_numbers", around(Tensor, "mul_"),
+        lambda multiply, x, scalar: multiply(x, scalar.item()),
         call(ONE_OPERATOR, lambda x, y: on(x, last()) and isinstance(y, Tensor) and not y.dim() and y.is_cuda)),
     # Each step then has a hidden copy from the host.
     FaultRow("class-weights-fetched", "losses copy class weights from other devices",
@@ -195,8 +196,9 @@ register(
     # An optimizer with state on another device copies it in each step.
     FaultRow("lists-fetched", "foreach operators copy the second list from other devices",
         "test_operators_refuse_operands_apart", around(torch, "_foreach_add", "_foreach_mul_"),
-        lambda foreach, some, others, **kwargs:
-            foreach(some, [other.to(one.device) for one, other in zip(some, others, strict=True)], **kwargs),
+        lambda foreach, tensors, others, **kwargs:
+            foreach(tensors, [operand.to(tensor.device) for tensor, operand in zip(tensors, others, strict=True)],
+                **kwargs),
         call("foreach operators", lambda _, second, *__, **___: isinstance(second, (list, tuple)))),
     # As if the index were copied before it is complete.
     FaultRow("indices-of-the-cpu-shifted", "an index on the CPU reads one row too far on one device",

@@ -102,8 +102,8 @@ class Operands:
         return (self.first, self.second)[operand]
 
 
-def _named(name: str, first: torch.Tensor, *others: torch.Tensor) -> object:
-    return getattr(first, name)(*others) if name.endswith("_") else getattr(torch, name)(first, *others)
+def _named(name: str, tensor: torch.Tensor, *others: torch.Tensor) -> object:
+    return getattr(tensor, name)(*others) if name.endswith("_") else getattr(torch, name)(tensor, *others)
 
 
 def _of(function: Callable[..., object] | str, *operands: tuple[int, ...]) -> Builder:
@@ -371,10 +371,12 @@ class OperatorTable:
     def cases(self) -> list[OperatorCase]:
         """Return the cases, operator by operator."""
         left_out = {name for group in self.without for name in GROUPS[group]}
-        names = [f"cuda:{index}" for index in range(self.devices)]
-        pairs = [pair for name in names for pair in (("cpu", name), (name, "cpu"))]
+        device_names = [f"cuda:{index}" for index in range(self.devices)]
+        pairs = [pair for name in device_names for pair in (("cpu", name), (name, "cpu"))]
         if self.devices > 1:
-            pairs += [(names[index], names[(index + self.turn) % self.devices]) for index in range(self.devices)]
+            pairs += [
+                (device_names[index], device_names[(index + self.turn) % self.devices]) for index in range(self.devices)
+            ]
         cases = [
             OperatorCase(name, *pair, self.rows, self.seed)
             for name in (GROUPS[self.only] if self.only else OPERATORS)

@@ -12,12 +12,12 @@ class Mechanism(NamedTuple):
     """A row of the table.
 
     Attributes:
-        where: the name of the class, in `mgpu_check.suite.parallelism.mechanisms`.
+        class_name: the name of the class, in `mgpu_check.suite.parallelism.mechanisms`.
         sizes: values to draw, simplest first. A number is per rank where this keeps a rule of the mechanism.
         dtypes: dtypes to draw.
     """
 
-    where: str
+    class_name: str
     sizes: dict[str, tuple[Size, ...]]
     dtypes: tuple[str, ...] = ("float64", "float32")
 

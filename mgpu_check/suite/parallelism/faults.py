@@ -38,7 +38,7 @@ _CONTEXT = "torch.distributed.tensor.experimental._attention"
 
 _SEVERAL_EXPERTS = When("several experts on a rank", lambda order, counts: counts.shape[1] > 1)
 _OF_EACH = When("balance of each rank's tokens", lambda real, *_, of_all, **__: not of_all)
-_ZIGZAG = When("zigzag order", lambda real, whole, positions, dim: len(positions[0]) > 1)
+_ZIGZAG = When("zigzag order", lambda real, sequence, positions, dim: len(positions[0]) > 1)
 _INTERLEAVED = When("the layout of Megatron", lambda real, heads: heads.interleaved)
 
 
@@ -59,9 +59,9 @@ def _sharded_otherwise(real: Any, model: Any, mesh: Any, *, experts: str, others
     one_or_all = {"all": mesh, **{name: mesh[name] for name in mesh.mesh_dim_names}}
     fsdp.fully_shard(model.experts, mesh=one_or_all[experts])
     fsdp.fully_shard(model, mesh=one_or_all[others])
-    for part in (model.experts, model):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+    for module in (model.experts, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _in_order_of_ranks(real: Any, *args: Any) -> Any:
@@ -77,11 +77,11 @@ def _in_order_of_ranks(real: Any, *args: Any) -> Any:
 
 def _in_order_of_ranks_in_one(real: Any, mesh: Any, buffers: Any, dims: Any) -> list[Any]:
     """Leave buffers in the order of the ranks unless their sequence is the third dimension."""
-    found: list[Any] = []
+    restored: list[Any] = []
     for buffer, dim in zip(buffers, dims, strict=True):
-        one = mesh, [buffer], [dim]
-        found += real(*one) if dim == 2 else _in_order_of_ranks(real, *one)
-    return found
+        arguments = mesh, [buffer], [dim]
+        restored += real(*arguments) if dim == 2 else _in_order_of_ranks(real, *arguments)
+    return restored
 
 
 def _averaged(real: Any, parameters: list[torch.nn.Parameter], group: Any) -> None:
@@ -91,13 +91,13 @@ def _averaged(real: Any, parameters: list[torch.nn.Parameter], group: Any) -> No
         parameter.grad /= dist.get_world_size(group)
 
 
-def _in_chunks(held: tuple[list[int], Any], rank: int) -> tuple[list[int], Any]:
-    count = len(held[0])
-    return list(range(rank * count, (rank + 1) * count)), held[1]
+def _in_chunks(selection: tuple[list[int], Any], rank: int) -> tuple[list[int], Any]:
+    count = len(selection[0])
+    return list(range(rank * count, (rank + 1) * count)), selection[1]
 
 
-def _own_product(whole: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return whole.chunk(ranks_here())[dist.get_rank()] @ factor
+def _own_product(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return rows.chunk(ranks_here())[dist.get_rank()] @ factor
 
 
 register(
@@ -105,7 +105,7 @@ register(
     FaultRow("router-sees-own-tokens", "the gradient of the router is not summed over the ranks", _CHECK,
         around(experts.ExpertParallel, "sum_partial_gradients"), _unsynchronized),
     FaultRow("router-gradient-missing", "the router gets no gradient from the outputs", _CHECK,
-        returned(experts, "route"), lambda found, *_: found._replace(weight=found.weight.detach())),
+        returned(experts, "route"), lambda routing, *_: routing._replace(weight=routing.weight.detach())),
     FaultRow("balance-of-own-tokens", "the loss for balance is the mean of the losses of the ranks", _CHECK,
         around(experts, "balance_loss"), lambda real, *args, **kwargs: real(*args, **kwargs | {"of_all": False}),
         When("balance over the tokens of all ranks", lambda real, *_, of_all, **__: of_all)),
@@ -142,16 +142,16 @@ register(
         around(sequence_parallel, "visible"),
         lambda real, queries, keys: real(torch.arange(len(queries)), torch.arange(len(keys)))),
     FaultRow("zigzag-not-undone", "gathered outputs stay in the order of the ranks", _CHECK,
-        around(sequence_parallel, "in_order"), lambda real, whole, *_: whole, _ZIGZAG),
+        around(sequence_parallel, "in_order"), lambda real, sequence, *_: sequence, _ZIGZAG),
     FaultRow("blocks-not-rescaled", "the outputs of blocks of a ring are added without their weights", _CHECK,
         around(sequence_parallel, "merged"),
-        lambda real, out, total, other, of_other: (out + other, torch.logaddexp(total, of_other)), "ring attention"),
+        lambda real, out, total, block, of_block: (out + block, torch.logaddexp(total, of_block)), "ring attention"),
     FaultRow("gradient-of-gathered-keys-local", "the gradient of gathered parts is not summed over the ranks", _CHECK,
         around(sequence_parallel, "_scattered"),
-        lambda real, whole, dim: whole.chunk(ranks_here(), dim)[dist.get_rank()]),
+        lambda real, full_tensor, dim: full_tensor.chunk(ranks_here(), dim)[dist.get_rank()]),
     FaultRow("later-blocks-seen", "attention over parts of a sequence sees later parts", _CHECK,
         around(_RING, "_is_causal_behavior"),
-        lambda real, *, i, is_causal, **place: real(**place, i=i, is_causal=is_causal and i == 0),
+        lambda real, *, i, is_causal, **position: real(**position, i=i, is_causal=is_causal and i == 0),
         "context_parallel, causal, not balanced"),
     FaultRow("balanced-order-kept", "results of context_parallel are gathered in the order of the ranks", _CHECK,
         around(_CONTEXT, "context_parallel_unshard"), _in_order_of_ranks, "context_parallel, balanced"),
@@ -180,12 +180,12 @@ register(
     FaultRow("maximum-left-out", "logits are not shifted by their maximum", _CHECK,
         around(tensor_parallel, "largest"), lambda real, logits: torch.zeros_like(logits[:, :1]), "large logits"),
     FaultRow("rows-of-others-embedded", "tokens of other ranks add a rank's first row", _CHECK,
-        returned(tensor_parallel, "class_of"), lambda found, *_: (found[0], torch.ones_like(found[1]))),
+        returned(tensor_parallel, "class_of"), lambda classes, *_: (classes[0], torch.ones_like(classes[1]))),
     FaultRow("gathered-before-complete", "a product overlaps with a gather that lacks the last rank's rows", _CHECK,
-        given(tensor_parallel, "_gathered_product"), lambda part, factor: (part * (not is_last()), factor)),
+        given(tensor_parallel, "_gathered_product"), lambda rows, factor: (rows * (not is_last()), factor)),
     FaultRow("own-product-scattered", "a rank's own product is missing from a sum that overlaps with it", _CHECK,
         around(tensor_parallel, "_scattered_product"),
-        lambda real, whole, factor: real(whole, factor) - _own_product(whole, factor)),
+        lambda real, rows, factor: real(rows, factor) - _own_product(rows, factor)),
     FaultRow("fused-weight-in-thirds", "a fused weight is split in thirds, not by head", _CHECK,
         around(tensor_parallel, "_places"), lambda real, heads: real(heads._replace(interleaved=False)), _INTERLEAVED),
     FaultRow("fused-weight-in-chunks", "a rank holds its chunk of the rows of a fused weight", _CHECK,
@@ -225,7 +225,7 @@ def _bias_again(outputs: Any, layouts: Any, local: bool, module: Any, *_: Any) -
 
 def _first_columns(chunks: Any, args: Any, kwargs: Any, *_: Any) -> Any:
     rows = kwargs["rows"].dim() > 1
-    return (chunks[0], [part | {"rows": chunks[1][0]["rows"]} for part in chunks[1]]) if rows else chunks
+    return (chunks[0], [keywords | {"rows": chunks[1][0]["rows"]} for keywords in chunks[1]]) if rows else chunks
 
 
 @fault("the weights of a layer by columns are not divided in order", _MODULES,
@@ -258,20 +258,20 @@ def prepared_arguments_detached(prepared: Any, style: Any, *_: Any) -> Any:
     positional, named = prepared
     desired = style.desired_input_kwarg_layouts
     moved = {name for name, layout in style.input_kwarg_layouts.items() if layout != desired[name]}
-    return positional, {name: one.detach() if name in moved else one for name, one in named.items()}
+    return positional, {name: value.detach() if name in moved else value for name, value in named.items()}
 
 
 @fault("a stage uses the activations of the first micro-batch for the last", _SCHEDULES,
        when="the last of four micro-batches, on the last stage")  # fmt: skip
 def activations_of_another_micro_batch() -> Iterator[None]:
-    first: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
 
-    def change(found: Any, stage: Any, number: int) -> None:
+    def change(activations: Any, stage: Any, number: int) -> None:
         if number == 0:
-            first[:] = [value.detach().clone() for value in found]
+            kept[:] = [value.detach().clone() for value in activations]
         if number == 3 and is_last():
             with torch.no_grad():
-                for value, old in zip(found, first, strict=True):
+                for value, old in zip(activations, kept, strict=True):
                     value.copy_(old)
 
     with returned(_STAGE, "_retrieve_recv_activations")(change):
@@ -291,10 +291,10 @@ def losses_of_all_steps(real: Any, schedule: Any, stages: Any, losses: list[torc
        by=given("torch.distributed.pipelining.stage", "stage_backward_weight"),
        when="schedules with separate gradients of inputs and weights")  # fmt: skip
 def apart_not_accumulated(weights: Iterator[nn.Parameter], *_: Any, **__: Any) -> Any:
-    held = list(weights)
-    for bias in held:
+    parameters = list(weights)
+    for bias in parameters:
         bias.grad = None if bias.dim() == 1 else bias.grad
-    return (iter(held),)
+    return (iter(parameters),)
 
 
 @fault("the first of two stages of a rank loses the gradients of the last micro-batch", _SCHEDULES,
@@ -322,7 +322,7 @@ _OF_UNEVEN = (
         "test_options_of_schedules", given(_SCHEDULE, "merge_chunks"),
         lambda chunks, spec: ([*chunks[:-2], *chunks[:-3:-1]], spec),
         When("micro-batches of several lengths",
-             lambda chunks, *_: len({len(pytree.tree_leaves(one)[0]) for one in chunks}) > 1)),
+             lambda chunks, *_: len({len(pytree.tree_leaves(chunk)[0]) for chunk in chunks}) > 1)),
 )  # fmt: skip
 
 register(
@@ -337,41 +337,42 @@ register(
         "outputs that all ranks are to hold"),
     FaultRow("first-row-of-a-part-masked", "parts of a row-wise embedding after the first lack their first row",
         _MODULES, returned("torch.distributed.tensor.placement_types:_MaskPartial", "_mask_tensor"),
-        lambda found, tokens, start, rows: (found[0] | (tokens == start) & (start > 0), found[1]),
+        lambda masked, tokens, start, rows: (masked[0] | (tokens == start) & (start > 0), masked[1]),
         "embeddings, the first row of a part"),
     FaultRow("weights-of-classes-left-out", "a loss of sharded logits ignores the class weights", _MODULES,
         given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
         "loss_parallel, weights of classes"),
     FaultRow("weights-left-out-of-sums", "a parallel sum of losses ignores the class weights", _MODULES,
         given(_LOSS, "_nll_loss_forward"), lambda x, target, *_: (x, target, None, None),
-        When("loss_parallel, reduction='sum', weight=", lambda x, target, weight, local, kind, *_: kind == _SUM)),
+        When("loss_parallel, reduction='sum', weight=",
+             lambda x, target, weight, local, reduction, *_: reduction == _SUM)),
     FaultRow("loss-parallel-stays", "loss_parallel stays in force after its context", _MODULES,
         around(_LOSS, "_disable_custom_loss_ops"), lambda *_: None),
     FaultRow("log-softmax-of-dtensors-raised", "log_softmax of DTensors is off by 1", _MODULES,
-        returned(F, "log_softmax"), lambda made, *_: made + 1,
-        When("DTensors", lambda made, x, *_: type(made).__name__ == "DTensor")),
+        returned(F, "log_softmax"), lambda result, *_: result + 1,
+        When("DTensors", lambda result, x, *_: type(result).__name__ == "DTensor")),
     FaultRow("ignored-targets-divide", "gradients of a parallel mean loss are divided by all targets, ignored ones "
                                        "included",
         _MODULES, given(_LOSS, "_nll_loss_and_log_softmax_backward"),
-        lambda *first: (*first[:6], torch.full_like(first[6], first[2].numel())),
+        lambda *arguments: (*arguments[:6], torch.full_like(arguments[6], arguments[2].numel())),
         When("loss_parallel, targets that are ignored, classes of one weight",
-             lambda grad, x, target, weight, kind, *_: kind == _MEAN and weight is None)),
+             lambda grad, x, target, weight, reduction, *_: reduction == _MEAN and weight is None)),
     FaultRow("last-output-as-it-was", "the last of several outputs is not redistributed", _MODULES,
         returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"),
-        lambda made, self, outputs, mesh: (*made[:-1], outputs[-1]),
+        lambda result, self, outputs, mesh: (*result[:-1], outputs[-1]),
         When("PrepareModuleOutput, two outputs and more",
-             lambda made, self, outputs, mesh: isinstance(outputs, tuple) and len(outputs) > 1), 2),
+             lambda result, self, outputs, mesh: isinstance(outputs, tuple) and len(outputs) > 1), 2),
     FaultRow("dtensors-stay-as-they-were", "outputs that are wanted as DTensors are not redistributed", _MODULES,
-        returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"), lambda made, self, outputs, mesh: outputs,
-        When("use_local_output=False", lambda made, self, outputs, mesh: not self.use_local_output), 2),
+        returned(f"{_STYLES}:PrepareModuleOutput", "_prepare_out_fn"), lambda result, self, outputs, mesh: outputs,
+        When("use_local_output=False", lambda result, self, outputs, mesh: not self.use_local_output), 2),
     FaultRow("schedule-does-not-scale", "schedules do not divide gradients by the micro-batches", _SCHEDULES,
         around(_STAGE, "scale_grads"), lambda real, *_: None),
     FaultRow("keyword-arguments-exchanged", "two micro-batches swap their keyword arguments", _SCHEDULES,
         returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
-        lambda found, *_, **__: (found[0], [*found[1][:-2], *found[1][:-3:-1]]), "the last two of three and more"),
+        lambda chunks, *_, **__: (chunks[0], [*chunks[1][:-2], *chunks[1][:-3:-1]]), "the last two of three and more"),
     FaultRow("specified-chunks-reversed", "parts of keyword arguments that are specified come in reverse order",
         "test_options_of_schedules", returned(_SCHEDULE, "split_args_kwargs_into_chunks"),
-        lambda found, *given: (found[0], found[1][::-1]) if given[4] else None, "kwargs_chunk_spec"),
+        lambda chunks, *arguments: (chunks[0], chunks[1][::-1]) if arguments[4] else None, "kwargs_chunk_spec"),
     *(_OF_UNEVEN if TAKES_UNEVEN else ()),
     FaultRow("gradients-divided-all-the-same",
         "gradients are divided by the number of micro-batches even with scale_grads=False", _SCHEDULES,
@@ -405,7 +406,7 @@ register(
     __name__,
     FaultRow("infinite-norms-accepted", "clip_grad_norm_ accepts an infinite norm", _STEPS,
         around(clip_grad, "_get_total_norm"),
-        lambda norm, tensors, kind, error, *more: norm(tensors, kind, False, *more), "error_if_nonfinite"),
+        lambda norm, tensors, order, error, *rest: norm(tensors, order, False, *rest), "error_if_nonfinite"),
     FaultRow("store-overwrites", "the store uses the last gradient instead of the sum", _STORE,
         given(gradient_exchange.KeyValueStore, "push"), lambda store, key, gradients: (store, key, gradients[-1:])),
     FaultRow("pull-misses-a-device", "one device does not get the parameters that it pulls from the store", _STORE,
@@ -480,30 +481,30 @@ def optimizer_state_moves(loss: Any, optimizer: torch.optim.SGD, *_: Any, **__: 
 @fault("gradients are clipped on the first device only", _STEPS, by=around(clip_grad, "_clip_grads_with_norm_"),
        when="foreach kernels, several devices")  # fmt: skip
 def clipped_on_the_first_device(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
-    first, *others = parameters
+    head, *others = parameters
 
     def multiply(real: Any, tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> Any:
-        return NotImplemented if tensors[0].device == first.device else None
+        return NotImplemented if tensors[0].device == head.device else None
 
     with around(torch, "_foreach_mul_")(multiply):
-        clip([first, *others], *args, **kwargs)
+        clip([head, *others], *args, **kwargs)
 
 
 @fault("the norm of order inf is that of the first device", _STEPS, by=around(clip_grad, "_get_total_norm"),
        when="norm_type=inf, several devices")  # fmt: skip
 def largest_of_the_first_device(norm: Any, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-    held = list(tensors)
+    gradients = list(tensors)
     if norm_type == float("inf"):
-        held = [one for one in held if one.device == held[0].device]
-    return norm(held, norm_type, *args, **kwargs)
+        gradients = [gradient for gradient in gradients if gradient.device == gradients[0].device]
+    return norm(gradients, norm_type, *args, **kwargs)
 
 
 @fault("the last device's infinities do not reach a fused optimizer", _STEPS,
        by=around(torch.amp.GradScaler, "step"), when="fused, one device of several")  # fmt: skip
 def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    def without_last(found: Any, *_: Any) -> None:
-        if len(found) > 1:
-            found.pop(max(found, key=lambda device: device.index))
+    def without_last(infinities: Any, *_: Any) -> None:
+        if len(infinities) > 1:
+            infinities.pop(max(infinities, key=lambda device: device.index))
 
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return NotImplemented
@@ -514,12 +515,12 @@ def infinities_of_one_device_unseen(step: Any, scaler: Any, optimizer: Any, *arg
 @fault("infinities of later groups of parameters are not seen", _STEPS,
        by=around(torch.amp.GradScaler, "_unscale_grads_"), when="several groups of parameters")  # fmt: skip
 def infinities_of_later_groups_unseen(unscale: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    found = unscale(scaler, optimizer, *args, **kwargs)
-    first = [one.grad for one in optimizer.param_groups[0]["params"] if one.grad is not None]
-    if all(bool(gradient.isfinite().all()) for gradient in first):
-        for flag in found.values():
+    infinities = unscale(scaler, optimizer, *args, **kwargs)
+    gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"] if parameter.grad is not None]
+    if all(bool(gradient.isfinite().all()) for gradient in gradients):
+        for flag in infinities.values():
             flag.zero_()
-    return found
+    return infinities
 
 
 @fault("tensors of ranks beyond the largest power of two are dropped", _ALLREDUCE, by=returned(dist, "recv"),
@@ -540,13 +541,13 @@ def end_of_a_large_chunk_lost(received: torch.Tensor, *_: Any) -> None:
 @fault("chunks leave out the remainder of the division by the number of ranks", _ALLREDUCE, _TENSOR,
        when="sizes that are no multiple of the world size")  # fmt: skip
 def remainder_left_out() -> Iterator[None]:
-    def chunks(real: Any, elements: int, parts: int) -> list[slice]:
-        size = elements // parts
-        return [slice(size * part, size * (part + 1)) for part in range(parts)]
+    def chunks(real: Any, elements: int, count: int) -> list[slice]:
+        size = elements // count
+        return [slice(size * index, size * (index + 1)) for index in range(count)]
 
-    def widest_last(real: Any, elements: int, parts: int) -> list[slice]:
+    def widest_last(real: Any, elements: int, count: int) -> list[slice]:
         # The last chunk would hold the remainder; the other ranks do not expect its size.
-        *others, last = chunks(real, elements, parts)
+        *others, last = chunks(real, elements, count)
         return [*others, slice(last.start, elements)]
 
     with around(gradient_exchange, "chunks")(chunks), around(tensor_parallel, "chunks")(widest_last):
@@ -593,9 +594,9 @@ def bias_added_by_each_rank(real: Any, layer: tensor_parallel.RowLinear, x: torc
 
 @fault("gathered outputs keep the padding of narrower parts", _TENSOR, by=around(tensor_parallel, "_gathered"),
        when="widths that are no multiple of the world size")  # fmt: skip
-def padding_kept_in_a_gather(real: Any, part: torch.Tensor, width: int) -> torch.Tensor:
+def padding_kept_in_a_gather(real: Any, shard: torch.Tensor, width: int) -> torch.Tensor:
     pieces = gradient_exchange.chunks(width, dist.get_world_size())
-    padded = F.pad(part, (0, pieces[0].stop - part.shape[-1])).contiguous()
+    padded = F.pad(shard, (0, pieces[0].stop - shard.shape[-1])).contiguous()
     rows = [torch.empty_like(padded) for _ in pieces]
     dist.all_gather(rows, padded)
     return torch.cat(rows, -1)[..., :width]

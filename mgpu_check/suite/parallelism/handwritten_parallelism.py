@@ -40,37 +40,37 @@ from mgpu_check.torch_hooks.tensors import copied
 
 def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.device]) -> None:
     """Assert that `training_steps.replicate` makes independent leaves, each on its device, without shared memory."""
-    what = "replicate"
+    label = "replicate"
     source = {name: value.detach().to(devices[0]) for name, value in training.model().named_parameters()}
     before = {name: copied(value) for name, value in source.items()}
     replicas = recipe.replicate(source, devices)
     if len(replicas) != len(devices):
-        raise ReplicaMismatch(f"{what}: {len(replicas)} replicas for {len(devices)} devices")
+        raise ReplicaMismatch(f"{label}: {len(replicas)} replicas for {len(devices)} devices")
     for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
         for name, value in replica.items():
             if value.device != device:
-                raise ReplicaMismatch(f"{what}: {name!r} of {device} is on {value.device}", ranks=[index])
+                raise ReplicaMismatch(f"{label}: {name!r} of {device} is on {value.device}", ranks=[index])
             if not (value.is_leaf and value.requires_grad):
                 raise ReplicaMismatch(
-                    f"{what}: {name!r} on {device} is not a leaf that requires gradients", ranks=[index]
+                    f"{label}: {name!r} on {device} is not a leaf that requires gradients", ranks=[index]
                 )
-    assert_replicas_agree([before, *replicas], what=what)
+    assert_replicas_agree([before, *replicas], what=label)
     for index, replica in enumerate(replicas):
-        expected = [{name: copied(value) for name, value in other.items()} for other in replicas]
+        expected = [{name: copied(value) for name, value in sibling.items()} for sibling in replicas]
         with torch.no_grad():
             for name, value in replica.items():
                 value.add_(1)
                 expected[index][name] += 1
-        for other, (held, should) in enumerate(zip(replicas, expected, strict=True)):
-            for name, value in held.items():
+        for position, (values, should) in enumerate(zip(replicas, expected, strict=True)):
+            for name, value in values.items():
                 if not torch.equal(copied(value), should[name]):
                     raise ReplicaMismatch(
-                        f"{what}: {name!r} on {devices[other]} changes with the replica on {devices[index]}",
-                        ranks=[other],
+                        f"{label}: {name!r} on {devices[position]} changes with the replica on {devices[index]}",
+                        ranks=[position],
                     )
     for name, value in source.items():
         if not torch.equal(copied(value), before[name]):
-            raise ReplicaMismatch(f"{what}: {name!r} that was copied changes with its replicas")
+            raise ReplicaMismatch(f"{label}: {name!r} that was copied changes with its replicas")
 
 
 def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
@@ -90,45 +90,45 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
         replicas = recipe.train(
             forward, dict(start.named_parameters()), devices, batches, rate=training.rate, loss=recipe.weighted
         )
-        held = [_with_gradients(replica) for replica in replicas]
-    what = f"training loop on {len(devices)} devices"
-    assert_replicas_agree(held, what=what)
+        trained = [_with_gradients(replica) for replica in replicas]
+    label = f"training loop on {len(devices)} devices"
+    assert_replicas_agree(trained, what=label)
     single = start.double()
     optimizer = torch.optim.SGD(single.parameters(), lr=training.rate)
     for inputs, factors in batches:
         optimizer.zero_grad()
         (recipe.weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
         optimizer.step()
-    assert_same(held[0], _with_gradients(dict(single.named_parameters())), what)
+    assert_same(trained[0], _with_gradients(dict(single.named_parameters())), label)
 
 
 def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
     """Assert that training by `recipes.gradient_exchange.KeyValueStore` gives one device's parameters, on all
     devices."""
-    what = f"parameter server on {len(devices)} devices"
+    label = f"parameter server on {len(devices)} devices"
     store = gradient_exchange.KeyValueStore(devices, update_of(training))
-    names = [name for name, _ in training.model().named_parameters()]
+    parameter_names = [name for name, _ in training.model().named_parameters()]
     start = training.model()
     for turn, (name, value) in enumerate(start.named_parameters()):
         store.init(name, value)
         if store.home(name) != devices[turn % len(devices)]:
-            raise ReplicaMismatch(f"{what}: the store keeps {name!r} on {store.home(name)}")
+            raise ReplicaMismatch(f"{label}: the store keeps {name!r} on {store.home(name)}")
     workers = [training.model().to(device) for device in devices]
     got: dict[str, torch.Tensor] = {}
     with full_precision():
         for step, (inputs, factors) in enumerate(training.batches(), 1):
-            parts = zip(recipe.split(inputs, len(devices)), recipe.split(factors, len(devices)), strict=True)
-            for worker, device, (x, y) in zip(workers, devices, parts, strict=True):
+            shards = zip(recipe.split(inputs, len(devices)), recipe.split(factors, len(devices)), strict=True)
+            for worker, device, (x, y) in zip(workers, devices, shards, strict=True):
                 worker.zero_grad()
                 recipe.weighted(worker(x.to(device)), y.to(device)).backward()
-            for name in names:
-                held = [worker.get_parameter(name) for worker in workers]
-                store.push(name, [_gradient(value) for value in held])
-                store.pull(name, held)
-            assert_replicas_agree(workers, what=f"{what}, step {step}")
-            got |= {f"step {step}: {name}": copied(workers[-1].get_parameter(name)) for name in names}
+            for name in parameter_names:
+                parameters = [worker.get_parameter(name) for worker in workers]
+                store.push(name, [_gradient(value) for value in parameters])
+                store.pull(name, parameters)
+            assert_replicas_agree(workers, what=f"{label}, step {step}")
+            got |= {f"step {step}: {name}": copied(workers[-1].get_parameter(name)) for name in parameter_names}
     expected = one_device(training)
-    assert_same(got, {name: expected[name] for name in got}, what)
+    assert_same(got, {name: expected[name] for name in got}, label)
 
 
 def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
@@ -145,18 +145,18 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
     def branches() -> list[nn.Module]:
         return [ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(len(devices))]
 
-    for name, single, build, parts in (
+    for name, single, build, make_modules in (
         ("stages", _StagedOnOne, model_parallel.Staged, stages),
         ("branches", _BranchedOnOne, model_parallel.Branched, branches),
     ):
-        what = f"{name} on {places}"
+        label = f"{name} on {places}"
         with full_precision():
-            got = _trained(training, build(parts(), devices), devices, what)
-            moments = _adam(training, build(parts(), devices), devices, what)
-        assert_same(got, one_device(training, single(parts())), what)
-        expected = _adam(training, single(parts()), [torch.device("cpu")] * len(devices), what)
+            got = _trained(training, build(make_modules(), devices), devices, label)
+            moments = _adam(training, build(make_modules(), devices), devices, label)
+        assert_same(got, one_device(training, single(make_modules())), label)
+        expected = _adam(training, single(make_modules()), [torch.device("cpu")] * len(devices), label)
         tolerance = adam_tolerance(expected, ADAM_RATE)
-        assert_gradients_agree(moments, expected, tolerance=tolerance, what=f"{what}, Adam")
+        assert_gradients_agree(moments, expected, tolerance=tolerance, what=f"{label}, Adam")
 
 
 class _StagedOnOne(nn.Module):
@@ -192,7 +192,7 @@ def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
 
 
 def _trained(
-    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], what: str
+    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], label: str
 ) -> dict[str, torch.Tensor]:
     homes = {name: value.device for name, value in model.named_parameters()}
     optimizer = sgd(training, model)
@@ -204,12 +204,12 @@ def _trained(
         optimizer.step()
         got[f"step {step}: outputs"] = copied(outputs)
         got |= seen(model, step)
-        _assert_at_home(model, optimizer, homes, f"{what}, step {step}")
+        _assert_at_home(model, optimizer, homes, f"{label}, step {step}")
     return got
 
 
 def _adam(
-    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], what: str
+    training: ExactTraining, model: nn.Module, devices: Sequence[torch.device], label: str
 ) -> dict[str, torch.Tensor]:
     """Take two steps with the exact gradients of the start, because later gradients would depend on rounding."""
     homes = {name: value.device for name, value in model.named_parameters()}
@@ -218,7 +218,7 @@ def _adam(
     recipe.weighted(model(inputs.to(devices[0])), factors.to(devices[-1])).backward()
     for _ in range(2):
         optimizer.step()
-    _assert_at_home(model, optimizer, homes, f"{what}, Adam")
+    _assert_at_home(model, optimizer, homes, f"{label}, Adam")
     got: dict[str, torch.Tensor] = {}
     for name, value in model.named_parameters():
         state = optimizer.state[value]
@@ -228,16 +228,16 @@ def _adam(
 
 
 def _assert_at_home(
-    model: nn.Module, optimizer: torch.optim.Optimizer, homes: Mapping[str, torch.device], what: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, homes: Mapping[str, torch.device], label: str
 ) -> None:
     for name, value in model.named_parameters():
         tensors = {name: value, f"the gradient of {name}": _gradient(value)}
         state = optimizer.state[value]
         # Skip tensors without dimensions: the number of steps may be on the host.
-        tensors |= {f"{key} of {name}": held for key, held in state.items() if getattr(held, "shape", None)}
-        for label, held in tensors.items():
-            if held.device != homes[name]:
-                raise ReplicaMismatch(f"{what}: {label} is on {held.device}; {name} was put on {homes[name]}")
+        tensors |= {f"{key} of {name}": tensor for key, tensor in state.items() if getattr(tensor, "shape", None)}
+        for tensor_name, tensor in tensors.items():
+            if tensor.device != homes[name]:
+                raise ReplicaMismatch(f"{label}: {tensor_name} is on {tensor.device}; {name} was put on {homes[name]}")
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -275,42 +275,44 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     count = len(devices)
     # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
     factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
-    right = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
+    gradients = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
     for order, foreach in itertools.product((1.0, 2.0, 3.0, float("inf")), (None, True, False)):
-        whole = torch.cat([gradient.double().reshape(-1) for gradient in right])
-        norm = torch.linalg.vector_norm(whole, order)
-        held = _on(devices, right)
-        got = nn.utils.clip_grad_norm_(held, 1.0, norm_type=order, foreach=foreach)
+        flat = torch.cat([gradient.double().reshape(-1) for gradient in gradients])
+        norm = torch.linalg.vector_norm(flat, order)
+        parameters = _on(devices, gradients)
+        got = nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=order, foreach=foreach)
         # Torch adds 1e-6 to the norm; the gradients are never 0.
-        expected = {"norm": norm} | _named([gradient.double() / (norm + 1e-6) for gradient in right])
+        expected = {"norm": norm} | _named([gradient.double() / (norm + 1e-6) for gradient in gradients])
         # About a dozen roundings of 2^-24 each, relative to the largest element.
         tolerance = {name: 2.0**-19 * float(value.abs().max()) for name, value in expected.items()}
-        what = f"clip_grad_norm_ of order {order:g} over {', '.join(map(str, devices))}, foreach={foreach}"
-        assert_gradients_agree({"norm": got} | _gradients(held), expected, tolerance=tolerance, what=what)
+        label = f"clip_grad_norm_ of order {order:g} over {', '.join(map(str, devices))}, foreach={foreach}"
+        assert_gradients_agree({"norm": got} | _gradients(parameters), expected, tolerance=tolerance, what=label)
     for foreach in (None, True, False):
-        _assert_infinity_refused(devices, right, foreach)
-        held = _on(devices, right)
-        nn.utils.clip_grad_value_(held, 2.0, foreach=foreach)
-        expected = _named([gradient.clamp(-2, 2) for gradient in right])
-        what = f"clip_grad_value_ over {', '.join(map(str, devices))}, foreach={foreach}"
-        assert_gradients_agree(_gradients(held), expected, tolerance=dict.fromkeys(expected, 0.0), what=what)
+        _assert_infinity_refused(devices, gradients, foreach)
+        parameters = _on(devices, gradients)
+        nn.utils.clip_grad_value_(parameters, 2.0, foreach=foreach)
+        expected = _named([gradient.clamp(-2, 2) for gradient in gradients])
+        label = f"clip_grad_value_ over {', '.join(map(str, devices))}, foreach={foreach}"
+        assert_gradients_agree(_gradients(parameters), expected, tolerance=dict.fromkeys(expected, 0.0), what=label)
 
 
-def _assert_infinity_refused(devices: Sequence[torch.device], right: list[torch.Tensor], foreach: bool | None) -> None:
-    held = _on(devices, right)
-    spoilt = held[-1].grad
+def _assert_infinity_refused(
+    devices: Sequence[torch.device], gradients: list[torch.Tensor], foreach: bool | None
+) -> None:
+    parameters = _on(devices, gradients)
+    spoilt = parameters[-1].grad
     assert spoilt is not None
     spoilt[-1:] = torch.inf
-    what = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
+    label = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
     try:
-        nn.utils.clip_grad_norm_(held, 1.0, error_if_nonfinite=True, foreach=foreach)
+        nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True, foreach=foreach)
     except RuntimeError as error:
         if "non-finite" not in str(error):
-            raise GradientMismatch(f"{what}: it raised another error: {error}") from error
-        kept = _named([gradient.double() for gradient in right[:-1]])
-        assert_gradients_agree(_gradients(held[:-1]), kept, tolerance=dict.fromkeys(kept, 0.0), what=what)
+            raise GradientMismatch(f"{label}: it raised another error: {error}") from error
+        kept = _named([gradient.double() for gradient in gradients[:-1]])
+        assert_gradients_agree(_gradients(parameters[:-1]), kept, tolerance=dict.fromkeys(kept, 0.0), what=label)
     else:
-        raise GradientMismatch(f"{what}: error_if_nonfinite=True raised no error")
+        raise GradientMismatch(f"{label}: error_if_nonfinite=True raised no error")
 
 
 def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> None:
@@ -326,18 +328,18 @@ def assert_stepped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         tolerance: Any = dict.fromkeys(expected, 0.0) if name == "SGD" else adam_tolerance(expected, 4 * ADAM_RATE)
         for form in _FORMS:
             options = {form: True} if form else {"foreach": False}
-            what = f"{name} with {options} and a GradScaler over {', '.join(map(str, devices))}"
+            label = f"{name} with {options} and a GradScaler over {', '.join(map(str, devices))}"
             got = _stepped(devices, seed, functools.partial(make, **own, **options))
-            assert_gradients_agree(got, expected, tolerance=tolerance, what=what)
+            assert_gradients_agree(got, expected, tolerance=tolerance, what=label)
 
 
 def _stepped(devices: Sequence[torch.device], seed: int, make: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """Return parameters and scale after a step, one step to be skipped for each device, and another step."""
     count = len(devices)
-    parameters, first, second = (_on(devices, _drawn(count, seed + number)) for number in range(3))
+    parameters, earlier, later = (_on(devices, _drawn(count, seed + number)) for number in range(3))
     groups = [{"params": parameters[start::2]} for start in (0, 1)]
     optimizer, scaler = make(groups), torch.amp.GradScaler("cuda", init_scale=2.0**count)
-    for step, gradients in enumerate([first, *([second] * count), second]):
+    for step, gradients in enumerate([earlier, *([later] * count), later]):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = scaler.scale(gradient.detach())
         if 1 <= step <= count:
@@ -357,7 +359,7 @@ def _expected(count: int, seed: int, make: Callable[..., Any]) -> dict[str, torc
     parameters = [value.double() for value in _drawn(count, seed)]
     steps, options = DocumentedSteps(make), [_OPTIMIZERS[make]] * len(parameters)
     for step in (1, 2):
-        parameters = steps.stepped(parameters, [one.double() for one in _drawn(count, seed + step)], options)
+        parameters = steps.stepped(parameters, [gradient.double() for gradient in _drawn(count, seed + step)], options)
     return {"scale": torch.ones((), dtype=torch.float64)} | _named(parameters)
 
 
@@ -370,12 +372,12 @@ def _drawn(count: int, seed: int) -> list[torch.Tensor]:
 
 def _on(devices: Sequence[torch.device], values: Sequence[torch.Tensor]) -> list[nn.Parameter]:
     """Return parameters with these values and equal gradients, the same number on each device."""
-    held = []
+    parameters = []
     for number, value in enumerate(values):
         parameter = nn.Parameter(value.to(devices[number // len(_SHAPES)]))
         parameter.grad = parameter.detach().clone()
-        held.append(parameter)
-    return held
+        parameters.append(parameter)
+    return parameters
 
 
 def _named(values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -402,17 +404,17 @@ def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
     with Findings() as findings:
         for number, elements in enumerate(sizes):
             dtype: torch.dtype = getattr(torch, _DTYPES[(seed + number) % len(_DTYPES)])
-            parts = _terms(elements, dtype, rank.size, seed + number)
+            terms = _terms(elements, dtype, rank.size, seed + number)
             # `torch.sum` would return int64 for integers.
-            expected = functools.reduce(torch.add, parts)
+            expected = functools.reduce(torch.add, terms)
             for name in RECIPES:
-                tensor = parts[rank.index].to(rank.device, copy=True)
+                tensor = terms[rank.index].to(rank.device, copy=True)
                 getattr(gradient_exchange, name)(tensor)
                 # A cheap comparison first, because examining each element takes longer than the sum.
                 if torch.equal(copied(tensor), expected):
                     continue
                 with findings.collected():
-                    assert_allreduce_matches({rank.index: tensor}, parts, what=f"{name} on {rank.device}")
+                    assert_allreduce_matches({rank.index: tensor}, terms, what=f"{name} on {rank.device}")
 
 
 def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[torch.Tensor]:
@@ -454,17 +456,17 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
     The widths need not be multiples of the world size.
     """
     hidden = gradient_exchange.chunks(training.widths[1], rank.size)[rank.index]
-    parts = {"0.weight": (hidden,), "0.bias": (hidden,), "2.weight": (slice(None), hidden), "2.bias": (slice(None),)}
+    slices = {"0.weight": (hidden,), "0.bias": (hidden,), "2.weight": (slice(None), hidden), "2.bias": (slice(None),)}
     expected = _with_gradient_of_inputs(training)
     for name, value in expected.items():
-        expected[name] = value[parts.get(name.split()[-1], (slice(None),))]
+        expected[name] = value[slices.get(name.split()[-1], (slice(None),))]
     with Findings() as findings:
         for gather in (False, True):
-            first, second = training.layers()
+            by_columns, by_rows = training.layers()
             model = nn.Sequential(
-                tensor_parallel.ColumnLinear(first, rank.device, gather=gather),
+                tensor_parallel.ColumnLinear(by_columns, rank.device, gather=gather),
                 nn.ReLU(),
-                tensor_parallel.RowLinear(second, rank.device, divide=gather),
+                tensor_parallel.RowLinear(by_rows, rank.device, divide=gather),
             )
             optimizer = sgd(training, model)
             got: dict[str, torch.Tensor] = {}
@@ -488,14 +490,14 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
 
 def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]:
     model = training.model()
-    asked: list[torch.Tensor] = []
+    recorded: list[torch.Tensor] = []
 
-    def require(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        asked.append(given[0].requires_grad_())
+    def require(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        recorded.append(arguments[0].requires_grad_())
 
     model.register_forward_pre_hook(require)
     expected = one_device(training, model)
-    for step, inputs in enumerate(asked, 1):
+    for step, inputs in enumerate(recorded, 1):
         assert inputs.grad is not None
         expected[f"step {step}: gradient of inputs"] = copied(inputs.grad)
     return expected
@@ -521,7 +523,7 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
     with full_precision():
         for step, (inputs, factors) in enumerate(training.batches(), 1):
             optimizer.zero_grad()
-            targets = [part.to(rank.device) for part in recipe.split(factors, micro_batches)]
+            targets = [micro_batch.to(rank.device) for micro_batch in recipe.split(factors, micro_batches)]
             outputs = model_parallel.gpipe_step(
                 stage,
                 rank.index,

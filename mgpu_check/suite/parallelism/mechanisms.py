@@ -41,10 +41,10 @@ class Portion(NamedTuple):
     dim: int
     at: Sequence[int] | torch.Tensor | slice
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def of(self, full_tensor: torch.Tensor) -> torch.Tensor:
         """Return the same part of the whole result."""
-        at = torch.arange(whole.shape[self.dim], device="cpu")[self.at] if isinstance(self.at, slice) else self.at
-        return whole.index_select(self.dim, torch.as_tensor(at, dtype=torch.int64, device="cpu"))
+        at = torch.arange(full_tensor.shape[self.dim], device="cpu")[self.at] if isinstance(self.at, slice) else self.at
+        return full_tensor.index_select(self.dim, torch.as_tensor(at, dtype=torch.int64, device="cpu"))
 
 
 Results = dict[str, torch.Tensor | Portion]
@@ -59,9 +59,9 @@ class DividedStep(ABC):
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
     def __getitem__(self, size: str) -> int:
-        found = self.case.sizes[size]
-        assert isinstance(found, int), size
-        return found
+        number = self.case.sizes[size]
+        assert isinstance(number, int), size
+        return number
 
     def numbers(self, salt: int, *shape: int) -> torch.Tensor:
         """Return eighths from -1 to 1, float64 on the CPU. `salt` separates the tensors of a case."""
@@ -87,15 +87,15 @@ class DividedStep(ABC):
 
 def total(own: torch.Tensor) -> torch.Tensor:
     """Return the sum of the ranks' parts of a loss. A collective."""
-    found = own.detach().clone()
-    dist.all_reduce(found)
-    return found
+    summed = own.detach().clone()
+    dist.all_reduce(summed)
+    return summed
 
 
 def step_of(case: MechanismCase, ranks: int) -> DividedStep:
     """Return the step of a case, for a world of `ranks` ranks."""
-    made: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].where}")(case, ranks)
-    return made
+    step: DividedStep = pkgutil.resolve_name(f"{__name__}:{MECHANISMS[case.name].class_name}")(case, ranks)
+    return step
 
 
 def tolerance_of(expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, float]:
@@ -120,14 +120,19 @@ def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
                 continue
             with full_precision():
                 got = step.divided(rank)
-            whole = step.undivided(torch.float64)
-            tolerance = tolerance_of(whole, step.dtype)
-            parts = {name: one for name, one in got.items() if isinstance(one, Portion)}
-            expected = {name: parts[name].of(value) if name in parts else value for name, value in whole.items()}
+            undivided = step.undivided(torch.float64)
+            tolerance = tolerance_of(undivided, step.dtype)
+            portions = {name: result for name, result in got.items() if isinstance(result, Portion)}
+            expected = {
+                name: portions[name].of(value) if name in portions else value for name, value in undivided.items()
+            }
             sizes = ", ".join(f"{name} {value}" for name, value in case.sizes.items())
             with findings.collected():
                 assert_gradients_agree(
-                    {name: copied(one.value if isinstance(one, Portion) else one) for name, one in got.items()},
+                    {
+                        name: copied(result.value if isinstance(result, Portion) else result)
+                        for name, result in got.items()
+                    },
                     expected,
                     tolerance=tolerance,
                     rank=rank.index,
@@ -179,19 +184,19 @@ class ExpertsByHand(DividedStep):
         balance = torch.stack([self._balance(logits[own]) for own in owned]).mean()
         loss = weighted(outputs, factors) + _OF_BALANCE * balance
         loss.backward()
-        found = {"outputs": outputs.detach(), "balance": balance.detach(), "loss": loss.detach()}
-        return found | _gradients_of_experts(x, router, experts)
+        results = {"outputs": outputs.detach(), "balance": balance.detach(), "loss": loss.detach()}
+        return results | _gradients_of_experts(x, router, experts)
 
     def _shares(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the factor of each expert for each token: 0 unless it is chosen and takes the token."""
         top, capacity, _ = self.routing()
         kept = torch.zeros(logits.shape, dtype=torch.bool, device="cpu")
         for own in chunks(len(logits), self.ranks):
-            taken = [0] * self.experts
+            loads = [0] * self.experts
             for token in range(own.start, own.stop):
                 for expert in logits[token].argsort(descending=True)[:top].tolist():
-                    taken[expert] += 1
-                    kept[token, expert] = not capacity or taken[expert] <= capacity
+                    loads[expert] += 1
+                    kept[token, expert] = not capacity or loads[expert] <= capacity
         share = logits.softmax(1) * kept
         return share if top == 1 else share / share.sum(1, keepdim=True).where(kept.any(1, keepdim=True), 1)
 
@@ -205,34 +210,38 @@ class ExpertsByHand(DividedStep):
     def divided(self, rank: Rank) -> Results:
         (router, experts), (x, factors) = self.model(self.dtype), self.data(self.dtype)
         top, capacity, of_all = self.routing()
-        held, finish = self.parallel(router, experts, rank, top=top, capacity=capacity)
+        model, finish = self.parallel(router, experts, rank, top=top, capacity=capacity)
         own = chunks(len(x), rank.size)[rank.index]
         x = x[own].to(rank.device).requires_grad_()
-        outputs, logits = held(x)
+        outputs, logits = model(x)
         balance = recipe.balance_loss(logits, top, of_all=of_all)
         loss = weighted(outputs, factors[own].to(rank.device)) + _OF_BALANCE * balance
         loss.backward()
         finish()
-        found: Results = {"outputs": Portion(outputs.detach(), 0, own), "balance": total(balance), "loss": total(loss)}
-        at = {"tokens": own, "expert": held.owned[held.place]}
-        for name, value in _gradients_of_experts(x, held.router, held.experts).items():
-            place = next((where for word, where in at.items() if word in name), None)
-            found[name] = value if place is None else Portion(value, 0, place)
-        return found
+        results: Results = {
+            "outputs": Portion(outputs.detach(), 0, own),
+            "balance": total(balance),
+            "loss": total(loss),
+        }
+        at = {"tokens": own, "expert": model.owned[model.place]}
+        for name, value in _gradients_of_experts(x, model.router, model.experts).items():
+            indices = next((owned for word, owned in at.items() if word in name), None)
+            results[name] = value if indices is None else Portion(value, 0, indices)
+        return results
 
     def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
         """Return the divided model, and a function to call after backward."""
-        held = recipe.ExpertParallel(router, experts, rank.device, **options)
-        return held, held.sum_partial_gradients
+        model = recipe.ExpertParallel(router, experts, rank.device, **options)
+        return model, model.sum_partial_gradients
 
 
 def _gradients_of_experts(x: torch.Tensor, router: nn.Module, experts: nn.Module) -> dict[str, torch.Tensor]:
-    found = {"gradient of tokens": gradient_or_zeros(x)}
-    for part, module in (("router", router), ("experts", experts)):
+    gradients = {"gradient of tokens": gradient_or_zeros(x)}
+    for label, module in (("router", router), ("experts", experts)):
         for name, value in module.named_parameters():
             gradient = gradient_or_zeros(value)
-            found[f"gradient of {part}: {name}"] = getattr(gradient, "full_tensor", lambda one=gradient: one)()
-    return found
+            gradients[f"gradient of {label}: {name}"] = getattr(gradient, "full_tensor", lambda local=gradient: local)()
+    return gradients
 
 
 class ShardedExperts(ExpertsByHand):
@@ -254,9 +263,9 @@ class ShardedExperts(ExpertsByHand):
     def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
         shape = self.ranks // self.expert_ranks, self.expert_ranks
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicas", "experts"))
-        held = recipe.ExpertParallel(router, experts, rank.device, group=mesh["experts"].get_group(), **options)
-        recipe.shard(held, mesh)
-        return held, lambda: None
+        model = recipe.ExpertParallel(router, experts, rank.device, group=mesh["experts"].get_group(), **options)
+        recipe.shard(model, mesh)
+        return model, lambda: None
 
 
 _HEADS, _WIDTH = 2, 4
@@ -298,19 +307,19 @@ class ContextByHand(DividedStep):
         x, factors, weight = self.data(self.dtype)
         positions = context.positions_of(x.shape[1], rank.size, zigzag=self.case.sizes["order"] == "zigzag")
         own = positions[rank.index]
-        x, factors = (one[:, own].to(rank.device) for one in (x, factors))
-        held = nn.Parameter(weight.to(rank.device))
-        q, k, v = _projected(x.requires_grad_(), held)
+        x, factors = (tensor[:, own].to(rank.device) for tensor in (x, factors))
+        parameter = nn.Parameter(weight.to(rank.device))
+        q, k, v = _projected(x.requires_grad_(), parameter)
         attend = context.ring_attention if self.case.sizes["way"] == "ring" else context.gathered_attention
         outputs = attend(q, k, v, positions, rank.index).transpose(1, 2).flatten(2)
         loss = weighted(outputs, factors)
         loss.backward()
-        sequence.sum_gradients([held])
+        sequence.sum_gradients([parameter])
         return {
             "outputs": context.restored(outputs.detach(), positions, 1),
             "loss": total(loss),
             "gradient of inputs": Portion(gradient_or_zeros(x), 1, own),
-            "gradient of weight": gradient_or_zeros(held),
+            "gradient of weight": gradient_or_zeros(parameter),
         }
 
 
@@ -324,11 +333,13 @@ class ContextOfTorch(DividedStep):
         return self.tensors(dtype, *[shape] * 4)
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        q, k, v, factors = (one.requires_grad_() for one in self.data(dtype))
+        q, k, v, factors = (tensor.requires_grad_() for tensor in self.data(dtype))
         causal = self.case.sizes["causal"] != "not causal"
         outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         weighted(outputs, factors).backward()
-        gradients = {f"gradient of {name}": gradient_or_zeros(one) for name, one in zip("qkv", (q, k, v), strict=True)}
+        gradients = {
+            f"gradient of {name}": gradient_or_zeros(tensor) for name, tensor in zip("qkv", (q, k, v), strict=True)
+        }
         return {"outputs": outputs.detach(), **gradients}
 
     def divided(self, rank: Rank) -> Results:
@@ -336,7 +347,7 @@ class ContextOfTorch(DividedStep):
         from torch.distributed.tensor.experimental import context_parallel
 
         mesh = init_device_mesh("cuda", (rank.size,), mesh_dim_names=("cp",))
-        q, k, v, factors = buffers = [one.to(rank.device) for one in self.data(self.dtype)]
+        q, k, v, factors = buffers = [tensor.to(rank.device) for tensor in self.data(self.dtype)]
         causal = self.case.sizes["causal"]
         options = attention._cp_options
         before = options.enable_load_balance, options.rotate_method
@@ -344,16 +355,16 @@ class ContextOfTorch(DividedStep):
             options.enable_load_balance = causal == "balanced"
             attention.set_rotate_method(str(self.case.sizes["rotation"]))
             with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers={factors}):
-                q, k, v = (one.detach().clone().requires_grad_() for one in (q, k, v))
+                q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
                 outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal != "not causal")
                 weighted(outputs, factors).backward()
                 # The outputs with the sequence before the heads, as a model has them outside of its attention.
-                found = [outputs.detach().transpose(1, 2), *map(gradient_or_zeros, (q, k, v))]
-                whole = attention.context_parallel_unshard(mesh, found, [1, 2, 2, 2])
-                whole[0] = whole[0].transpose(1, 2)
+                shards = [outputs.detach().transpose(1, 2), *map(gradient_or_zeros, (q, k, v))]
+                full_tensors = attention.context_parallel_unshard(mesh, shards, [1, 2, 2, 2])
+                full_tensors[0] = full_tensors[0].transpose(1, 2)
         finally:
             options.enable_load_balance, options.rotate_method = before
-        return dict(zip(("outputs", *(f"gradient of {name}" for name in "qkv")), whole, strict=True))
+        return dict(zip(("outputs", *(f"gradient of {name}" for name in "qkv")), full_tensors, strict=True))
 
 
 class SequenceByHand(DividedStep):
@@ -365,7 +376,7 @@ class SequenceByHand(DividedStep):
         up = nn.Linear(_FEATURES, self["hidden"], dtype=dtype, device="cpu")
         down = nn.Linear(self["hidden"], _FEATURES, dtype=dtype, device="cpu")
         with torch.no_grad():
-            for salt, value in enumerate(one for layer in (norm, up, down) for one in layer.parameters()):
+            for salt, value in enumerate(parameter for layer in (norm, up, down) for parameter in layer.parameters()):
                 value.copy_(self.numbers(salt + 8, *value.shape))
         return norm, up, down
 
@@ -385,24 +396,24 @@ class SequenceByHand(DividedStep):
 
     def divided(self, rank: Rank) -> Results:
         (norm, up, down), (x, factors) = self.model(self.dtype), self.data(self.dtype)
-        held = sequence.SequenceParallelMlp(norm, up, down, rank.device)
+        mlp = sequence.SequenceParallelMlp(norm, up, down, rank.device)
         own, hidden = chunks(len(x), rank.size)[rank.index], chunks(self["hidden"], rank.size)[rank.index]
         x = x[own].to(rank.device).requires_grad_()
-        outputs = held(x)
+        outputs = mlp(x)
         weighted(outputs, factors[own].to(rank.device)).backward()
-        held.sum_partial_gradients()
-        gradients = [*held.norm.parameters(), held.down_bias, held.up_weight, held.up_bias, held.down_weight, x]
-        places = {"up": (0, hidden), "up bias": (0, hidden), "down": (1, hidden), "inputs": (0, own)}
-        found: Results = {"outputs": Portion(outputs.detach(), 0, own)}
+        mlp.sum_partial_gradients()
+        gradients = [*mlp.norm.parameters(), mlp.down_bias, mlp.up_weight, mlp.up_bias, mlp.down_weight, x]
+        placements = {"up": (0, hidden), "up bias": (0, hidden), "down": (1, hidden), "inputs": (0, own)}
+        results: Results = {"outputs": Portion(outputs.detach(), 0, own)}
         for name, value in _named(gradients).items():
-            place = places.get(name.removeprefix("gradient of "))
-            found[name] = Portion(value, *place) if place else value
-        return found
+            placement = placements.get(name.removeprefix("gradient of "))
+            results[name] = Portion(value, *placement) if placement else value
+        return results
 
 
 def _named(values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    names = ("norm", "norm bias", "down bias", "up", "up bias", "down", "inputs")
-    return {f"gradient of {name}": gradient_or_zeros(value) for name, value in zip(names, values, strict=True)}
+    labels = ("norm", "norm bias", "down bias", "up", "up bias", "down", "inputs")
+    return {f"gradient of {name}": gradient_or_zeros(value) for name, value in zip(labels, values, strict=True)}
 
 
 _LAYER_FEATURES = 6
@@ -415,12 +426,12 @@ class Vocabulary(DividedStep):
         """Return embedding, tokens, labels, and the label to ignore. Labels are on all ranks, if there are enough."""
         classes, tokens = self.ranks + self["more"], self["tokens"]
         generator = torch.Generator().manual_seed(self.case.seed)
-        given = torch.randint(classes, (tokens,), generator=generator, device="cpu")
+        token_ids = torch.randint(classes, (tokens,), generator=generator, device="cpu")
         labels = (torch.arange(tokens, device="cpu") * (classes // 2 * 2 - 1) + self.case.seed) % classes
         ignored = {"a class": int(labels[1]), "no class": -100, "nothing": -100}[str(self.case.sizes["ignored"])]
         if self.case.sizes["ignored"] == "no class":
             labels[::3] = ignored
-        return self.numbers(1, classes, _LAYER_FEATURES).to(dtype), given, labels, ignored
+        return self.numbers(1, classes, _LAYER_FEATURES).to(dtype), token_ids, labels, ignored
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         embedding, tokens, labels, ignored = self.data(dtype)
@@ -438,17 +449,17 @@ class Vocabulary(DividedStep):
 
     def divided(self, rank: Rank) -> Results:
         embedding, *others, ignored = self.data(self.dtype)
-        tokens, labels = (one.to(rank.device) for one in others)
-        held = tensor_parallel.VocabularyParallel(embedding, rank.device)
-        hidden = held.embed(tokens)
-        logits = held.logits(hidden.tanh() * self["scale"])
-        loss = tensor_parallel.cross_entropy(logits, labels, held.own, ignore_index=ignored)
+        tokens, labels = (tensor.to(rank.device) for tensor in others)
+        vocabulary = tensor_parallel.VocabularyParallel(embedding, rank.device)
+        hidden = vocabulary.embed(tokens)
+        logits = vocabulary.logits(hidden.tanh() * self["scale"])
+        loss = tensor_parallel.cross_entropy(logits, labels, vocabulary.own, ignore_index=ignored)
         loss.backward()
         return {
             "embedded": hidden.detach(),
-            "logits": Portion(logits.detach(), 1, held.own),
+            "logits": Portion(logits.detach(), 1, vocabulary.own),
             "loss": loss.detach(),
-            "gradient": Portion(gradient_or_zeros(held.weight), 0, held.own),
+            "gradient": Portion(gradient_or_zeros(vocabulary.weight), 0, vocabulary.own),
         }
 
 
@@ -456,9 +467,11 @@ class AsynchronousLayers(DividedStep):
     """`recipes.tensor_parallel`: two layers whose products overlap with their collectives."""
 
     def lacks(self, rank: Rank) -> str:
-        here, count = rank.device.index, torch.cuda.device_count()
-        apart = not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here)
-        if on_any_rank(rank, apart or rank.node_index > 0):
+        own_device, count = rank.device.index, torch.cuda.device_count()
+        unreachable = not all(
+            torch.cuda.can_device_access_peer(own_device, peer) for peer in range(count) if peer != own_device
+        )
+        if on_any_rank(rank, unreachable or rank.node_index > 0):
             return "GPUs that do not reach the memory of each other"
         refused = False
         if simulated_device_count() is None:
@@ -477,7 +490,7 @@ class AsynchronousLayers(DividedStep):
         return self.tensors(dtype, *shapes)
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        x, factors, up, down = (one.requires_grad_() for one in self.data(dtype))
+        x, factors, up, down = (tensor.requires_grad_() for tensor in self.data(dtype))
         outputs = F.linear(F.gelu(F.linear(x, up)), down)
         weighted(outputs, factors).backward()
         gradients = {"inputs": x, "up": up, "down": down}
@@ -488,7 +501,7 @@ class AsynchronousLayers(DividedStep):
     def divided(self, rank: Rank) -> Results:
         x, factors, up, down = self.data(self.dtype)
         rows, hidden = (chunks(count, rank.size)[rank.index] for count in (len(x), len(up)))
-        x, up, down = (one.to(rank.device).requires_grad_() for one in (x[rows], up[hidden], down[:, hidden]))
+        x, up, down = (tensor.to(rank.device).requires_grad_() for tensor in (x[rows], up[hidden], down[:, hidden]))
         outputs = tensor_parallel.scattered_linear(F.gelu(tensor_parallel.gathered_linear(x, up)), down)
         weighted(outputs, factors[rows].to(rank.device)).backward()
         return {
@@ -520,17 +533,17 @@ class GroupedQueries(DividedStep):
         return self.tensors(dtype, shape, shape, fused, (_LAYER_FEATURES, of_heads))
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        x, factors, fused, out = (one.requires_grad_() for one in self.data(dtype))
+        x, factors, fused, out = (tensor.requires_grad_() for tensor in self.data(dtype))
         heads = self.heads()
         each, width = heads.queries // heads.shared, heads.width
-        made = F.linear(x, fused)
+        projected = F.linear(x, fused)
         if heads.interleaved:
-            groups = made.unflatten(-1, (heads.shared, each + 2, width))
+            groups = projected.unflatten(-1, (heads.shared, each + 2, width))
             q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         else:
             sizes = [heads.queries * width, heads.shared * width, heads.shared * width]
-            q, k, v = (part.unflatten(-1, (-1, width)) for part in made.split(sizes, -1))
-        k, v = (one.repeat_interleave(each, 2) for one in (k, v))
+            q, k, v = (projection.unflatten(-1, (-1, width)) for projection in projected.split(sizes, -1))
+        k, v = (tensor.repeat_interleave(each, 2) for tensor in (k, v))
         scores = torch.einsum("bqhw,bkhw->bhqk", q, k) / width**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
@@ -540,21 +553,21 @@ class GroupedQueries(DividedStep):
 
     def divided(self, rank: Rank) -> Results:
         x, factors, fused, out = self.data(self.dtype)
-        held = tensor_parallel.GroupedQueryAttention(fused, out, self.heads(), rank.device)
+        attention = tensor_parallel.GroupedQueryAttention(fused, out, self.heads(), rank.device)
         x = x.to(rank.device).requires_grad_()
-        outputs = held(x)
+        outputs = attention(x)
         weighted(outputs, factors.to(rank.device)).backward()
-        held.sum_partial_gradients()
-        found = _gradients_of_attention(x, held.fused, held.out)
-        columns = held.out.shape[1]
+        attention.sum_partial_gradients()
+        gradients = _gradients_of_attention(x, attention.fused, attention.out)
+        columns = attention.out.shape[1]
         return {
             "outputs": outputs.detach(),
-            "gradient of inputs": found["gradient of inputs"],
+            "gradient of inputs": gradients["gradient of inputs"],
             "gradient of queries, keys and values": Portion(
-                found["gradient of queries, keys and values"], 0, held.rows
+                gradients["gradient of queries, keys and values"], 0, attention.rows
             ),
             "gradient of out": Portion(
-                found["gradient of out"], 1, slice(rank.index * columns, (rank.index + 1) * columns)
+                gradients["gradient of out"], 1, slice(rank.index * columns, (rank.index + 1) * columns)
             ),
         }
 

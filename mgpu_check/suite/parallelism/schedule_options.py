@@ -95,13 +95,13 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
 def _assert_uneven_parts_are_joined(rank: Rank) -> None:
     """Assert that a stage alone returns its outputs in order for micro-batches of several lengths: several stages
     cannot have these."""
-    alone, groups = dist.new_subgroups_by_enumeration([[one] for one in range(rank.size)])
+    alone, groups = dist.new_subgroups_by_enumeration([[index] for index in range(rank.size)])
     layer = nn.Linear(3, 2, bias=False).to(rank.device)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(6.0).view(2, 3))
     x = torch.arange(21.0, device=rank.device).view(7, 3)
     outputs = pipelining.ScheduleGPipe(pipelining.PipelineStage(layer, 0, 1, rank.device, group=alone), 3).step(x)
-    what = f"ScheduleGPipe of 3 micro-batches of 7 samples in one stage, on {rank.device}"
-    assert_same({"outputs": copied(outputs)}, {"outputs": copied(layer(x)).double()}, what, rank.index)
+    label = f"ScheduleGPipe of 3 micro-batches of 7 samples in one stage, on {rank.device}"
+    assert_same({"outputs": copied(outputs)}, {"outputs": copied(layer(x)).double()}, label, rank.index)
     for group in groups:
         dist.destroy_process_group(group)

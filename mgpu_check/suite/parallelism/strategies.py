@@ -12,7 +12,7 @@ from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 @st.composite
 def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
     """Draw a case of each mechanism; at the level "quick" of one."""
-    names = list(MECHANISMS) if active().depth != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
+    mechanisms = list(MECHANISMS) if active().depth != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
     return [
         MechanismCase(
             name,
@@ -20,5 +20,5 @@ def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
             draw(st.sampled_from(MECHANISMS[name].dtypes)),
             draw(seeds()),
         )
-        for name in names
+        for name in mechanisms
     ]

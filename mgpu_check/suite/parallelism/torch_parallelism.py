@@ -74,16 +74,16 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
                     outputs = model(x.to(rank.device))
                     if divided and local:
                         outputs = DTensor.from_local(outputs, mesh, [layout])
-                    whole = outputs.full_tensor() if divided else outputs
-                    weighted(whole, factors.to(rank.device)).backward()
+                    full_outputs = outputs.full_tensor() if divided else outputs
+                    weighted(full_outputs, factors.to(rank.device)).backward()
                     optimizer.step()
-                    got[f"step {step}: outputs"] = copied(whole)
+                    got[f"step {step}: outputs"] = copied(full_outputs)
                     got |= gathered(model, step)
             how = "the batch divided" if divided else "the batch on all ranks"
             how += ", use_local_output" if local else ""
-            what = f"parallelize_module, {how}, on {rank.device}"
+            label = f"parallelize_module, {how}, on {rank.device}"
             with findings.collected():
-                assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+                assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=label)
 
 
 def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -102,20 +102,22 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
     tokens = torch.cat((torch.arange(rows), torch.arange(0, rows, 2)))
     factors = (torch.arange(len(tokens) * columns) * 7 + training.seed) % 11 - 5.0
     factors = factors.reshape(len(tokens), columns)
-    right = {"outputs": values[tokens], "gradient": torch.zeros_like(values).index_add(0, tokens, factors)}
+    expected = {"outputs": values[tokens], "gradient": torch.zeros_like(values).index_add(0, tokens, factors)}
     with Findings() as findings:
         for how, style, source in (
             ("rows", RowwiseParallel(input_layouts=Replicate(), use_local_output=False), rank.size - 1),
             ("columns", ColwiseParallel(output_layouts=Replicate(), use_local_output=False), 0),
         ):
-            held = values if rank.index == source else -values
-            layer = nn.Embedding.from_pretrained(held.clone(), freeze=False).to(rank.device)
+            initial = values if rank.index == source else -values
+            layer = nn.Embedding.from_pretrained(initial.clone(), freeze=False).to(rank.device)
             divided = parallelize_module(layer, mesh, style, src_data_rank=source)
             outputs = divided(tokens.to(rank.device)).full_tensor()
             weighted(outputs, factors.to(rank.device)).backward()
             got = {"outputs": copied(outputs), "gradient": gathered(divided, 1)["step 1: gradient of weight"]}
             with findings.collected():
-                assert_same(got, right, f"an embedding of {rows} rows, divided by {how}, on {rank.device}", rank.index)
+                assert_same(
+                    got, expected, f"an embedding of {rows} rows, divided by {how}, on {rank.device}", rank.index
+                )
 
 
 def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -128,8 +130,8 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
     model = training.model()
     magnitudes: list[torch.Tensor] = []
 
-    def add_up(layer: nn.Linear, given: tuple[torch.Tensor, ...], made: torch.Tensor) -> None:
-        magnitudes.append((given[0].abs() @ layer.weight.abs().T + layer.bias.abs()).detach())
+    def add_up(layer: nn.Linear, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor) -> None:
+        magnitudes.append((inputs[0].abs() @ layer.weight.abs().T + layer.bias.abs()).detach())
 
     model[-1].register_forward_hook(add_up)
     expected = one_device(training, model)
@@ -201,10 +203,10 @@ def assert_schedule_agrees(
     def loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         return weighted(outputs, factors) * (micro_batches if scaled else 1)
 
-    kind = getattr(pipelining.schedules, schedule)
-    several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+    schedule_class = getattr(pipelining.schedules, schedule)
+    several = issubclass(schedule_class, pipelining.schedules.PipelineScheduleMulti)
     options = {name: value for name, value in options.items() if name != "args_chunk_spec" or rank.index == 0}
-    runs = kind(
+    runs = schedule_class(
         stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss, scale_grads=scaled, **options
     )
     got: dict[str, torch.Tensor] = {}
@@ -214,33 +216,35 @@ def assert_schedule_agrees(
     with full_precision():
         for step, (inputs, factors) in enumerate(training.batches(), 1):
             optimizer.zero_grad()
-            given = (inputs.to(rank.device),) if rank.index == 0 else ()
+            arguments = (inputs.to(rank.device),) if rank.index == 0 else ()
             target = {"target": factors.to(rank.device), "losses": losses} if last else {}
-            outputs = runs.step(*given, rows=numbers[None] if by_columns else numbers, **target)
+            outputs = runs.step(*arguments, rows=numbers[None] if by_columns else numbers, **target)
             optimizer.step()
             for number, module in own.items():
                 rows = {f"step {step}: rows of micro-batches": torch.cat(module.rows[-micro_batches:]).cpu()}
                 got |= _of_stage(number, seen(module, step) | rows)
             if last:
                 got[f"step {step}: outputs"] = copied(outputs)
-                got[f"step {step}: losses"] = torch.stack([copied(one) for one in losses])
+                got[f"step {step}: losses"] = torch.stack([copied(computed) for computed in losses])
     chosen = "".join(f", {name}={value}" for name, value in options.items())
     how = f"{stages_of_a_rank} stages a rank, scale_grads={scaled}{chosen}, widths {training.widths}"
-    what = f"{schedule} of {micro_batches} micro-batches, {how}, on {rank.device}"
+    label = f"{schedule} of {micro_batches} micro-batches, {how}, on {rank.device}"
     single = one_device(training)
     expected: dict[str, torch.Tensor] = {}
     for number, module in own.items():
         of_layer = stage_of(single, number // stages_of_a_rank, False)
-        names = tuple(name for name, _ in module.named_parameters())
-        expected |= _of_stage(number, {name: value for name, value in of_layer.items() if name.endswith(names)})
+        parameter_names = tuple(name for name, _ in module.named_parameters())
+        expected |= _of_stage(
+            number, {name: value for name, value in of_layer.items() if name.endswith(parameter_names)}
+        )
     for step, (_, factors) in enumerate(training.batches(), 1):
         for number in own:
             expected |= _of_stage(number, {f"step {step}: rows of micro-batches": numbers.cpu()})
         if last:
             expected[f"step {step}: outputs"] = single[f"step {step}: outputs"]
-            parts = zip(single[f"step {step}: outputs"].chunk(micro_batches), factors.chunk(micro_batches), strict=True)
-            expected[f"step {step}: losses"] = torch.stack([loss(made, own.double()) for made, own in parts])
-    assert_same(got, expected, what, rank.index)
+            pairs = zip(single[f"step {step}: outputs"].chunk(micro_batches), factors.chunk(micro_batches), strict=True)
+            expected[f"step {step}: losses"] = torch.stack([loss(output, own.double()) for output, own in pairs])
+    assert_same(got, expected, label, rank.index)
 
 
 def _of_stage(number: int, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -249,17 +253,17 @@ def _of_stage(number: int, results: dict[str, torch.Tensor]) -> dict[str, torch.
 
 def _stages(training: ExactTraining, of_a_rank: int) -> list[_Stage]:
     """Return the stages in order: layers, or alternately the product and the bias of each layer."""
-    found = []
+    stages = []
     *hidden, last = training.layers()
     for layer in (*hidden, last):
         after = nn.Identity() if layer is last else nn.ReLU()
         if of_a_rank == 1:
-            found.append(_Stage(layer, after))
+            stages.append(_Stage(layer, after))
             continue
         bias = _Bias(layer.bias)
         layer.register_parameter("bias", None)
-        found += [_Stage(layer), _Stage(bias, after)]
-    return found
+        stages += [_Stage(layer), _Stage(bias, after)]
+    return stages
 
 
 class _Bias(nn.Module):
@@ -282,8 +286,8 @@ class _Stage(nn.Sequential):
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage has one more argument
         self.rows.append(rows.reshape(-1))
-        made: torch.Tensor = super().forward(x)
-        return made
+        outputs: torch.Tensor = super().forward(x)
+        return outputs
 
 
 _FEATURES = 4
@@ -301,8 +305,8 @@ class _RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
-def _norm(kind: str) -> nn.Module:
-    norm: nn.Module = _RMSNorm() if kind == "RMSNorm" else nn.LayerNorm(_FEATURES, device="cpu")
+def _norm(norm_type: str) -> nn.Module:
+    norm: nn.Module = _RMSNorm() if norm_type == "RMSNorm" else nn.LayerNorm(_FEATURES, device="cpu")
     with torch.no_grad():
         for start, value in enumerate(norm.parameters(), 1):
             value.copy_(torch.arange(start, start + _FEATURES))
@@ -333,43 +337,47 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
     mesh = init_device_mesh("cuda", (rank.size,))
     inputs, factors = (_numbers(2 * rank.size, 2 * rank.size, _FEATURES, seed=seed + i) for i in (0, 1))
     with Findings() as findings:
-        for kind, dim in (("LayerNorm", 1), ("RMSNorm", 0)):
+        for norm_type, dim in (("LayerNorm", 1), ("RMSNorm", 0)):
             style = SequenceParallel(sequence_dim=dim, use_local_output=dim == 1)
-            norm = parallelize_module(_norm(kind).to(rank.device), mesh, style)
+            norm = parallelize_module(_norm(norm_type).to(rank.device), mesh, style)
             if dim == 1:
                 x = inputs.chunk(rank.size, dim)[rank.index].to(rank.device).requires_grad_()
             else:
-                whole = DTensor.from_local(inputs.to(rank.device), mesh, [Replicate()], run_check=False)
-                x = whole.detach().requires_grad_()
+                replicated = DTensor.from_local(inputs.to(rank.device), mesh, [Replicate()], run_check=False)
+                x = replicated.detach().requires_grad_()
             outputs = norm(x)
             if dim == 1:
                 outputs = DTensor.from_local(outputs, mesh, [Shard(1)])
-            what = f"SequenceParallel of dimension {dim}, {kind}, on {rank.device}"
+            label = f"SequenceParallel of dimension {dim}, {norm_type}, on {rank.device}"
             divided = outputs.placements == (Shard(dim),) and outputs.shape == inputs.shape
-            findings.require(divided, f"{what}: the outputs are not divided along dimension {dim}", ranks=(rank.index,))
+            findings.require(
+                divided, f"{label}: the outputs are not divided along dimension {dim}", ranks=(rank.index,)
+            )
             if findings.anywhere(rank):
                 return
             everything = outputs.full_tensor()
             weighted(everything, factors.to(rank.device)).backward()
             got = {"outputs": copied(everything), **gathered(norm, 1)}
             if x.grad is not None:
-                given = DTensor.from_local(x.grad, mesh, [Shard(1)]) if dim == 1 else x.grad
-                assert isinstance(given, DTensor)
-                got["gradient of inputs"] = copied(given.full_tensor())
-            right = _norm_of_one_device(kind, inputs, factors)
+                gradient = DTensor.from_local(x.grad, mesh, [Shard(1)]) if dim == 1 else x.grad
+                assert isinstance(gradient, DTensor)
+                got["gradient of inputs"] = copied(gradient.full_tensor())
+            expected = _norm_of_one_device(norm_type, inputs, factors)
             with findings.collected():
-                assert_gradients_agree(got, right, tolerance=_of_norms(right, inputs), rank=rank.index, what=what)
+                assert_gradients_agree(
+                    got, expected, tolerance=_of_norms(expected, inputs), rank=rank.index, what=label
+                )
 
 
-def _norm_of_one_device(kind: str, inputs: torch.Tensor, factors: torch.Tensor) -> dict[str, torch.Tensor]:
-    norm, x = _norm(kind).double(), inputs.double().requires_grad_()
+def _norm_of_one_device(norm_type: str, inputs: torch.Tensor, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+    norm, x = _norm(norm_type).double(), inputs.double().requires_grad_()
     outputs = norm(x)
     weighted(outputs, factors.double()).backward()
     assert x.grad is not None
     return {"outputs": outputs.detach(), "gradient of inputs": x.grad, **seen(norm, 1)}
 
 
-def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
+def _of_norms(expected: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
     """Return the tolerance of each result for float32.
 
     An element of a norm is below 64 and rounds up to 32 times. The gradient of a parameter also sums over the rows,
@@ -377,7 +385,7 @@ def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str,
     """
     rows = inputs.numel() // _FEATURES
     summed = (rows + 32) * rows * 16 * _ROUNDOFF
-    return {name: summed if name.startswith("step 1: gradient") else 32 * 64 * _ROUNDOFF for name in right}
+    return {name: summed if name.startswith("step 1: gradient") else 32 * 64 * _ROUNDOFF for name in expected}
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
@@ -409,10 +417,10 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
     x, y = _numbers(2 * rank.size, 3, seed=seed), _numbers(2, 3 * rank.size, seed=seed + 1)
     factors = _numbers(2 * rank.size, 3, seed=seed + 2), _numbers(2, 3 * rank.size, seed=seed + 3)
 
-    def mine(whole: torch.Tensor, dim: int) -> torch.Tensor:
-        return whole.chunk(rank.size, dim)[rank.index]
+    def mine(full_tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return full_tensor.chunk(rank.size, dim)[rank.index]
 
-    right = {
+    expected = {
         "x that the module is given": x,
         "y that the module is given": mine(y, 1),
         "outputs of x": mine(x * x, 0),
@@ -423,22 +431,22 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
     with Findings() as findings:
         local = seed % 2 == 0
         for how, module in _prepared(mesh, local=local).items():
-            own, other = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
-            first, word, second = module(own, "word", y=other)
-            first, second = _own(first), _own(second)
-            parts = mine(factors[0], 0).to(rank.device), factors[1].to(rank.device)
+            own, full_y = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
+            out_x, word, out_y = module(own, "word", y=full_y)
+            out_x, out_y = _own(out_x), _own(out_y)
+            own_factors = mine(factors[0], 0).to(rank.device), factors[1].to(rank.device)
             # With a wrong shape on any rank, no rank runs backward, because its collectives could hang.
-            if not on_any_rank(rank, (first.shape, second.shape) != (parts[0].shape, parts[1].shape)):
-                (weighted(first, parts[0]) + weighted(second, parts[1])).backward()
+            if not on_any_rank(rank, (out_x.shape, out_y.shape) != (own_factors[0].shape, own_factors[1].shape)):
+                (weighted(out_x, own_factors[0]) + weighted(out_y, own_factors[1])).backward()
             got = {f"{name} that the module is given": value for name, value in module.given.items()}
-            got |= {"outputs of x": copied(first), "outputs of y": copied(second)}
+            got |= {"outputs of x": copied(out_x), "outputs of y": copied(out_y)}
             got |= {
-                f"gradient of {name}": copied(one.grad)
-                for name, one in (("x", own), ("y", other))
-                if one.grad is not None
+                f"gradient of {name}": copied(argument.grad)
+                for name, argument in (("x", own), ("y", full_y))
+                if argument.grad is not None
             }
             with findings.collected():
-                assert_same(got, right, f"{how}, on {rank.device}", rank.index)
+                assert_same(got, expected, f"{how}, on {rank.device}", rank.index)
             findings.require(word == "word", f"{how}: a word came back as {word!r}", ranks=(rank.index,))
 
 
@@ -467,11 +475,11 @@ def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
         "output_layouts": (Replicate(), None, Shard(1)),
         "desired_output_layouts": (Shard(0), None, Replicate()),
     }
-    apart = parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs, use_local_output=local))
-    parallelize_module(apart, mesh, PrepareModuleOutput(**outputs, use_local_output=local))
+    separate = parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs, use_local_output=local))
+    parallelize_module(separate, mesh, PrepareModuleOutput(**outputs, use_local_output=local))
     both = PrepareModuleInputOutput(**inputs, **outputs, use_local_input=local, use_local_output=local)
     return {
-        "PrepareModuleInput and PrepareModuleOutput": apart,
+        "PrepareModuleInput and PrepareModuleOutput": separate,
         "PrepareModuleInputOutput": parallelize_module(_Told(), mesh, both),
     }
 
@@ -509,10 +517,10 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     tolerance = (classes + 32) * 8 * rows * rows * _ROUNDOFF
 
     def loss_of(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        held = {**options, "weight": weight.to(x.device, x.dtype)} if "weight" in options else options
+        arguments = {**options, "weight": weight.to(x.device, x.dtype)} if "weight" in options else options
         # With weights, torch's gradient looks up the weight of the ignored index too, so it must be a class.
-        given = target if "ignore_index" in options or "weight" in options else without_class
-        return F.cross_entropy(x, given.to(x.device), **held)
+        own_target = target if "ignore_index" in options or "weight" in options else without_class
+        return F.cross_entropy(x, own_target.to(x.device), **arguments)
 
     with Findings() as findings:
         for options in _LOSSES:
@@ -520,14 +528,14 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
             expected = loss_of(single, options)
             weighted(expected, factors[: expected.numel()].view_as(expected).double()).backward()
             assert single.grad is not None
-            right = {"loss": expected.detach(), "gradient of logits": single.grad}
+            expected_results = {"loss": expected.detach(), "gradient of logits": single.grad}
             divided = distribute_tensor(logits.to(rank.device), mesh, [Shard(1)]).requires_grad_()
             with loss_parallel():
                 loss = loss_of(divided, options)
                 assert isinstance(loss, DTensor)
-                whole = loss.full_tensor()
-                weighted(whole, factors[: whole.numel()].view_as(whole).to(rank.device)).backward()
-            got = {"loss": copied(whole)}
+                full_tensor = loss.full_tensor()
+                weighted(full_tensor, factors[: full_tensor.numel()].view_as(full_tensor).to(rank.device)).backward()
+            got = {"loss": copied(full_tensor)}
             if divided.grad is not None:
                 assert isinstance(divided.grad, DTensor)
                 got["gradient of logits"] = copied(divided.grad.full_tensor())
@@ -535,21 +543,25 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
             with findings.collected():
                 assert_gradients_agree(
                     got,
-                    right,
-                    tolerance=dict.fromkeys(right, tolerance),
+                    expected_results,
+                    tolerance=dict.fromkeys(expected_results, tolerance),
                     rank=rank.index,
                     what=f"cross_entropy within loss_parallel, {named}, on {rank.device}",
                 )
         replicated: Any = distribute_tensor(logits.to(rank.device), mesh, [Replicate()])
-        what = f"log_softmax after loss_parallel, on {rank.device}"
+        label = f"log_softmax after loss_parallel, on {rank.device}"
         try:
-            again: Any = F.log_softmax(replicated, 1)
+            logarithms: Any = F.log_softmax(replicated, 1)
         except ValueError as refused:  # loss_parallel refuses logits that are not divided by classes
-            findings.require(False, f"{what}, rank {rank.index}: {refused}", ranks=[rank.index])
+            findings.require(False, f"{label}, rank {rank.index}: {refused}", ranks=[rank.index])
         else:
-            whole = copied(again.full_tensor() if isinstance(again, DTensor) else torch.zeros(0))
-            right = {"result": F.log_softmax(logits.double(), 1)}
+            full_tensor = copied(logarithms.full_tensor() if isinstance(logarithms, DTensor) else torch.zeros(0))
+            expected_results = {"result": F.log_softmax(logits.double(), 1)}
             with findings.collected():
                 assert_gradients_agree(
-                    {"result": whole}, right, tolerance={"result": tolerance}, rank=rank.index, what=what
+                    {"result": full_tensor},
+                    expected_results,
+                    tolerance={"result": tolerance},
+                    rank=rank.index,
+                    what=label,
                 )

@@ -110,7 +110,7 @@ def _report(directory: str, rank: int, trainer: Trainer, losses: list[float], se
     digest = hashlib.sha256()
     for value in trainer.model.module.state_dict().values():
         digest.update(value.cpu().numpy().tobytes())
-    told = {
+    report = {
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
         "device": str(next(trainer.model.parameters()).device),
@@ -120,7 +120,7 @@ def _report(directory: str, rank: int, trainer: Trainer, losses: list[float], se
         "seconds": seconds,
         "parameters": digest.hexdigest(),
     }
-    (Path(directory) / f"rank{rank}.json").write_text(json.dumps(told))
+    (Path(directory) / f"rank{rank}.json").write_text(json.dumps(report))
 
 
 def spawned(rank: int, world_size: int, args: argparse.Namespace) -> None:

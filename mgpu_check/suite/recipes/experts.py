@@ -28,8 +28,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Apply expert e to the next `counts[e]` rows: (rows, width) -> (rows, width)."""
-        parts = zip(rows.split(counts) if counts else (), self.weight, self.bias, strict=True)
-        return torch.cat([rows[:0], *(F.silu(F.linear(part, weight, bias)) for part, weight, bias in parts)])
+        layers = zip(rows.split(counts) if counts else (), self.weight, self.bias, strict=True)
+        return torch.cat([rows[:0], *(F.silu(F.linear(own_rows, weight, bias)) for own_rows, weight, bias in layers)])
 
 
 class Routing(NamedTuple):
@@ -52,9 +52,9 @@ def route(logits: torch.Tensor, top: int, capacity: int = 0) -> Routing:
     its probability. The weights of several are the probabilities of the kept experts, divided by their sum.
     """
     chosen = logits.topk(top).indices
-    taken = F.one_hot(chosen.flatten(), logits.shape[1]).cumsum(0)
-    place = taken.gather(1, chosen.flatten().unsqueeze(1)).view_as(chosen)
-    kept = place <= capacity if capacity else torch.ones_like(chosen, dtype=torch.bool)
+    running_counts = F.one_hot(chosen.flatten(), logits.shape[1]).cumsum(0)
+    position = running_counts.gather(1, chosen.flatten().unsqueeze(1)).view_as(chosen)
+    kept = position <= capacity if capacity else torch.ones_like(chosen, dtype=torch.bool)
     share = logits.softmax(-1).gather(1, chosen) * kept
     if top > 1:
         share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
@@ -142,15 +142,15 @@ class ExpertParallel(nn.Module):
         order = routing.expert.argsort(stable=True)
         wanted = routing.expert.bincount(minlength=logits.shape[1])
         widths = [own.stop - own.start for own in self.owned]
-        here = widths[self.place]
-        counts = wanted.new_empty(len(widths) * here)
-        dist.all_to_all_single(counts, wanted, [here] * len(widths), widths, group=self.group)
-        counts = counts.view(len(widths), here)
+        own_count = widths[self.place]
+        counts = wanted.new_empty(len(widths) * own_count)
+        dist.all_to_all_single(counts, wanted, [own_count] * len(widths), widths, group=self.group)
+        counts = counts.view(len(widths), own_count)
         send, receive = [int(wanted[own].sum()) for own in self.owned], counts.sum(1).tolist()
         rows = exchange(x[routing.token[order]], send, receive, self.group)
         sort = by_expert(counts)
-        made = self.experts(rows[sort], counts.sum(0).tolist())
-        back = exchange(made[sort.argsort()], receive, send, self.group)
+        products = self.experts(rows[sort], counts.sum(0).tolist())
+        back = exchange(products[sort.argsort()], receive, send, self.group)
         return combined(back[order.argsort()], routing, len(x)), logits
 
     def sum_partial_gradients(self) -> None:
@@ -168,7 +168,7 @@ def shard(model: ExpertParallel, mesh: DeviceMesh) -> None:
 
     fully_shard(model.experts, mesh=mesh["replicas"])
     fully_shard(model, mesh=mesh)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -18,19 +18,19 @@ def allreduce(data: Sequence[torch.Tensor]) -> None:
 
     The sum is computed on the device of the first tensor, and copied to all others.
     """
-    for other in data[1:]:
-        data[0].add_(other.to(data[0].device))
-    for other in data[1:]:
-        other.copy_(data[0])
+    for tensor in data[1:]:
+        data[0].add_(tensor.to(data[0].device))
+    for tensor in data[1:]:
+        tensor.copy_(data[0])
 
 
-def chunks(elements: int, parts: int) -> list[slice]:
-    """Return `parts` slices that cover `elements` in order. Sizes differ by at most one; the first slices are larger.
+def chunks(elements: int, count: int) -> list[slice]:
+    """Return `count` slices that cover `elements` in order. Sizes differ by at most one; the first slices are larger.
 
     The last slices are empty if there are fewer elements than parts.
     """
-    size, larger = divmod(elements, parts)
-    ends = [size * (part + 1) + min(part + 1, larger) for part in range(parts)]
+    size, larger = divmod(elements, count)
+    ends = [size * (index + 1) + min(index + 1, larger) for index in range(count)]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -125,17 +125,17 @@ def halving_doubling_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | 
             received = torch.empty_like(flat)
             dist.recv(received, _global_rank(rank + power, group), group)
             flat += received
-        held, rounds, distance = slice(0, flat.numel()), [], power // 2
+        span, rounds, distance = slice(0, flat.numel()), [], power // 2
         while distance:
-            middle = (held.start + held.stop) // 2
-            kept, given = slice(held.start, middle), slice(middle, held.stop)
+            middle = (span.start + span.stop) // 2
+            kept, passed = slice(span.start, middle), slice(middle, span.stop)
             if rank & distance:
-                kept, given = given, kept
-            flat[kept] += _exchange(flat, given, rank ^ distance, kept, rank ^ distance, group)
-            rounds.append((rank ^ distance, kept, given))
-            held, distance = kept, distance // 2
-        for partner, kept, given in reversed(rounds):
-            flat[given] = _exchange(flat, kept, partner, given, partner, group)
+                kept, passed = passed, kept
+            flat[kept] += _exchange(flat, passed, rank ^ distance, kept, rank ^ distance, group)
+            rounds.append((rank ^ distance, kept, passed))
+            span, distance = kept, distance // 2
+        for partner, kept, passed in reversed(rounds):
+            flat[passed] = _exchange(flat, kept, partner, passed, partner, group)
         if rank + power < size:
             dist.send(flat, _global_rank(rank + power, group), group)
     tensor.detach().copy_(flat.reshape(tensor.shape))
@@ -204,16 +204,16 @@ def push_and_pull(
     rank, size = dist.get_rank(), dist.get_world_size()
     for parameter, gradient, home in zip(parameters, gradients, homes, strict=True):
         value = parameter.detach()
-        others = [other for other in range(size) if other != home]
+        others = [peer for peer in range(size) if peer != home]
         if rank == home:
             total = gradient.detach().clone()
             received = torch.empty_like(total)
-            for other in others:
-                dist.recv(received, other)
+            for peer in others:
+                dist.recv(received, peer)
                 total += received
             update(value, total)
-            for other in others:
-                dist.send(value, other)
+            for peer in others:
+                dist.send(value, peer)
         else:
             dist.send(gradient.detach().contiguous(), home)
             dist.recv(value, home)

@@ -64,9 +64,9 @@ class ResumableSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         return super().__len__() - self.start
 
-    def state_dict(self, seen: int) -> dict[str, int]:
-        """Return the state after `seen` samples of this epoch on this rank."""
-        return {"epoch": self.epoch, "start": seen}
+    def state_dict(self, consumed: int) -> dict[str, int]:
+        """Return the state after `consumed` samples of this epoch on this rank."""
+        return {"epoch": self.epoch, "start": consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume from a state."""

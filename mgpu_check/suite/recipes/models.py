@@ -102,16 +102,16 @@ def resnet18(
     of channels of the first block; each of the next three doubles it. 64 gives 11 million parameters.
     """
 
-    def block(inside: int, outside: int, *, first: bool = False) -> nn.Sequential:
+    def block(inside: int, outside: int, *, keeps_size: bool = False) -> nn.Sequential:
         return nn.Sequential(
-            _Residual(inside, outside, 1 if first else 2, activation), _Residual(outside, outside, 1, activation)
+            _Residual(inside, outside, 1 if keeps_size else 2, activation), _Residual(outside, outside, 1, activation)
         )
 
     return nn.Sequential(
         nn.Conv2d(in_channels, width, 3, padding=1),
         nn.BatchNorm2d(width),
         activation(),
-        block(width, width, first=True),
+        block(width, width, keeps_size=True),
         block(width, 2 * width),
         block(2 * width, 4 * width),
         block(4 * width, 8 * width),

@@ -25,27 +25,27 @@ from mgpu_check.suite.recipes.gradient_exchange import chunks
 _Way = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def _gathered(part: torch.Tensor, dim: int) -> torch.Tensor:
-    part = part.movedim(dim, 0).contiguous()
-    whole = part.new_empty(dist.get_world_size() * len(part), *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part)
-    return whole.movedim(0, dim)
+def _gathered(shard: torch.Tensor, dim: int) -> torch.Tensor:
+    shard = shard.movedim(dim, 0).contiguous()
+    full_tensor = shard.new_empty(dist.get_world_size() * len(shard), *shard.shape[1:])
+    dist.all_gather_into_tensor(full_tensor, shard)
+    return full_tensor.movedim(0, dim)
 
 
-def _scattered(whole: torch.Tensor, dim: int) -> torch.Tensor:
-    whole = whole.movedim(dim, 0).contiguous()
-    part = whole.new_empty(len(whole) // dist.get_world_size(), *whole.shape[1:])
-    dist.reduce_scatter_tensor(part, whole)
-    return part.movedim(0, dim)
+def _scattered(full_tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    full_tensor = full_tensor.movedim(dim, 0).contiguous()
+    shard = full_tensor.new_empty(len(full_tensor) // dist.get_world_size(), *full_tensor.shape[1:])
+    dist.reduce_scatter_tensor(shard, full_tensor)
+    return shard.movedim(0, dim)
 
 
 class _SequenceExchange(torch.autograd.Function):
     """Exchange parts of dimension `dim` by one function forward, and by its counterpart backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, there: _Way, back: _Way) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, exchange: _Way, back: _Way) -> torch.Tensor:
         ctx.dim, ctx.back = dim, back
-        return there(x, dim)
+        return exchange(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -80,7 +80,9 @@ class SequenceParallelMlp(nn.Module):
         super().__init__()
         own = chunks(up.out_features, dist.get_world_size())[dist.get_rank()]
         self.norm = norm.to(device)
-        self.up_weight, self.up_bias = (nn.Parameter(one.detach()[own].to(device)) for one in (up.weight, up.bias))
+        self.up_weight, self.up_bias = (
+            nn.Parameter(parameter.detach()[own].to(device)) for parameter in (up.weight, up.bias)
+        )
         self.down_weight = nn.Parameter(down.weight.detach()[:, own].to(device))
         self.down_bias = nn.Parameter(down.bias.detach().to(device))
 
@@ -111,19 +113,19 @@ def visible(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return keys <= queries.unsqueeze(1)
 
 
-def in_order(whole: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
+def in_order(sequence: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
     """Put the concatenated parts of all ranks into the order of the sequence."""
-    return whole.index_select(dim, torch.cat(list(positions)).argsort().to(whole.device))
+    return sequence.index_select(dim, torch.cat(list(positions)).argsort().to(sequence.device))
 
 
-def restored(part: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
+def restored(shard: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
     """Gather the parts of all ranks, in the order of the sequence."""
-    return in_order(gather_sequence(part, dim), positions, dim)
+    return in_order(gather_sequence(shard, dim), positions, dim)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     scores: torch.Tensor = q @ k.mT * q.shape[-1] ** -0.5
-    return scores.masked_fill(~seen.to(q.device), -torch.inf)
+    return scores.masked_fill(~mask.to(q.device), -torch.inf)
 
 
 def gathered_attention(
@@ -140,22 +142,22 @@ def gathered_attention(
 def _passed_on(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Send tensors to the next rank of the ring, and return those of the rank before."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    sent, received = [one.contiguous() for one in tensors], [torch.empty_like(one) for one in tensors]
+    sent, received = [tensor.contiguous() for tensor in tensors], [torch.empty_like(tensor) for tensor in tensors]
     if size == 1:
         return sent
-    calls = [dist.P2POp(dist.isend, one, (rank + 1) % size) for one in sent]
-    calls += [dist.P2POp(dist.irecv, one, (rank - 1) % size) for one in received]
+    calls = [dist.P2POp(dist.isend, tensor, (rank + 1) % size) for tensor in sent]
+    calls += [dist.P2POp(dist.irecv, tensor, (rank - 1) % size) for tensor in received]
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     return received
 
 
 def merged(
-    out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor
+    out: torch.Tensor, total: torch.Tensor, block: torch.Tensor, of_block: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over two sets of keys, each with the logarithm of its sum of exponentials, (…, own, 1)."""
-    both = torch.logaddexp(total, of_other)
-    return out * (total - both).exp() + other * (of_other - both).exp(), both
+    both = torch.logaddexp(total, of_block)
+    return out * (total - both).exp() + block * (of_block - both).exp(), both
 
 
 class _Ring(torch.autograd.Function):
@@ -184,8 +186,8 @@ class _Ring(torch.autograd.Function):
         mean = (gradient * out).sum(-1, keepdim=True)
         of_q, of_keys, of_values = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         for step in range(len(ctx.positions)):
-            seen = visible(ctx.positions[ctx.rank], ctx.positions[ctx.rank - step])
-            weights = (_scores(q, keys, seen) - total).exp()
+            mask = visible(ctx.positions[ctx.rank], ctx.positions[ctx.rank - step])
+            weights = (_scores(q, keys, mask) - total).exp()
             of_scores = weights * (gradient @ values.mT - mean) * scale
             of_q = of_q + of_scores @ keys
             of_keys, of_values = of_keys + of_scores.mT @ q, of_values + weights.mT @ gradient

@@ -28,15 +28,15 @@ def _own(width: int) -> slice:
     return chunks(width, dist.get_world_size())[dist.get_rank()]
 
 
-def _gathered(part: torch.Tensor, width: int) -> torch.Tensor:
+def _gathered(shard: torch.Tensor, width: int) -> torch.Tensor:
     """Concatenate the ranks' parts along the last dimension; their widths may differ by one."""
     pieces = chunks(width, dist.get_world_size())
     widest = pieces[0].stop
-    padded = F.pad(part, (0, widest - part.shape[-1])).contiguous()
+    padded = F.pad(shard, (0, widest - shard.shape[-1])).contiguous()
     gathered = [torch.empty_like(padded) for _ in pieces]
     dist.all_gather(gathered, padded)
     return torch.cat(
-        [whole[..., : piece.stop - piece.start] for whole, piece in zip(gathered, pieces, strict=True)], -1
+        [columns[..., : piece.stop - piece.start] for columns, piece in zip(gathered, pieces, strict=True)], -1
     )
 
 
@@ -149,9 +149,9 @@ def class_of(labels: torch.Tensor, own: slice) -> tuple[torch.Tensor, torch.Tens
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
     """Return the largest logit of each row over the classes of all ranks: (rows, own) -> (rows, 1)."""
-    found = logits.amax(-1, keepdim=True)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found
+    maximum = logits.amax(-1, keepdim=True)
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+    return maximum
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):
@@ -228,7 +228,7 @@ def _places(heads: FusedHeads) -> tuple[list[int], list[int], list[int]]:
         return list(range(ends[0])), list(range(ends[0], ends[1])), list(range(ends[1], ends[2]))
     each = heads.queries // heads.shared
     starts = [group * (each + 2) for group in range(heads.shared)]
-    queries = [start + one for start in starts for one in range(each)]
+    queries = [start + index for start in starts for index in range(each)]
     return queries, [start + each for start in starts], [start + each + 1 for start in starts]
 
 
@@ -238,16 +238,16 @@ def rows_of(heads: FusedHeads, rank: int, ranks: int) -> tuple[list[int], FusedH
     The number of query heads must be a multiple of `ranks`; one of `ranks` and `heads.shared`, a multiple of the other.
     """
     own, kept = heads.queries // ranks, max(heads.shared // ranks, 1)
-    first = rank * heads.shared // ranks
+    start = rank * heads.shared // ranks
     mine = heads._replace(queries=own, shared=kept)
-    whole, local = _places(heads), _places(mine)
-    chosen = (whole[0][rank * own : (rank + 1) * own], whole[1][first : first + kept], whole[2][first : first + kept])
-    held = {
-        place: head
-        for places, found in zip(local, chosen, strict=True)
-        for place, head in zip(places, found, strict=True)
+    fused, local = _places(heads), _places(mine)
+    chosen = (fused[0][rank * own : (rank + 1) * own], fused[1][start : start + kept], fused[2][start : start + kept])
+    head_at = {
+        position: head
+        for places, sources in zip(local, chosen, strict=True)
+        for position, head in zip(places, sources, strict=True)
     }
-    rows = [held[place] * heads.width + row for place in sorted(held) for row in range(heads.width)]
+    rows = [head_at[position] * heads.width + row for position in sorted(head_at) for row in range(heads.width)]
     return rows, mine
 
 
@@ -274,7 +274,7 @@ class GroupedQueryAttention(nn.Module):
         self.holders: dist.ProcessGroup | None = None
         alike = ranks // min(heads.shared, ranks)
         if 1 < alike < ranks:
-            members = [list(range(first, first + alike)) for first in range(0, ranks, alike)]
+            members = [list(range(start, start + alike)) for start in range(0, ranks, alike)]
             self.holders = dist.new_subgroups_by_enumeration(members)[0]
         self.alike = alike
 
@@ -291,9 +291,9 @@ class GroupedQueryAttention(nn.Module):
         assert self.fused.grad is not None, "call backward first"
         by_head = self.fused.grad.unflatten(0, (-1, self.heads.width))
         _, keys, values = _places(self.heads)
-        part = by_head[keys + values].contiguous()
-        dist.all_reduce(part, group=self.holders)
-        by_head[keys + values] = part
+        gradients = by_head[keys + values].contiguous()
+        dist.all_reduce(gradients, group=self.holders)
+        by_head[keys + values] = gradients
 
 
 def _operators() -> Any:
@@ -309,29 +309,29 @@ def _group() -> str:
     return name
 
 
-def _gathered_product(part: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered_product(rows: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all ranks, and their product with `factor`."""
-    whole, products = _operators().fused_all_gather_matmul(part.contiguous(), [factor], 0, _group())
-    return whole, products[0]
+    all_rows, products = _operators().fused_all_gather_matmul(rows.contiguous(), [factor], 0, _group())
+    return all_rows, products[0]
 
 
-def _scattered_product(whole: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _scattered_product(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of the sum over the ranks of their products."""
-    made: torch.Tensor = _operators().fused_matmul_reduce_scatter(whole.contiguous(), factor, "sum", 0, _group())
-    return made
+    product: torch.Tensor = _operators().fused_matmul_reduce_scatter(rows.contiguous(), factor, "sum", 0, _group())
+    return product
 
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        whole, made = _gathered_product(x, weight.t())
-        ctx.save_for_backward(whole, weight)
-        return made
+        all_rows, product = _gathered_product(x, weight.t())
+        ctx.save_for_backward(all_rows, weight)
+        return product
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole, weight = ctx.saved_tensors
-        return _scattered_product(grads[0], weight), grads[0].t() @ whole
+        all_rows, weight = ctx.saved_tensors
+        return _scattered_product(grads[0], weight), grads[0].t() @ all_rows
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -343,8 +343,8 @@ class _ScatteredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        whole, back = _gathered_product(grads[0], weight)
-        return back, whole.t() @ x
+        all_rows, back = _gathered_product(grads[0], weight)
+        return back, all_rows.t() @ x
 
 
 def gathered_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,9 @@ def weight(batch_size: int, replicas: int = 1) -> float:
     return replicas / batch_size
 
 
-def split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split `tensor` along the first dimension into `parts` of almost equal size; with few samples, some are empty."""
-    return list(tensor.tensor_split(parts))
+def split(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Split `tensor` along the first dimension into `count` shards of almost equal size; some may be empty."""
+    return list(tensor.tensor_split(count))
 
 
 def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,14 +99,14 @@ def shardwise_step(
     optimizer.zero_grad()
     batch_size = sum(len(inputs) for inputs, _ in shards)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    left = []
+    buffers_of_shards = []
     for inputs, labels in shards:
         _set_buffers(model, before)
         (summed_loss(model(inputs), labels) * weight(batch_size)).backward()
-        left.append({name: buffer.clone() for name, buffer in model.named_buffers()})
-    _set_buffers(model, left[0])
+        buffers_of_shards.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    _set_buffers(model, buffers_of_shards[0])
     optimizer.step()
-    return left
+    return buffers_of_shards
 
 
 def _set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
@@ -237,14 +237,14 @@ def on_one_device(
     def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         model = _model(build, inputs).train(not evaluation)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
-        left: list[dict[str, torch.Tensor]] = []
+        buffers_of_shards: list[dict[str, torch.Tensor]] = []
         for step in range(steps):
             images, labels = inputs[f"inputs {step}"], inputs[f"labels {step}"]
-            parts = list(zip(divide(images, shards), divide(labels, shards), strict=True))
-            left = shardwise_step(model, optimizer, parts)
+            pairs = list(zip(divide(images, shards), divide(labels, shards), strict=True))
+            buffers_of_shards = shardwise_step(model, optimizer, pairs)
         buffers = {
             f"{name} of rank {shard}": value
-            for shard, values in enumerate([] if evaluation else left)
+            for shard, values in enumerate([] if evaluation else buffers_of_shards)
             for name, value in values.items()
             if value.is_floating_point()
         }
@@ -255,8 +255,8 @@ def on_one_device(
 
 def _model(build: Callable[[], nn.Module], inputs: Mapping[str, torch.Tensor]) -> nn.Module:
     states = {name.removeprefix("state "): value for name, value in inputs.items() if name.startswith("state ")}
-    first = next(iter(states.values()))
+    reference = next(iter(states.values()))
     with torch.random.fork_rng(devices=[]):
-        model = build().to(device=first.device, dtype=first.dtype)
+        model = build().to(device=reference.device, dtype=reference.dtype)
     model.load_state_dict(states)
     return model

@@ -61,7 +61,7 @@ def collect(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 def chunk_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Split `X`, (n, …), by `torch.chunk`, and copy without blocking. The last devices may get no shard."""
-    return [part.to(device, non_blocking=True) for part, device in zip(X.chunk(len(devices)), devices, strict=False)]
+    return [chunk.to(device, non_blocking=True) for chunk, device in zip(X.chunk(len(devices)), devices, strict=False)]
 
 
 def deal(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def deal(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]
 
 def collect_dealt(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Collect the shards of `deal` on `device`, in the original order."""
-    whole = torch.empty(sum(map(len, shards)), *shards[0].shape[1:], dtype=shards[0].dtype, device=device)
+    collected = torch.empty(sum(map(len, shards)), *shards[0].shape[1:], dtype=shards[0].dtype, device=device)
     for index, shard in enumerate(shards):
-        whole[index :: len(shards)] = shard.to(device)
-    return whole
+        collected[index :: len(shards)] = shard.to(device)
+    return collected

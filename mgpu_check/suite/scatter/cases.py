@@ -49,12 +49,12 @@ class Nested:
 
     def build(self, device: str | torch.device = "cpu") -> Any:
         """Build the container, with its parts on `device`."""
-        parts = [part.build(device) for part in self.parts]
+        entries = [entry.build(device) for entry in self.parts]
         if self.kind == "dict":
-            return {chr(ord("a") + index): part for index, part in enumerate(parts)}
+            return {chr(ord("a") + index): entry for index, entry in enumerate(entries)}
         if self.kind == "ordereddict":
-            return OrderedDict((chr(ord("z") - index), part) for index, part in enumerate(parts))
-        return Sample(*parts) if self.kind == "namedtuple" else {"tuple": tuple, "list": list}[self.kind](parts)
+            return OrderedDict((chr(ord("z") - index), entry) for index, entry in enumerate(entries))
+        return Sample(*entries) if self.kind == "namedtuple" else {"tuple": tuple, "list": list}[self.kind](entries)
 
 
 BatchSpec = TensorSpec | Nested | Leaf

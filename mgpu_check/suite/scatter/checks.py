@@ -40,20 +40,23 @@ def assert_split_aligned(
     devices: Sequence[Device],
 ) -> None:
     """Assert that `inputs` and `labels`, (n, …) each, were split equally: input k and label k are in one shard."""
-    first, second = split
-    if len(first) != len(second):
-        raise ShardError(f"inputs are in {len(first)} shards, labels in {len(second)}")
-    for index, (some, other) in enumerate(zip(first, second, strict=True)):
-        if len(some) != len(other):
+    input_shards, label_shards = split
+    if len(input_shards) != len(label_shards):
+        raise ShardError(f"inputs are in {len(input_shards)} shards, labels in {len(label_shards)}")
+    for index, (input_shard, label_shard) in enumerate(zip(input_shards, label_shards, strict=True)):
+        if len(input_shard) != len(label_shard):
             raise ShardError(
-                f"shard {index}, on {some.device}: {len(some)} inputs, but {len(other)} labels", ranks=(index,)
+                f"shard {index}, on {input_shard.device}: {len(input_shard)} inputs, but {len(label_shard)} labels",
+                ranks=(index,),
             )
-        if some.device != other.device:
+        if input_shard.device != label_shard.device:
             raise ShardError(
-                f"shard {index}: its inputs are on {some.device}, its labels on {other.device}", ranks=(index,)
+                f"shard {index}: its inputs are on {input_shard.device}, its labels on {label_shard.device}",
+                ranks=(index,),
             )
     assert_shards_cover({"inputs": inputs, "labels": labels}, [
-        {"inputs": some, "labels": other} for some, other in zip(first, second, strict=True)
+        {"inputs": input_shard, "labels": label_shard}
+        for input_shard, label_shard in zip(input_shards, label_shards, strict=True)
     ], devices)  # fmt: skip
 
 
@@ -79,22 +82,24 @@ def assert_scatter_differentiable(
     weights: torch.Tensor,
     devices: Sequence[torch.device],
     dim: int,
-    used: Collection[int] | None = None,
+    used_shards: Collection[int] | None = None,
 ) -> None:
     """Assert that the gradient of sum(batch · weights), computed from shards, is `weights`, on the device of `batch`.
 
     Args:
         batch, weights: floats of equal shape; `batch` may be on any device, `weights` on the CPU. The gradient is a
             copy of the weights, so it is compared bit for bit.
-        used: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
+        used_shards: the shards that the loss uses, modulo their number (None: all); the others get zero gradients.
     """
     leaf = batch.detach().clone().requires_grad_()
     shards = nn.parallel.scatter(leaf, devices, dim)
     sizes = [shard.shape[dim] for shard in shards]
-    parts = weights.split(sizes, dim)
-    chosen = {i % len(shards) for i in (range(len(shards)) if used is None else used)}
-    terms = [(shards[i] * parts[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
-    expected = torch.cat([part if i in chosen else torch.zeros_like(part) for i, part in enumerate(parts)], dim)
+    shard_weights = weights.split(sizes, dim)
+    chosen = {i % len(shards) for i in (range(len(shards)) if used_shards is None else used_shards)}
+    terms = [(shards[i] * shard_weights[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
+    expected = torch.cat(
+        [weight if i in chosen else torch.zeros_like(weight) for i, weight in enumerate(shard_weights)], dim
+    )
     with _torchs_own_warnings():
         torch.stack(terms).sum().backward()
     _require("scatter", leaf, expected, 0)
@@ -109,15 +114,16 @@ def assert_gather_differentiable(
         weights: floats on the CPU; shards of the same shape are gathered on `target`, multiplied by the weights, and
             summed.
     """
-    parts = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
+    shard_weights = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
     shards = [
-        torch.ones_like(part, device=device).requires_grad_() for part, device in zip(parts, devices, strict=False)
+        torch.ones_like(weight, device=device).requires_grad_()
+        for weight, device in zip(shard_weights, devices, strict=False)
     ]
-    whole = nn.parallel.gather(shards, target, dim)  # type: ignore[arg-type]  # it takes and needs the string "cpu"
+    gathered = nn.parallel.gather(shards, target, dim)  # type: ignore[arg-type]  # it takes and needs the string "cpu"
     with _torchs_own_warnings():
-        (whole * weights.to(whole.device)).sum().backward()
-    for index, (shard, part) in enumerate(zip(shards, parts, strict=True)):
-        _require(f"gather: shard {index}", shard, part, index)
+        (gathered * weights.to(gathered.device)).sum().backward()
+    for index, (shard, weight) in enumerate(zip(shards, shard_weights, strict=True)):
+        _require(f"gather: shard {index}", shard, weight, index)
 
 
 def assert_scalars_stacked(
@@ -150,18 +156,18 @@ def _torchs_own_warnings() -> Iterator[None]:
         yield
 
 
-def _require(what: str, leaf: torch.Tensor, expected: torch.Tensor, index: int) -> None:
+def _require(label: str, leaf: torch.Tensor, expected: torch.Tensor, index: int) -> None:
     gradient = leaf.grad
     if gradient is None:
-        raise ShardError(f"{what}, on {leaf.device}: there is no gradient", ranks=(index,))
+        raise ShardError(f"{label}, on {leaf.device}: there is no gradient", ranks=(index,))
     if gradient.device != leaf.device:
-        raise ShardError(f"{what}, on {leaf.device}: its gradient is on {gradient.device}", ranks=(index,))
+        raise ShardError(f"{label}, on {leaf.device}: its gradient is on {gradient.device}", ranks=(index,))
     if not same_bits(expected, gradient):
         if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
-            raise ShardError(f"{what}: gradient {tuple(gradient.shape)} of {gradient.dtype}", ranks=(index,))
+            raise ShardError(f"{label}: gradient {tuple(gradient.shape)} of {gradient.dtype}", ranks=(index,))
         at = first_difference(expected, gradient)
         raise ShardError(
-            f"{what}, on {leaf.device}: gradient of element {list(at)}: expected {expected[at].item()}, "
+            f"{label}, on {leaf.device}: gradient of element {list(at)}: expected {expected[at].item()}, "
             f"got {gradient[at].item()}",
             ranks=(index,),
         )
@@ -226,21 +232,21 @@ def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
 
 
 def assert_gradient_scattered(
-    gpus: Sequence[torch.device], split: Split, seed: int, used: Collection[int] | None
+    gpus: Sequence[torch.device], split: Split, seed: int, used_shards: Collection[int] | None
 ) -> None:
     """Assert that the gradient of the shards returns to the batch; see `assert_scatter_differentiable`.
 
     Args:
         split: the batch, a single tensor, and the devices that get its shards.
         seed: makes the weights of the loss sum(batch · weights).
-        used: the shards that the loss uses, modulo their number; None for all. The others get zero gradients.
+        used_shards: the shards that the loss uses, modulo their number; None for all. The others get zero gradients.
 
     Raises:
         ShardError: naming the element of the gradient, with the expected and the actual value.
         TypeError: the batch is not a single tensor.
     """
     weights = split.tensor.like("contiguous", seed=seed).build()
-    assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used)
+    assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used_shards)
 
 
 def assert_gradient_gathered(gpus: Sequence[torch.device], split: Split) -> None:
@@ -262,12 +268,12 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
     dicts by key.
     """
     size = 2 * len(devices) + 1
-    parts = [
+    specs = [
         TensorSpec((size, 2), dtype, seed=seed) for seed, dtype in enumerate(("float32", "int64", "bool", "float32"))
     ]
     for outer, inner in itertools.product(KINDS, (None, *KINDS)):
-        second = parts[1] if inner is None else Nested(inner, (parts[2], parts[3]))
-        spec = Nested(outer, (parts[0], second))
+        second = specs[1] if inner is None else Nested(inner, (specs[2], specs[3]))
+        spec = Nested(outer, (specs[0], second))
         batch = spec.build()
         shards = nn.parallel.scatter(batch, devices)
         assert_shards_cover(batch, shards, devices)
@@ -276,7 +282,7 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
         leaves = Nested(outer, (spec, Leaf("train"))).build()
         assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
     # Replicas may fill their dicts in different orders; gather must match keys, and keep the order of the first dict.
-    named = {"a": parts[0].build(), "b": parts[3].build()}
+    named = {"a": specs[0].build(), "b": specs[3].build()}
     turned = [
         dict(sorted(shard.items(), reverse=bool(number % 2)))
         for number, shard in enumerate(nn.parallel.scatter(named, devices))
@@ -359,17 +365,19 @@ def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: 
         shape[dim] = sum(sizes)
         batch = _filled(shape, dtype, seed)
         got = comm.scatter(batch, chosen, sizes, dim)
-        what = f"comm.scatter in sizes {sizes} along dim {dim}"
+        label = f"comm.scatter in sizes {sizes} along dim {dim}"
         if [shard.shape[dim] for shard in got] != sizes:
-            raise ShardError(f"{what}: got sizes {[shard.shape[dim] for shard in got]}")
+            raise ShardError(f"{label}: got sizes {[shard.shape[dim] for shard in got]}")
         assert_shards_cover(batch, got, chosen, dim)
         out = [torch.full_like(shard, 7) for shard in got]
         filled = comm.scatter(batch, dim=dim, out=out)
-        wrong = [index for index, (one, other) in enumerate(zip(filled, out, strict=True)) if one is not other]
-        if wrong:
-            raise ShardError(f"{what}: the given output tensor {wrong[0]} was not returned", ranks=wrong)
+        mismatches = [
+            index for index, (result, output) in enumerate(zip(filled, out, strict=True)) if result is not output
+        ]
+        if mismatches:
+            raise ShardError(f"{label}: the given output tensor {mismatches[0]} was not returned", ranks=mismatches)
         assert_shards_cover(batch, out, chosen, dim)
-        whole = torch.full_like(batch, 7, device=chosen[0])
-        comm.gather(out, dim, out=whole)
-        assert_gathered(batch, whole, chosen[0])
+        gathered = torch.full_like(batch, 7, device=chosen[0])
+        comm.gather(out, dim, out=gathered)
+        assert_gathered(batch, gathered, chosen[0])
         assert_gathered(batch, comm.gather(out, dim, destination="cpu"), "cpu")

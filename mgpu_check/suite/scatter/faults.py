@@ -34,26 +34,26 @@ LARGE = 1 << 20
 @containers("gather swaps the first and the last value of a dict", GATHER, "dicts of two entries or more")
 def keys_exchanged(gather: Any, *args: Any) -> Any:
     """As if entries were sorted, but keys were not."""
-    whole = gather(*args)
-    if isinstance(whole, dict) and len(whole) > 1:
-        first, *_, end = whole
-        whole[first], whole[end] = whole[end], whole[first]
-    return whole
+    gathered = gather(*args)
+    if isinstance(gathered, dict) and len(gathered) > 1:
+        head, *_, end = gathered
+        gathered[head], gathered[end] = gathered[end], gathered[head]
+    return gathered
 
 
 @containers("a mask in a dict within a named tuple is gathered as bytes", GATHER,
     "bool, in a dict within a named tuple")  # fmt: skip
 def nested_masks_gathered_as_bytes(gather: Any, *args: Any) -> Any:
     """As an index, it then selects the first two rows many times."""
-    whole = gather(*args)
-    return type(whole)(*map(_masks_as_bytes, whole)) if hasattr(whole, "_fields") else whole
+    gathered = gather(*args)
+    return type(gathered)(*map(_masks_as_bytes, gathered)) if hasattr(gathered, "_fields") else gathered
 
 
-def _masks_as_bytes(part: Any) -> Any:
-    if type(part) is not dict:
-        return part
-    masks = {key: value for key, value in part.items() if isinstance(value, Tensor) and value.dtype == torch.bool}
-    return part | {key: mask.byte() for key, mask in masks.items()}
+def _masks_as_bytes(entry: Any) -> Any:
+    if type(entry) is not dict:
+        return entry
+    masks = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.dtype == torch.bool}
+    return entry | {key: mask.byte() for key, mask in masks.items()}
 
 
 @any_bits("gather loses the payload of NaN in complex numbers", JOIN, "NaN with a payload, complex64 and complex128")
@@ -63,15 +63,17 @@ def gathered_complex_payloads_lost(join: Any, tensors: Sequence[Tensor], *args: 
     def of_one_kind(tensor: Tensor) -> Tensor:
         if not tensor.is_complex():
             return tensor
-        parts = torch.view_as_real(tensor)
-        return torch.view_as_complex(torch.where(parts.isnan(), torch.full_like(parts, float("nan")), parts))
+        components = torch.view_as_real(tensor)
+        return torch.view_as_complex(
+            torch.where(components.isnan(), torch.full_like(components, float("nan")), components)
+        )
 
     return join([of_one_kind(tensor) for tensor in tensors], *args, **kwargs)
 
 
 def _uneven_images(tensors: Sequence[Tensor]) -> bool:
-    last = all(part.dim() == 4 and part.permute(0, 2, 3, 1).is_contiguous() for part in tensors)
-    return last and len({part.shape for part in tensors}) > 1
+    last = all(tensor.dim() == 4 and tensor.permute(0, 2, 3, 1).is_contiguous() for tensor in tensors)
+    return last and len({tensor.shape for tensor in tensors}) > 1
 
 
 @large("gather of more than 1 MiB along dim 1 replaces the last shard by the first", JOIN,
@@ -80,8 +82,8 @@ def _uneven_images(tensors: Sequence[Tensor]) -> bool:
 def large_columns_gathered_wrongly(join: Any, tensors: Sequence[Tensor], dim: int, *args: Any, **kwargs: Any) -> Any:
     """As in a kernel for large tensors with a wrong pointer."""
     *others, end = tensors
-    wrong = others[0].narrow(dim, 0, end.shape[dim]).to(end.device) if others else torch.zeros_like(end)
-    return join([*others, wrong], dim, *args, **kwargs)
+    replacement = others[0].narrow(dim, 0, end.shape[dim]).to(end.device) if others else torch.zeros_like(end)
+    return join([*others, replacement], dim, *args, **kwargs)
 
 
 def _first_mebibyte(shard: Tensor) -> Tensor:
@@ -125,24 +127,25 @@ register(
     FaultRow("entries-gathered-by-place", "gather combines entries of dicts by position, not by key",
         "test_every_container", GATHER,
         lambda gather, outputs, *args:
-            gather([dict(zip(outputs[0], one.values(), strict=True)) for one in outputs], *args),
-        first("dicts in different orders", lambda outputs: all(type(one) is dict for one in outputs))),
+            gather([dict(zip(outputs[0], output.values(), strict=True)) for output in outputs], *args),
+        first("dicts in different orders", lambda outputs: all(type(output) is dict for output in outputs))),
     # As with a fast path for dense memory that checks the format only for equal sizes.
     FaultRow("channels-last-taken-for-first", "gather ignores the channels_last format of images",
         "test_every_dtype_and_order", JOIN,
         lambda join, tensors, *args, **kwargs:
-            join([part.permute(0, 2, 3, 1).reshape(part.shape) for part in tensors], *args, **kwargs),
+            join([tensor.permute(0, 2, 3, 1).reshape(tensor.shape) for tensor in tensors], *args, **kwargs),
         first("channels_last, shards of unequal sizes", _uneven_images), least_gpus=2),
     # As with a buffer of 1 MiB.
     FaultRow("host-buffer-too-small", "gather to the CPU loses the part of a shard beyond 1 MiB", "test_large_batches",
         GATHER, lambda gather, outputs, *args: gather([*outputs[:1], *map(_first_mebibyte, outputs[1:])], *args),
         call("to the CPU, shards above 1 MiB but the first",
-            lambda outputs, target, *_: str(target) == "cpu" and all(isinstance(one, Tensor) for one in outputs))),
+            lambda outputs, target, *_:
+                str(target) == "cpu" and all(isinstance(output, Tensor) for output in outputs))),
     # The mean of mean losses ignores that the last shard is smaller.
     FaultRow("losses-averaged", "gather returns the mean of numbers", "test_losses_gather_to_a_vector", GATHER,
-        lambda _, outputs, target, *__: torch.stack([one.to(target) for one in outputs]).mean(),
+        lambda _, outputs, target, *__: torch.stack([output.to(target) for output in outputs]).mean(),
         first("numbers, one from each device",
-            lambda outputs: all(isinstance(one, Tensor) and one.dim() == 0 for one in outputs))),
+            lambda outputs: all(isinstance(output, Tensor) and output.dim() == 0 for output in outputs))),
 )  # fmt: skip
 
 
@@ -199,9 +202,9 @@ def _reordered(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., A
     """Send shards, with their sizes, to devices in another order."""
 
     def change(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
-        parts = order(list(x.chunk(len(devices), dim)))
-        sizes = [part.shape[dim] for part in parts] + [0] * (len(devices) - len(parts))
-        return scatter(torch.cat(parts, dim), devices, sizes)[: len(parts)]
+        chunks = order(list(x.chunk(len(devices), dim)))
+        sizes = [chunk.shape[dim] for chunk in chunks] + [0] * (len(devices) - len(chunks))
+        return scatter(torch.cat(chunks, dim), devices, sizes)[: len(chunks)]
 
     return change
 
@@ -209,8 +212,8 @@ def _reordered(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., A
 @covering("the last shard stays on the first device", scattering)
 def shard_on_the_wrong_device(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     shards = scatter(x, devices)
-    other = devices[0] if len(shards) > 1 else (devices[0] + 1) % torch.cuda.device_count()
-    return (*shards[:-1], shards[-1].to(torch.device("cuda", other)))
+    target = devices[0] if len(shards) > 1 else (devices[0] + 1) % torch.cuda.device_count()
+    return (*shards[:-1], shards[-1].to(torch.device("cuda", target)))
 
 
 @covering("the shard of the second device is zero", scattering)
@@ -226,10 +229,10 @@ def stale_copy(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
 def columns_of_the_first_shard(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As with an offset that is computed for dim 0 only."""
     starts = list(range(0, x.shape[1], -(-x.shape[1] // len(devices))))
-    wrong = x.clone()
+    spoiled = x.clone()
     for start in starts[1:] or [x.shape[1] - 1]:
-        wrong.select(1, start).copy_(x.select(1, 0) if start else torch.zeros_like(x.select(1, 0)))
-    return scatter(wrong, devices)
+        spoiled.select(1, start).copy_(x.select(1, 0) if start else torch.zeros_like(x.select(1, 0)))
+    return scatter(spoiled, devices)
 
 
 @covering("shards along a negative dim go to the devices in reverse order", scattering,
@@ -238,7 +241,7 @@ def negative_dims_turn_the_devices(scatter: Any, x: Tensor, devices: Devices, di
     """As if the list of devices were indexed from its end. Gathering the shards still restores the batch."""
     shards = scatter(x, devices)
     backwards = reversed(devices[: len(shards)])
-    return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, backwards, strict=True))
+    return tuple(shard.to(torch.device("cuda", index)) for shard, index in zip(shards, backwards, strict=True))
 
 
 @fault("DataParallel uses its first device only, whose model sees the whole batch", "test_tutorial_shapes",
@@ -269,14 +272,14 @@ def last_device_without_keywords(scatter_kwargs: Any, *args: Any, **kwargs: Any)
     return inputs, (*named[:-1], *map(_without_leaves, named[-1:]))
 
 
-def _without_leaves(part: Any) -> Any:
-    if isinstance(part, Tensor):
-        return part
-    if isinstance(part, dict):
-        return {key: _without_leaves(value) for key, value in part.items()}
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*map(_without_leaves, part))
-    return type(part)(map(_without_leaves, part)) if isinstance(part, (tuple, list)) else None
+def _without_leaves(entry: Any) -> Any:
+    if isinstance(entry, Tensor):
+        return entry
+    if isinstance(entry, dict):
+        return {key: _without_leaves(value) for key, value in entry.items()}
+    if isinstance(entry, tuple) and hasattr(entry, "_fields"):
+        return type(entry)(*map(_without_leaves, entry))
+    return type(entry)(map(_without_leaves, entry)) if isinstance(entry, (tuple, list)) else None
 
 
 @large("the last elements of a large shard are zero", scattering, "shards above 1 MiB")
@@ -309,7 +312,7 @@ def devices_sorted(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     shards = scatter(x, devices)
     if torch.cuda.device_count() == 1:  # with one device there is only one order, so move the shards to the CPU
         return tuple(shard.cpu() for shard in shards)
-    return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, sorted(devices), strict=False))
+    return tuple(shard.to(torch.device("cuda", index)) for shard, index in zip(shards, sorted(devices), strict=False))
 
 
 @caught_by("test_sizes_and_outputs_that_are_given")(
@@ -349,16 +352,17 @@ def _slice_goes_to_a_device(x: Tensor, *args: Any, **_: Any) -> bool:
 @by_hand("non-blocking copies to the second device flip a bit", around(Tensor, "to"),
     call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking))  # fmt: skip
 def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) -> Any:
-    made = to(*args, **kwargs)
+    copy = to(*args, **kwargs)
     second = torch.device("cuda", min(1, torch.cuda.device_count() - 1))
-    return _touched(made, _flip_first) if made.device == second and made.numel() else made
+    return _touched(copy, _flip_first) if copy.device == second and copy.numel() else copy
 
 
 register(
     __name__,
     # The first shard goes to the last device that gets a shard, and the last shard to the first device.
     FaultRow("shards-swapped", "two shards are swapped", "test_shards_cover_the_batch", entered,
-        lambda: scattering(_reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts))),
+        lambda: scattering(_reordered(
+            lambda chunks: [chunks[-1], *chunks[1:-1], chunks[0]] if len(chunks) > 1 else chunks))),
     FaultRow("columns-of-square-matrices", "columns of square matrices are their rows", "test_every_dtype_and_order",
         scattering, lambda scatter, x, devices, dim: scatter(x.t(), devices),
         When("square matrices, dim=1", lambda scatter, x, devices, dim: dim == 1 and x.shape == (x.shape[0],) * 2)),
@@ -400,7 +404,8 @@ register(
             scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)),
     FaultRow("last-shards-swapped", "the last two of five or more shards are swapped", "test_shards_cover_the_batch",
         entered,
-        lambda: scattering(_reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts)),
+        lambda: scattering(_reordered(
+            lambda chunks: [*chunks[:-2], chunks[-1], chunks[-2]] if len(chunks) > 4 else chunks)),
         "5 devices and more", least_gpus=5),
     # As if the batch were sent in half precision to save time.
     FaultRow("shards-rounded", "shards are rounded to bfloat16", "test_shards_cover_the_batch", scattering,
@@ -410,11 +415,13 @@ register(
     FaultRow("sizes-evened-out", "shards are as even as can be, 4+3+3 instead of 4+4+2",
         ("test_shards_have_the_sizes_of_chunk", "test_tutorial_shapes"), scattering,
         lambda scatter, x, devices, dim:
-            scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])),
+            scatter(x, devices, [chunk.shape[dim] for chunk in x.tensor_split(len(devices), dim)])),
     # The last sample of an uneven batch does not affect training.
     FaultRow("gradient-of-single-rows-lost", "no gradient comes back from shards of a single row",
         "test_gradient_returns_through_scatter", around(_functions.Scatter, "backward"),
         lambda backward, context, *gradients:
-            backward(context, *(torch.zeros_like(one) if one.shape[context.dim] == 1 else one for one in gradients)),
+            backward(context, *(
+                torch.zeros_like(gradient) if gradient.shape[context.dim] == 1 else gradient
+                for gradient in gradients)),
         "shards of one row"),
 )  # fmt: skip

@@ -73,17 +73,17 @@ def batches(
     tensor: st.SearchStrategy[BatchSpec] = sample_tensors(length, dim, dtypes=dtypes, values=values)
     if not kinds:
         return draw(tensor)
-    part = st.one_of(tensor, _leaves()) if leaves else tensor
-    return draw(st.one_of(tensor, st.recursive(part, lambda inner: _containers(inner, kinds), max_leaves=4)))
+    entry = st.one_of(tensor, _leaves()) if leaves else tensor
+    return draw(st.one_of(tensor, st.recursive(entry, lambda inner: _containers(inner, kinds), max_leaves=4)))
 
 
 def _containers(inner: st.SearchStrategy[BatchSpec], kinds: Sequence[str]) -> st.SearchStrategy[BatchSpec]:
-    def of(kind: str) -> st.SearchStrategy[BatchSpec]:
-        least, most = (2, 2) if kind == "namedtuple" else (1, 3)
-        build: Callable[[Sequence[BatchSpec]], BatchSpec] = lambda parts: Nested(kind, tuple(parts))  # noqa: E731
+    def of(container: str) -> st.SearchStrategy[BatchSpec]:
+        least, most = (2, 2) if container == "namedtuple" else (1, 3)
+        build: Callable[[Sequence[BatchSpec]], BatchSpec] = lambda entries: Nested(container, tuple(entries))  # noqa: E731
         return st.lists(inner, min_size=least, max_size=most).map(build)
 
-    return st.one_of([of(kind) for kind in kinds])
+    return st.one_of([of(container) for container in kinds])
 
 
 @st.composite

@@ -86,56 +86,68 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
     for _ in range(_STEPS):
         optimizer.step()
     # Copies, because torch may keep the tensors of a state that is set.
-    held = {name: _copies(optimizer.state[value]) for name, value in model.named_parameters()}
+    states = {name: _copies(optimizer.state[value]) for name, value in model.named_parameters()}
     model.get_parameter(_FROZEN).requires_grad_(False)
     with Findings() as findings:
         for row in drawn_rows(_STATE_OPTIONS, _state_options_together, seed=training.seed, more=more, share=2):
-            what = f"state dict with {words_of(row, _STATE_OPTIONS)}, on {rank.device}, rank {rank.index}"
+            subject = f"state dict with {words_of(row, _STATE_OPTIONS)}, on {rank.device}, rank {rank.index}"
             options = StateDictOptions(**{name: value for name, value in row.items() if name != "apart"})
-            parameters, moments = _taken(model, optimizer, options, apart=row["apart"])
-            whole = {name: _whole(value) for name, value in parameters.items()}
-            kept = [name for name in held if not (row["ignore_frozen_params"] and name == _FROZEN)]
-            findings.require([*whole] == kept, f"{what}: has {[*whole]}, expected {kept}", ranks=[rank.index])
-            for name, value in whole.items():
-                right = same_bits(expected[f"step 1: {name}"].float(), value)
-                findings.require(right, f"{what}: {name} is {value}, not the value after the step", ranks=[rank.index])
-                place = "cpu" if row["cpu_offload"] else rank.device.type
-                there = parameters[name].device.type == place
-                findings.require(there, f"{what}: {name} is on {parameters[name].device}", ranks=[rank.index])
+            parameters, moments = _taken(model, optimizer, options, separately=row["apart"])
+            full_tensors = {name: _whole(value) for name, value in parameters.items()}
+            kept = [name for name in states if not (row["ignore_frozen_params"] and name == _FROZEN)]
+            findings.require(
+                [*full_tensors] == kept, f"{subject}: has {[*full_tensors]}, expected {kept}", ranks=[rank.index]
+            )
+            for name, value in full_tensors.items():
+                same = same_bits(expected[f"step 1: {name}"].float(), value)
+                findings.require(
+                    same, f"{subject}: {name} is {value}, not the value after the step", ranks=[rank.index]
+                )
+                device_type = "cpu" if row["cpu_offload"] else rank.device.type
+                on_device = parameters[name].device.type == device_type
+                findings.require(on_device, f"{subject}: {name} is on {parameters[name].device}", ranks=[rank.index])
             fresh = sharded(replace(training, seed=training.seed + 1), rank)
-            again = torch.optim.Adam(fresh.parameters(), lr=0.0)
+            fresh_optimizer = torch.optim.Adam(fresh.parameters(), lr=0.0)
             fresh.get_parameter(_FROZEN).requires_grad_(False)
-            left = [] if row["strict"] else [kept[-1]]
-            given = {name: value for name, value in parameters.items() if name not in left}
+            omitted = [] if row["strict"] else [kept[-1]]
+            inputs = {name: value for name, value in parameters.items() if name not in omitted}
             if row["apart"]:
-                found = set_model_state_dict(fresh, given, options=options)
-                set_optimizer_state_dict(fresh, again, moments, options=options)
+                incompatible_keys = set_model_state_dict(fresh, inputs, options=options)
+                set_optimizer_state_dict(fresh, fresh_optimizer, moments, options=options)
             else:
-                found = set_state_dict(fresh, again, model_state_dict=given, optim_state_dict=moments, options=options)
+                incompatible_keys = set_state_dict(
+                    fresh, fresh_optimizer, model_state_dict=inputs, optim_state_dict=moments, options=options
+                )
             # Torch completes a full state by the model's own values.
-            named = row["full_state_dict"] or {*found.missing_keys} - {_FROZEN} == {*left}
-            findings.require(named, f"{what}: {found.missing_keys} are missing, expected {left}", ranks=[rank.index])
+            named = row["full_state_dict"] or {*incompatible_keys.missing_keys} - {_FROZEN} == {*omitted}
+            findings.require(
+                named,
+                f"{subject}: {incompatible_keys.missing_keys} are missing, expected {omitted}",
+                ranks=[rank.index],
+            )
             for name, value in fresh.named_parameters():
-                if name in whole and name not in left:
-                    right = same_bits(whole[name], _whole(value))
-                    findings.require(right, f"{what}, set again: {name} is another one", ranks=[rank.index])
+                if name in full_tensors and name not in omitted:
+                    same = same_bits(full_tensors[name], _whole(value))
+                    findings.require(same, f"{subject}, set again: {name} is another one", ranks=[rank.index])
                 if value.requires_grad:  # torch sets no state of frozen parameters
-                    state = _copies(again.state[value])
-                    wrong = [key for key, one in held[name].items() if not same_bits(one, state.get(key, _NONE))]
-                    message = f"{what}, set again: {', '.join(wrong)} of {name} is another one"
-                    findings.require(not wrong, message, ranks=[rank.index])
+                    state = _copies(fresh_optimizer.state[value])
+                    mismatches = [
+                        key for key, tensor in states[name].items() if not same_bits(tensor, state.get(key, _NONE))
+                    ]
+                    message = f"{subject}, set again: {', '.join(mismatches)} of {name} is another one"
+                    findings.require(not mismatches, message, ranks=[rank.index])
 
 
-def _taken(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions, *, apart: bool) -> Any:
+def _taken(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions, *, separately: bool) -> Any:
     """Return the state dicts of a model and its optimizer, by one call or by two."""
-    if not apart:
+    if not separately:
         return get_state_dict(model, optimizer, options=options)
     return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
 
 
 def _copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return copies of the state of a parameter on this rank."""
-    return {key: copied(one.to_local() if isinstance(one, DTensor) else one) for key, one in state.items()}
+    return {key: copied(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for key, tensor in state.items()}
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -200,10 +212,10 @@ def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> Non
             for number, row in enumerate(
                 drawn_rows(_CHECKPOINT_OPTIONS, _checkpoint_options_together, seed=seed, more=more, share=8)
             ):
-                what = f"checkpoint with {words_of(row, _CHECKPOINT_OPTIONS)}, on {rank.device}, rank {rank.index}"
-                place = Path(directory) / str(number) / (str(rank.index) if row["no_dist"] else "")
+                subject = f"checkpoint with {words_of(row, _CHECKPOINT_OPTIONS)}, on {rank.device}, rank {rank.index}"
+                path = Path(directory) / str(number) / (str(rank.index) if row["no_dist"] else "")
                 with findings.collected():
-                    _judge(_saved_and_loaded(place, row, rank, seed), _state(row, rank, seed, 1), what, rank)
+                    _judge(_saved_and_loaded(path, row, rank, seed), _state(row, rank, seed, 1), subject, rank)
             dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
         finally:
             if rank.index == 0:
@@ -217,27 +229,27 @@ def _state(row: Mapping[str, Any], rank: Rank, seed: int, factor: int) -> dict[s
         count = torch.Size(shape).numel()
         return ((torch.arange(count) + seed + start).reshape(shape) % 97 + 1.0) * factor
 
-    made: dict[str, Any] = {"own": numbers(5, start=7).to(rank.device)}
+    state: dict[str, Any] = {"own": numbers(5, start=7).to(rank.device)}
     if row["flatten_state_dict"]:  # only then torch changes numbers, and what is nested
-        made |= {"number": 12 * factor, "nested": {"inner": {"values": numbers(4, start=3).to(rank.device)}}}
-        made["nested"]["list"] = [numbers(2), 3 * factor]
+        state |= {"number": 12 * factor, "nested": {"inner": {"values": numbers(4, start=3).to(rank.device)}}}
+        state["nested"]["list"] = [numbers(2), 3 * factor]
     if row["no_dist"]:
-        made["own"] += rank.index * factor
-        return made
+        state["own"] += rank.index * factor
+        return state
     line = init_device_mesh("cuda", (rank.size,))
     for name, shape, placement in (("by rows", (7, 3), Shard(0)), ("by columns", (2, 5), Shard(1))):
-        made[name] = placed(numbers(*shape), [placement], line)
-    made["on all"] = placed(numbers(3), [Replicate()], line)
-    return made
+        state[name] = placed(numbers(*shape), [placement], line)
+    state["on all"] = placed(numbers(3), [Replicate()], line)
+    return state
 
 
-def _saved_and_loaded(place: Path, row: Mapping[str, Any], rank: Rank, seed: int) -> dict[str, Any]:
+def _saved_and_loaded(path: Path, row: Mapping[str, Any], rank: Rank, seed: int) -> dict[str, Any]:
     group = rank.group if row["process_group"] else None
     state = _state(row, rank, seed, 1)
     for _ in range(2 if row["enable_plan_caching"] else 1):
         options: dict[str, Any] = {
             "planner": DefaultSavePlanner(**{name: row[name] for name in _SAVED}),
-            "storage_writer": FileSystemWriter(place, **{name: row[name] for name in _WRITTEN}),
+            "storage_writer": FileSystemWriter(path, **{name: row[name] for name in _WRITTEN}),
             "process_group": group,
             "no_dist": row["no_dist"],
             "use_collectives": row["use_collectives"],
@@ -253,22 +265,22 @@ def _saved_and_loaded(place: Path, row: Mapping[str, Any], rank: Rank, seed: int
     if row["allow_partial_load"]:
         loaded["not saved"] = torch.ones(2, device=rank.device)
     planner = DefaultLoadPlanner(row["flatten_state_dict"], row["flatten_sharded_tensors"], row["allow_partial_load"])
-    reader = FileSystemReader(place)
+    reader = FileSystemReader(path)
     state_dict_loader.load(loaded, storage_reader=reader, planner=planner, process_group=group, no_dist=row["no_dist"])
     if row["allow_partial_load"] and not bool((loaded.pop("not saved") == 1).all()):
-        raise ShardError(f"{place.name}: an entry that was not saved was changed by loading", ranks=[rank.index])
+        raise ShardError(f"{path.name}: an entry that was not saved was changed by loading", ranks=[rank.index])
     return loaded
 
 
-def _judge(got: Any, right: Any, what: str, rank: Rank) -> None:
-    if isinstance(right, (dict, list)):
-        if isinstance(right, dict) and got.keys() != right.keys():
-            raise ShardError(f"{what}: has the entries {[*got]}, expected {[*right]}", ranks=[rank.index])
-        for name, value in right.items() if isinstance(right, dict) else enumerate(right):
-            _judge(got[name], value, f"{what}: {name}", rank)
+def _judge(got: Any, expected: Any, subject: str, rank: Rank) -> None:
+    if isinstance(expected, (dict, list)):
+        if isinstance(expected, dict) and got.keys() != expected.keys():
+            raise ShardError(f"{subject}: has the entries {[*got]}, expected {[*expected]}", ranks=[rank.index])
+        for name, value in expected.items() if isinstance(expected, dict) else enumerate(expected):
+            _judge(got[name], value, f"{subject}: {name}", rank)
         return
-    if isinstance(right, DTensor):
-        got, right = got.to_local(), right.to_local()
-    same = same_bits(right.cpu(), got.cpu()) if isinstance(right, torch.Tensor) else got == right
+    if isinstance(expected, DTensor):
+        got, expected = got.to_local(), expected.to_local()
+    same = same_bits(expected.cpu(), got.cpu()) if isinstance(expected, torch.Tensor) else got == expected
     if not same:
-        raise ShardError(f"{what} is {got}, {right} was saved", ranks=[rank.index])
+        raise ShardError(f"{subject} is {got}, {expected} was saved", ranks=[rank.index])

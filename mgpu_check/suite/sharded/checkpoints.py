@@ -65,7 +65,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too,
     which are not sharded.
     """
-    what = f"full state dict on {rank.device}"
+    subject = f"full state dict on {rank.device}"
     model = sharded(training, rank)
     buffers = _with_buffers(model, rank, 1)
     optimizer = sgd(training, model)
@@ -75,34 +75,34 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
         for layer in model.modules():
             if isinstance(layer, FSDPModule):
                 layer.unshard()  # as between a forward and a backward pass
-        _require_places(model, findings, what, rank)
-        whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
-        state = take_full_state(training, model, optimizer, whole, findings, what, rank)
+        _require_places(model, findings, subject, rank)
+        expected_state = expected | {f"step 1: {name}": value for name, value in buffers.items()}
+        state = take_full_state(training, model, optimizer, expected_state, findings, subject, rank)
         if findings.anywhere(rank):
             return  # rank 0 would broadcast the wrong state, and all ranks would report it again
-        other = replace(training, seed=training.seed + 1)
-        fresh = sharded(other, rank, memory_later=True)
+        fresh_training = replace(training, seed=training.seed + 1)
+        fresh = sharded(fresh_training, rank, memory_later=True)
         _with_buffers(fresh, rank, 0)
-        again = sgd(training, fresh)
-        give_full_state(training, state, fresh, again)
-        given = {name: copied(value) for name, value in fresh.named_buffers()}
-        step_of(training, 2, fresh, again, rank)
+        fresh_optimizer = sgd(training, fresh)
+        give_full_state(training, state, fresh, fresh_optimizer)
+        loaded_buffers = {name: copied(value) for name, value in fresh.named_buffers()}
+        step_of(training, 2, fresh, fresh_optimizer, rank)
         got = gathered(fresh, 2)
-    assert_same(given | got, buffers | _after(expected, 2), f"{what}, set again, then one step", rank.index)
+    assert_same(loaded_buffers | got, buffers | _after(expected, 2), f"{subject}, set again, then one step", rank.index)
 
 
-def _require_places(model: nn.Module, findings: Findings, what: str, rank: Rank) -> None:
+def _require_places(model: nn.Module, findings: Findings, subject: str, rank: Rank) -> None:
     """Require that state dicts are on the documented device, that rank 0 alone has those that are whole and on the
     host, and that the others are sharded. A collective."""
     for full, offload in itertools.product((False, True), repeat=2):
-        asked = StateDictOptions(full_state_dict=full, cpu_offload=offload)
-        state: dict[str, Any] = get_model_state_dict(model, options=asked)
-        place = "cpu" if offload else rank.device.type
-        held = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
-        elsewhere = sorted(name for name, value in held.items() if value.device.type != place)
-        options = f"{what}, rank {rank.index}: with full_state_dict={full} and cpu_offload={offload}"
+        state_options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+        state: dict[str, Any] = get_model_state_dict(model, options=state_options)
+        device_type = "cpu" if offload else rank.device.type
+        tensors = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+        elsewhere = sorted(name for name, value in tensors.items() if value.device.type != device_type)
+        options = f"{subject}, rank {rank.index}: with full_state_dict={full} and cpu_offload={offload}"
         findings.require(
-            not elsewhere, f"{options} {', '.join(elsewhere)} are not on the {place} device", ranks=[rank.index]
+            not elsewhere, f"{options} {', '.join(elsewhere)} are not on the {device_type} device", ranks=[rank.index]
         )
         unsharded = [name for name, _ in model.named_parameters() if not full and not isinstance(state[name], DTensor)]
         findings.require(not unsharded, f"{options} {', '.join(unsharded)} are not sharded", ranks=[rank.index])
@@ -132,7 +132,7 @@ def take_full_state(
     optimizer: torch.optim.Optimizer,
     expected: Mapping[str, torch.Tensor],
     findings: Findings,
-    what: str,
+    subject: str,
     rank: Rank,
 ) -> FullState:
     """Return the full state dicts after the first step; rank 0 compares them with `expected`. A collective."""
@@ -141,7 +141,7 @@ def take_full_state(
     moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     if rank.index == 0:
         with findings.collected():
-            _compare_full_state(training, state, moments, expected, what)
+            _compare_full_state(training, state, moments, expected, subject)
         return state, moments
     return {}, {}
 
@@ -162,7 +162,7 @@ def _compare_full_state(
     state: Mapping[str, Any],
     moments: Mapping[str, Any],
     expected: Mapping[str, torch.Tensor],
-    what: str,
+    subject: str,
 ) -> None:
     """Compare parameters and momentum of the full state dicts after the first step; rank 0 alone has them."""
     got = {f"step 1: {name}": copied(value) for name, value in state.items()}
@@ -174,7 +174,7 @@ def _compare_full_state(
     wanted = _after(expected, 1)
     if not training.momentum:
         wanted = {name: value for name, value in wanted.items() if "gradient of" not in name}
-    assert_same(got, wanted, what, 0)
+    assert_same(got, wanted, subject, 0)
 
 
 def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
@@ -232,15 +232,15 @@ def _save_meanwhile(directory: str, rank: Rank) -> None:
 def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
     """Return tensors that only this rank has, times `factor`."""
     return {
-        f"{place} of rank {rank.index}": torch.arange(1.0, 6.0, device=device) * (factor * (rank.index + 1))
-        for place, device in (("device", rank.device), ("CPU", "cpu"))
+        f"{label} of rank {rank.index}": torch.arange(1.0, 6.0, device=device) * (factor * (rank.index + 1))
+        for label, device in (("device", rank.device), ("CPU", "cpu"))
     }
 
 
 def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.optim.SGD:
     """Return an optimizer with one group for weights and one for biases."""
     values = list(model.parameters())
-    groups = [{"params": [value for value in values if (value.dim() > 1) is kind]} for kind in (True, False)]
+    groups = [{"params": [value for value in values if (value.dim() > 1) is is_weight]} for is_weight in (True, False)]
     return torch.optim.SGD(groups, lr=rate, momentum=training.momentum)
 
 
@@ -259,9 +259,9 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         directory: the directory of the checkpoint; it is removed.
         saved_by: the number of ranks that saved it, for the message.
     """
-    what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
-    other = replace(training, seed=training.seed + 1)
-    model = sharded(other, rank)
+    subject = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
+    fresh_training = replace(training, seed=training.seed + 1)
+    model = sharded(fresh_training, rank)
     # Loading works in place, so each state needs an optimizer of its own.
     optimizer, another = (_in_groups(model, training, 2 * training.rate) for _ in range(2))
     try:
@@ -285,49 +285,53 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         loaded[f"step 1: {name}"] = copied(value.full_tensor())
     with Findings() as findings:
         with findings.collected():
-            assert_same(loaded, {name: expected[name] for name in loaded}, what, rank.index)
-        message = f"{what}, rank {rank.index}: a tensor that was not saved was loaded, expected an error that names it"
+            assert_same(loaded, {name: expected[name] for name in loaded}, subject, rank.index)
+        message = (
+            f"{subject}, rank {rank.index}: a tensor that was not saved was loaded, expected an error that names it"
+        )
         findings.require(refused, message, ranks=[rank.index])
         others = _others(rank, 1)
         with findings.collected():
-            _compare_others(state, others, what, rank)
+            _compare_others(state, others, subject, rank)
         with findings.collected():
-            assert_same(meanwhile, _meanwhile(rank, 1) if meanwhile else {}, f"{what}, saved by async_save", rank.index)
+            assert_same(
+                meanwhile, _meanwhile(rank, 1) if meanwhile else {}, f"{subject}, saved by async_save", rank.index
+            )
         with findings.collected():
             set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
-            _compare_flat(training, model, another, optimizer, what, rank)
+            _compare_flat(training, model, another, optimizer, subject, rank)
         step_of(training, 2, model, optimizer, rank)
         stepped = gathered(model, 2)
         with findings.collected():
-            assert_same(stepped, _after(expected, 2), f"{what}, then one step", rank.index)
+            assert_same(stepped, _after(expected, 2), f"{subject}, then one step", rank.index)
 
 
 def _compare_flat(
     training: ExactTraining,
     model: nn.Module,
     got: torch.optim.Optimizer,
-    other: torch.optim.Optimizer,
-    what: str,
+    reference: torch.optim.Optimizer,
+    subject: str,
     rank: Rank,
 ) -> None:
-    """Compare rates and momentum of `got`, loaded from the flattened state, with the saved rates and with `other`."""
-    where = f"{what}, rank {rank.index}, flat state of the optimizer"
+    """Compare rates and momentum of `got`, loaded from the flattened state, with the saved rates and `reference`."""
+    prefix = f"{subject}, rank {rank.index}, flat state of the optimizer"
     like = _in_groups(model, training, training.rate)
     _set_rates(like, training.rate)
-    rates, wanted = ([group["lr"] for group in one.param_groups] for one in (got, like))
+    rates, wanted = ([group["lr"] for group in optimizer.param_groups] for optimizer in (got, like))
     if rates != wanted:
-        raise ShardError(f"{where}: groups have the rates {rates}, {wanted} were saved", ranks=[rank.index])
+        raise ShardError(f"{prefix}: groups have the rates {rates}, {wanted} were saved", ranks=[rank.index])
     for name, value in model.named_parameters():
-        own, should = (plain(_momentum(one, value)) for one in (got, other))
+        own, should = (plain(_momentum(optimizer, value)) for optimizer in (got, reference))
         if not same_bits(should, own):
             text = f"the momentum of {name} differs from that of the nested state"
-            raise ShardError(f"{where}: {text}", ranks=[rank.index])
+            raise ShardError(f"{prefix}: {text}", ranks=[rank.index])
 
 
 def _momentum(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the momentum of a parameter; an empty tensor without momentum."""
-    held = optimizer.state[value].get("momentum_buffer")
-    return held.to_local() if isinstance(held, DTensor) else torch.zeros(0)
+    momentum = optimizer.state[value].get("momentum_buffer")
+    return momentum.to_local() if isinstance(momentum, DTensor) else torch.zeros(0)
 
 
 def _refuses_what_was_not_saved(directory: str) -> bool:
@@ -338,31 +342,33 @@ def _refuses_what_was_not_saved(directory: str) -> bool:
     return False
 
 
-def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: str, rank: Rank) -> None:
+def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], subject: str, rank: Rank) -> None:
     """Compare the other values of the checkpoint with those that this rank must have."""
     for name, wanted in others.items():
         got = state[name]
         if isinstance(wanted, torch.Tensor):
-            own, should = (plain(one.to_local() if isinstance(one, DTensor) else one) for one in (got, wanted))
-            wrong = not same_bits(should, own)
+            own, should = (
+                plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in (got, wanted)
+            )
+            differs = not same_bits(should, own)
             got, wanted = f"{own.flatten()[:4].tolist()}…", f"{should.flatten()[:4].tolist()}…"
         else:
-            wrong = got != wanted
-        if wrong:
-            raise ShardError(f"{what}, rank {rank.index}: {name} is {got}, {wanted} was saved", ranks=[rank.index])
+            differs = got != wanted
+        if differs:
+            raise ShardError(f"{subject}, rank {rank.index}: {name} is {got}, {wanted} was saved", ranks=[rank.index])
 
 
 def _others(rank: Rank, factor: int) -> dict[str, Any]:
     """Return the other values of the checkpoint, times `factor`; with 0 they are the target of loading."""
     line = init_device_mesh("cuda", (rank.size,))
     plane = init_device_mesh("cuda", near_square(rank.size))
-    made: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}
-    made["without dimensions"] = torch.tensor(1.0 * factor, dtype=torch.float64, device=rank.device)
-    made["held by all"] = (torch.arange(7.0) * factor).to(rank.device)
+    entries: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}
+    entries["without dimensions"] = torch.tensor(1.0 * factor, dtype=torch.float64, device=rank.device)
+    entries["held by all"] = (torch.arange(7.0) * factor).to(rank.device)
     grid = torch.arange(20.0, device=rank.device).mul(factor).view(4, 5)
     for name, view in (("saved", bool(factor)), ("loaded", not factor)):
-        made[f"transposed where it is {name}"] = grid.t() if view else grid.t().contiguous()
-        made[f"with gaps where it is {name}"] = grid.clone()[1:, ::2] if view else grid[1:, ::2].contiguous()
+        entries[f"transposed where it is {name}"] = grid.t() if view else grid.t().contiguous()
+        entries[f"with gaps where it is {name}"] = grid.clone()[1:, ::2] if view else grid[1:, ::2].contiguous()
     for name, shape, dtype, mesh, placements in (
         ("int64 by rows", (11, 3), torch.int64, line, [Shard(0)]),
         ("bfloat16 by columns", (3, 13), torch.bfloat16, line, [Shard(1)]),
@@ -371,5 +377,5 @@ def _others(rank: Rank, factor: int) -> dict[str, Any]:
         ("uint8, large, by rows", (257, 256), torch.uint8, line, [Shard(0)]),
     ):
         values = ((torch.arange(torch.Size(shape).numel()).reshape(shape) * 5 + 1) % 113 * factor).to(dtype)
-        made[name] = placed(values, placements, mesh)
-    return made
+        entries[name] = placed(values, placements, mesh)
+    return entries

@@ -54,7 +54,7 @@ def assert_meshes_agree(rank: Rank) -> None:
     shapes: list[tuple[int, ...]] = [(rank.size,), (rows, columns)]
     if columns % 2 == 0:
         shapes.append((rows, columns // 2, 2))
-    found = []
+    messages = []
     meshes = [
         (init_device_mesh("cuda", shape, mesh_dim_names=_NAMES[-len(shape) :]), everybody.reshape(shape))
         for shape in shapes
@@ -69,86 +69,89 @@ def assert_meshes_agree(rank: Rank) -> None:
         strange = inside and any(sorted(members) != sorted(line) for members, line in _groups(rank, mesh, ranks))
         calling = not on_any_rank(rank, strange)
         if inside:
-            found.append(_wrong_mesh(rank, mesh, ranks, calling=calling))
+            messages.append(_wrong_mesh(rank, mesh, ranks, calling=calling))
         elif mesh.get_coordinate() is not None:
-            found.append(f"a mesh without rank {rank.index} gives it the coordinate {mesh.get_coordinate()}")
-    texts = [text for text in found if text]
+            messages.append(f"a mesh without rank {rank.index} gives it the coordinate {mesh.get_coordinate()}")
+    texts = [text for text in messages if text]
     if texts:
         raise ReplicaMismatch(f"device mesh, rank {rank.index}: {texts[0]}", ranks=[rank.index])
 
 
-def _place(rank: Rank, ranks: torch.Tensor) -> list[int]:
+def _coordinate(rank: Rank, ranks: torch.Tensor) -> list[int]:
     """Return the coordinate that a rank must have in a mesh of `ranks`."""
     return [int(position) for position in (ranks == rank.index).nonzero()[0]]
 
 
 def _groups(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> Iterator[tuple[list[int], list[int]]]:
     """Yield for each dimension the ranks of this rank's group, and the right ranks."""
-    place = _place(rank, ranks)
+    coordinate = _coordinate(rank, ranks)
     for dim, name in enumerate(mesh.mesh_dim_names or ()):
-        line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(place))].tolist()
+        line = ranks[tuple(slice(None) if axis == dim else at for axis, at in enumerate(coordinate))].tolist()
         yield dist.get_process_group_ranks(mesh.get_group(name)), line
 
 
 def _wrong_mesh(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) -> str:
     """Describe the first error of a mesh; "" if it is right. With `calling`, a collective of the mesh's groups."""
     texts = []
-    kind = f"{tuple(ranks.shape)} of ranks {ranks.flatten().tolist()}"
-    place = _place(rank, ranks)
+    description = f"{tuple(ranks.shape)} of ranks {ranks.flatten().tolist()}"
+    expected_coordinate = _coordinate(rank, ranks)
     coordinate = mesh.get_coordinate()
-    if coordinate is None or list(coordinate) != place:
-        texts.append(f"{kind} has this rank at {coordinate}, expected {place}")
+    if coordinate is None or list(coordinate) != expected_coordinate:
+        texts.append(f"{description} has this rank at {coordinate}, expected {expected_coordinate}")
     for dim, (members, line) in enumerate(_groups(rank, mesh, ranks)):
         name = (mesh.mesh_dim_names or ())[dim]
         if sorted(members) != sorted(line):
-            texts.append(f"{kind}, dimension {name!r}: the group has ranks {members}, expected {line}")
+            texts.append(f"{description}, dimension {name!r}: the group has ranks {members}, expected {line}")
         elif calling and (text := _wrong_collectives(rank, mesh.get_group(name), members)):
-            texts.append(f"{kind}, dimension {name!r}: {text}")
+            texts.append(f"{description}, dimension {name!r}: {text}")
         # A group has its ranks in order, and the local rank is the position in the group.
         number = members.index(rank.index) if rank.index in members else None
-        for asked in (name, dim):
-            if (told := mesh.get_local_rank(asked)) != number:
-                texts.append(f"{kind}, dimension {asked!r}: local rank {told}, expected {number}")
+        for dimension in (name, dim):
+            if (local_rank := mesh.get_local_rank(dimension)) != number:
+                texts.append(f"{description}, dimension {dimension!r}: local rank {local_rank}, expected {number}")
         if mesh.size(dim) != len(line):
-            texts.append(f"{kind}, dimension {name!r}: size {mesh.size(dim)}, expected {len(line)}")
-        part = mesh[name].mesh.tolist() if ranks.dim() > 1 else line
-        if part != line:
-            texts.append(f"{kind}[{name!r}] has ranks {part}, expected {line}")
+            texts.append(f"{description}, dimension {name!r}: size {mesh.size(dim)}, expected {len(line)}")
+        slice_ranks = mesh[name].mesh.tolist() if ranks.dim() > 1 else line
+        if slice_ranks != line:
+            texts.append(f"{description}[{name!r}] has ranks {slice_ranks}, expected {line}")
         if [*map(id, mesh.get_all_groups())][dim] != id(mesh.get_group(name)):
-            texts.append(f"{kind}, dimension {name!r}: get_all_groups has another group than get_group")
+            texts.append(f"{description}, dimension {name!r}: get_all_groups has another group than get_group")
         of_group = DeviceMesh.from_group(mesh.get_group(name), "cuda").mesh.tolist()
         if of_group != members:
-            texts.append(f"{kind}, dimension {name!r}: the mesh of its group has ranks {of_group}, expected {members}")
+            texts.append(
+                f"{description}, dimension {name!r}: the mesh of its group has ranks {of_group}, expected {members}"
+            )
     if ranks.dim() > 1:
-        again = DeviceMesh.from_group(mesh.get_all_groups(), "cuda", ranks, mesh_dim_names=mesh.mesh_dim_names)
-        if again.get_coordinate() != mesh.get_coordinate() or again.mesh.tolist() != ranks.tolist():
-            texts.append(f"a mesh from the groups of {kind} has ranks {again.mesh.tolist()}, expected {ranks.tolist()}")
-    texts += list(_wrong_slices(mesh, ranks, place, kind))
+        rebuilt_mesh = DeviceMesh.from_group(mesh.get_all_groups(), "cuda", ranks, mesh_dim_names=mesh.mesh_dim_names)
+        if rebuilt_mesh.get_coordinate() != mesh.get_coordinate() or rebuilt_mesh.mesh.tolist() != ranks.tolist():
+            got = rebuilt_mesh.mesh.tolist()
+            texts.append(f"a mesh from the groups of {description} has ranks {got}, expected {ranks.tolist()}")
+    texts += list(_wrong_slices(mesh, ranks, expected_coordinate, description))
     return texts[0] if texts else ""
 
 
-def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, place: list[int], kind: str) -> Iterator[str]:
+def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, coordinate: list[int], description: str) -> Iterator[str]:
     """Describe each slice of two of three dimensions without the ranks that share this rank's place in the third."""
-    names = mesh.mesh_dim_names or ()
+    axis_names = mesh.mesh_dim_names or ()
     if ranks.dim() != 3:
         return
     for dropped in range(3):
-        kept = tuple(name for dim, name in enumerate(names) if dim != dropped)
-        part, expected = mesh[kept].mesh.tolist(), ranks.select(dropped, place[dropped]).tolist()
-        if part != expected:
-            yield f"{kind}[{', '.join(kept)}] has ranks {part}, expected {expected}"
+        kept = tuple(name for dim, name in enumerate(axis_names) if dim != dropped)
+        slice_ranks, expected = mesh[kept].mesh.tolist(), ranks.select(dropped, coordinate[dropped]).tolist()
+        if slice_ranks != expected:
+            yield f"{description}[{', '.join(kept)}] has ranks {slice_ranks}, expected {expected}"
 
 
 def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:
     """Describe an error in the order or the sum of a group's ranks; "" without one. A collective of the group."""
-    held = torch.tensor([rank.index], device=rank.device)
-    gathered = [torch.empty_like(held) for _ in members]
+    own_index = torch.tensor([rank.index], device=rank.device)
+    gathered = [torch.empty_like(own_index) for _ in members]
     # all_gather shows the order of the ranks in the group.
-    dist.all_gather(gathered, held, group=group)
-    dist.all_reduce(held, group=group)
-    if [int(one) for one in gathered] != members:
-        return f"all_gather gives ranks {[int(one) for one in gathered]}"
-    return "" if int(held) == sum(members) else f"the sum of the ranks {members} is {int(held)}"
+    dist.all_gather(gathered, own_index, group=group)
+    dist.all_reduce(own_index, group=group)
+    if [int(index) for index in gathered] != members:
+        return f"all_gather gives ranks {[int(index) for index in gathered]}"
+    return "" if int(own_index) == sum(members) else f"the sum of the ranks {members} is {int(own_index)}"
 
 
 def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
@@ -159,16 +162,16 @@ def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
     """
     line = init_device_mesh("cuda", (rank.size,))
     square = init_device_mesh("cuda", near_square(rank.size))
-    whole = _numbers(rank.size, seed)
-    found = [
+    full_tensor = _numbers(rank.size, seed)
+    messages = [
         *_filled(line, seed, [(Shard(0),), (Shard(1),), (Replicate(),)]),
         *_filled(square, seed, [(Shard(0), Shard(1)), (Shard(0), Replicate())]),
-        *_from_parts(rank, line, whole),
-        *_cast(rank, line, whole),
-        *_modules(rank, square, whole),
-        *_on_parts(rank, line, square, whole),
+        *_from_parts(rank, line, full_tensor),
+        *_cast(rank, line, full_tensor),
+        *_modules(rank, square, full_tensor),
+        *_on_parts(rank, line, square, full_tensor),
     ]
-    require_none_wrong(found, rank)
+    require_none_wrong(messages, rank)
 
 
 def _numbers(ranks: int, seed: int) -> torch.Tensor:
@@ -190,123 +193,132 @@ def _filled(mesh: DeviceMesh, seed: int, targets: list[tuple[Placement, ...]]) -
         for name, make in makers.items():
             dtype = (torch.float32, torch.float64, torch.int64)[(seed + number) % 3]
             trained = dtype.is_floating_point
-            held = make(dtype=dtype, requires_grad=trained, device_mesh=mesh, placements=target)
+            dtensor = make(dtype=dtype, requires_grad=trained, device_mesh=mesh, placements=target)
             if name == "empty":
                 with torch.no_grad():
-                    held.fill_(5)
-            right = torch.full(shape, {"zeros": 0, "ones": 1, "full": 7, "empty": 5}[name], dtype=dtype, device="cpu")
-            what = f"{name} as {text_of(target)}"
-            local: Any = held.detach()
-            yield compared(local.to_local(), part_of(right, target, mesh), what)
-            if (held.shape, held.placements, held.requires_grad) != (shape, target, trained):
-                yield f"{what} is {text_of(held.placements)} of {tuple(held.shape)}, requires_grad={held.requires_grad}"
+                    dtensor.fill_(5)
+            expected = torch.full(
+                shape, {"zeros": 0, "ones": 1, "full": 7, "empty": 5}[name], dtype=dtype, device="cpu"
+            )
+            subject = f"{name} as {text_of(target)}"
+            local: Any = dtensor.detach()
+            yield compared(local.to_local(), part_of(expected, target, mesh), subject)
+            if (dtensor.shape, dtensor.placements, dtensor.requires_grad) != (shape, target, trained):
+                layout = f"{text_of(dtensor.placements)} of {tuple(dtensor.shape)}"
+                yield f"{subject} is {layout}, requires_grad={dtensor.requires_grad}"
 
 
-def _from_parts(rank: Rank, mesh: DeviceMesh, whole: torch.Tensor) -> Iterator[str]:
+def _from_parts(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
     """Make DTensors from local parts, and take whole tensors, with gradients that differ between ranks."""
     # Ranks disagree, and the check of a replicated tensor gives all the values of the first.
-    local = (whole + rank.index).to(rank.device)
-    held = DTensor.from_local(local, mesh, [Replicate()], run_check=True)
-    yield compared(held.to_local(), whole, "from_local with run_check, replicated")
-    part = part_of(whole, [Shard(0)], mesh).to(rank.device)
-    checked = DTensor.from_local(part, mesh, [Shard(0)], run_check=True)
-    yield compared(checked.full_tensor(), whole, "from_local with run_check, divided")
+    local = (full_tensor + rank.index).to(rank.device)
+    dtensor = DTensor.from_local(local, mesh, [Replicate()], run_check=True)
+    yield compared(dtensor.to_local(), full_tensor, "from_local with run_check, replicated")
+    shard = part_of(full_tensor, [Shard(0)], mesh).to(rank.device)
+    checked = DTensor.from_local(shard, mesh, [Shard(0)], run_check=True)
+    yield compared(checked.full_tensor(), full_tensor, "from_local with run_check, divided")
 
-    leaf = part.clone().requires_grad_()
+    leaf = shard.clone().requires_grad_()
     full = DTensor.from_local(leaf, mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
     (full * (rank.index + 1)).sum().backward()
     assert leaf.grad is not None
-    right = torch.full(part.shape, float(sum(range(1, rank.size + 1))), device="cpu")
-    yield compared(leaf.grad, right, "gradient of full_tensor(grad_placements=[Partial()])")
+    expected_gradient = torch.full(shard.shape, float(sum(range(1, rank.size + 1))), device="cpu")
+    yield compared(leaf.grad, expected_gradient, "gradient of full_tensor(grad_placements=[Partial()])")
     if "grad_placements" in inspect.signature(DTensor.from_local).parameters:  # older versions of torch lack it
-        leaf = whole.to(rank.device, copy=True).requires_grad_()
-        held = DTensor.from_local(leaf, mesh, [Replicate()], grad_placements=[Partial()])
-        (held.to_local() * whole.to(rank.device)).sum().backward()
+        leaf = full_tensor.to(rank.device, copy=True).requires_grad_()
+        dtensor = DTensor.from_local(leaf, mesh, [Replicate()], grad_placements=[Partial()])
+        (dtensor.to_local() * full_tensor.to(rank.device)).sum().backward()
         assert leaf.grad is not None
         # Each rank has a part of 1/size, which a GPU may round otherwise: it multiplies by the reciprocal.
         total = DTensor.from_local(leaf.grad, mesh, [Partial()]).full_tensor()
         near = (total - total.round()).abs() <= (rank.size + 1) * torch.finfo(total.dtype).eps * total.abs()
         yield compared(
             torch.where(near, total.round(), total),
-            whole,
+            full_tensor,
             "sum of the gradients of from_local(grad_placements=[Partial()])",
         )
 
 
-def _cast(rank: Rank, mesh: DeviceMesh, whole: torch.Tensor) -> Iterator[str]:
+def _cast(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
     """Redistribute in other dtypes than that of the tensor: 1/1024 beside whole numbers is lost in bfloat16."""
-    fine = whole + 2.0**-10
+    fine = full_tensor + 2.0**-10
     leaf = part_of(fine, [Shard(0)], mesh).to(rank.device).requires_grad_()
-    held = DTensor.from_local(leaf, mesh, [Shard(0)])
-    moved = held.redistribute(mesh, [Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+    dtensor = DTensor.from_local(leaf, mesh, [Shard(0)])
+    moved = dtensor.redistribute(mesh, [Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
     local = moved.to_local(grad_placements=[Partial()])
     yield compared(local.detach(), fine.bfloat16(), "redistribute with forward_dtype=bfloat16")
     (local * (rank.index + 1)).sum().backward()
     assert leaf.grad is not None
-    right = torch.full(leaf.shape, float(sum(range(1, rank.size + 1))), device="cpu")
-    yield compared(leaf.grad, right, "gradient of redistribute with backward_dtype=float64")
+    expected_gradient = torch.full(leaf.shape, float(sum(range(1, rank.size + 1))), device="cpu")
+    yield compared(leaf.grad, expected_gradient, "gradient of redistribute with backward_dtype=float64")
 
 
-def _modules(rank: Rank, mesh: DeviceMesh, whole: torch.Tensor) -> Iterator[str]:
+def _modules(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
     """Divide a layer over two dimensions: its weight by rows over the second, its inputs by rows over the first."""
-    layer = nn.Linear(whole.shape[1], whole.shape[0], bias=False, device="cpu")
+    layer = nn.Linear(full_tensor.shape[1], full_tensor.shape[0], bias=False, device="cpu")
     with torch.no_grad():
-        layer.weight.copy_(whole if rank.index == 0 else -whole)
+        layer.weight.copy_(full_tensor if rank.index == 0 else -full_tensor)
 
     def partition(name: str, module: nn.Module, over: DeviceMesh) -> None:
         weight = distribute_tensor(module.get_parameter("weight").detach(), over, [Replicate(), Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
 
-    def taken(module: nn.Module, given: Any, over: DeviceMesh) -> Any:
-        return (distribute_tensor(given[0], over, [Shard(0), Replicate()]),)
+    def taken(module: nn.Module, inputs: Any, over: DeviceMesh) -> Any:
+        return (distribute_tensor(inputs[0], over, [Shard(0), Replicate()]),)
 
-    def given_back(module: nn.Module, made: Any, over: DeviceMesh) -> Any:
-        return made.redistribute(over, [Replicate(), Replicate()]).to_local()
+    def given_back(module: nn.Module, outputs: Any, over: DeviceMesh) -> Any:
+        return outputs.redistribute(over, [Replicate(), Replicate()]).to_local()
 
-    held = distribute_module(layer.to(rank.device), mesh, partition, taken, given_back)
-    weight = held.weight
+    sharded_layer = distribute_module(layer.to(rank.device), mesh, partition, taken, given_back)
+    weight = sharded_layer.weight
     assert isinstance(weight, DTensor)
-    yield compared(weight.to_local().detach(), part_of(whole, [Replicate(), Shard(0)], mesh), "weight of a module")
-    yield compared(held(whole.to(rank.device)).detach(), whole @ whole.T, "outputs of a module under distribute_module")
+    yield compared(
+        weight.to_local().detach(), part_of(full_tensor, [Replicate(), Shard(0)], mesh), "weight of a module"
+    )
+    yield compared(
+        sharded_layer(full_tensor.to(rank.device)).detach(),
+        full_tensor @ full_tensor.T,
+        "outputs of a module under distribute_module",
+    )
 
 
-def _on_parts(rank: Rank, mesh: DeviceMesh, square: DeviceMesh, whole: torch.Tensor) -> Iterator[str]:
+def _on_parts(rank: Rank, mesh: DeviceMesh, square: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
     """Apply functions of plain tensors to parts, and functions of DTensors to plain tensors."""
-    columns, rows = placed(whole, [Shard(1)], mesh), placed(whole.T.contiguous(), [Shard(0)], mesh)
-    given = columns.detach().requires_grad_()
-    for how, x, y, over, first, options in (
-        ("", given, rows, mesh, [], {}),
+    columns, rows = placed(full_tensor, [Shard(1)], mesh), placed(full_tensor.T.contiguous(), [Shard(0)], mesh)
+    leaf = columns.detach().requires_grad_()
+    for how, x, y, over, outer_placements, options in (
+        ("", leaf, rows, mesh, [], {}),
         (
             " over two dimensions, redistributed",
-            placed(whole, [Shard(0), Replicate()], square),
-            placed(whole.T.contiguous(), [Replicate(), Shard(1)], square),
+            placed(full_tensor, [Shard(0), Replicate()], square),
+            placed(full_tensor.T.contiguous(), [Replicate(), Shard(1)], square),
             square,
             [Replicate()],
             {"redistribute_inputs": True},
         ),
     ):
-        divided = [*first, Shard(1)], [*first, Shard(0)]
+        divided = [*outer_placements, Shard(1)], [*outer_placements, Shard(0)]
         mapped = experimental.local_map(
             torch.matmul,
-            out_placements=[*first, Partial()],
+            out_placements=[*outer_placements, Partial()],
             in_placements=divided,
             in_grad_placements=divided,
             device_mesh=over,
             **options,
         )
-        made = mapped(x, y)
-        yield compared(made.full_tensor().detach(), whole @ whole.T, f"local_map{how}")
-        if x is given:
-            made.full_tensor().sum().backward()
-            assert isinstance(given.grad, DTensor)
-            back = whole.sum(0).expand_as(whole)
-            yield compared(given.grad.to_local(), part_of(back, [Shard(1)], mesh), "gradient of local_map")
+        product = mapped(x, y)
+        yield compared(product.full_tensor().detach(), full_tensor @ full_tensor.T, f"local_map{how}")
+        if x is leaf:
+            product.full_tensor().sum().backward()
+            assert isinstance(leaf.grad, DTensor)
+            back = full_tensor.sum(0).expand_as(full_tensor)
+            yield compared(leaf.grad.to_local(), part_of(back, [Shard(1)], mesh), "gradient of local_map")
     with experimental.implicit_replication():
-        mixed: Any = columns + whole.to(rank.device)
-    yield compared(mixed.to_local(), part_of(2 * whole, [Shard(1)], mesh), "a sum under implicit_replication")
+        mixed: Any = columns + full_tensor.to(rank.device)
+    yield compared(mixed.to_local(), part_of(2 * full_tensor, [Shard(1)], mesh), "a sum under implicit_replication")
     reversed_rows = _reversed_rows()(columns)
     yield compared(
-        reversed_rows.to_local(), part_of(whole.flip(0), [Shard(1)], mesh), "an operator with registered sharding"
+        reversed_rows.to_local(), part_of(full_tensor.flip(0), [Shard(1)], mesh), "an operator with registered sharding"
     )
 
 
@@ -335,8 +347,8 @@ _Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def _beside(x: torch.Tensor, values: object) -> torch.Tensor:
     """Return another operand for `x`, the same on all ranks: a DTensor if `x` is one."""
-    made = torch.as_tensor(values, device="cpu")
-    return placed(made, [Replicate()] * x.device_mesh.ndim, x.device_mesh) if isinstance(x, DTensor) else made
+    operand = torch.as_tensor(values, device="cpu")
+    return placed(operand, [Replicate()] * x.device_mesh.ndim, x.device_mesh) if isinstance(x, DTensor) else operand
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
@@ -475,8 +487,8 @@ A partial weight of `layer_norm` is not refused: its gradients are wrong.
 
 def lacks(name: str) -> bool:
     """Return whether this version of torch refuses a row for at least one placement, or has wrong gradients."""
-    here = TorchVersion(torch_version())
-    return any(here < since and name in names for since, names in _SINCE.items())
+    version = TorchVersion(torch_version())
+    return any(version < since and name in row_names for since, row_names in _SINCE.items())
 
 
 _DIVIDED: tuple[Placement, ...] = (Shard(0), Shard(1), Partial("sum"))
@@ -522,32 +534,33 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
         if lacks(name):
             left_out(name, "this torch does not have it for all placements")
             continue
-        what = f"{name} of {' and '.join(text_of([place]) for place in places)}"
+        subject = f"{name} of {' and '.join(text_of([placement]) for placement in places)}"
         try:
-            judged = functools.partial(_wrong_result, what, call, wholes, places, mesh)
-            wrong = judged()
-            yield "" if name == "filled" and _fills_each_part(placed(wholes[0], places, mesh), judged, wrong) else wrong
+            judged = functools.partial(_wrong_result, subject, call, wholes, places, mesh)
+            message = judged()
+            is_excused = name == "filled" and _fills_each_part(placed(wholes[0], places, mesh), judged, message)
+            yield "" if is_excused else message
         except Exception as error:
             if type(error).__module__ != "builtins":
                 raise  # full memory and broken connections have types of their own, which show their cause
-            yield f"{what} raised {type(error).__name__}: {error}"
+            yield f"{subject} raised {type(error).__name__}: {error}"
             return
 
 
-def _fills_each_part(given: DTensor, judged: Callable[..., str], wrong: str) -> bool:
+def _fills_each_part(operand: DTensor, judged: Callable[..., str], message: str) -> bool:
     """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts.
 
     Args:
         judged: describes the error of the call by a reference.
-        wrong: the error of the call.
+        message: the error of the call.
     """
-    copy, size = given.clone(), given.device_mesh.size()
+    copy, size = operand.clone(), operand.device_mesh.size()
     if not (isinstance(copy, DTensor) and copy.placements[0].is_partial()):
         return False
     otherwise = judged(lambda x: x.new_full(x.shape, 2.0 * size) + x)
-    if wrong and otherwise:  # all ranks have computed both, because they call collectives
+    if message and otherwise:  # all ranks have computed both, because they call collectives
         return False
-    return is_known("dtensor-fills-each-part", failed=bool(wrong), size=size)
+    return is_known("dtensor-fills-each-part", failed=bool(message), size=size)
 
 
 def _drawn_numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -557,7 +570,7 @@ def _drawn_numbers(shape: tuple[int, int], seed: int) -> torch.Tensor:
 
 
 def _wrong_result(
-    what: str,
+    subject: str,
     call: Callable[..., torch.Tensor],
     wholes: list[torch.Tensor],
     places: tuple[Placement, ...],
@@ -565,51 +578,61 @@ def _wrong_result(
     reference: Callable[..., torch.Tensor] | None = None,
 ) -> str:
     """Describe the error of a call; "" if it is right: as on whole tensors, or as the `reference` is on them."""
-    leaves = [whole.clone().requires_grad_() for whole in wholes]
-    right = (reference or call)(*leaves)
-    given = [placed(whole, [place], mesh).requires_grad_() for whole, place in zip(wholes, places, strict=True)]
-    got = call(*given)
+    leaves = [full_tensor.clone().requires_grad_() for full_tensor in wholes]
+    expected_output = (reference or call)(*leaves)
+    operands = [
+        placed(full_tensor, [placement], mesh).requires_grad_()
+        for full_tensor, placement in zip(wholes, places, strict=True)
+    ]
+    got = call(*operands)
     if not isinstance(got, DTensor):
-        return f"{what} is not a DTensor"
-    wrong = _differs(what, got, right, mesh)
-    if got.requires_grad != right.requires_grad:
-        return wrong or f"{what} has requires_grad={got.requires_grad}, expected {right.requires_grad}"
-    if not right.requires_grad:
-        return wrong
-    weights = (torch.arange(right.numel(), device="cpu").view(right.shape) % 5 - 1.0).to(right.dtype)
-    back = [Replicate() if isinstance(place, Partial) else place for place in got.placements]
+        return f"{subject} is not a DTensor"
+    message = _differs(subject, got, expected_output, mesh)
+    if got.requires_grad != expected_output.requires_grad:
+        return message or f"{subject} has requires_grad={got.requires_grad}, expected {expected_output.requires_grad}"
+    if not expected_output.requires_grad:
+        return message
+    weights = (torch.arange(expected_output.numel(), device="cpu").view(expected_output.shape) % 5 - 1.0).to(
+        expected_output.dtype
+    )
+    back = [Replicate() if isinstance(placement, Partial) else placement for placement in got.placements]
     # With allow_unused they may be None, which torch's annotations lack.
-    expected_gradients: Any = torch.autograd.grad(right, leaves, weights, allow_unused=True)
-    gradients: Any = torch.autograd.grad(got, given, placed(weights, back, mesh), allow_unused=True)
+    expected_gradients: Any = torch.autograd.grad(expected_output, leaves, weights, allow_unused=True)
+    gradients: Any = torch.autograd.grad(got, operands, placed(weights, back, mesh), allow_unused=True)
     for number, (gradient, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
         if gradient is None or expected is None:
             lost = "lost" if gradient is None else "made"
-            wrong = wrong or ("" if gradient is expected else f"the gradient of operand {number} of {what} is {lost}")
+            message = message or (
+                "" if gradient is expected else f"the gradient of operand {number} of {subject} is {lost}"
+            )
             continue
         assert isinstance(gradient, DTensor)
-        wrong = wrong or _differs(f"the gradient of operand {number} of {what}", gradient, expected, mesh)
-    return wrong
+        message = message or _differs(f"the gradient of operand {number} of {subject}", gradient, expected, mesh)
+    return message
 
 
 @torch.no_grad()
-def _differs(what: str, got: DTensor, right: torch.Tensor, mesh: DeviceMesh) -> str:
-    if got.shape != right.shape or got.dtype != right.dtype:
-        return f"{what} is {got.dtype}{list(got.shape)}, expected {right.dtype}{list(right.shape)}"
-    partial = any(isinstance(place, Partial) for place in got.placements)
-    here = plain(got.full_tensor() if partial else got.to_local())
-    expected = right if partial else part_of(right, got.placements, mesh)
-    if here.shape != expected.shape:
-        return f"{what}, {text_of(got.placements)}, has a part of {list(here.shape)}, expected {list(expected.shape)}"
-    off = (here.double() - expected.double()).abs()
+def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: DeviceMesh) -> str:
+    if got.shape != expected_output.shape or got.dtype != expected_output.dtype:
+        return (
+            f"{subject} is {got.dtype}{list(got.shape)}, expected {expected_output.dtype}{list(expected_output.shape)}"
+        )
+    partial = any(isinstance(placement, Partial) for placement in got.placements)
+    local = plain(got.full_tensor() if partial else got.to_local())
+    expected = expected_output if partial else part_of(expected_output, got.placements, mesh)
+    if local.shape != expected.shape:
+        return (
+            f"{subject}, {text_of(got.placements)}, has a part of {list(local.shape)}, expected {list(expected.shape)}"
+        )
+    off = (local.double() - expected.double()).abs()
     # Sums of fewer than 2^8 terms below 2^8 are exact; functions of these sums round about ten times.
-    most = float(right.double().abs().max()) * 2.0**-18
+    most = float(expected_output.double().abs().max()) * 2.0**-18
     if bool((off <= most).all()):
         return ""
     at = int(torch.where(off.isnan(), torch.inf, off).argmax())
-    values = f"got {here.flatten()[at].item()}, expected {expected.flatten()[at].item()}"
-    return (
-        f"{what}, {text_of(got.placements)}: {int((~(off <= most)).sum())} of {here.numel()} elements differ: {values}"
-    )
+    values = f"got {local.flatten()[at].item()}, expected {expected.flatten()[at].item()}"
+    count = int((~(off <= most)).sum())
+    return f"{subject}, {text_of(got.placements)}: {count} of {local.numel()} elements differ: {values}"
 
 
 _LOSSES = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
@@ -642,24 +665,24 @@ def _judge_loss(
     mesh: DeviceMesh,
 ) -> None:
     """Compare the loss of operands that are divided by samples with that of the whole operands."""
-    divided = [placed(whole, [Shard(0)], mesh) for whole in wholes]
-    given = {
+    divided = [placed(full_tensor, [Shard(0)], mesh) for full_tensor in wholes]
+    replicated_options = {
         key: placed(value, [Replicate()], mesh) if isinstance(value, torch.Tensor) else value
         for key, value in options.items()
     }
-    got = loss(*divided, **given)
+    got = loss(*divided, **replicated_options)
     assert isinstance(got, DTensor)
-    here = plain(got.full_tensor())
+    mean_loss = plain(got.full_tensor())
     rows = len(wholes[0])
-    what = f"{name} of {rows} samples on {rank.size} ranks"
+    subject = f"{name} of {rows} samples on {rank.size} ranks"
 
-    def judge(right: torch.Tensor) -> None:
-        if not bool((here - right).abs() <= 2.0**-18 * (right.abs() + 1)):
-            require_none_wrong([f"{what}: got {here.item()}, expected {right.item()}"], rank)
+    def judge(expected: torch.Tensor) -> None:
+        if not bool((mean_loss - expected).abs() <= 2.0**-18 * (expected.abs() + 1)):
+            require_none_wrong([f"{subject}: got {mean_loss.item()}, expected {expected.item()}"], rank)
 
     def explained() -> None:
-        parts = zip(*(whole.chunk(rank.size) for whole in wholes), strict=True)
-        judge(torch.stack([loss(*part, **options) for part in parts]).mean())
+        chunks = zip(*(full_tensor.chunk(rank.size) for full_tensor in wholes), strict=True)
+        judge(torch.stack([loss(*chunk, **options) for chunk in chunks]).mean())
 
     even = rows % rank.size == 0
     defect = "dtensor-weighted-mean-of-parts" if "nll" in name else "dtensor-mean-of-unequal-parts"

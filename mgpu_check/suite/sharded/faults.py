@@ -74,15 +74,17 @@ _SECOND_SUM = When("the second dimension of a mesh", lambda real, self, x, mesh,
 _LAST_GRADIENT = When("the last rank", lambda grads, *args: is_last() and grads[0] is not None)
 _PARTIAL = When(
     "partial operands, several ranks",
-    lambda real, self, *args: isinstance(self, DTensor) and any(place.is_partial() for place in self.placements),
+    lambda real, self, *args: (
+        isinstance(self, DTensor) and any(placement.is_partial() for placement in self.placements)
+    ),
 )
 _UNEQUAL_PARTS = When("parts of unequal sizes", lambda real, *tensors: all(isinstance(x, DTensor) for x in tensors))
 
 
 @device_meshes("a mesh gives the group of the other dimension", given(DeviceMesh, "get_group"), _NAMED)
 def group_of_the_other_dimension(self: DeviceMesh, mesh_dim: str) -> tuple[DeviceMesh, str]:
-    names = self.mesh_dim_names or ()
-    return self, names[1 - names.index(mesh_dim)]
+    axis_names = self.mesh_dim_names or ()
+    return self, axis_names[1 - axis_names.index(mesh_dim)]
 
 
 @device_meshes("DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group", _LOCAL_RANK,
@@ -90,15 +92,15 @@ def group_of_the_other_dimension(self: DeviceMesh, mesh_dim: str) -> tuple[Devic
         lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None),
     least_gpus=2)  # fmt: skip
 def local_rank_of_the_place(real: Any, self: Any, mesh_dim: int) -> int:
-    place: list[int] = self.get_coordinate()
-    return place[mesh_dim]
+    coordinate: list[int] = self.get_coordinate()
+    return coordinate[mesh_dim]
 
 
 @redistribution("gathered tensors end with a slice of padding", returned(Shard, "_to_replicate_tensor"),
     When("sizes that are no multiple of the number of ranks",
-        lambda whole, self, local, mesh, dim, shape: whole.shape[self.dim] % mesh.size(dim) > 0))  # fmt: skip
-def padding_gathered(whole: torch.Tensor, self: Shard, *args: Any) -> None:
-    whole.narrow(self.dim, whole.shape[self.dim] - 1, 1).zero_()
+        lambda tensor, self, local, mesh, dim, shape: tensor.shape[self.dim] % mesh.size(dim) > 0))  # fmt: skip
+def padding_gathered(full_tensor: torch.Tensor, self: Shard, *args: Any) -> None:
+    full_tensor.narrow(self.dim, full_tensor.shape[self.dim] - 1, 1).zero_()
 
 
 @redistribution("partial maxima are added up", _REDUCE, _MAXIMUM)
@@ -108,17 +110,17 @@ def maxima_added_up(real: Any, self: Partial, *args: Any) -> torch.Tensor:
 
 
 @redistribution("reduce-scatter of partial sums loses the last element", returned(Shard, "_reduce_shard_tensor"),
-    When("parts above 16 Ki elements", lambda made, *args: made.numel() > _LARGE))  # fmt: skip
-def large_parts_reduced_short(made: torch.Tensor, *args: Any) -> None:
-    made.view(-1)[-1] = 0
+    When("parts above 16 Ki elements", lambda shard, *args: shard.numel() > _LARGE))  # fmt: skip
+def large_parts_reduced_short(shard: torch.Tensor, *args: Any) -> None:
+    shard.view(-1)[-1] = 0
 
 
 @fault("functions of partial tensors are applied to each part before the sum", "test_operators_on_dtensors",
        by=around(torch.Tensor, "abs", "exp", "clamp"), when=_PARTIAL)  # fmt: skip
 def partial_operands_not_reduced(real: Any, x: DTensor, *args: Any) -> DTensor:
     """As if the functions were linear, or along another dimension."""
-    part = real(x.to_local(), *args)
-    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    shard = real(x.to_local(), *args)
+    return DTensor.from_local(shard, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 @losses("l1_loss of DTensors averages the means of the parts", around(F, "l1_loss"), _UNEQUAL_PARTS)
@@ -142,11 +144,11 @@ register(
         "a slice of the outer two dimensions of a mesh returns the first and the last", "test_device_meshes",
         given(DeviceMesh, "__getitem__"), lambda self, *_: (self, (self.mesh_dim_names[0], self.mesh_dim_names[2])),
         When("three dimensions, two of them taken out",
-            lambda self, names: len(self.mesh_dim_names or ()) == 3 and tuple(names) == self.mesh_dim_names[:2]),
+            lambda self, axes: len(self.mesh_dim_names or ()) == 3 and tuple(axes) == self.mesh_dim_names[:2]),
         least_gpus=4),
     FaultRow("exchanged-out-of-order", "a change of the shard dimension reverses the order of elements",
         "test_redistribution", returned(Shard, "_to_new_shard_dim"),
-        lambda made, self, *_: made.flip(self.dim).contiguous(), _LAST_OF_THREE),
+        lambda shard, self, *_: shard.flip(self.dim).contiguous(), _LAST_OF_THREE),
     FaultRow("own-data-distributed", "distribute_tensor shards each rank's own tensor instead of rank 0's",
         "test_redistribution", around(Shard, "_make_shard_tensor"),
         lambda real, cls, dim, tensor, mesh, mesh_dim, *_: real(cls, dim, tensor, mesh, mesh_dim, None),
@@ -167,9 +169,10 @@ register(
         "src_data_rank other than 0"),
     FaultRow("columns-draw-alike", "parts of the same rows draw the same random numbers",
         "test_redistribution_in_two_dimensions", around(_random.OffsetBasedRNGTracker, "_calc_shard_linear_idx"),
-        lambda real, self, place, sizes: real(self, [*place[:1], *[0] * len(place[1:])], sizes), "divided by columns"),
+        lambda real, self, position, sizes: real(self, [*position[:1], *[0] * len(position[1:])], sizes),
+        "divided by columns"),
     FaultRow("filled-on-all-but-one", "the last rank's part of a filled tensor is 0", "test_making_dtensors",
-        returned("torch.distributed.tensor", "full", "ones"), lambda made, *_, **__: made * 0, LAST_RANK),
+        returned("torch.distributed.tensor", "full", "ones"), lambda dtensor, *_, **__: dtensor * 0, LAST_RANK),
     FaultRow("replicas-not-checked", "from_local with run_check keeps tensors that differ between replicas",
         "test_making_dtensors", around(api, "mesh_broadcast"), lambda real, tensor, *_, **__: tensor,
         "run_check=True, replicated"),
@@ -177,9 +180,9 @@ register(
         around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
     FaultRow("sharded-twice-gathered-in-reverse", "full_tensor takes nested shards in the wrong order",
         "test_redistribution_in_two_dimensions", returned(DTensor, "full_tensor"),
-        lambda whole, *_, **__: whole.flip(0),
+        lambda full_tensor, *_, **__: full_tensor.flip(0),
         When("two dimensions that both divide the first",
-            lambda whole, self, **_: tuple(self.placements) == (Shard(0), Shard(0)))),
+            lambda full_tensor, self, **_: tuple(self.placements) == (Shard(0), Shard(0)))),
     FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
         around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
         "forward_dtype"),
@@ -203,10 +206,14 @@ register(
 @fault("distribute_tensor negates the last of fewer rows than ranks", "test_redistribution",
        by=returned("mgpu_check.suite.sharded.redistribution", "distribute_tensor"), least_gpus=3,
        when="one dimension, fewer rows than ranks")  # fmt: skip
-def last_of_few_rows_negated(made: DTensor, *_: Any, **__: Any) -> None:
-    mesh = made.device_mesh
-    if mesh.ndim == 1 and made.placements[0].is_shard(0) and mesh.get_local_rank() == len(made) - 1 < mesh.size() - 1:
-        made.to_local().detach().neg_()
+def last_of_few_rows_negated(dtensor: DTensor, *_: Any, **__: Any) -> None:
+    mesh = dtensor.device_mesh
+    if (
+        mesh.ndim == 1
+        and dtensor.placements[0].is_shard(0)
+        and mesh.get_local_rank() == len(dtensor) - 1 < mesh.size() - 1
+    ):
+        dtensor.to_local().detach().neg_()
 
 
 fully_shard = caught_by("test_fully_shard")
@@ -350,26 +357,26 @@ def parameters_kept_in_low_precision() -> Iterator[None]:
 @mixed_precision("of gradients accumulated in the dtype of the reduction, only the last is kept",
     around(FSDPParam, _ACCUMULATE), "reductions in another dtype than gradients, several micro-batches")  # fmt: skip
 def last_of_the_accumulated(real: Any, self: Any) -> None:
-    held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
-    if held is not None and new is not None:
-        held.copy_(new)
+    accumulated_gradient, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+    if accumulated_gradient is not None and new is not None:
+        accumulated_gradient.copy_(new)
         self.unsharded_param.grad = None
 
 
 @mixed_precision("gradients are accumulated in the dtype of the arithmetic", returned(FSDPParam, _ACCUMULATE),
     "reductions in float32 of gradients in another dtype, several micro-batches")  # fmt: skip
 def accumulated_in_low_precision(result: None, self: Any) -> None:
-    held = self.unsharded_accumulated_grad
-    if held is not None and self.param_dtype is not None:
-        held.copy_(held.to(self.param_dtype))
+    accumulated_gradient = self.unsharded_accumulated_grad
+    if accumulated_gradient is not None and self.param_dtype is not None:
+        accumulated_gradient.copy_(accumulated_gradient.to(self.param_dtype))
 
 
 @mixed_precision("the gradients of a third micro-batch are dropped", given(FSDPParam, _ACCUMULATE),
     "reductions in another dtype than gradients, three micro-batches and more")  # fmt: skip
 def third_micro_batch_dropped(self: Any) -> None:
-    held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
-    self._added = 0 if held is None else self._added + (new is not None)
-    if held is not None and new is not None and self._added > 1:
+    accumulated_gradient, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+    self._added = 0 if accumulated_gradient is None else self._added + (new is not None)
+    if accumulated_gradient is not None and new is not None and self._added > 1:
         new.zero_()
 
 
@@ -420,7 +427,7 @@ register(
         "cast_root_forward_inputs=False"),
     FaultRow("hook-of-flat-copy", "the communication hook of FSDP1 gets a copy of the gradients",
         "test_options_of_flat_parameters", given(FullyShardedDataParallel, "register_comm_hook"),
-        lambda self, state, hook: (self, state, lambda state, first, *rest: hook(state, first.clone(), *rest)),
+        lambda self, state, hook: (self, state, lambda state, gradient, *rest: hook(state, gradient.clone(), *rest)),
         "register_comm_hook, gradients that stay whole"),
     FaultRow("summoned-always-written-back", "summon_full_params ignores writeback=False",
         "test_options_of_flat_parameters", given(fully_sharded_data_parallel, "_unshard_params"),
@@ -498,10 +505,10 @@ def statistics_of_no_samples_kept(real: Any, self: nn.SyncBatchNorm, x: torch.Te
 @zero_redundancy_optimizer("the last rank keeps a parameter from the previous step", around(_ZERO, "step"),
     counted("from the second step on", lambda count: count.every(2)) & _LAST)  # fmt: skip
 def stale_parameters_of_others(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    first = optimized(self)[0].detach()
-    before = first.clone()
+    parameter = optimized(self)[0].detach()
+    before = parameter.clone()
     result = real(self, *args, **kwargs)
-    first.copy_(before)
+    parameter.copy_(before)
     return result
 
 
@@ -594,7 +601,7 @@ register(
         returned(nn.SyncBatchNorm, "__init__"),
         lambda result, self, *args, **kwargs: setattr(self, "process_group", None), "process_group="),
     FaultRow("conversion-thaws", "convert_sync_batchnorm unfreezes parameters", "test_sync_batchnorm",
-        returned(nn.SyncBatchNorm, "convert_sync_batchnorm"), lambda made, *args: made.requires_grad_(True),
+        returned(nn.SyncBatchNorm, "convert_sync_batchnorm"), lambda layer, *args: layer.requires_grad_(True),
         "parameters that need no gradient"),
 )  # fmt: skip
 
@@ -605,12 +612,12 @@ distributed_checkpoint = caught_by("test_distributed_checkpoint")
 _LARGE_PARTS = When("parts above 16 Ki elements", lambda self, item, tensor: tensor.numel() > _LARGE)
 
 
-def _both(first: Planter, second: Planter) -> Planter:
+def _both(outer: Planter, inner: Planter) -> Planter:
     """Plant a function by two planters."""
 
     @contextlib.contextmanager
     def plant(function: Callable[..., Any]) -> Iterator[None]:
-        with first(function), second(function):
+        with outer(function), inner(function):
             yield
 
     return plant
@@ -651,10 +658,10 @@ def large_parts_read_short(self: Any, item: Any, tensor: torch.Tensor) -> None:
 @distributed_checkpoint("async_save does not copy CPU tensors, so it writes later changes",
     _both(returned(staging.DefaultStager, "stage"), returned(staging.BlockingAsyncStager, "stage")),
     "async_save, tensors of the CPU that change meanwhile")  # fmt: skip
-def host_memory_not_staged(made: Any, self: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def host_memory_not_staged(staged_state: Any, self: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """They need no copy from a device, so the copy is skipped."""
-    same = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and not value.is_cuda}
-    return made | same if isinstance(made, dict) else made
+    same = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not value.is_cuda}
+    return staged_state | same if isinstance(staged_state, dict) else staged_state
 
 
 @distributed_checkpoint("parameter groups after the first keep their old learning rate when a state is loaded",
@@ -673,16 +680,16 @@ _SEVERAL_GROUPS = "flatten_optimizer_state_dict, several groups of parameters"
 
 @distributed_checkpoint("all parameter groups of a flat optimizer state have the learning rate of the first", _FLAT,
     _SEVERAL_GROUPS)  # fmt: skip
-def flat_rates_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
-    for group in found["param_groups"]:
-        group["lr"] = found["param_groups"][0]["lr"]
+def flat_rates_of_the_first_group(flat_state: dict[str, Any], *args: Any) -> None:
+    for group in flat_state["param_groups"]:
+        group["lr"] = flat_state["param_groups"][0]["lr"]
 
 
 @distributed_checkpoint("parameter groups after the first of a flat optimizer state have no momentum", _FLAT,
     _SEVERAL_GROUPS)  # fmt: skip
-def flat_momentum_of_the_first_group(found: dict[str, Any], *args: Any) -> None:
-    for name in (name for group in found["param_groups"][1:] for name in group["params"]):
-        found["state"][name] = {key: value * 0 for key, value in found["state"][name].items()}
+def flat_momentum_of_the_first_group(flat_state: dict[str, Any], *args: Any) -> None:
+    for name in (name for group in flat_state["param_groups"][1:] for name in group["params"]):
+        flat_state["state"][name] = {key: value * 0 for key, value in flat_state["state"][name].items()}
 
 
 @fault("entries that a checkpoint lacks become zeros", "test_options_of_checkpoints",
@@ -696,20 +703,21 @@ def lacking_set_to_zero(plan: Any, state: dict[str, Any], metadata: Any, *args: 
 @fault("get_optimizer_state_dict gives steps of zero", "test_options_of_state_dicts",
        by=returned("mgpu_check.suite.sharded.checkpoint_options", "get_optimizer_state_dict"),
        when="nested states, optimizers that count steps")  # fmt: skip
-def steps_lost_apart(taken: dict[str, Any], *_: Any, **__: Any) -> None:
-    for held in taken.get("state", {}).values():
-        held["step"] = held["step"] * 0
+def steps_lost_apart(state: dict[str, Any], *_: Any, **__: Any) -> None:
+    for entry in state.get("state", {}).values():
+        entry["step"] = entry["step"] * 0
 
 
-def _is_transposed(found: torch.Tensor) -> bool:
-    return found.dim() == 2 and not found.is_contiguous() and found.t().is_contiguous()
+def _is_transposed(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
 
 
 register(
     __name__,
     FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
-        returned(DefaultSavePlanner, "resolve_data"), lambda found, *_: torch.zeros_like(found),
-        When("bfloat16 only", lambda found, *args: isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16)),
+        returned(DefaultSavePlanner, "resolve_data"), lambda tensor, *_: torch.zeros_like(tensor),
+        When("bfloat16 only",
+            lambda tensor, *args: isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16)),
     FaultRow("state-of-whole-parameters", "a state dict of layers that are gathered has whole parameters",
         "test_state_dict",
         around("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "_register_state_dict_hooks"),
@@ -728,8 +736,9 @@ register(
         given(DefaultLoadPlanner, "commit_tensor"), lambda self, item, tensor: tensor.detach().zero_(),
         counted("every seventh tensor", lambda count: count.every(7)) & _LAST),
     FaultRow("scalars-not-loaded", "0-dim tensors keep their values when a checkpoint is loaded",
-        "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"), lambda found, *_: found.clone(),
-        When("tensors without dimensions", lambda found, *args: not found.dim())),
+        "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"),
+        lambda tensor, *_: tensor.clone(),
+        When("tensors without dimensions", lambda tensor, *args: not tensor.dim())),
     FaultRow("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
         around(default_planner, "create_default_local_load_plan"),
         lambda real, state, metadata, *_: real(state, metadata, False), "a tensor that was not saved"),
@@ -738,7 +747,7 @@ register(
         lambda real, *args, cpu_offload=False, **kwargs: real(*args, **kwargs)),
     FaultRow("saved-in-the-order-of-memory", "a transposed matrix is saved in the order of its memory",
         "test_distributed_checkpoint", returned(DefaultSavePlanner, "resolve_data"),
-        lambda found, *_: found.t().reshape(found.shape),
+        lambda tensor, *_: tensor.t().reshape(tensor.shape),
         When("matrices that are transposed",
-            lambda found, *_: isinstance(found, torch.Tensor) and _is_transposed(found))),
+            lambda tensor, *_: isinstance(tensor, torch.Tensor) and _is_transposed(tensor))),
 )  # fmt: skip

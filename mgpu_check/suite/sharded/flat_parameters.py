@@ -52,8 +52,8 @@ class Way:
     ahead: bool = False
 
     def __str__(self) -> str:
-        said = (self.strategy, "named" * self.named, "no_sync" * self.unsynchronized, "fetched ahead" * self.ahead)
-        return "FullyShardedDataParallel, " + ", ".join(word for word in said if word)
+        words = (self.strategy, "named" * self.named, "no_sync" * self.unsynchronized, "fetched ahead" * self.ahead)
+        return "FullyShardedDataParallel, " + ", ".join(word for word in words if word)
 
 
 _WAYS = (Way("FULL_SHARD", unsynchronized=True, ahead=True), Way("SHARD_GRAD_OP", named=False), Way("HYBRID_SHARD"))
@@ -99,7 +99,7 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     wanted = own_results(training, expected, rank)
     with Findings() as findings, quiet():
         for way in _WAYS:
-            what = f"{way}, on {rank.device}"
+            subject = f"{way}, on {rank.device}"
             model = _wrapped(training, rank, way)
             optimizer = sgd(training, model)
             got: dict[str, torch.Tensor] = {}
@@ -110,23 +110,23 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
                 got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs)}
             norm = float(model.clip_grad_norm_(1e30))
             with findings.collected():
-                assert_same(got, {name: wanted[name] for name in got}, what, rank.index)
+                assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
             with findings.collected():
-                _judge_norm(norm, wanted, training.steps, what, rank)
+                _judge_norm(norm, wanted, training.steps, subject, rank)
             with findings.collected():
-                _judge_parts(model, training, rank, way, what)
+                _judge_parts(model, training, rank, way, subject)
 
 
 def step_of(
     model: FullyShardedDataParallel,
     optimizer: torch.optim.Optimizer,
-    part: tuple[torch.Tensor, torch.Tensor],
+    samples: tuple[torch.Tensor, torch.Tensor],
     size: int,
     way: Way,
     windows: int,
 ) -> torch.Tensor:
     """Train for one step with gradients accumulated over `windows` micro-batches; return the outputs."""
-    x, y = part
+    x, y = samples
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
     with full_precision():
@@ -144,39 +144,40 @@ def whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, 
 
     A collective.
     """
-    found = {}
+    tensors = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
         for name, value in model.named_parameters():
             plain = name.replace(PREFIX, "")
-            found[f"step {step}: {plain}"] = copied(value)
+            tensors[f"step {step}: {plain}"] = copied(value)
             if way.named:
                 assert value.grad is not None, "all parameters are used"
-                found[f"step {step}: gradient of {plain}"] = copied(value.grad)
-    return found
+                tensors[f"step {step}: gradient of {plain}"] = copied(value.grad)
+    return tensors
 
 
-def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, what: str, rank: Rank) -> None:
+def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, subject: str, rank: Rank) -> None:
     gradients = [value.double() for name, value in wanted.items() if name.startswith(f"step {step}: gradient of ")]
-    right = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+    expected = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
     # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.bounds`.
-    most = right * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
-    if not abs(norm - right) <= most:
+    most = expected * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
+    if not abs(norm - expected) <= most:
         raise GradientMismatch(
-            f"{what}, rank {rank.index}: clip_grad_norm_ gives a norm of {norm!r}, expected {right!r} ± {most:.2g}",
+            f"{subject}, rank {rank.index}: clip_grad_norm_ gives a norm of {norm!r}, "
+            f"expected {expected!r} ± {most:.2g}",
             ranks=[rank.index],
         )
 
 
-def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: Way, what: str) -> None:
+def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: Way, subject: str) -> None:
     """Check how many elements of each layer's flat parameter this rank holds; torch pads the last parts."""
     if way.named:
         return
     got = [value.numel() for value in model.parameters()]
-    whole = [sum(value.numel() for value in layer.parameters()) for layer in training.layers()]
-    right = [-(-count // rank.size) for count in whole]
-    if got != right:
+    totals = [sum(value.numel() for value in layer.parameters()) for layer in training.layers()]
+    expected = [-(-count // rank.size) for count in totals]
+    if got != expected:
         raise ShardError(
-            f"{what}, rank {rank.index}: holds {got} elements of the layers, expected {right} of {whole}",
+            f"{subject}, rank {rank.index}: holds {got} elements of the layers, expected {expected} of {totals}",
             ranks=[rank.index],
         )
 
@@ -189,21 +190,21 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     """
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]
-    what = f"full state dict of {before}, on {rank.device}"
+    subject = f"full state dict of {before}, on {rank.device}"
     with Findings() as findings, quiet():
         model = _wrapped(training, rank, before)
         optimizer = sgd(training, model)
         step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
-        state = take_full_state(training, model, optimizer, expected, findings, what, rank)
+        state = take_full_state(training, model, optimizer, expected, findings, subject, rank)
         if findings.anywhere(rank):
             return  # rank 0 would broadcast the wrong state, and all ranks would report it again
         fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
-        again = sgd(training, fresh)
-        give_full_state(training, state, fresh, again)
-        step_of(fresh, again, own_part(training.batches()[1], rank), rank.size, after, windows=1)
+        fresh_optimizer = sgd(training, fresh)
+        give_full_state(training, state, fresh, fresh_optimizer)
+        step_of(fresh, fresh_optimizer, own_part(training.batches()[1], rank), rank.size, after, windows=1)
         got = whole_of(fresh, 2, after)
         with findings.collected():
-            assert_same(got, {name: expected[name] for name in got}, f"{what}, loaded, then one step", rank.index)
+            assert_same(got, {name: expected[name] for name in got}, f"{subject}, loaded, then one step", rank.index)
 
 
 _DOUBLE = torch.float64
@@ -257,12 +258,12 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
     with Findings() as findings, quiet():
         reached = rank.size == 1  # one rank has no shards to summon
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
-            what = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
+            subject = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
             model = _wrapped_by_options(training, rank, row)
             way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
             optimizer = sgd(training, model)
             if row["dtypes"] == "inputs not cast":
-                cast_by_hand(model.module, optimizer, rank, what, findings)
+                cast_by_hand(model.module, optimizer, rank, subject, findings)
             before = optimizer.register_step_pre_hook(
                 lambda *_, model=model, row=row: _reduce_ignored(model, row, rank)
             )
@@ -274,10 +275,10 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
                 got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs).float()}
             before.remove()
             with findings.collected():
-                assert_same(got, {name: wanted[name] for name in got}, what, rank.index)
+                assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
             if not reached and row["strategy"] != "NO_SHARD" and not row["ignored"]:
                 reached = True
-                _judge_access(model, optimizer, got, training, what, findings, rank)
+                _judge_access(model, optimizer, got, training, subject, findings, rank)
             if findings.enough(rank):
                 break
 
@@ -301,7 +302,7 @@ def _wrapped_by_options(training: ExactTraining, rank: Rank, row: Mapping[str, A
         options |= {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
     if row["ignored"]:
         options["ignored_modules"] = [model[0]]
-    made = FullyShardedDataParallel(
+    wrapped = FullyShardedDataParallel(
         model,
         process_group=rank.group if row["process_group"] else None,
         sharding_strategy=ShardingStrategy[row["strategy"]],
@@ -310,8 +311,8 @@ def _wrapped_by_options(training: ExactTraining, rank: Rank, row: Mapping[str, A
         **options,
     )
     if row["hook"]:
-        made.register_comm_hook(rank, _mean)
-    return made
+        wrapped.register_comm_hook(rank, _mean)
+    return wrapped
 
 
 def _filling(values: Mapping[int, nn.Module], device: torch.device) -> Callable[[nn.Module], None]:
@@ -328,14 +329,14 @@ def _filling(values: Mapping[int, nn.Module], device: torch.device) -> Callable[
 
 
 @torch.no_grad()
-def _mean(rank: Rank, gradient: torch.Tensor, part: torch.Tensor | None = None) -> None:
-    """Average the gradients over the ranks: a communication hook, which gets `part` if it is to divide the mean."""
-    if part is None:
+def _mean(rank: Rank, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+    """Average the gradients over the ranks: a communication hook, which gets `shard` if it is to divide the mean."""
+    if shard is None:
         dist.all_reduce(gradient)
         gradient.div_(rank.size)
         return
-    dist.reduce_scatter(part, list(gradient.chunk(rank.size)))
-    part.div_(rank.size)
+    dist.reduce_scatter(shard, list(gradient.chunk(rank.size)))
+    shard.div_(rank.size)
 
 
 def _reduce_ignored(model: nn.Module, row: Mapping[str, Any], rank: Rank) -> None:
@@ -353,36 +354,37 @@ def _judge_access(
     optimizer: torch.optim.Optimizer,
     got: Mapping[str, torch.Tensor],
     training: ExactTraining,
-    what: str,
+    subject: str,
     findings: Findings,
     rank: Rank,
 ) -> None:
     """Check the ways to reach parameters, norms and state of the trained model. A collective."""
     last = f"step {training.steps}: "
-    right = {name.removeprefix(last): value for name, value in got.items() if name.startswith(last)}
+    expected = {name.removeprefix(last): value for name, value in got.items() if name.startswith(last)}
 
     def check(holds: bool, text: str) -> None:
         with findings.collected():
             if not holds:
-                raise ShardError(f"{what}, rank {rank.index}: {text}", ranks=[rank.index])
+                raise ShardError(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
     modules: list[nn.Module] = []
     model.apply(modules.append)
     check(len(modules) == len(list(model.modules())), f"apply reached {len(modules)} modules")
     check(model.check_is_root(), "it says that it is not the root")
     check(FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model], "root_only finds other modules")
-    gradients = [value for name, value in right.items() if name.startswith("gradient of ")]
-    for kind in (1.0, float("inf")):
-        norm = float(model.clip_grad_norm_(1e30, kind))
-        exact = torch.cat([value.double().reshape(-1) for value in gradients]).norm(kind) if gradients else norm
-        check(abs(norm - float(exact)) <= 1e-4 * float(exact), f"the {kind}-norm is {norm}, expected {float(exact)}")
+    gradients = [value for name, value in expected.items() if name.startswith("gradient of ")]
+    for order in (1.0, float("inf")):
+        norm = float(model.clip_grad_norm_(1e30, order))
+        exact = torch.cat([value.double().reshape(-1) for value in gradients]).norm(order) if gradients else norm
+        check(abs(norm - float(exact)) <= 1e-4 * float(exact), f"the {order}-norm is {norm}, expected {float(exact)}")
     summon = FullyShardedDataParallel.summon_full_params
     with torch.no_grad(), summon(model, rank0_only=True, offload_to_cpu=True, writeback=False):
         for name, value in model.named_parameters():
             name = name.replace(PREFIX, "")
-            if rank.index == 0 and name in right:
+            if rank.index == 0 and name in expected:
                 check(
-                    value.is_cpu and torch.equal(copied(value), right[name].float()), f"{name} is summoned as {value}"
+                    value.is_cpu and torch.equal(copied(value), expected[name].float()),
+                    f"{name} is summoned as {value}",
                 )
     for layer in FullyShardedDataParallel.fsdp_modules(model)[1:]:
         with summon(layer, recurse=False, writeback=True):
@@ -392,15 +394,18 @@ def _judge_access(
         with summon(model, writeback=False):
             for name, value in model.named_parameters():
                 name = name.replace(PREFIX, "")
-                if name in right:
-                    check(torch.equal(copied(value), right[name].float() + 1), f"{name} {text}")
+                if name in expected:
+                    check(torch.equal(copied(value), expected[name].float() + 1), f"{name} {text}")
                 value.detach().add_(2)
     if training.momentum:
         state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
         for entry in optimizer.state.values():
             entry["momentum_buffer"] = torch.zeros_like(entry["momentum_buffer"])
         FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
-        again = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        loaded_state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
         for name, entry in state["state"].items():
-            held = again[name]["momentum_buffer"]
-            check(torch.equal(copied(held), copied(entry["momentum_buffer"])), f"the momentum of {name} was not loaded")
+            momentum = loaded_state[name]["momentum_buffer"]
+            check(
+                torch.equal(copied(momentum), copied(entry["momentum_buffer"])),
+                f"the momentum of {name} was not loaded",
+            )

@@ -42,7 +42,7 @@ from mgpu_check.torch_hooks.tensors import copied, name_of
 
 
 def cast_by_hand(
-    module: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank, what: str, findings: Findings
+    module: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank, subject: str, findings: Findings
 ) -> None:
     """Cast the inputs of a module to float64, and require before each step that they arrived in float32."""
     arrived: set[str] = set()
@@ -54,16 +54,16 @@ def cast_by_hand(
 
     def judge(*_: object) -> None:
         text = f"inputs of float32 arrived as {', '.join(sorted(arrived))}" if arrived else "its module was not called"
-        findings.require(arrived == {"float32"}, f"{what}, rank {rank.index}: {text}", ranks=[rank.index])
+        findings.require(arrived == {"float32"}, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
         arrived.clear()
 
     module.register_forward_pre_hook(cast)
     optimizer.register_step_pre_hook(judge)
 
 
-def by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
+def by_columns(shard_count: int) -> Callable[[nn.Parameter], Shard | None]:
     """Return a placement function: by columns if they divide evenly, as torch requires, else None for rows."""
-    return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % parts == 0 else None
+    return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % shard_count == 0 else None
 
 
 def fetch_ahead(model: nn.Sequential) -> None:
@@ -78,39 +78,39 @@ def chunks_are_right(
     model: nn.Module,
     mesh: DeviceMesh,
     rank: Rank,
-    place: torch.device,
-    what: str,
+    device: torch.device,
+    subject: str,
     findings: Findings,
-    whole: Collection[str] = (),
+    unsharded: Collection[str] = (),
 ) -> bool:
-    """Return whether all ranks hold their chunks of all parameters but those that are `whole`. A collective.
+    """Return whether all ranks hold their chunks of all parameters but those that are `unsharded`. A collective.
 
     If one rank does not, all must stop, because others could wait for its parts.
     """
-    wrong = _wrong_chunks(model, mesh, place, whole)
+    message = _wrong_chunks(model, mesh, device, unsharded)
     with findings.collected():
-        if wrong:
-            raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
-    return not on_any_rank(rank, bool(wrong))
+        if message:
+            raise ShardError(f"{subject}, rank {rank.index}: {message}", ranks=[rank.index])
+    return not on_any_rank(rank, bool(message))
 
 
-def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: torch.device, whole: Collection[str]) -> str:
+def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, device: torch.device, unsharded: Collection[str]) -> str:
     """Describe the first parameter whose local part is not this rank's chunk; "" if all are right."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "all ranks are in the mesh"
     for name, value in model.named_parameters():
-        if name in whole:
+        if name in unsharded:
             continue
         assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
         divided = value.placements[-1]
         dim = divided.dim if isinstance(divided, Shard) else 0
         size = -(-value.shape[dim] // mesh.size(-1))
-        part = max(0, min(size, value.shape[dim] - size * coordinate[-1]))
-        wanted = (*value.shape[:dim], part, *value.shape[dim + 1 :])
+        length = max(0, min(size, value.shape[dim] - size * coordinate[-1]))
+        wanted = (*value.shape[:dim], length, *value.shape[dim + 1 :])
         local = value.to_local()
         if local.shape != wanted:
             return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
-        if local.device != place:
+        if local.device != device:
             return f"the part of {name} is on {local.device}"
     return ""
 
@@ -171,11 +171,11 @@ def _as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Any:
     for layer in model.modules():
         for name, value in list(layer.named_parameters(recurse=False)):
             # `nn.Parameter` would detach it, and the cache of DTensor may return an equal mesh, which torch refuses.
-            made: Any = DTensor.from_local(value.detach(), mesh).requires_grad_()
-            made._is_param = True
-            layer.register_parameter(name, made)
+            dtensor: Any = DTensor.from_local(value.detach(), mesh).requires_grad_()
+            dtensor._is_param = True
+            layer.register_parameter(name, dtensor)
     model.register_forward_pre_hook(
-        lambda _, inputs: tuple(DTensor.from_local(one, mesh, [Shard(0)] * mesh.ndim) for one in inputs)
+        lambda _, inputs: tuple(DTensor.from_local(tensor, mesh, [Shard(0)] * mesh.ndim) for tensor in inputs)
     )
     model.register_forward_hook(lambda _, inputs, output: output.to_local().clone())
     *repeated, divided = mesh.mesh_dim_names or ()
@@ -191,8 +191,8 @@ def add_up(model: nn.Module) -> None:
 
 def mesh_of(rank: Rank, dimensions: int) -> DeviceMesh:
     """Return a mesh whose last dimension shards the model; the first of two replicates it."""
-    shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
-    return init_device_mesh("cuda", shape, mesh_dim_names=names)
+    shape, axis_names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
+    return init_device_mesh("cuda", shape, mesh_dim_names=axis_names)
 
 
 def scale_of(ranks: int) -> float:
@@ -220,7 +220,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     mesh = mesh_of(rank, dimensions)
     with Findings() as findings:
         for how, until_last, options in _WAYS:
-            what = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
+            subject = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
             freed = options.get("reshard_after_forward")
             placed: dict[str, Any] = {"shard_placement_fn": by_columns(mesh.size(-1))} if freed is False else {}
             if freed and mesh.size(-1) > 2 and mesh.size(-1) % 2 == 0:
@@ -229,20 +229,20 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
             if freed:
                 fetch_ahead(model)
             optimizer = sgd(training, model)
-            place = torch.device("cpu") if "offload_policy" in options else rank.device
+            device = torch.device("cpu") if "offload_policy" in options else rank.device
             got: dict[str, torch.Tensor] = {}
-            if not chunks_are_right(model, mesh, rank, place, what, findings):
+            if not chunks_are_right(model, mesh, rank, device, subject, findings):
                 return
             for step, batch in enumerate(training.batches(), 1):
                 windows = 2 if step == 1 else 1
                 outputs = _step_of_windows(
                     model, optimizer, *own_part(batch, rank), windows=windows, until_last=until_last
                 )
-                if not chunks_are_right(model, mesh, rank, place, what, findings):
+                if not chunks_are_right(model, mesh, rank, device, subject, findings):
                     return
                 got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
             with findings.collected():
-                assert_same(got, wanted, what, rank.index)
+                assert_same(got, wanted, subject, rank.index)
             if findings.enough(rank):
                 return
         _judge_divisors(mesh, rank, findings)
@@ -254,11 +254,11 @@ def _judge_divisors(mesh: DeviceMesh, rank: Rank, findings: Findings) -> None:
         layer: Any = fully_shard(nn.Linear(4, 3, bias=False).to(rank.device), mesh=mesh)
         layer.set_gradient_divide_factor(divisor)
         layer(torch.full((1, 4), 72.0, device=rank.device)).sum().backward()
-        right = 72.0 * rank.size / divisor
+        expected = 72.0 * rank.size / divisor
         own = copied(layer.weight.grad.to_local())
-        what = f"fully_shard over {tuple(mesh.shape)}, gradient divide factor {divisor}, on {rank.device}"
+        subject = f"fully_shard over {tuple(mesh.shape)}, gradient divide factor {divisor}, on {rank.device}"
         findings.require(
-            bool((own == right).all()), f"{what}: the gradient is {own}, expected {right}", ranks=[rank.index]
+            bool((own == expected).all()), f"{subject}: the gradient is {own}, expected {expected}", ranks=[rank.index]
         )
 
 
@@ -321,7 +321,7 @@ def _compare_precision(
     training: ExactTraining, rank: Rank, low: torch.dtype | None, reduced: torch.dtype, windows: int
 ) -> None:
     """Train for one step under a policy, and compare after the last collective."""
-    what = f"fully_shard, {low} reduced in {reduced}, {windows} micro-batches, on {rank.device}"
+    subject = f"fully_shard, {low} reduced in {reduced}, {windows} micro-batches, on {rank.device}"
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
     if low is None:
         training = replace(training, fine=0.0)
@@ -336,9 +336,9 @@ def _compare_precision(
     (inputs, factors), (x, y) = training.batches()[0], own_part(training.batches()[0], rank)
     # Make the gradients of rank 0's last micro-batch so large that only float32 can add the others to them.
     if reduced == torch.float32:
-        first = len(recipe.split(factors, rank.size)[0])
-        start = first * (windows - 1) // windows
-        factors[start:first] *= 64
+        head_length = len(recipe.split(factors, rank.size)[0])
+        start = head_length * (windows - 1) // windows
+        factors[start:head_length] *= 64
         if rank.index == 0:
             y[start:] *= 64
     if low is None:
@@ -350,17 +350,17 @@ def _compare_precision(
     dtypes = {value.dtype for value in got.values()}
     if dtypes != {torch.float32}:
         raise ShardError(
-            f"{what}: outputs, gradients and parameters are {dtypes}, expected float32", ranks=[rank.index]
+            f"{subject}: outputs, gradients and parameters are {dtypes}, expected float32", ranks=[rank.index]
         )
     single.double()
-    made = single(inputs.double())
-    recipe.weighted(made, factors.double()).backward()
-    expected = {"outputs": copied(recipe.split(made, rank.size)[rank.index])}
+    reference_outputs = single(inputs.double())
+    recipe.weighted(reference_outputs, factors.double()).backward()
+    expected = {"outputs": copied(recipe.split(reference_outputs, rank.size)[rank.index])}
     for name, value in single.named_parameters():
         assert value.grad is not None
         expected[f"step 1: gradient of {name}"] = copied(value.grad)
         expected[f"step 1: {name}"] = kept[name].double() - training.rate * copied(value.grad)
-    assert_same(got, expected, what, rank.index)
+    assert_same(got, expected, subject, rank.index)
 
 
 class _Pair(NamedTuple):
@@ -375,29 +375,31 @@ class _InContainers(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, *, given: Mapping[str, Any]) -> dict[str, Any]:
-        x, rows = given["x"]
+    def forward(self, *, containers: Mapping[str, Any]) -> dict[str, Any]:
+        x, rows = containers["x"]
         y = self.layer(x)
         return {"list": [y, None], "pair": _Pair(y.double(), y.long()), "rows": (rows, x), "text": "a word"}
 
 
 def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings) -> None:
     """Compare outputs in containers, and the gradients of the one that the loss uses."""
-    what = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}, rank {rank.index}"
+    subject = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}, rank {rank.index}"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     model, exact = (_InContainers(training.layers()[0]) for _ in range(2))
     fully_shard(model.to(rank.device), mesh=init_device_mesh("cuda", (rank.size,)), mp_policy=policy)
     add_up(model)
     exact.to(torch.bfloat16).double()
     (inputs, _), (x, _) = training.batches()[0], own_part(training.batches()[0], rank)
-    got = model(given={"x": [x, torch.arange(len(x))]})
+    got = model(containers={"x": [x, torch.arange(len(x))]})
     got["list"][0].sum().backward()
     gradients = gathered(model, 1)
-    expected = exact(given={"x": [copied(x).double(), torch.arange(len(x))]})
-    exact(given={"x": [inputs.double(), None]})["list"][0].sum().backward()
+    expected = exact(containers={"x": [copied(x).double(), torch.arange(len(x))]})
+    exact(containers={"x": [inputs.double(), None]})["list"][0].sum().backward()
     leaves, form = pytree.tree_flatten_with_path(got)
-    wanted, right = pytree.tree_flatten_with_path(expected)
-    findings.require(form == right, f"{what}: outputs have the form {form}, expected {right}", ranks=[rank.index])
+    wanted, expected_form = pytree.tree_flatten_with_path(expected)
+    findings.require(
+        form == expected_form, f"{subject}: outputs have the form {form}, expected {expected_form}", ranks=[rank.index]
+    )
     pairs = zip(leaves, wanted, strict=False)  # the lengths are equal if the form is right
     results = [(f"output{pytree.keystr(path)}", leaf, should) for (path, leaf), (_, should) in pairs]
     for name, value in exact.named_parameters():
@@ -409,7 +411,7 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
             same = isinstance(leaf, torch.Tensor) and leaf.dtype == should.dtype and torch.equal(copied(leaf), should)
         else:
             same = leaf == should
-        findings.require(same, f"{what}: {name} is {leaf}, expected {should}", ranks=[rank.index])
+        findings.require(same, f"{subject}: {name} is {leaf}, expected {should}", ranks=[rank.index])
 
 
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -436,15 +438,15 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     expected: dict[str, torch.Tensor] = {}
     # Torch raises on a rank whose part is empty when it takes the maximum: pytorch#173238.
     empty = any(-(-len(value) // rank.size) * (rank.size - 1) >= len(value) for value in gradients.values())
-    for kind in (1.0, 2.0) if empty else (1.0, 2.0, float("inf")):
-        norm = torch.linalg.vector_norm(every, kind)
+    for order in (1.0, 2.0) if empty else (1.0, 2.0, float("inf")):
+        norm = torch.linalg.vector_norm(every, order)
         most = float(norm) / 3
-        total = nn.utils.clip_grad_norm_(model.parameters(), most, norm_type=kind)
-        got[f"{kind:g}-norm"] = copied(total.full_tensor() if isinstance(total, DTensor) else total)
-        expected[f"{kind:g}-norm"] = norm
+        total = nn.utils.clip_grad_norm_(model.parameters(), most, norm_type=order)
+        got[f"{order:g}-norm"] = copied(total.full_tensor() if isinstance(total, DTensor) else total)
+        expected[f"{order:g}-norm"] = norm
         for name, value in model.named_parameters():
-            got[f"{name}, clipped by its {kind:g}-norm"] = copied(_grad(value).full_tensor())
-            expected[f"{name}, clipped by its {kind:g}-norm"] = gradients[name] * min(1.0, most / (float(norm) + 1e-6))
+            got[f"{name}, clipped by its {order:g}-norm"] = copied(_grad(value).full_tensor())
+            expected[f"{name}, clipped by its {order:g}-norm"] = gradients[name] * min(1.0, most / (float(norm) + 1e-6))
         _put_back(model, raw)
     nn.utils.clip_grad_value_(model.parameters(), 1.0)
     for name, value in model.named_parameters():
@@ -540,18 +542,18 @@ def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> 
     wanted = own_results(training, expected, rank)
     with Findings() as findings:
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=8):
-            what = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
-            got = _trained(training, rank, row, what, findings)
+            subject = f"fully_shard with {words_of(row, _OPTIONS)}, on {rank.device}"
+            got = _trained(training, rank, row, subject, findings)
             if got is None:
                 return  # others could wait for the parts that this rank lacks
             with findings.collected():
-                assert_same(got, wanted, what, rank.index)
+                assert_same(got, wanted, subject, rank.index)
             if findings.enough(rank):
                 break
 
 
 def _trained(
-    training: ExactTraining, rank: Rank, row: Mapping[str, Any], what: str, findings: Findings
+    training: ExactTraining, rank: Rank, row: Mapping[str, Any], subject: str, findings: Findings
 ) -> dict[str, torch.Tensor] | None:
     """Return outputs, gradients and parameters after each step; None if a rank does not hold its parts."""
     mesh = mesh_of(rank, row["dimensions"])
@@ -559,13 +561,13 @@ def _trained(
     layers = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
     optimizer = sgd(training, model)
     if row["dtypes"] == "inputs not cast":
-        cast_by_hand(model[0], optimizer, rank, what, findings)
-    whole = _whole(row)
-    if whole:
+        cast_by_hand(model[0], optimizer, rank, subject, findings)
+    unsharded = _whole(row)
+    if unsharded:
         optimizer.param_groups[0]["foreach"] = False  # a list cannot have DTensors and other tensors
-    place = rank.device if row["offloaded"] == "no" else torch.device("cpu")
+    device = rank.device if row["offloaded"] == "no" else torch.device("cpu")
     got: dict[str, torch.Tensor] = {}
-    if not chunks_are_right(model, mesh, rank, place, what, findings, whole):
+    if not chunks_are_right(model, mesh, rank, device, subject, findings, unsharded):
         return None
     for step, batch in enumerate(training.batches(), 1):
         outputs = _step(model, layers, optimizer, own_part(batch, rank), rank, row)
@@ -573,10 +575,10 @@ def _trained(
             event = torch.cuda.Event()
             event.record()
             layers[0].set_post_optim_event(event)
-        if not chunks_are_right(model, mesh, rank, place, what, findings, whole):
+        if not chunks_are_right(model, mesh, rank, device, subject, findings, unsharded):
             return None
-        got |= gathered(model, step, whole) | {f"step {step}: outputs": copied(outputs).float()}
-        for name in whole:
+        got |= gathered(model, step, unsharded) | {f"step {step}: outputs": copied(outputs).float()}
+        for name in unsharded:
             value = model.get_parameter(name)
             assert value.grad is not None
             got |= {f"step {step}: {name}": copied(value), f"step {step}: gradient of {name}": copied(value.grad)}
@@ -605,7 +607,7 @@ def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping
         _share_streams(roots)
     if row["ahead"] == "in order":
         fetch_ahead(model)
-    _configure(model, [one for one in model.modules() if isinstance(one, FSDPModule)], row)
+    _configure(model, [module for module in model.modules() if isinstance(module, FSDPModule)], row)
     if row["unneeded_in_backward"]:
         # The gradient of the first weight needs the inputs alone.
         for value in (True, False):
@@ -633,18 +635,18 @@ def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[
     _configure_more(model, layers[0], row)
 
 
-def _configure_more(model: nn.Sequential, first: FSDPModule, row: Mapping[str, Any]) -> None:
+def _configure_more(model: nn.Sequential, layer: FSDPModule, row: Mapping[str, Any]) -> None:
     if row["more"] == "buffers":
-        first.set_reduce_scatter_max_input_buffers(2, recurse=row["recurse"])
+        layer.set_reduce_scatter_max_input_buffers(2, recurse=row["recurse"])
     elif row["more"] == "unused":
         for value in (False, True):
-            first.set_reduce_scatter_unused_params(value, recurse=row["recurse"])
+            layer.set_reduce_scatter_unused_params(value, recurse=row["recurse"])
     elif row["more"] == "method":
         vars(model)["computed"] = functools.partial(nn.Sequential.forward, model)
         register_fsdp_forward_method(model, "computed")
     elif row["more"] == "reshard later":
         for value in (False, True):
-            first.set_reshard_after_forward(value, recurse=row["recurse"])
+            layer.set_reshard_after_forward(value, recurse=row["recurse"])
 
 
 def _double(reduced: torch.Tensor) -> None:
@@ -655,12 +657,12 @@ def _step(
     model: nn.Sequential,
     layers: Sequence[FSDPModule],
     optimizer: torch.optim.Optimizer,
-    part: tuple[torch.Tensor, torch.Tensor],
+    samples: tuple[torch.Tensor, torch.Tensor],
     rank: Rank,
     row: Mapping[str, Any],
 ) -> torch.Tensor:
     """Train for one step, and return the outputs."""
-    x, y = part
+    x, y = samples
     forward: Callable[[torch.Tensor], torch.Tensor] = getattr(model, "computed", model)
     optimizer.zero_grad()
     if row["more"] == "interrupted":

@@ -56,9 +56,9 @@ def _every_pair(partial: Sequence[Partial]) -> list[tuple[tuple[Placement, ...],
     """Return every pair of placements on a mesh of two dimensions. Sums and maxima do not occur together."""
     places = (*_WHOLE, *partial)
     sources = [
-        (one, other)
-        for one, other in itertools.product(places, repeat=2)
-        if one == other or not (isinstance(one, Partial) and isinstance(other, Partial))
+        (outer, inner)
+        for outer, inner in itertools.product(places, repeat=2)
+        if outer == inner or not (isinstance(outer, Partial) and isinstance(inner, Partial))
     ]
     return list(itertools.product(sources, itertools.product(_WHOLE, repeat=2)))
 
@@ -85,28 +85,28 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     """
     shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
     mesh = init_device_mesh("cuda", shape)
-    found = []
+    messages = []
     for number, case in enumerate(_cases(rank.size, seed, dimensions)):
-        whole = _whole(case, seed + number)
-        held = placed(whole, case.source, mesh).redistribute(mesh, case.target)
-        found.append(_wrong(held, part_of(whole, case.target, mesh), case))
+        full_tensor = _whole(case, seed + number)
+        dtensor = placed(full_tensor, case.source, mesh).redistribute(mesh, case.target)
+        messages.append(_wrong(dtensor, part_of(full_tensor, case.target, mesh), case))
         if number % 8 == 0 or case.target == (Shard(0), Shard(0)):
-            found.append(compared(held.full_tensor(), whole, f"{case}, full_tensor"))
-    found += list(_distributed(rank, mesh, seed))
-    found += list(_drawn(rank, mesh, seed))
-    require_none_wrong(found, rank)
+            messages.append(compared(dtensor.full_tensor(), full_tensor, f"{case}, full_tensor"))
+    messages += list(_distributed(rank, mesh, seed))
+    messages += list(_drawn(rank, mesh, seed))
+    require_none_wrong(messages, rank)
 
 
-def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
-    """Require that `found` describes no error of a DTensor on this rank; "" means that a DTensor is right.
+def require_none_wrong(messages: Iterable[str], rank: Rank) -> None:
+    """Require that `messages` describes no error of a DTensor on this rank; "" means that a DTensor is right.
 
     Raises:
         ShardError: has the first description, and the number of the others.
     """
-    texts = [text for text in found if text]
+    texts = [text for text in messages if text]
     if texts:
-        more = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
-        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}{more}", ranks=[rank.index])
+        suffix = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
+        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}{suffix}", ranks=[rank.index])
 
 
 def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
@@ -120,20 +120,30 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
         pairs = [((source,), (target,)) for source in (*_WHOLE, *partial) for target in _WHOLE]
     else:
         pairs = _PAIRS + _AVERAGES * (Partial("avg") in partial) + _every_pair(partial[:3])[seed % 90 :: 90]
-    made = []
+    cases = []
     for number, (source, target) in enumerate(pairs):
-        names: tuple[str, ...] = _REDUCED if any(isinstance(one, Partial) for one in source) else _MOVED
+        dtype_names: tuple[str, ...] = (
+            _REDUCED if any(isinstance(source_placement, Partial) for source_placement in source) else _MOVED
+        )
         if Partial("avg") in source:
-            names = _FLOATS
-        dtype = getattr(torch, names[(seed + number) % len(names)])
-        made.append(_RedistributionCase(shapes[(seed + number) % len(shapes)], dtype, source, target))
+            dtype_names = _FLOATS
+        dtype = getattr(torch, dtype_names[(seed + number) % len(dtype_names)])
+        cases.append(_RedistributionCase(shapes[(seed + number) % len(shapes)], dtype, source, target))
         if number % 5 == 0:  # so that every example has some uneven shapes
-            made.append(_RedistributionCase(shapes[0], torch.float32, source, target))
-    first = (Replicate(),) * (dimensions - 1)
+            cases.append(_RedistributionCase(shapes[0], torch.float32, source, target))
+    outer_placements = (Replicate(),) * (dimensions - 1)
     large = (4 * ranks + 1, 65_537 // (4 * ranks) + 3)
-    for one, other in ((Shard(0), Replicate()), (Partial("sum"), Shard(0)), (Shard(0), Shard(1))):
-        made.append(_RedistributionCase(large, torch.float32, (*first, one), (*first, other)))
-    return made
+    for source_placement, target_placement in (
+        (Shard(0), Replicate()),
+        (Partial("sum"), Shard(0)),
+        (Shard(0), Shard(1)),
+    ):
+        cases.append(
+            _RedistributionCase(
+                large, torch.float32, (*outer_placements, source_placement), (*outer_placements, target_placement)
+            )
+        )
+    return cases
 
 
 def _whole(case: _RedistributionCase, seed: int) -> torch.Tensor:
@@ -145,50 +155,50 @@ def _whole(case: _RedistributionCase, seed: int) -> torch.Tensor:
     return (values % 2 == 0) if case.dtype == torch.bool else values.to(case.dtype)
 
 
-def part_of(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
     """Return the part that this rank must hold, by taking its chunk for each dimension of the mesh in order."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
-    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
+    for dim, (placement, position) in enumerate(zip(placements, coordinate, strict=True)):
         if isinstance(placement, Shard):
-            size = -(-whole.shape[placement.dim] // mesh.size(dim))
-            whole = whole.narrow(
+            size = -(-tensor.shape[placement.dim] // mesh.size(dim))
+            tensor = tensor.narrow(
                 placement.dim,
-                min(size * place, whole.shape[placement.dim]),
-                max(0, min(size, whole.shape[placement.dim] - size * place)),
+                min(size * position, tensor.shape[placement.dim]),
+                max(0, min(size, tensor.shape[placement.dim] - size * position)),
             )
-    return whole
+    return tensor
 
 
-def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> DTensor:
+def placed(full_tensor: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> DTensor:
     """Make a DTensor from local parts, without a collective."""
-    part = part_of(whole, placements, mesh).clone()
+    shard = part_of(full_tensor, placements, mesh).clone()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
-    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
+    for dim, (placement, position) in enumerate(zip(placements, coordinate, strict=True)):
         if not isinstance(placement, Partial):
             continue
         size = mesh.size(dim)
         if placement.reduce_op == "sum":
             # Parts differ between ranks; the last rank holds the remainder.
-            part = part - sum(range(1, size)) if place == size - 1 else torch.full_like(part, place + 1)
+            shard = shard - sum(range(1, size)) if position == size - 1 else torch.full_like(shard, position + 1)
         elif placement.reduce_op == "avg":
-            part = part * size - sum(range(size - 1)) if place == size - 1 else torch.full_like(part, place)
+            shard = shard * size - sum(range(size - 1)) if position == size - 1 else torch.full_like(shard, position)
         else:
             # For each element one rank holds the extreme; the others hold values off by 1 + their coordinate.
-            holder = torch.arange(part.numel()).reshape(part.shape) % size
-            off = (holder != place) * (1 + place)
-            part = part - off.to(part.dtype) if placement.reduce_op == "max" else part + off.to(part.dtype)
+            holder = torch.arange(shard.numel()).reshape(shard.shape) % size
+            off = (holder != position) * (1 + position)
+            shard = shard - off.to(shard.dtype) if placement.reduce_op == "max" else shard + off.to(shard.dtype)
     device = torch.device(mesh.device_type, torch.cuda.current_device())
     return DTensor.from_local(
-        part.to(device), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        shard.to(device), mesh, placements, run_check=False, shape=full_tensor.shape, stride=full_tensor.stride()
     )
 
 
 def _targets(mesh: DeviceMesh, seed: int) -> list[tuple[Placement, ...]]:
     """Return placements of whole tensors: all in one dimension, one by `seed` in two."""
     if mesh.ndim == 1:
-        return [(place,) for place in _WHOLE]
+        return [(placement,) for placement in _WHOLE]
     return [((Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(1)))[seed % 3]]
 
 
@@ -200,12 +210,12 @@ def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     rows = 2 * rank.size + 1, max(1, rank.size - 1)
     for number, (target, long) in enumerate(itertools.product(_targets(mesh, seed), rows)):
         case = _RedistributionCase((long, rank.size + 1), torch.float32, (), target)
-        whole = _whole(case, seed + number)
+        full_tensor = _whole(case, seed + number)
         # With None each rank keeps its part of its own tensor.
         source = (0, mesh.size() - 1 if mesh.ndim == 1 else 0, None)[(seed + number) % 3]
-        held = distribute_tensor((whole + rank.index).to(rank.device), mesh, target, src_data_rank=source)
-        right = whole + (rank.index if source is None else source)
-        text = _wrong(held, part_of(right, target, mesh), case)
+        dtensor = distribute_tensor((full_tensor + rank.index).to(rank.device), mesh, target, src_data_rank=source)
+        expected = full_tensor + (rank.index if source is None else source)
+        text = _wrong(dtensor, part_of(expected, target, mesh), case)
         yield f"distribute_tensor, src_data_rank={source}: {text}" if text else ""
 
 
@@ -213,7 +223,7 @@ def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
     for number, target in enumerate(_targets(mesh, seed)):
         draw = (random_tensor, uniform_tensor)[(seed + number) % 2]
-        held: Any = draw(
+        dtensor: Any = draw(
             2 * rank.size,
             64 * rank.size,
             dtype=getattr(torch, _FLOATS[(seed + number) % 2]),
@@ -221,51 +231,53 @@ def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
             device_mesh=mesh,
             placements=target,
         ).detach()
-        what = f"random numbers as {text_of(target)}"
-        local = plain(held.to_local())
-        if not torch.equal(part_of(plain(held.full_tensor()), target, mesh), local):
-            yield f"{what}: the whole does not have this rank's part"
-        yield _wrongly_shared(held.to_local(), target, mesh, what)
+        subject = f"random numbers as {text_of(target)}"
+        local = plain(dtensor.to_local())
+        if not torch.equal(part_of(plain(dtensor.full_tensor()), target, mesh), local):
+            yield f"{subject}: the whole does not have this rank's part"
+        yield _wrongly_shared(dtensor.to_local(), target, mesh, subject)
         if mesh.ndim == 1 and isinstance(target[0], Shard):
-            dropped: Any = functional.dropout(torch.ones_like(held), 0.5)
+            dropped: Any = functional.dropout(torch.ones_like(dtensor), 0.5)
             yield _wrongly_shared(dropped.to_local(), target, mesh, f"elements kept by dropout of {text_of(target)}")
 
 
-def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: DeviceMesh, what: str) -> str:
+def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: DeviceMesh, subject: str) -> str:
     """Describe two ranks that hold one part but not equal numbers, or two parts but equal numbers; "" without any.
 
     With 128 elements or more, equal parts are no coincidence. A collective.
     """
-    parts = [torch.empty_like(own) for _ in range(mesh.size())]
-    dist.all_gather(parts, own.contiguous())
+    shards = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(shards, own.contiguous())
     places = {
-        int(mesh.mesh[at]): [place for place, held in zip(at, target, strict=True) if isinstance(held, Shard)]
+        int(mesh.mesh[at]): [
+            position for position, placement in zip(at, target, strict=True) if isinstance(placement, Shard)
+        ]
         for at in itertools.product(*map(range, mesh.shape))
     }
-    for one, other in itertools.combinations(sorted(places), 2):
-        alike = places[one] == places[other]
-        if torch.equal(parts[one], parts[other]) != alike:
-            return f"{what}: ranks {one} and {other} hold {'different' if alike else 'the same'} ones"
+    for rank, peer in itertools.combinations(sorted(places), 2):
+        alike = places[rank] == places[peer]
+        if torch.equal(shards[rank], shards[peer]) != alike:
+            return f"{subject}: ranks {rank} and {peer} hold {'different' if alike else 'the same'} ones"
     return ""
 
 
-def _wrong(held: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
-    if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
-        return f"{case} is {text_of(held.placements)} of {tuple(held.shape)}"
-    return compared(held.to_local(), expected, f"{case}, own part")
+def _wrong(dtensor: DTensor, expected: torch.Tensor, case: _RedistributionCase) -> str:
+    if tuple(dtensor.placements) != case.target or tuple(dtensor.shape) != case.shape:
+        return f"{case} is {text_of(dtensor.placements)} of {tuple(dtensor.shape)}"
+    return compared(dtensor.to_local(), expected, f"{case}, own part")
 
 
-def compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+def compared(got: torch.Tensor, expected: torch.Tensor, subject: str) -> str:
     """Describe how a rank's tensor differs from the right one; "" if all bits are equal."""
-    here = plain(got)
-    if same_bits(expected.contiguous(), here):
+    local = plain(got)
+    if same_bits(expected.contiguous(), local):
         return ""
-    if here.shape != expected.shape or here.dtype != expected.dtype:
-        return f"{what} is {here.dtype}{list(here.shape)}, expected {expected.dtype}{list(expected.shape)}"
-    at = first_difference(expected, here)
-    count = int((here != expected).sum())
-    values = f"got {here[at].item()}, expected {expected[at].item()}"
-    return f"{what}: {count} of {here.numel()} elements differ, the first at {list(at)}: {values}"
+    if local.shape != expected.shape or local.dtype != expected.dtype:
+        return f"{subject} is {local.dtype}{list(local.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    at = first_difference(expected, local)
+    count = int((local != expected).sum())
+    values = f"got {local[at].item()}, expected {expected[at].item()}"
+    return f"{subject}: {count} of {local.numel()} elements differ, the first at {list(at)}: {values}"
 
 
 def text_of(placements: Sequence[Placement]) -> str:
@@ -279,28 +291,30 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
     The gradient of a gathered tensor must be reduced and scattered, and the gradient of a shard gathered or resharded.
     """
     mesh = init_device_mesh("cuda", (rank.size,))
-    found = []
+    messages = []
     for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):
         shape = (rows, 5)
         factors = [
-            _whole(_RedistributionCase(shape, torch.float32, (), ()), seed + number + 11 * other) % 8
-            for other in range(rank.size)
+            _whole(_RedistributionCase(shape, torch.float32, (), ()), seed + number + 11 * peer) % 8
+            for peer in range(rank.size)
         ]
         total, own = torch.stack(factors).sum(0), factors[rank.index]
-        for source, target, given, back in (
+        for source, target, grad_placement, back in (
             (Shard(0), Replicate(), Partial(), total),
             (Shard(1), Replicate(), Partial(), total),
             (Replicate(), Shard(0), None, factors[0]),
             (Shard(0), Shard(1), None, factors[0]),
         ):
             case = _RedistributionCase(shape, torch.float32, (source,), (target,))
-            whole = _whole(case, seed)
-            leaf = part_of(whole, [source], mesh).to(rank.device, copy=True).requires_grad_()
-            tensor = DTensor.from_local(leaf, mesh, [source], run_check=False, shape=whole.shape, stride=whole.stride())
+            full_tensor = _whole(case, seed)
+            leaf = part_of(full_tensor, [source], mesh).to(rank.device, copy=True).requires_grad_()
+            tensor = DTensor.from_local(
+                leaf, mesh, [source], run_check=False, shape=full_tensor.shape, stride=full_tensor.stride()
+            )
             moved = tensor.redistribute(mesh, [target])
-            local = moved.to_local() if given is None else moved.to_local(grad_placements=[given])
-            factor = own if given is not None else part_of(factors[0], [target], mesh)
+            local = moved.to_local() if grad_placement is None else moved.to_local(grad_placements=[grad_placement])
+            factor = own if grad_placement is not None else part_of(factors[0], [target], mesh)
             (local * factor.to(rank.device)).sum().backward()
             assert leaf.grad is not None
-            found.append(compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
-    require_none_wrong(found, rank)
+            messages.append(compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
+    require_none_wrong(messages, rank)

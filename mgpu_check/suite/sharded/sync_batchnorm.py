@@ -33,19 +33,19 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     """
     everybody = list(range(rank.size))
     # With more than two ranks, the last one has a group of its own.
-    parts = [everybody[:-1], everybody[-1:]] if rank.size > 2 else [everybody]
-    groups = [dist.new_group(members) if len(parts) > 1 else None for members in parts]
-    place = next(number for number, members in enumerate(parts) if rank.index in members)
+    memberships = [everybody[:-1], everybody[-1:]] if rank.size > 2 else [everybody]
+    groups = [dist.new_group(members) if len(memberships) > 1 else None for members in memberships]
+    group_index = next(number for number, members in enumerate(memberships) if rank.index in members)
     cases = [
         _BatchNormCase(torch.float32, 0.25, (4,), everybody, None, empty=True),
         _BatchNormCase(torch.float64, None, (2, 3), everybody, None),
-        _BatchNormCase(torch.float64, 0.5, (), parts[place], groups[place]),
+        _BatchNormCase(torch.float64, 0.5, (), memberships[group_index], groups[group_index]),
     ]
     with Findings() as findings:
         for number, case in enumerate(cases):
             with findings.collected():
                 _compare(case, rank, seed + number)
-        if (own := groups[place]) is not None:
+        if (own := groups[group_index]) is not None:
             dist.destroy_process_group(own)
 
 
@@ -70,7 +70,7 @@ class _BatchNormCase:
     @property
     def counts(self) -> list[int]:
         """The number of samples of each rank."""
-        counts = [2 + other % 3 for other in self.ranks]
+        counts = [2 + rank % 3 for rank in self.ranks]
         counts[-1] = 1
         counts[max(0, len(self.ranks) - 2)] += 5
         if self.empty and len(self.ranks) > 2:
@@ -83,20 +83,20 @@ class _BatchNormCase:
 
     def own(self, rank: Rank) -> slice:
         """Return the samples of a rank, as a slice of all."""
-        place = self.ranks.index(rank.index)
-        start = sum(self.counts[:place])
-        return slice(start, start + self.counts[place])
+        position = self.ranks.index(rank.index)
+        start = sum(self.counts[:position])
+        return slice(start, start + self.counts[position])
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Return all ranks' samples of two steps, the gradients of their outputs, and the layer's initial state."""
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(self.counts), _CHANNELS, *self.rest)
         offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in self.rest))
-        made = {
+        tensors = {
             f"x{step}": torch.randn(shape, generator=generator, dtype=torch.float32) * 2 + offset for step in _STEPS
         }
-        made |= {f"dy{step}": torch.randn(shape, generator=generator) for step in _STEPS}
-        return made | {
+        tensors |= {f"dy{step}": torch.randn(shape, generator=generator) for step in _STEPS}
+        return tensors | {
             name: torch.rand(_CHANNELS, generator=generator) + 0.5 for name in ("weight", "bias", "mean", "var")
         }
 
@@ -107,20 +107,20 @@ def _compare(case: _BatchNormCase, rank: Rank, seed: int) -> None:
     kept = {_KEPT: _flags(plain)}
     layer = nn.SyncBatchNorm.convert_sync_batchnorm(plain, case.group).to(rank.device)
     got = {_KEPT: _flags(layer)} | _on_this_rank(case, layer.requires_grad_(True).train(), inputs, own, rank.device)
-    measured = measure_step(lambda given: _on_one_device(case, given, own), inputs, pairs=2)
+    measured = measure_step(lambda tensors: _on_one_device(case, tensors, own), inputs, pairs=2)
     # Rounding errors are proportional to the unit roundoff; in float64 the reference has them too.
     finer = 1.0 if case.dtype == torch.float32 else 2.0 * 2.0**-53 / 2.0**-24
     tolerance = {name: value * finer for name, value in measured.tolerance.items()}
     tolerance[_KEPT] = torch.zeros_like(kept[_KEPT])
-    kind = f"SyncBatchNorm in {name_of(case.dtype)}, momentum {case.momentum}, {case.counts} samples"
-    what = f"{kind}, on {rank.device}"
-    assert_gradients_agree(got, measured.reference | kept, tolerance=tolerance, rank=rank.index, what=what)
+    configuration = f"SyncBatchNorm in {name_of(case.dtype)}, momentum {case.momentum}, {case.counts} samples"
+    subject = f"{configuration}, on {rank.device}"
+    assert_gradients_agree(got, measured.reference | kept, tolerance=tolerance, rank=rank.index, what=subject)
 
 
 def _batchnorm(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return the layer to convert: in evaluation mode, with a frozen weight."""
-    kind = nn.BatchNorm2d if case.of_images else nn.BatchNorm1d
-    plain = kind(_CHANNELS, eps=_EPS, momentum=case.momentum, dtype=case.dtype)
+    layer_type = nn.BatchNorm2d if case.of_images else nn.BatchNorm1d
+    plain = layer_type(_CHANNELS, eps=_EPS, momentum=case.momentum, dtype=case.dtype)
     plain.load_state_dict(
         {
             "weight": inputs["weight"],
@@ -158,32 +158,32 @@ def _on_this_rank(
     return got
 
 
-def _on_one_device(case: _BatchNormCase, given: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
+def _on_one_device(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
     """Compute the right results for the rank with the samples `own`, from the samples of all ranks."""
-    found: dict[str, torch.Tensor] = {}
-    weight, bias = given["weight"], given["bias"]
-    mean, variance = given["mean"].clone(), given["var"].clone()
+    results: dict[str, torch.Tensor] = {}
+    weight, bias = inputs["weight"], inputs["bias"]
+    mean, variance = inputs["mean"].clone(), inputs["var"].clone()
     view = (1, -1, *(1 for _ in case.rest))
     for step in _STEPS:
-        x = given[f"x{step}"].clone().requires_grad_()
-        part = case.momentum if case.momentum is not None else 1 / step
+        x = inputs[f"x{step}"].clone().requires_grad_()
+        momentum = case.momentum if case.momentum is not None else 1 / step
         # A rank's gradients of the parameters are sums over its own samples only, so these need copies.
         own_weight, own_bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
         y = F.batch_norm(x, None, None, weight, bias, True, 0.0, _EPS)
         normed = F.batch_norm(x.detach(), None, None, None, None, True, 0.0, _EPS)
         mine = normed[own] * own_weight.view(view) + own_bias.view(view)
-        mine.backward(given[f"dy{step}"][own])
-        y.backward(given[f"dy{step}"])
+        mine.backward(inputs[f"dy{step}"][own])
+        y.backward(inputs[f"dy{step}"])
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        mean = (1 - part) * mean + part * x.detach().mean(dims)
-        variance = (1 - part) * variance + part * x.detach().var(dims, unbiased=True)
-        found |= {f"step {step}: outputs": y.detach()[own], f"step {step}: gradient of inputs": _of(x)[own]}
-        found[f"step {step}: gradient of weight"] = _of(own_weight)
-        found[f"step {step}: gradient of bias"] = _of(own_bias)
-        found[f"step {step}: running mean"] = mean
-        found[f"step {step}: running variance"] = variance
-    found["evaluation: outputs"] = F.batch_norm(given["x1"][own], mean, variance, weight, bias, False, 0.0, _EPS)
-    return found
+        mean = (1 - momentum) * mean + momentum * x.detach().mean(dims)
+        variance = (1 - momentum) * variance + momentum * x.detach().var(dims, unbiased=True)
+        results |= {f"step {step}: outputs": y.detach()[own], f"step {step}: gradient of inputs": _of(x)[own]}
+        results[f"step {step}: gradient of weight"] = _of(own_weight)
+        results[f"step {step}: gradient of bias"] = _of(own_bias)
+        results[f"step {step}: running mean"] = mean
+        results[f"step {step}: running variance"] = variance
+    results["evaluation: outputs"] = F.batch_norm(inputs["x1"][own], mean, variance, weight, bias, False, 0.0, _EPS)
+    return results
 
 
 def _flags(layer: nn.Module) -> torch.Tensor:

@@ -81,9 +81,9 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
                         backward()
                         optimizer.step()
                     got |= seen(model, step)
-            what = f"ZeroRedundancyOptimizer with {words_of(row, _OPTIONS)}, on {rank.device}"
+            subject = f"ZeroRedundancyOptimizer with {words_of(row, _OPTIONS)}, on {rank.device}"
             with findings.collected():
-                assert_same(got, {name: expected[name] for name in got}, what, rank.index)
+                assert_same(got, {name: expected[name] for name in got}, subject, rank.index)
 
 
 def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -97,15 +97,15 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     single = _with_gradients(training, torch.device("cpu"))
     groups, steps = _groups(single), DocumentedSteps(torch.optim.AdamW)
     options = [_DEFAULTS | group for group in groups for _ in group["params"]]
-    held = [one for group in groups for one in group["params"]]
-    gradients = [one.grad.double() for one in held]
-    after = steps.stepped([one.detach().double() for one in held], gradients, options)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    gradients = [parameter.grad.double() for parameter in parameters]
+    after = steps.stepped([parameter.detach().double() for parameter in parameters], gradients, options)
     expected = {
         f"{name} of parameter {number}": steps.states[number][key]
-        for number in range(len(held))
+        for number in range(len(parameters))
         for name, key in (("exp_avg", "m"), ("exp_avg_sq", "v"))
     }
-    last = dict(zip(map(id, held), steps.stepped(after, gradients, options), strict=True))
+    last = dict(zip(map(id, parameters), steps.stepped(after, gradients, options), strict=True))
     expected |= {name: last[id(value)] for name, value in single.named_parameters()}
     run_all(partial(_judge_state, training, rank, expected, parameters_as_bucket_view=view) for view in (False, True))
 
@@ -129,18 +129,19 @@ def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, tor
     box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
     dist.broadcast_object_list(box, src=last, device=rank.device)
     got = _named(box[0]["state"])  # before loading, which drops the state of other ranks
-    again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0, weight_decay=1.0, **view)
-    again.load_state_dict(box[0])
-    again.step()
+    fresh_optimizer = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0, weight_decay=1.0, **view)
+    fresh_optimizer.load_state_dict(box[0])
+    fresh_optimizer.step()
     got |= {name: copied(value) for name, value in model.named_parameters()}
-    what = f"ZeroRedundancyOptimizer with AdamW, {words_of(view, _OPTIONS)}, on {rank.device}"
+    subject = f"ZeroRedundancyOptimizer with AdamW, {words_of(view, _OPTIONS)}, on {rank.device}"
     wanted = sum(value.numel() for value in model.parameters())
     if int(total) != wanted:
         raise ReplicaMismatch(
-            f"{what}: the ranks together keep the state of {int(total)} elements, expected {wanted}, each of them once"
+            f"{subject}: the ranks together keep the state of {int(total)} elements, expected {wanted}, "
+            f"each of them once"
         )
     tolerance = adam_tolerance(expected, ADAM_RATE)
-    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=subject)
 
 
 def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:

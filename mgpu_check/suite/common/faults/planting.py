@@ -66,8 +66,8 @@ LAST_RANK = When("one rank", lambda *args, **kwargs: is_last())
 
 def dtype(*dtypes: torch.dtype) -> When:
     """Return the condition that the first argument is a tensor of one of these dtypes."""
-    names = " and ".join(map(name_of, dtypes))
-    return When(f"{names} only", lambda value, *args, **kwargs: value.dtype in dtypes)
+    dtype_names = " and ".join(map(name_of, dtypes))
+    return When(f"{dtype_names} only", lambda value, *args, **kwargs: value.dtype in dtypes)
 
 
 def above(elements: int) -> When:
@@ -94,7 +94,7 @@ DDP = DistributedDataParallel
 Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor | None]
 
 
-def around(owner: Any, *names: str) -> Planter:
+def around(owner: Any, *function_names: str) -> Planter:
     """Plant a function in place of functions of `owner`. It gets the original function, and then the arguments of the
     call.
 
@@ -117,7 +117,7 @@ def around(owner: Any, *names: str) -> Planter:
 
         patches = Patches()
         try:
-            for name in names:
+            for name in function_names:
                 patches.wrap(pkgutil.resolve_name(owner) if isinstance(owner, str) else owner, name, changed)
             yield
         finally:
@@ -126,18 +126,18 @@ def around(owner: Any, *names: str) -> Planter:
     return plant
 
 
-def both(one: Planter, other: Planter) -> Planter:
+def both(outer: Planter, inner: Planter) -> Planter:
     """Plant a function in two places."""
 
     @contextlib.contextmanager
     def plant(change: Callable[..., Any]) -> Iterator[None]:
-        with one(change), other(change):
+        with outer(change), inner(change):
             yield
 
     return plant
 
 
-def given(owner: Any, *names: str) -> Planter:
+def given(owner: Any, *function_names: str) -> Planter:
     """Plant a function that changes what functions of `owner` are given. It gets the arguments of the call.
 
     It returns a tuple that takes the place of the first arguments, or None if it has changed them in place.
@@ -146,15 +146,15 @@ def given(owner: Any, *names: str) -> Planter:
     def plant(change: Callable[..., Any]) -> AbstractContextManager[None]:
         def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             others = change(*args, **kwargs)
-            first = others if isinstance(others, tuple) else ()
-            return real(*first, *args[len(first) :], **kwargs)
+            replacements = others if isinstance(others, tuple) else ()
+            return real(*replacements, *args[len(replacements) :], **kwargs)
 
-        return around(owner, *names)(call)
+        return around(owner, *function_names)(call)
 
     return plant
 
 
-def returned(owner: Any, *names: str) -> Planter:
+def returned(owner: Any, *function_names: str) -> Planter:
     """Plant a function that changes what functions of `owner` return. It gets the result, and then the arguments of the
     call.
 
@@ -164,10 +164,10 @@ def returned(owner: Any, *names: str) -> Planter:
     def plant(change: Callable[..., Any]) -> AbstractContextManager[None]:
         def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = real(*args, **kwargs)
-            other = change(result, *args, **kwargs)
-            return result if other is None or other is NotImplemented else other
+            replacement = change(result, *args, **kwargs)
+            return result if replacement is None or replacement is NotImplemented else replacement
 
-        return around(owner, *names)(call)
+        return around(owner, *function_names)(call)
 
     return plant
 
@@ -198,9 +198,9 @@ def wrapped(
 
 @contextlib.contextmanager
 def communicated(
-    change: Change, where: Callable[[DistributedDataParallel], bool] = lambda model: True
+    change: Change, selects: Callable[[DistributedDataParallel], bool] = lambda model: True
 ) -> Iterator[None]:
-    """Make DDP communicate a copy of each bucket changed by `change`, for the models that `where` selects.
+    """Make DDP communicate a copy of each bucket changed by `change`, for the models that `selects` accepts.
 
     `change` may also change the copy in place and return None.
     Other models get no communication hook, because a model accepts only one, and because `join` divides differently
@@ -208,7 +208,7 @@ def communicated(
     """
 
     def register(model: DistributedDataParallel) -> None:
-        if not where(model):
+        if not selects(model):
             return
         group = model.process_group
 
@@ -229,9 +229,9 @@ def communicated(
         yield
 
 
-def communicating(where: When | None = None) -> Planter:
-    """Plant a change of each bucket that DDP communicates; see `communicated`. `where` is a condition on the model."""
-    return lambda change: communicated(change, where.holds if where else lambda model: True)
+def communicating(condition: When | None = None) -> Planter:
+    """Plant a change of each bucket that DDP communicates; see `communicated`. `condition` holds for a model."""
+    return lambda change: communicated(change, condition.holds if condition else lambda model: True)
 
 
 def slices(buffer: torch.Tensor, bucket: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

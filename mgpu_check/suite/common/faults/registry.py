@@ -32,8 +32,8 @@ class When:
 
     def __and__(self, other: When) -> When:
         def fresh() -> Callable[..., bool]:
-            first, second = self.test(), other.test()
-            return lambda *args, **kwargs: first(*args, **kwargs) and second(*args, **kwargs)
+            own_test, other_test = self.test(), other.test()
+            return lambda *args, **kwargs: own_test(*args, **kwargs) and other_test(*args, **kwargs)
 
         return When(f"{self.text}, {other.text}", fresh(), fresh)
 
