@@ -222,6 +222,7 @@ class _SuitePlugin:
                     f"{', '.join(files(self.package))}, or checks by -k NAME"
                 )
         config.stash[SESSION].preload += self.preload
+        config.stash[SESSION].has_own_nodes = self.package is mgpu_check.suite
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:

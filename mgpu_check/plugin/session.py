@@ -127,6 +127,7 @@ class GpuSession:
         fault: name of a fault that is planted on ranks during every call; None for no fault.
         first_failure: end a test at its first failing example, by `FirstFailure`.
         shared: directory where the workers of one run lease simulated devices; None in a run of one process.
+        has_own_nodes: whether each worker of the run simulates a node of its own, so that there is nothing to lease.
         on_wait: called with a line about each long wait.
         preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
             import touches no real device.
@@ -145,6 +146,7 @@ class GpuSession:
         self.first_failure = False
         self.on_example: Callable[[], None] = lambda: None
         self.shared: Path | None = None
+        self.has_own_nodes = False
         self.on_wait: Callable[[str], None] = lambda line: None
         self.preload: list[str] = []
         self.on_ranks: Callable[[], None] = lambda: None
@@ -269,8 +271,9 @@ class GpuSession:
 
     def hand_over(self) -> dict[str, Any]:
         """Return the devices and the lease directory, for a pytest-xdist worker on this machine."""
-        shared = str(self._directory.make()) if self.settings.simulate else ""
-        return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
+        shared = str(self._directory.make()) if self.settings.simulate and not self.has_own_nodes else ""
+        devices = [dataclasses.asdict(device) for device in self.devices]
+        return {"devices": devices, "shared": shared, "preload": self.preload}
 
     def take_over(self, handed_over: dict[str, Any] | None, run: str) -> None:
         """Use the devices of the controller in a pytest-xdist worker.
@@ -287,6 +290,7 @@ class GpuSession:
             self.shared = self._directory.of(run) if self.settings.simulate else None
             self.count_devices()
             return
+        self.preload += handed_over["preload"]
         self.shared = self._directory.join(Path(handed_over["shared"])) if handed_over["shared"] else None
         self.devices = [Device(**device) for device in handed_over["devices"]]
         self.settings = self.settings.counted(len(self.devices))

@@ -445,3 +445,8 @@ def test_the_whole_simulated_suite_has_a_worker_for_each_processor(monkeypatch, 
     monkeypatch.setattr(suite, "available_memory", lambda: memory and memory << 30)
     words = arguments.split()
     assert suite.on_processors(words) == [*(["-n", workers] if workers else []), *words]
+
+
+def test_workers_of_the_simulated_suite_wait_for_no_devices_of_each_other(command):
+    text = command("--gpus=2", "--simulate", "-n2", "-k", "scatter or mismatch")
+    assert "passed" in text and "waited" not in text
