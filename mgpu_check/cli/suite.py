@@ -84,8 +84,13 @@ def on_processors(arguments: Sequence[str]) -> list[str]:
     ):
         return list(arguments)
     workers = min(available_processors(), _MOST_WORKERS)
+    gpus = [word.partition("=")[2] for word in words if word.startswith("--gpus=")][-1:]
+    if not gpus or not gpus[0].isdigit():
+        return list(arguments)
     if (memory := available_memory()) is not None:
-        workers = min(workers, memory // _MEMORY_OF_WORKER)
+        once, each = _MEMORY_OF_WORKER
+        ranks = sum(range(1, int(gpus[0]) + 1))  # worlds of all sizes stay warm
+        workers = min(workers, memory // (once + each * ranks))
     return ["-n", str(workers), *arguments] if workers > 1 else list(arguments)
 
 
@@ -97,8 +102,8 @@ _IN_ONE_PROCESS = {
 }
 """Options that choose few checks, that name the number of workers, or that need all checks in pytest's process."""
 
-_MEMORY_OF_WORKER = 2 << 30
-"""Bytes for a worker, its fork server and its ranks: several times what they need at 16 ranks."""
+_MEMORY_OF_WORKER = 2 << 30, 64 << 20
+"""Bytes that a worker needs with its fork server, and those of each rank: several times what was measured."""
 
 _MOST_WORKERS = 16
 

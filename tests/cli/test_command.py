@@ -430,7 +430,10 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
     [
         ("--gpus=4 --simulate", 2, 24, "2"),
         ("--gpus=4 --simulate=cpu -x -v", 64, 512, "16"),
-        ("--gpus=4 --simulate", 16, 9, "4"),
+        ("--gpus=4 --simulate", 16, 11, "4"),
+        ("--gpus=16 --simulate", 16, 24, "2"),
+        ("--gpus=16 --simulate", 16, 20, ""),
+        ("--gpus=all --simulate", 16, 24, ""),
         ("--gpus=4 --simulate", 16, None, "16"),
         ("--gpus=4 --simulate", 1, 24, ""),
         ("--gpus=4 --simulate", 8, 3, ""),
