@@ -134,6 +134,10 @@ def _describe(definition: dict[str, Any]) -> None:
     """Give the properties of a class the descriptions that its docstring has under "Attributes:"."""
     text, _, attributes = inspect.cleandoc(definition["description"]).partition("\n\nAttributes:\n")
     definition["description"] = text
+    # msgspec before 0.23 leaves out the default of a field that is a dict: the file must not depend on who writes it.
+    for field in definition["properties"].values():
+        if field.get("type") == "object" and field.get("default") == {}:
+            del field["default"]
     for field_names, words in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
         for name in field_names.split(", "):
             definition["properties"][name]["description"] = " ".join(words.split())
