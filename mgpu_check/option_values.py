@@ -6,9 +6,6 @@ import math
 import re
 from typing import Literal, get_args
 
-ACCEPTANCE_SUFFIXES = (".html", ".json", ".prom")
-"""Suffixes of the reports of an acceptance: a page, JSON, a textfile for Prometheus."""
-
 Level = Literal["glance", "quick", "standard", "long"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 Depth = Literal["quick", "standard", "long"]
@@ -101,15 +98,6 @@ def reports(text: str) -> tuple[str, ...]:
     if files and all(file.lower().endswith(".md") for file in files):
         return files
     raise ValueError("choose a file whose name ends in .md")
-
-
-def acceptance_reports(text: str) -> tuple[str, ...]:
-    files = lines(text)
-    if files and all(file.lower().endswith(ACCEPTANCE_SUFFIXES) for file in files):
-        return files
-    raise ValueError(
-        f"choose a file whose name ends in {', '.join(ACCEPTANCE_SUFFIXES[:-1])} or {ACCEPTANCE_SUFFIXES[-1]}"
-    )
 
 
 def file(text: str) -> str | None:

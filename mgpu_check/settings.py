@@ -6,12 +6,14 @@ Every value keeps its origin, so an error can say where to change it.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from mgpu_check import option_values
+from mgpu_check.applications import applications
 from mgpu_check.option_values import Depth, Level
 
 T = TypeVar("T")
@@ -21,13 +23,11 @@ PREFIX = "MGPU_CHECK_"
 DEFAULT_RANK_TIMEOUT = 60.0
 DEFAULT_AGENT_TIMEOUT = 300.0
 
-DEFAULT_MEMORY_SHARE = 0.9
-
 DEFAULT_LEVEL: Level = "quick"
 
 _OPTION = "option"
 _DEFAULT = "default"  # the origin of a value that was not given
-_SWITCH = {"action": "store_const", "const": "true"}
+SWITCH = {"action": "store_const", "const": "true"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Option(Generic[T]):
             raise ValueError(f"{origin}: {text!r} is not valid; {error}") from None
 
 
-def _option(
+def option_field(
     value: Any,
     parse: Callable[[str], object],
     help: str,
@@ -76,13 +76,16 @@ def _option(
     command_line: Mapping[str, Any],
     repeats: bool = True,
 ) -> Any:
-    """Return a field of `Settings` with the option that sets it; `value` holds if nothing is said."""
+    """Return a field of `Settings`, or of an application's, with the option that sets it.
+
+    `value` holds if nothing is said; for the others see `Option`.
+    """
     return field(default=value, metadata={_OPTION: (parse, help, default, command_line, repeats)})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of this run. Each field made by `_option` is an option, with its help.
+    """The settings of this run. Each field made by `option_field` is an option, with its help.
 
     Attributes:
         gpus: number of devices; 0 if none were asked for, None for "all" until they are counted.
@@ -90,42 +93,41 @@ class Settings:
         rank_timeout, agent_timeout: seconds.
         agent_key_file: the key of a run beyond one machine; None for the default place.
         gpu_keep_warm: seconds; None for no keeper.
-        accept_for: seconds of load after the checks of an acceptance; None if nothing was said.
-        accept_memory: share of the free memory of each GPU that an acceptance writes and reads back.
+        applications: class -> the settings of an application, an object of that class; see `of`.
         origins: option name -> the origin of its value, in the user's words.
         per_host: number of devices of each host, empty on one machine.
         host: the host of tests that run in one process.
     """
 
-    gpus: int | None = _option(
+    gpus: int | None = option_field(
         0,
         option_values.gpus,
         "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible",
         "none",
         {"metavar": "N|all"},
     )
-    simulate: str | None = _option(
+    simulate: str | None = option_field(
         None,
         option_values.simulate,
         "make the GPUs in software, on the CPU or on one real device such as cuda:0; proves code, never hardware",
         "real GPUs; --simulate alone: cpu",
         {"metavar": "cpu|cuda:I", "nargs": "?", "const": "cpu"},
     )
-    rank_timeout: float = _option(
+    rank_timeout: float = option_field(
         DEFAULT_RANK_TIMEOUT,
         option_values.seconds,
         "seconds that the ranks get for a test, or for one example of a property",
         f"{DEFAULT_RANK_TIMEOUT:g}",
         {"metavar": "SECONDS"},
     )
-    agent_timeout: float = _option(
+    agent_timeout: float = option_field(
         DEFAULT_AGENT_TIMEOUT,
         option_values.seconds,
         "beyond one machine: seconds to wait for processes that have not come, or are lost",
         f"{DEFAULT_AGENT_TIMEOUT:g}",
         {"metavar": "SECONDS"},
     )
-    agent_key_file: str | None = _option(
+    agent_key_file: str | None = option_field(
         None,
         option_values.file,
         "beyond one machine: file with the key by which the processes of a run know each other, the same on all hosts; "
@@ -133,28 +135,28 @@ class Settings:
         "mgpu-check/agent-key in $XDG_CONFIG_HOME, or in ~/.config",
         {"metavar": "FILE"},
     )
-    trust_network: bool = _option(
+    trust_network: bool = option_field(
         False,
         option_values.switch,
         "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
         "use the key file",
-        _SWITCH,
+        SWITCH,
     )
-    gpu_keep_warm: float | None = _option(
+    gpu_keep_warm: float | None = option_field(
         None,
         option_values.keep_warm,
         "keep what ranks import in a process that the next runs share, until no run has used it for SECONDS",
         f"import in each run; --gpu-keep-warm alone: {option_values.KEPT_WARM:g}",
         {"metavar": "SECONDS", "nargs": "?", "const": "true"},
     )
-    strict_gpus: bool = _option(
+    strict_gpus: bool = option_field(
         False,
         option_values.switch,
         "fail, instead of skip, a test that needs more GPUs than --gpus gives",
         "skip, with counts",
-        _SWITCH,
+        SWITCH,
     )
-    gpu_report: tuple[str, ...] = _option(
+    gpu_report: tuple[str, ...] = option_field(
         (),
         option_values.reports,
         "write a summary of the run to this file, which ends in .md (Markdown); can be given "
@@ -163,7 +165,7 @@ class Settings:
         {"metavar": "FILE", "action": "append"},
         repeats=False,
     )
-    gpu_annotations: str | None = _option(
+    gpu_annotations: str | None = option_field(
         None,
         option_values.annotation_format,
         'print each failure as an annotation at the line of the code that it is about: "github" or "none"',
@@ -171,96 +173,21 @@ class Settings:
         {"metavar": "FORMAT"},
         repeats=False,
     )
-    gpu_level: Level = _option(
+    gpu_level: Level = option_field(
         DEFAULT_LEVEL,
         option_values.level,
         "how much the packaged suites do: quick, standard or long; glance: some checks of an acceptance, else as quick",
         f"{DEFAULT_LEVEL}; accept and selftest: standard",
         {"metavar": "|".join(option_values.LEVELS)},
     )
-    adapt_torch_tests: bool = _option(
+    adapt_torch_tests: bool = option_field(
         False,
         option_values.switch,
         "run classes on torch's MultiProcessTestCase and MultiProcContinuousTest on forked ranks",
         "run them in their own harness",
-        _SWITCH,
+        SWITCH,
     )
-    accept_for: float | None = _option(
-        None,
-        option_values.duration,
-        "acceptance: keep the GPUs under load for so long after the checks, such as 90s, 30m or 2h",
-        "no soak; at --gpu-level=long: 10m",
-        {"metavar": "TIME"},
-    )
-    accept_memory: float = _option(
-        DEFAULT_MEMORY_SHARE,
-        option_values.share,
-        "acceptance: the share of the free memory of each GPU that is written and read back",
-        f"{DEFAULT_MEMORY_SHARE}",
-        {"metavar": "SHARE"},
-    )
-    accept_baseline: str | None = _option(
-        None,
-        option_values.file,
-        "acceptance: hold facts and speed of the GPUs against this file, which --accept-record-baseline has written",
-        "none",
-        {"metavar": "FILE"},
-    )
-    accept_record_baseline: str | None = _option(
-        None,
-        option_values.file,
-        "acceptance: write facts and speed of the GPUs to this file, unless something was wrong",
-        "none",
-        {"metavar": "FILE"},
-        repeats=False,
-    )
-    accept_report: tuple[str, ...] = _option(
-        (),
-        option_values.acceptance_reports,
-        "acceptance: write a report to this file, which ends in .html, .json or .prom (Prometheus); can be given "
-        "several times, in the ini file one file per line",
-        "none",
-        {"metavar": "FILE", "action": "append"},
-        repeats=False,
-    )
-    accept_evidence: bool = _option(
-        False,
-        option_values.switch,
-        "acceptance: keep every observation and sample in JSON reports, which are ten times as large then",
-        "like observations are joined",
-        _SWITCH,
-        repeats=False,
-    )
-    accept_policy: str | None = _option(
-        None,
-        option_values.file,
-        "acceptance: what each kind of finding means for the verdict, accept, warn or reject, from this TOML file",
-        "none",
-        {"metavar": "FILE"},
-    )
-    accept_dcgm: str | None = _option(
-        None,
-        option_values.file,
-        "acceptance: take the results of DCGM's diagnostic from this file into the verdict: dcgmi diag -r 3 -j > FILE",
-        "none",
-        {"metavar": "FILE.json"},
-    )
-    accept_verdict_file: str | None = _option(
-        None,
-        option_values.file,
-        "acceptance: write the verdict to this file: its word, the exit code, and the verdict of each host",
-        "none",
-        {"metavar": "FILE"},
-        repeats=False,
-    )
-    accept_plant: tuple[str, ...] = _option(
-        (),
-        option_values.lines,
-        "acceptance of a simulated node: plant a defect, such as copy-zeros:device=0,peer=2; can be given several "
-        "times",
-        "none",
-        {"metavar": "FAULT", "action": "append"},
-    )
+    applications: Mapping[type[Any], Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     per_host: tuple[int, ...] = ()
     host: int = 0
@@ -269,6 +196,11 @@ class Settings:
     def asked(self) -> bool:
         """True if this run asks for devices at all."""
         return self.gpus != 0
+
+    def of(self, application: type[T]) -> T:
+        """Return the settings of an application: its class of options, see `Application.options`."""
+        options: T = self.applications[application] if application in self.applications else application()
+        return options
 
     def given(self, name: str) -> bool:
         """Return whether the user has set an option, in any place."""
@@ -289,9 +221,24 @@ class Settings:
         return self if self.gpus is not None else replace(self, gpus=visible)
 
 
-OPTIONS: dict[str, Option[Any]] = {
-    one.name: Option(one.name, *one.metadata[_OPTION]) for one in fields(Settings) if _OPTION in one.metadata
-}
+def options_of(options: Any) -> dict[str, Option[Any]]:
+    """Return the options that the fields of a dataclass declare, by name."""
+    rows = (row for row in fields(options) if _OPTION in row.metadata)
+    return {row.name: Option(row.name, *row.metadata[_OPTION]) for row in rows}
+
+
+OPTIONS = options_of(Settings)
+"""The options of the core."""
+
+
+@functools.cache
+def all_options() -> Mapping[str, Option[Any]]:
+    """Return the options of the core, and those of the applications."""
+    return {**OPTIONS, **{name: option for kind in _application_options() for name, option in options_of(kind).items()}}
+
+
+def _application_options() -> list[Any]:
+    return [application.options for application in applications().values() if application.options is not None]
 
 
 def resolve(
@@ -314,8 +261,8 @@ def resolve(
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
     """
     values: dict[str, Any] = {}
-    origins = dict.fromkeys(OPTIONS, _DEFAULT)
-    for name, option in OPTIONS.items():
+    origins = dict.fromkeys(all_options(), _DEFAULT)
+    for name, option in all_options().items():
         for origin, text in (
             (origin_of(option.flag), command_line.get(name)),
             (f"environment variable {option.variable}", environment.get(option.variable)),
@@ -325,7 +272,12 @@ def resolve(
                 values[name] = option.read(text if isinstance(text, str) else "\n".join(text), origin)
                 origins[name] = origin
                 break
-    settings = Settings(**values, origins=origins)
+    own = {name: value for name, value in values.items() if name in OPTIONS}
+    others = {
+        kind: kind(**{name: values[name] for name in options_of(kind) if name in values})
+        for kind in _application_options()
+    }
+    settings = Settings(**own, applications=others, origins=origins)
     if settings.simulate and settings.gpus is None:
         raise ValueError(
             f"{origins['gpus']}: 'all' has no meaning on a simulated node ({origins['simulate']}); "
@@ -333,22 +285,20 @@ def resolve(
         )
     if settings.simulate and not settings.asked and origins["simulate"] == OPTIONS["simulate"].flag:
         raise ValueError("--simulate: say how many devices to simulate, such as --gpus=4 --simulate")
-    if settings.accept_plant and settings.asked and not settings.simulate:
-        raise ValueError(
-            f"{origins['accept_plant']}: {', '.join(settings.accept_plant)}: a defect is planted in a simulated node "
-            "only; add --simulate"
-        )
     if settings.trust_network and settings.agent_key_file is not None:
         raise ValueError(
             f"{origins['trust_network']}: a run that trusts its network uses no key file, but "
             f"{origins['agent_key_file']} names {settings.agent_key_file}; choose one of them"
         )
+    for options in others.values():
+        if (misuse := options.misuse(settings)) is not None:
+            raise ValueError(misuse)
     return settings
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a line for each ``MGPU_CHECK_…`` variable that nothing reads: most likely a spelling mistake."""
-    known = {option.variable for option in OPTIONS.values()}
+    known = {option.variable for option in all_options().values()}
     lines = []
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known:

@@ -5,26 +5,28 @@ They draw specs, frozen dataclasses of plain values, which are re-exported here.
 
 from __future__ import annotations
 
-from mgpu_check.suite.common.strategies import (
+from mgpu_check.oracles.batches import BatchSpec, Leaf, Nested, Sample, Split
+from mgpu_check.oracles.mixed_operands import OperatorTable
+from mgpu_check.oracles.strategies import (
     all_devices,
+    batch_sizes,
+    batches,
     device_counts,
     device_orders,
     device_pairs,
     dtypes,
     large_worlds,
     layouts,
+    operator_tables,
     places,
     seeds,
     shapes,
+    splits,
     tensors,
     world_pairs,
     world_sizes,
 )
-from mgpu_check.suite.common.tensors import TensorSpec
-from mgpu_check.suite.mismatch.operators import OperatorTable
-from mgpu_check.suite.mismatch.strategies import operator_tables
-from mgpu_check.suite.scatter.cases import BatchSpec, Leaf, Nested, Sample, Split
-from mgpu_check.suite.scatter.strategies import batch_sizes, batches, splits
+from mgpu_check.oracles.tensors import TensorSpec
 
 __all__ = [
     "BatchSpec",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import mgpu_check.acceptance
+from mgpu_check.acceptance.application import APPLICATION, AcceptanceSettings
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, Selection, soak_of
@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Deselect the soak and the results of DCGM unless they were requested, and what the level does not have.
     """
     settings = config.stash[SESSION].settings
-    requested = {"soak": soak_of(settings) is not None, "dcgm": settings.accept_dcgm is not None}
+    requested = {"soak": soak_of(settings) is not None, "dcgm": settings.of(AcceptanceSettings).accept_dcgm is not None}
 
     def is_wanted(item: pytest.Item) -> bool:
         check = _check_of(item)
@@ -157,7 +157,7 @@ def _command(config: pytest.Config) -> str:
     from mgpu_check.plugin.report.replay import Invocation
 
     invocation = config.stash.get(INVOCATION, None) or Invocation.of(config)
-    words = invocation.command_for(mgpu_check.acceptance.__name__)
+    words = invocation.command_for(APPLICATION)
     if not any(word.startswith(OPTIONS["gpu_level"].flag) for word in words):  # the default of plain pytest is another
         words.append(f"{OPTIONS['gpu_level'].flag}={config.stash[SESSION].settings.gpu_level}")
     return shlex.join(words)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_check.acceptance.application import AcceptanceSettings
 from mgpu_check.acceptance.dcgm.diagnostic import Diagnostic, read_diagnostic
 from mgpu_check.acceptance.faults import Planted, planted_from
 from mgpu_check.acceptance.findings import KINDS
@@ -21,7 +22,7 @@ from mgpu_check.acceptance.references import Baseline, read_baseline
 from mgpu_check.acceptance.report.files import check_paths, check_place
 from mgpu_check.devices.observations import Ruling
 from mgpu_check.option_values import Level
-from mgpu_check.settings import OPTIONS, Settings
+from mgpu_check.settings import Settings, all_options
 
 if TYPE_CHECKING:
     import pytest
@@ -102,9 +103,10 @@ class Plan:
     @classmethod
     def of(cls, settings: Settings) -> Plan:
         """Make the plan for `settings`, or raise ValueError that names the wrong option, its value and the remedy."""
+        options = settings.of(AcceptanceSettings)
         option = "accept_plant"
         try:
-            planted = tuple(planted_from(text) for text in settings.accept_plant)
+            planted = tuple(planted_from(text) for text in options.accept_plant)
             for planted_fault in planted:
                 _check_places(planted_fault, settings.gpus or 0)
                 if planted_fault.fault.defect is not None and settings.simulate != "cpu":
@@ -113,39 +115,39 @@ class Plan:
                         "give --simulate"
                     )
             option = "accept_baseline"
-            baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None
+            baseline = read_baseline(Path(options.accept_baseline)) if options.accept_baseline else None
             option = "accept_report"
-            check_paths(settings.accept_report)
+            check_paths(options.accept_report)
             option = "accept_verdict_file"
-            if settings.accept_verdict_file:
-                check_place(Path(settings.accept_verdict_file))
+            if options.accept_verdict_file:
+                check_place(Path(options.accept_verdict_file))
             option = "accept_policy"
-            policy = read_policy(Path(settings.accept_policy)) if settings.accept_policy else {}
+            policy = read_policy(Path(options.accept_policy)) if options.accept_policy else {}
             option = "accept_dcgm"
-            dcgm = read_diagnostic(Path(settings.accept_dcgm)) if settings.accept_dcgm else None
+            dcgm = read_diagnostic(Path(options.accept_dcgm)) if options.accept_dcgm else None
             option = "accept_record_baseline"
-            record = _new_baseline(settings.accept_record_baseline)
+            record = _new_baseline(options.accept_record_baseline)
         except ValueError as error:
-            raise ValueError(f"{settings.origins.get(option, OPTIONS[option].flag)}: {error}") from None
+            raise ValueError(f"{settings.origins.get(option, all_options()[option].flag)}: {error}") from None
         return cls(
             settings.gpu_level,
-            settings.accept_memory,
+            options.accept_memory,
             soak_of(settings),
             settings.simulate,
             planted,
             baseline,
-            tuple(Path(name) for name in settings.accept_report),
+            tuple(Path(name) for name in options.accept_report),
             record,
-            Path(settings.accept_verdict_file) if settings.accept_verdict_file else None,
+            Path(options.accept_verdict_file) if options.accept_verdict_file else None,
             policy,
-            settings.accept_evidence,
+            options.accept_evidence,
             dcgm,
         )
 
 
 def soak_of(settings: Settings) -> float | None:
     """Return the seconds of load after the checks; None for no soak."""
-    return settings.accept_for or (DEFAULT_SOAK if settings.gpu_level == "long" else None)
+    return settings.of(AcceptanceSettings).accept_for or (DEFAULT_SOAK if settings.gpu_level == "long" else None)
 
 
 def _new_baseline(name: str | None) -> Path | None:

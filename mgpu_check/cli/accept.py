@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import mgpu_check.acceptance
+from mgpu_check.acceptance.application import SUFFIXES
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.report import summary
 from mgpu_check.acceptance.report.files import check_paths, write
@@ -27,8 +28,7 @@ from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE, Parser
 from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
 from mgpu_check.engine.remote import launched_process
-from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
-from mgpu_check.settings import OPTIONS
+from mgpu_check.settings import all_options
 
 _EPILOG = """\
 exit codes: the worst verdict counts: 1 a node is REJECTED; 5 a node is SUSPECT: slower than at least two others with
@@ -56,7 +56,7 @@ def _merge_parser() -> argparse.ArgumentParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given "
+        help=f"write a report of all nodes; the suffix is the format: {', '.join(SUFFIXES)}; can be given "
         "several times",
     )
     return parser
@@ -206,7 +206,7 @@ def _list_faults() -> int:
 
 def _remove_old_verdict(arguments: Sequence[str]) -> None:
     """Remove the verdict of an earlier run, so that it is not mistaken for that of a run that cannot start."""
-    option = OPTIONS["accept_verdict_file"]
+    option = all_options()["accept_verdict_file"]
     candidates = [os.environ.get(option.variable, "")]
     for word, following in itertools.pairwise([*arguments, "-"]):
         flag, equals, value = word.partition("=")

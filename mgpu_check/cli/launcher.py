@@ -22,7 +22,7 @@ import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote.launched_process import launched_process_of
 from mgpu_check.plugin.session import PRELOAD
-from mgpu_check.settings import OPTIONS, Settings, resolve
+from mgpu_check.settings import Settings, all_options, resolve
 
 if TYPE_CHECKING:
     from mgpu_check.engine.remote.credentials import Key
@@ -82,8 +82,8 @@ class _LaunchQuestion:
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> None:
         options = early_config.known_args_namespace
-        ini = {name: value for name in OPTIONS if (value := early_config.getini(name)) is not None}
-        raise _Found(resolve({name: getattr(options, name, None) for name in OPTIONS}, os.environ, ini))
+        ini = {name: value for name in all_options() if (value := early_config.getini(name)) is not None}
+        raise _Found(resolve({name: getattr(options, name, None) for name in all_options()}, os.environ, ini))
 
 
 def settings_of(arguments: Sequence[str]) -> Settings:

@@ -19,14 +19,14 @@ from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.rank_side.coverage import coverage_here
 from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin.launch import is_launched
-from mgpu_check.plugin.packaged_suites import modules_of_ranks
 from mgpu_check.plugin.report.replay import CommandLine
 from mgpu_check.plugin.report.terminal import Progress
 from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes.heap import freeze
 from mgpu_check.processes.machine import available_memory, available_processors
 from mgpu_check.processes.scratch import Scratch
-from mgpu_check.settings import OPTIONS
+from mgpu_check.settings import all_options
+from mgpu_check.suite.application import modules_of_ranks
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
@@ -114,7 +114,7 @@ def at_standard(arguments: Sequence[str]) -> list[str]:
 
 
 def _gives(name: str, arguments: Sequence[str]) -> bool:
-    option = OPTIONS[name]
+    option = all_options()[name]
     also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     present = any(argument.partition("=")[0] == option.flag for argument in [*arguments, *also])
     return present or option.variable in os.environ
@@ -124,13 +124,13 @@ _VALUED = {
     "-k": ", such as -k memory",
     **{
         option.flag: f": {option.flag}={option.command_line['metavar']}"
-        for option in OPTIONS.values()
+        for option in all_options().values()
         if "metavar" in option.command_line and "nargs" not in option.command_line
     },
 }
 """Options that need a value, each with the end of the message that asks for it."""
 
-_SWITCHES = {option.flag for option in OPTIONS.values() if "metavar" not in option.command_line}
+_SWITCHES = {option.flag for option in all_options().values() if "metavar" not in option.command_line}
 
 
 def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_switches: Collection[str] = ()) -> str:

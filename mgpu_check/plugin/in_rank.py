@@ -29,14 +29,12 @@ from mgpu_check.engine.rank_side.coverage import Measuring
 from mgpu_check.engine.rank_side.python_hooks import refused, without_debugger
 from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
-from mgpu_check.plugin.packaged_suites import SUITE
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.rank_messages import Collector, Logging, logged
 from mgpu_check.plugin.replacements import Changes
 from mgpu_check.processes.rank_pickling import EXPLAIN, without_engine
-from mgpu_check.processes.tracebacks import is_check, is_engine
+from mgpu_check.processes.tracebacks import is_check, is_engine, is_packaged
 
-_FOLDER = f"/{SUITE.replace('.', '/')}/"
 _LONGEST = 160
 _KINDS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
@@ -49,10 +47,10 @@ def as_finding(error: BaseException) -> BaseException:
     if not isinstance(error, _KINDS) or type(error).__module__ != "builtins":
         return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_engine(frame.filename)]
-    if not frames or _FOLDER not in frames[0].filename:
+    if not frames or not is_packaged(frames[0].filename):
         return error
-    last = next(frame for frame in reversed(frames) if _FOLDER in frame.filename)
-    location = f"{last.filename.rpartition(_FOLDER)[2]}:{last.lineno}"
+    last = next(frame for frame in reversed(frames) if is_packaged(frame.filename))
+    location = f"{last.filename.rpartition('/mgpu_check/')[2].partition('/')[2]}:{last.lineno}"
     message = f"{_call(last)} raised {type(error).__name__}: {error} (in {location})"
     return UnexpectedError(message).with_traceback(error.__traceback__)
 

@@ -28,7 +28,7 @@ from mgpu_check.plugin.requirements import (
     sizes_of,
 )
 from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
-from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
+from mgpu_check.settings import OPTIONS, activate, all_options, resolve, unknown_variables
 from mgpu_check.version import without_torch
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ WORKER_DEVICES = "mgpu_check_devices"
 # Help texts: lower case, no full stop, the default last.
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mgpu-check", "multi-GPU tests (mgpu-check)")
-    for name, option in OPTIONS.items():
+    for name, option in all_options().items():
         text = f"{option.help} (default: {option.default})"
         group.addoption(option.flag, default=None, help=text, **option.command_line)
         parser.addini(name, f"{option.help}; the same as {option.flag}", default=None)
@@ -136,9 +136,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.issue_config_time_warning(pytest.PytestConfigWarning(f"mgpu-check: {line}"), stacklevel=2)
     try:
         settings = resolve(
-            {name: config.getoption(name, None) for name in OPTIONS},
+            {name: config.getoption(name, None) for name in all_options()},
             os.environ,
-            {name: value for name in OPTIONS if (value := config.getini(name)) is not None},
+            {name: value for name in all_options() if (value := config.getini(name)) is not None},
             # From the `mgpu-check` command that has called pytest, if any.
             next((p.origin_of for p in config.pluginmanager.get_plugins() if hasattr(p, "origin_of")), str),
         )

@@ -11,13 +11,16 @@ import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mgpu_check.applications import applications
 from mgpu_check.processes.collective_records import relative
 
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(
-    r"/mgpu_check/(processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|compare|devices|plugin)/\w+\.py$"
+    r"/mgpu_check/(processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|devices|plugin)/\w+\.py$"
 )
-_CHECK = re.compile(r"/mgpu_check/suite/(?!.*/test_\w+\.py$).+\.py$")
+_ORACLE = re.compile(r"/mgpu_check/oracles/\w+\.py$")
+_APPLICATION = re.compile(r"/mgpu_check/(?P<folder>\w+)/(?P<rest>.+\.py)$")
+_TEST = re.compile(r"(^|/)test_\w+\.py$")
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
 _OURS = "/mgpu_check/"
 
@@ -25,13 +28,25 @@ _OURS = "/mgpu_check/"
 @functools.lru_cache(maxsize=1024)
 def is_engine(filename: str) -> bool:
     """Return whether a file belongs to the code that runs a function on a rank, or to the simulated node."""
-    return _ENGINE.search(filename) is not None
+    return _ENGINE.search(filename) is not None or _frames(filename) == "engine"
 
 
 @functools.lru_cache(maxsize=1024)
 def is_check(filename: str) -> bool:
-    """Return whether a file has checks of the packaged suite; the files of its tests only call them."""
-    return _CHECK.search(filename) is not None
+    """Return whether a file has checks of a packaged suite, or their oracles; the files of its tests only call them."""
+    return is_packaged(filename) and _TEST.search(filename) is None
+
+
+def is_packaged(filename: str) -> bool:
+    """Return whether a file belongs to a packaged suite, or to the oracles of its checks."""
+    return _frames(filename) == "check" or _ORACLE.search(filename) is not None
+
+
+def _frames(filename: str) -> str:
+    """Return how the application that has a file shows its frames; the user's files show as "user"."""
+    match = _APPLICATION.search(filename)
+    application = applications().get(match["folder"]) if match else None
+    return "user" if application is None else application.frames
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,7 +134,7 @@ def _is_noise(line: str) -> bool:
 
 def is_returning(stacks: str) -> bool:
     """Return whether a rank has run the function, and pickles or sends the result, in no code under test."""
-    for frame in _frames(stacks):
+    for frame in _frames_of(stacks):
         if _is_return(frame):
             return True
         if is_file_under_test(frame["file"]):
@@ -133,7 +148,7 @@ def _is_return(frame: re.Match[str]) -> bool:
 
 def location_of(stacks: str) -> Location | None:
     """Return the location of the thread that received the signal; None without stacks."""
-    frames = _frames(stacks)
+    frames = _frames_of(stacks)
     collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
     if frames and frames[0]["function"] == _BACKWARD:
         collective = "backward"  # DistributedDataParallel's reducer waits there for the other ranks
@@ -141,7 +156,7 @@ def location_of(stacks: str) -> Location | None:
     return None if position is None else Location(collective, frames[0]["function"], *position)
 
 
-def _frames(stacks: str) -> list[re.Match[str]]:
+def _frames_of(stacks: str) -> list[re.Match[str]]:
     """Return the frames of the thread that received the signal, which is written last, the innermost first.
 
     That is the main thread, unless it cannot receive signals.

@@ -13,7 +13,7 @@ import pytest
 import mgpu_check
 from mgpu_check import version
 from mgpu_check.cli import compare, record, simulate
-from mgpu_check.settings import OPTIONS, Settings
+from mgpu_check.settings import OPTIONS, Settings, all_options
 from tests.docs.pages import DOCS, ROOT, all_pages, blocks
 
 PACKAGE = Path(mgpu_check.__file__).parent
@@ -26,8 +26,10 @@ def project() -> dict[str, Any]:
 
 def test_every_option_has_a_row_with_its_three_spellings_and_its_default() -> None:
     rows = re.findall(r"^\| `(--[\w-]+).*?\| `(\w+)` \| `(\w+)` \| (.*) \|$", _reference("options"), re.MULTILINE)
-    assert [row[:3] for row in rows] == [(option.flag, option.name, option.variable) for option in OPTIONS.values()]
-    for (*_, text), option in zip(rows, OPTIONS.values(), strict=True):
+    assert [row[:3] for row in rows] == [
+        (option.flag, option.name, option.variable) for option in all_options().values()
+    ]
+    for (*_, text), option in zip(rows, all_options().values(), strict=True):
         if option.default.isdecimal():
             assert f"Default: {option.default}" in text
 
@@ -50,7 +52,7 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
     }  # of selftest, and of the examples' own conftest
     known = {
         "accept": of_pytest
-        | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in OPTIONS.values()},
+        | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in all_options().values()},
         "compare": set(compare._parser()._option_string_actions),
         "record": set(record._parser()._option_string_actions),
         "simulate": set(simulate._parser()._option_string_actions),

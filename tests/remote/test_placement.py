@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
+from mgpu_check.oracles.strategies import placed
 from mgpu_check.plugin.requirements import placements
 from mgpu_check.processes.protocol import CallContext
 from mgpu_check.settings import activate, resolve
 from mgpu_check.strategies import device_counts, places, world_sizes
-from mgpu_check.suite.common.strategies import placed
 
 HOSTS = st.lists(st.integers(1, 8), min_size=2, max_size=5)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mgpu_check.errors import DeviceMismatch, ShardError
+from mgpu_check.oracles.agreement import Kind, WrongCase, difference, named_wrong
 from mgpu_check.simulated import simulated_node
-from mgpu_check.suite.common.agreement import Kind, WrongCase, difference, named_wrong
 from mgpu_check.suite.common.faults.registry import planted
 from mgpu_check.suite.loading.loaders import assert_pinned_by_themselves
 

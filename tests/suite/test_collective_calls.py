@@ -18,10 +18,7 @@ from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.asserts import known_defects
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankFailure
-from mgpu_check.suite.collectives import functional
-from mgpu_check.suite.collectives import strategies as calls
-from mgpu_check.suite.collectives.calls import assert_collectives_match
-from mgpu_check.suite.collectives.cases import (
+from mgpu_check.oracles.collective_cases import (
     COPIED,
     COPYING,
     FUNCTIONS,
@@ -33,6 +30,9 @@ from mgpu_check.suite.collectives.cases import (
     form_of,
     left_out,
 )
+from mgpu_check.suite.collectives import functional
+from mgpu_check.suite.collectives import strategies as calls
+from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 GROUPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 2, 3)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.oracles import copies as checks
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults.registry import planted
-from mgpu_check.suite.devices import copies as checks
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import torch
 
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
-from mgpu_check.suite.common.reference_training import one_device, seen, sgd
-from mgpu_check.suite.common.training_cases import ExactTraining
+from mgpu_check.oracles import training_steps as recipe
+from mgpu_check.oracles.reference_training import one_device, seen, sgd
+from mgpu_check.oracles.training_cases import ExactTraining
 from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
-from mgpu_check.suite.recipes import training_steps as recipe
 
 CPU = torch.device("cpu")
 

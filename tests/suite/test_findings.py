@@ -19,15 +19,15 @@ from mgpu_check.asserts.findings import Findings, first_suffices, run_all
 from mgpu_check.engine.failures import account_of
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, GradientMismatch, RankFailure, ShardError
+from mgpu_check.oracles.reference_training import gathered
+from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training_steps import weighted
 from mgpu_check.suite.collectives import on_ranks as collectives
 from mgpu_check.suite.collectives.groups import assert_mesh_matches
 from mgpu_check.suite.collectives.messages import assert_drawn_objects_travel
-from mgpu_check.suite.common.reference_training import gathered
-from mgpu_check.suite.common.training_cases import ExactTraining
 from mgpu_check.suite.loading import loaders as loading_on_ranks
 from mgpu_check.suite.parallelism import handwritten_parallelism as ranks_parallel
 from mgpu_check.suite.parallelism.torch_parallelism import assert_parallelized_modules_agree, assert_schedules_agree
-from mgpu_check.suite.recipes.training_steps import weighted
 from mgpu_check.suite.sharded import fully_sharded
 from mgpu_check.suite.sharded.checkpoints import assert_checkpoint_continues, assert_state_dict_agrees, saved_checkpoint
 from mgpu_check.suite.sharded.dtensors import assert_meshes_agree
@@ -56,7 +56,7 @@ def misread(place: str, change: Change = one_more) -> Plant:
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
         module, _, name = place.rpartition(".")
-        owner = importlib.import_module(f"mgpu_check.suite.{module}")
+        owner = importlib.import_module(f"mgpu_check.{module}")
         real, changes = getattr(owner, name), [change]
 
         def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def first_gradient_lost() -> Iterator[None]:
         for model in made:
             next(model.parameters()).grad = None
 
-    with misread("sharded.fully_sharded.sharded", kept)(), replaced(torch.Tensor, "backward", backward):
+    with misread("suite.sharded.fully_sharded.sharded", kept)(), replaced(torch.Tensor, "backward", backward):
         yield
 
 
@@ -170,19 +170,19 @@ CASES = (
     Case(
         "fully sharded: another chunk",
         lambda rank: fully_sharded.assert_fully_sharded_agrees(TRAINING, rank, dimensions=1),
-        misread("sharded.fully_sharded.sharded", of_a_shorter_chunk),
+        misread("suite.sharded.fully_sharded.sharded", of_a_shorter_chunk),
         "0.weight has a part of (3, 6) here, expected (4, 6)",
     ),
     Case(
         "fully sharded",
         lambda rank: fully_sharded.assert_fully_sharded_agrees(TRAINING, rank, dimensions=1),
-        misread("sharded.fully_sharded.copied"),
+        misread("suite.sharded.fully_sharded.copied"),
         "resharding on",
     ),
     Case(
         "mixed precision",
         lambda rank: fully_sharded.assert_mixed_precision_agrees(FINE, rank),
-        misread("sharded.fully_sharded.copied"),
+        misread("suite.sharded.fully_sharded.copied"),
         "torch.bfloat16 reduced in torch.float32",
     ),
     Case(
@@ -210,83 +210,83 @@ CASES = (
     Case(
         "state dict",
         lambda rank: assert_state_dict_agrees(TRAINING, rank),
-        misread("sharded.checkpoints.copied"),
+        misread("suite.sharded.checkpoints.copied"),
         "full state dict",
         who=0,
     ),
-    Case("checkpoint: parameters", saved_and_loaded, misread("sharded.checkpoints.copied"), "1 of 4 results"),
+    Case("checkpoint: parameters", saved_and_loaded, misread("suite.sharded.checkpoints.copied"), "1 of 4 results"),
     Case(
         "checkpoint: others",
         saved_and_loaded,
-        misread("sharded.checkpoints.same_bits", lambda same: not same),
+        misread("suite.sharded.checkpoints.same_bits", lambda same: not same),
         "was saved",
     ),
     Case(
         "checkpoint: a lost gradient",
         saved_and_loaded,
-        misread("sharded.checkpoints.gathered", without_the_first),
+        misread("suite.sharded.checkpoints.gathered", without_the_first),
         "then one step, rank 2: lacks step 2: gradient of 0.weight",
     ),
     Case(
         "SyncBatchNorm",
         lambda rank: assert_sync_batchnorm_agrees(rank, 5),
-        misread("sharded.sync_batchnorm.gradient_or_zeros"),
+        misread("suite.sharded.sync_batchnorm.gradient_or_zeros"),
         "momentum 0.25",
     ),
-    Case("ZeroRedundancyOptimizer", zero, misread("sharded.zero.seen"), "the first value of each option"),
+    Case("ZeroRedundancyOptimizer", zero, misread("suite.sharded.zero.seen"), "the first value of each option"),
     Case(
         "parameter server",
         lambda rank: ranks_parallel.assert_parameter_server_agrees(TRAINING, rank),
-        misread("parallelism.handwritten_parallelism.copied"),
+        misread("suite.parallelism.handwritten_parallelism.copied"),
         "one server",
     ),
     Case(
         "tensor parallelism",
         lambda rank: ranks_parallel.assert_tensor_parallel_agrees(TRAINING, rank),
-        misread("parallelism.handwritten_parallelism.seen"),
+        misread("suite.parallelism.handwritten_parallelism.seen"),
         "divided between",
     ),
     Case(
         "parallelized modules",
         lambda rank: assert_parallelized_modules_agree(TRAINING, rank),
-        misread("parallelism.torch_parallelism.gathered"),
+        misread("suite.parallelism.torch_parallelism.gathered"),
         "the batch on all ranks",
     ),
     Case(
         "samplers",
         lambda rank: loading_on_ranks.assert_samplers_of_ranks(rank, 5),
-        misread("loading.loaders.sampler_over", of_rank_0),
+        misread("suite.loading.loaders.sampler_over", of_rank_0),
         "it takes itself for rank 0 of 3",
     ),
     Case(
         "loaders",
         lambda rank: loading_on_ranks.assert_loaders_cover(rank, 5),
-        misread("loading.loaders.sent"),
+        misread("suite.loading.loaders.sent"),
         "epoch 0: batch 0 of 2: number",
     ),
     Case(
         "streams",
         loading_on_ranks.assert_streams_cover,
-        misread("loading.loaders.indices_of", lambda got: got[::-1]),
+        misread("suite.loading.loaders.indices_of", lambda got: got[::-1]),
         "with 0 workers, drop_last=False: expected the batches",
     ),
     Case(
         "suite: messages",
         lambda rank: collectives.assert_messages_of_all_ways_arrive(rank, [], 1),
-        misread("collectives.messages.as_bits"),
+        misread("suite.collectives.messages.as_bits"),
         "memory before or behind the received tensor was changed",
     ),
     Case(
         "suite: any source",
         lambda rank: collectives.assert_messages_from_any_source_arrive(rank, 1, 1, [4, 5, 6], 0),
-        misread("collectives.messages.as_bits"),
+        misread("suite.collectives.messages.as_bits"),
         "memory before or behind the received tensor was changed",
         who=1,
     ),
     Case(
         "suite: objects",
         lambda rank: collectives.assert_objects_travel_on_all_ways(rank, 1, [None], 1),
-        misread("collectives.messages.object_of", str),
+        misread("suite.collectives.messages.object_of", str),
         "all_gather_object",
     ),
     Case(
@@ -299,14 +299,14 @@ CASES = (
     Case(
         "suite: barriers",
         lambda rank: collectives.assert_barriers_hold(rank, 1, 0),
-        misread("collectives.messages._fresh_store", LeftAtOnce),
+        misread("suite.collectives.messages._fresh_store", LeftAtOnce),
         "ranks left it before rank 0 had entered it",
         who=0,
     ),
     Case(
         "suite: functional",
         lambda rank: collectives.assert_functional_match_in_groups(rank, 1),
-        misread("collectives.functional.numbers_of"),
+        misread("suite.collectives.functional.numbers_of"),
         "functional all_reduce sum",
     ),
     Case(
@@ -320,13 +320,13 @@ CASES = (
     Case(
         "suite: bias of rounding",
         lambda rank: collectives.assert_sums_are_unbiased(rank, 1),
-        misread("collectives.repeated_calls.mean_error", lambda mean: mean + 1),
+        misread("oracles.repeated_calls.mean_error", lambda mean: mean + 1),
         "rounding leans away from zero",
     ),
     Case(
         "suite: schedules",
         lambda rank: assert_schedules_agree(DEEP, rank, 2),
-        misread("parallelism.torch_parallelism.seen"),
+        misread("suite.parallelism.torch_parallelism.seen"),
         "ScheduleGPipe",
     ),
 )

@@ -9,7 +9,7 @@ from mgpu_check.acceptance.memory import checks as memory
 from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
 from mgpu_check.acceptance.memory.checks import Region, rounds_of
 from mgpu_check.devices.observations import Subject
-from mgpu_check.suite.common import generated_data
+from mgpu_check.oracles import generated_data
 
 CPU = torch.device("cpu")
 WORDS, CHUNK = 64 * 20, 64 * 6

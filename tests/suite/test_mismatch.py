@@ -11,9 +11,9 @@ from torch import nn
 
 from mgpu_check.asserts.mismatch import devices_named, raises_device_mismatch
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.oracles.mixed_operands import OPERATORS, Operands, OperatorCase
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.mismatch import checks
-from mgpu_check.suite.mismatch.operators import OPERATORS, Operands, OperatorCase
 
 SAME = "Expected all tensors to be on the same device, but "
 # Messages of CUDA builds of torch, each with its devices.

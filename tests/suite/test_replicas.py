@@ -16,8 +16,8 @@ from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.oracles import models
 from mgpu_check.plugin.serialization import by_value
-from mgpu_check.suite.recipes import models
 
 
 @pytest.fixture(scope="module")

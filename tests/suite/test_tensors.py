@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.oracles.strategies import tensors
+from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, layouts_for
 from mgpu_check.strategies import TensorSpec
-from mgpu_check.suite.common.strategies import tensors
-from mgpu_check.suite.common.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, layouts_for
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -117,7 +117,7 @@ def test_drawing_needs_no_torch() -> None:
 def test_using_needs_no_hypothesis() -> None:
     program = (
         "import sys, torch, mgpu_check.asserts.mismatch, mgpu_check.suite.scatter.checks\n"
-        "import mgpu_check.suite.common.tensors, mgpu_check.suite.scatter.cases, mgpu_check.suite.mismatch.operators\n"
+        "import mgpu_check.oracles.tensors, mgpu_check.oracles.batches, mgpu_check.oracles.mixed_operands\n"
         "assert 'hypothesis' not in sys.modules, 'specs or checks import Hypothesis'"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

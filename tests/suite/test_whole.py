@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.suite.common.reference_training import (
+from mgpu_check.oracles.reference_training import (
     BUILDERS,
     CLASSES,
     FEATURES,
@@ -18,8 +18,8 @@ from mgpu_check.suite.common.reference_training import (
     slack,
     total,
 )
-from mgpu_check.suite.common.training_cases import OPTIMIZERS, PLAIN, WholeRun
-from mgpu_check.suite.recipes.training_steps import weighted
+from mgpu_check.oracles.training_cases import OPTIMIZERS, PLAIN, WholeRun
+from mgpu_check.oracles.training_steps import weighted
 
 CPU = torch.device("cpu")
 

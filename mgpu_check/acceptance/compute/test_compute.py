@@ -10,8 +10,8 @@ from hypothesis import given
 from mgpu_check.acceptance.compute.arithmetic import compute, measure_launches
 from mgpu_check.acceptance.levels import SEEDS, drawn
 from mgpu_check.acceptance.node import Node
+from mgpu_check.oracles.device_cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
 from mgpu_check.settings import active
-from mgpu_check.suite.devices.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
 
 _BYTES = 512
 """Bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.devices.observations import Subject, SubjectResult, Unit
-from mgpu_check.suite.common.timing import measured, seconds_of
+from mgpu_check.oracles.timing import measured, seconds_of
 
 _LATENCY_BYTES = 16
 

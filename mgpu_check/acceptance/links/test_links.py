@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.levels import drawn
 from mgpu_check.acceptance.node import Node
 from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.oracles.device_cases import Copies, Path
 from mgpu_check.settings import active
-from mgpu_check.suite.devices.cases import Copies, Path
 
 _PATHS: tuple[Path, ...] = ("engine", "casting")
 _BETWEEN_GPUS, _WITH_HOST = (
-    NamedFunction(f"mgpu_check.suite.devices.copies:{name}") for name in ("examine_copies", "examine_host_copies")
+    NamedFunction(f"mgpu_check.oracles.copies:{name}") for name in ("examine_copies", "examine_host_copies")
 )
 PATHS = ("engine", "strided", "casting")
 

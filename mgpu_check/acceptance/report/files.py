@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_check import pages
+from mgpu_check.acceptance.application import SUFFIXES
 from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.acceptance.report.figures import PANELS, reasons
 from mgpu_check.acceptance.run_report import Accusation, RunReport, Verdict
 from mgpu_check.devices.observations import Observation, Work
 from mgpu_check.devices.telemetry.fields import FIELDS, Value
 from mgpu_check.devices.telemetry.sampler import TelemetrySample
-from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 from mgpu_check.processes.rank_lists import grouped
 
 _WHOLE = 8
@@ -108,7 +108,7 @@ _WRITERS: Mapping[str, str] = {
     ".prom": "prometheus:render",
 }
 """Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""
-assert tuple(_WRITERS) == ACCEPTANCE_SUFFIXES
+assert tuple(_WRITERS) == SUFFIXES
 
 
 def check_paths(paths: Iterable[Path | str]) -> None:
@@ -157,7 +157,7 @@ def write(path: Path | str, report: RunReport) -> None:
 
 def _writer(path: Path) -> Callable[[RunReport], str]:
     if path.suffix.lower() not in _WRITERS:
-        *suffixes, last = ACCEPTANCE_SUFFIXES
+        *suffixes, last = SUFFIXES
         raise ValueError(f"{path} does not end in {', '.join(suffixes)} or {last}; choose one of them")
     writer: Callable[[RunReport], str] = pkgutil.resolve_name(f"{__package__}.{_WRITERS[path.suffix.lower()]}")
     return writer

@@ -23,8 +23,8 @@ from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.transformer import Training, Transformer, arithmetic, model_of, placed, tokens_of
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.generated_data import counted, digests, integers
-from mgpu_check.suite.common.timing import Stopwatch
+from mgpu_check.oracles.generated_data import counted, digests, integers
+from mgpu_check.oracles.timing import Stopwatch
 
 _RANGE = 1 << 10
 _FAILED = 8

@@ -11,8 +11,8 @@ from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.training.cases import OPTIMIZERS, PRECISIONS, TransformerCase
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, sized, train_alike
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.suite.gradients.cases import TrainingSpec
-from mgpu_check.suite.gradients.strategies import trainings
+from mgpu_check.oracles.gradient_cases import TrainingSpec
+from mgpu_check.oracles.strategies import trainings
 
 
 @st.composite

@@ -14,16 +14,10 @@ from typing import Any
 import pytest
 
 from mgpu_check.errors import StartupFailure
-from mgpu_check.plugin.packaged_suites import is_packaged
+from mgpu_check.plugin.packaged_suites import is_packaged, suite_of
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.protocol import SEED
-
-_ADVICE = {
-    True: "the machine below the simulated GPUs; to test real GPUs and links, run mgpu-check accept",
-    False: "a GPU or link; to find a faulty part, run mgpu-check accept",
-}
-"""Other causes of a failed check than the code and torch, and what to do, by whether the devices are simulated."""
 
 _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 
@@ -98,8 +92,10 @@ def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence
     """Record the failed ranks, the likely mistakes and their line, the replay lines, and an advice for the suite."""
     errors = parts_of(error)
     proven = all(isinstance(leaf, AssertionError) and not isinstance(leaf, StartupFailure) for leaf in errors)
-    if is_packaged(item) and errors and proven:  # a busy machine also makes ranks late, or refuses to start them
-        _set(item, "advice", f"a failed check shows that the code or torch is wrong, or {_ADVICE[simulated]}")
+    suite = suite_of(item)
+    advice = suite.advice.get(simulated) if suite is not None else None
+    if advice and errors and proven:  # a busy machine also makes ranks late, or refuses to start them
+        _set(item, "advice", f"a failed check shows that the code or torch is wrong, or {advice}")
     mistakes = dict.fromkeys(name for leaf in errors for name in getattr(leaf, "mistakes", ()))
     if mistakes:
         _set(item, "mistakes", " ".join(mistakes))

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.applications import Application
 from mgpu_check.engine.remote import launched_process
-from mgpu_check.plugin.packaged_suites import command_of, package_of
-from mgpu_check.settings import OPTIONS
+from mgpu_check.plugin.packaged_suites import suite_of
+from mgpu_check.settings import all_options
 from mgpu_check.torch_hooks.patches import replaced
 
 FLAG = "--gpu-replay"
@@ -27,7 +28,7 @@ FLAG = "--gpu-replay"
 BLOB = "_mgpu_check_blob"
 """Attribute of an exception that holds the Hypothesis example that raised it."""
 
-_OURS = frozenset({FLAG, *(option.flag for option in OPTIONS.values())})
+_OURS = frozenset({FLAG, *(option.flag for option in all_options().values())})
 
 # Options that select tests, stop early, run in parallel, measure or show. A single test fails in the same way without
 # them. All other options are kept, because a repository's own options may change its tests.
@@ -132,17 +133,17 @@ class Invocation:
         plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**plain)
 
-    def command_for(self, package: str) -> list[str]:
+    def command_for(self, suite: Application) -> list[str]:
         """Return the words that run a packaged suite with the options of this run, without a choice of tests."""
         own = self.suite_program == self.program
-        program = self.suite_program if own else (*self.suite_program, *command_of(package))
+        program = self.suite_program if own else (*self.suite_program, *suite.command)
         return [*program, *self.suite_options, *self.kept]
 
     def line(self, item: pytest.Item, extra: Sequence[str]) -> str:
         """Return the shell line for one test, with `extra` options."""
         test_path = item.nodeid.partition("::")[2]
-        if package := package_of(item):
-            words = [*self.command_for(package), f"{item.path.name}::{test_path}"]
+        if suite := suite_of(item):
+            words = [*self.command_for(suite), f"{item.path.name}::{test_path}"]
         else:
             path = os.path.relpath(item.path, self.directory)
             words = [*self.program, *self.options, *self.kept, *self._ini(item), f"{path}::{test_path}"]
@@ -226,7 +227,7 @@ def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
 def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bool) -> Iterator[str]:
     """Yield the options of mgpu-check for this run; with `everything`, also those from the ini file."""
     typed = {word.partition("=")[0] for word in [*arguments, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]}
-    for name, option in OPTIONS.items():
+    for name, option in all_options().items():
         if not option.repeats:
             continue
         text = config.getoption(name, None)

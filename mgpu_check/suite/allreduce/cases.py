@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mgpu_check.suite.common.tensors import TensorSpec
+from mgpu_check.oracles.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import comm
 
 from mgpu_check.engine.rank_side.rank import current_rank
+from mgpu_check.oracles import gradient_exchange as recipe
 from mgpu_check.suite.common.faults.planting import around, given, is_last, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
-from mgpu_check.suite.recipes import gradient_exchange as recipe
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 
 _ALL_REDUCE, _OPERATIONS, _BY_HAND, _ON_DEVICES, _THEN_BROADCAST, _VIEWS_ON_DEVICES = (

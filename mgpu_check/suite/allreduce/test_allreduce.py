@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.oracles.strategies import shapes, tensors
+from mgpu_check.oracles.tensors import LAYOUTS
 from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, REDUCIBLE, Contributions
 from mgpu_check.suite.common.budget import examples
-from mgpu_check.suite.common.strategies import shapes, tensors
-from mgpu_check.suite.common.tensors import LAYOUTS
 
 if TYPE_CHECKING:
     import torch

@@ -28,9 +28,9 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced
-from mgpu_check.suite.collectives.cases import FUNCTIONS, CollectiveCall, left_out
-from mgpu_check.suite.collectives.findings import WrongResult, raise_findings
-from mgpu_check.suite.collectives.repeated_calls import called, coalescing, groups_of
+from mgpu_check.oracles.collective_cases import FUNCTIONS, CollectiveCall, left_out
+from mgpu_check.oracles.collective_findings import WrongResult, raise_findings
+from mgpu_check.oracles.repeated_calls import called, coalescing, groups_of
 from mgpu_check.torch_hooks.collective_table import TRANSFERS, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, digest_of
 
@@ -541,7 +541,7 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
 
     Returns:
         (call, checksum) of each result that all members of the group must share. Compare them among ranks with
-        `mgpu_check.suite.collectives.findings.assert_shared`.
+        `mgpu_check.oracles.collective_findings.assert_shared`.
 
     Raises:
         CollectiveMismatch: with all wrong calls of this rank. It is raised after the last call, so that ranks stay in

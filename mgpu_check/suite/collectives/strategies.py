@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mgpu_check import settings
-from mgpu_check.suite.collectives.cases import (
+from mgpu_check.oracles.collective_cases import (
     BUFFERS,
     COALESCED,
     COPIED,
@@ -31,9 +31,9 @@ from mgpu_check.suite.collectives.cases import (
     Message,
     left_out,
 )
+from mgpu_check.oracles.strategies import first_of, world_sizes
+from mgpu_check.oracles.strategies import seeds as tensor_seeds
 from mgpu_check.suite.common.pairs import in_pairs
-from mgpu_check.suite.common.strategies import first_of, world_sizes
-from mgpu_check.suite.common.strategies import seeds as tensor_seeds
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 PLACES = ("device", "cpu")

@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.suite.common.reference_training import (
+from mgpu_check.oracles.reference_training import (
     OneDevice,
     Rows,
     as_it_is,
@@ -27,9 +27,9 @@ from mgpu_check.suite.common.reference_training import (
     total,
     wrong_statistics,
 )
-from mgpu_check.suite.common.training_cases import WholeRun
+from mgpu_check.oracles.training_cases import WholeRun
+from mgpu_check.oracles.training_steps import weighted
 from mgpu_check.suite.data_parallel.forward import Devices, both_ways, indices_of, require_same
-from mgpu_check.suite.recipes.training_steps import weighted
 
 
 def _wrapped(model: nn.Module, order: Devices) -> nn.Module:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
-from mgpu_check.suite.common.generated_data import ALL, anything
+from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
+from mgpu_check.oracles.generated_data import ALL, anything
 from mgpu_check.torch_hooks.tensors import name_of
 
 _BLOCK = (4 << 20) + 4096  # bytes: a multiple of 512, because torch rounds its statistics to that

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.generated_data import digest
+from mgpu_check.oracles.generated_data import digest
 from mgpu_check.suite.devices.seeded_ranks import DrawnBy
 from mgpu_check.suite.devices.streams import current_device_kept
 from mgpu_check.torch_hooks.tensors import indices_of

@@ -21,8 +21,8 @@ from torch import nn
 from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
-from mgpu_check.suite.common.generated_data import anything, significands, small
+from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
+from mgpu_check.oracles.generated_data import anything, significands, small
 from mgpu_check.torch_hooks.tensors import indices_of
 
 

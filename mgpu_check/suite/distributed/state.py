@@ -16,8 +16,9 @@ from torch import nn
 from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.agreement import difference
-from mgpu_check.suite.common.reference_training import (
+from mgpu_check.oracles.agreement import difference
+from mgpu_check.oracles.models import Everything
+from mgpu_check.oracles.reference_training import (
     CLASSES,
     FEATURES,
     STEPS,
@@ -31,10 +32,9 @@ from mgpu_check.suite.common.reference_training import (
     state_of,
     wrong_statistics,
 )
-from mgpu_check.suite.common.training_cases import WholeRun
+from mgpu_check.oracles.training_cases import WholeRun
+from mgpu_check.oracles.training_steps import split
 from mgpu_check.suite.distributed.training import Replica, train, under_ddp
-from mgpu_check.suite.recipes.models import Everything
-from mgpu_check.suite.recipes.training_steps import split
 from mgpu_check.torch_hooks.tensors import name_of
 
 _STEPS_COUNTED = 4_099

@@ -29,8 +29,7 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.models import assert_replicas_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.differences import difference
-from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.common.reference_training import (
+from mgpu_check.oracles.reference_training import (
     Forward,
     Gradients,
     OneDevice,
@@ -48,8 +47,9 @@ from mgpu_check.suite.common.reference_training import (
     terms_of,
     total,
 )
-from mgpu_check.suite.common.training_cases import WholeRun
-from mgpu_check.suite.recipes.training_steps import split, weighted
+from mgpu_check.oracles.training_cases import WholeRun
+from mgpu_check.oracles.training_steps import split, weighted
+from mgpu_check.suite.common.pairs import drawn_rows, words_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.common.generated_data import mix_
+from mgpu_check.oracles.generated_data import mix_
 
 _FIELDS = {
     "image": torch.float32,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from mgpu_check.oracles.strategies import seeds
 from mgpu_check.settings import active
-from mgpu_check.suite.common.strategies import seeds
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 

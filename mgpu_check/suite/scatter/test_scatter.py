@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.oracles.strategies import given_sizes
 from mgpu_check.strategies import Split, TensorSpec
 from mgpu_check.suite.common.budget import examples
-from mgpu_check.suite.scatter.strategies import given_sizes
 
 if TYPE_CHECKING:
     import torch

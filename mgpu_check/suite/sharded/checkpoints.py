@@ -35,10 +35,10 @@ from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision
+from mgpu_check.oracles import training_steps as recipe
+from mgpu_check.oracles.reference_training import gathered, one_device, own_part, sgd
+from mgpu_check.oracles.training_cases import ExactTraining
 from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.common.reference_training import gathered, one_device, own_part, sgd
-from mgpu_check.suite.common.training_cases import ExactTraining
-from mgpu_check.suite.recipes import training_steps as recipe
 from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain

@@ -1,7 +1,7 @@
 """Sharding by torch: each rank has its part of the single-device state, and all ranks together have all of it.
 
 Data are exact where possible, so results must have the bits of one device; see
-`mgpu_check.suite.common.training_cases`.
+`mgpu_check.oracles.training_cases`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 
 from mgpu_check import strategies
+from mgpu_check.oracles.strategies import exact_trainings
+from mgpu_check.oracles.training_cases import ExactTraining
 from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import MORE, examples
-from mgpu_check.suite.common.strategies import exact_trainings
-from mgpu_check.suite.common.training_cases import ExactTraining
 
 if TYPE_CHECKING:
     from mgpu_check import Ranks

@@ -16,10 +16,9 @@ import torch
 
 from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Unit, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.suite.common.generated_data import digest
-from mgpu_check.suite.common.timing import Stopwatch, measured
-from mgpu_check.suite.devices.cases import COMPUTATIONS, Ballot, ComputeCase
-from mgpu_check.suite.devices.operations import (
+from mgpu_check.oracles.device_cases import COMPUTATIONS, Ballot, ComputeCase
+from mgpu_check.oracles.generated_data import digest
+from mgpu_check.oracles.operations import (
     CaseUnsupported,
     Prepare,
     Prepared,
@@ -29,6 +28,7 @@ from mgpu_check.suite.devices.operations import (
     evidence_of,
     length_of_piece,
 )
+from mgpu_check.oracles.timing import Stopwatch, measured
 from mgpu_check.torch_hooks import switches
 
 

@@ -6,12 +6,13 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.suite.common.tensors import TensorSpec
+from mgpu_check.oracles.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
 
 Sample = namedtuple("Sample", ["inputs", "labels"])
 """The named tuple among the containers."""

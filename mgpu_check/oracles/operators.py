@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mgpu_check.suite.common.torch_later import torch
+from mgpu_check.oracles.torch_later import torch
 
 Function = Callable[..., Any]
 """Takes operands, returns results."""

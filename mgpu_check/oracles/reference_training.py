@@ -28,9 +28,9 @@ from mgpu_check.asserts.models import assert_gradients_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.differences import difference
-from mgpu_check.suite.common.training_cases import ExactTraining, WholeRun
-from mgpu_check.suite.recipes.gradient_exchange import Update
-from mgpu_check.suite.recipes.training_steps import split, weighted
+from mgpu_check.oracles.gradient_exchange import Update
+from mgpu_check.oracles.training_cases import ExactTraining, WholeRun
+from mgpu_check.oracles.training_steps import split, weighted
 from mgpu_check.torch_hooks.tensors import copied
 
 FEATURES = 16

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mgpu_check.asserts.collectives import index_of
-from mgpu_check.suite.common.generated_data import digest
-from mgpu_check.suite.devices.cases import ComputeCase
+from mgpu_check.oracles.device_cases import ComputeCase
+from mgpu_check.oracles.generated_data import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
 _LISTED = 16

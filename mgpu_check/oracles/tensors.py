@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
 
 FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8")
@@ -122,7 +125,7 @@ class TensorSpec:
         order = torch.randperm(self.numel, generator=generator, device="cpu")
         return (order % _countable(dtype)).reshape(self.shape).to(dtype)
 
-    def _storage(self) -> tuple[tuple[int, ...], _Window]:
+    def _storage(self) -> tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]:
         """Return the shape of the storage, and a function that returns the tensor's view of it."""
         shape = self.shape
         if self.layout == "transposed":
@@ -136,12 +139,6 @@ class TensorSpec:
             batch, channels, height, width = shape
             return (batch, height, width, channels), lambda storage: storage.permute(0, 3, 1, 2)
         return shape, lambda storage: storage
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Window = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _countable(dtype: torch.dtype) -> int:

@@ -1,6 +1,7 @@
-"""Strategies for several properties: world sizes, device counts and devices; tensors; and training without rounding.
+"""Hypothesis strategies of the cases that several properties share: world sizes, devices, tensors, batches, training.
 
-Worlds and devices are limited to the devices of the run.
+Worlds and devices are limited to the devices of the run. Batches are split along one dimension over these devices.
+Operators have their operands on two devices.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from mgpu_check import settings
 from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
-from mgpu_check.suite.common.tensors import DTYPES, LAYOUTS, TensorSpec, layouts_for
-from mgpu_check.suite.common.training_cases import OPTIMIZERS, ExactTraining, WholeRun
+from mgpu_check.oracles.batches import KINDS, BatchSpec, Leaf, Nested, Split
+from mgpu_check.oracles.gradient_cases import TrainingSpec
+from mgpu_check.oracles.mixed_operands import OperatorTable
+from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, PINNED, TensorSpec, layouts_for
+from mgpu_check.oracles.training_cases import OPTIMIZERS, ExactTraining, WholeRun
 
 T = TypeVar("T")
 
@@ -320,5 +324,160 @@ def exact_trainings(
         widths=(6, draw(st.sampled_from(tuple(hidden))), 5),
         batch=draw(st.sampled_from(tuple(batch))),
         momentum=draw(st.sampled_from(tuple(momentum))),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
+    """Draw batch sizes around a number of devices: smaller, multiples of it, and other sizes above it.
+
+    Shrinks to 0 if `empty` is true, else to 1.
+    """
+    least = 0 if empty else 1
+    fewer = st.integers(least, devices)
+    multiple = st.integers(1, 4).map(lambda times: times * devices)
+    uneven = st.builds(
+        lambda times, rest: times * devices + rest, st.integers(1, 3), st.integers(1, max(1, devices - 1))
+    )
+    return st.one_of(fewer, uneven, multiple)
+
+
+@st.composite
+def sample_tensors(
+    draw: st.DrawFn, size: int, dim: int, *, dtypes: Sequence[str] = DTYPES, values: Sequence[str] = ("distinct",)
+) -> TensorSpec:
+    """Draw a tensor of 1 to 4 dimensions with `size` elements along `dim`, which may be negative."""
+    least = -dim if dim < 0 else dim + 1
+    dims = draw(st.integers(least, max(least, 4)))
+    # Sizes of 1 to 3 keep examples small; a size of 0 beside the batch is as legal as an empty batch, and rarer.
+    shape = draw(st.lists(st.sampled_from((*(2, 1, 3) * 4, 0)), min_size=dims, max_size=dims))
+    shape[dim] = size
+    return TensorSpec(
+        tuple(shape),
+        draw(st.sampled_from(tuple(dtypes))),
+        draw(st.sampled_from(layouts_for(dims))),
+        draw(seeds()),
+        draw(st.sampled_from(tuple(values))),
+    )
+
+
+def _leaves() -> st.SearchStrategy[Leaf]:
+    return st.sampled_from([Leaf(value) for value in (None, 7, 0.5, "mean", True, (), frozenset({"train"}))])
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+    size: int | st.SearchStrategy[int],
+    dim: int = 0,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+    leaves: bool = False,
+    kinds: Sequence[str] = KINDS,
+) -> BatchSpec:
+    """Draw a tensor, or tensors nested in tuples, lists, dicts and named tuples, each with `size` elements along `dim`.
+
+    Args:
+        size: the batch size, equal for all tensors, or a strategy for it.
+        dim: the dimension along which the batch is split; may be negative.
+        dtypes: of the tensors, simplest first.
+        values: kinds of values of the tensors, simplest first.
+        leaves: whether to mix in values that are not tensors.
+        kinds: the containers to draw from; if empty, the batch is a single tensor.
+    """
+    length = size if isinstance(size, int) else draw(size)
+    tensor: st.SearchStrategy[BatchSpec] = sample_tensors(length, dim, dtypes=dtypes, values=values)
+    if not kinds:
+        return draw(tensor)
+    entry = st.one_of(tensor, _leaves()) if leaves else tensor
+    return draw(st.one_of(tensor, st.recursive(entry, lambda inner: _containers(inner, kinds), max_leaves=4)))
+
+
+def _containers(inner: st.SearchStrategy[BatchSpec], kinds: Sequence[str]) -> st.SearchStrategy[BatchSpec]:
+    def of(container: str) -> st.SearchStrategy[BatchSpec]:
+        least, most = (2, 2) if container == "namedtuple" else (1, 3)
+        build: Callable[[Sequence[BatchSpec]], BatchSpec] = lambda entries: Nested(container, tuple(entries))  # noqa: E731
+        return st.lists(inner, min_size=least, max_size=most).map(build)
+
+    return st.one_of([of(container) for container in kinds])
+
+
+@st.composite
+def splits(
+    draw: st.DrawFn,
+    *,
+    dims: Sequence[int] = (0, 1, -1, 2, -2),
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+    leaves: bool = False,
+    kinds: Sequence[str] = KINDS,
+) -> Split:
+    """Draw a batch, its source, the devices to split it over, and the device that gathers the shards.
+
+    The batch is split over one up to all devices of the run, in any order. Batch sizes are around the number of
+    devices. The source is the CPU, pinned memory or a device. Most examples use all devices, because that is where
+    shards get lost.
+
+    Args:
+        dims: the dimensions to split along, simplest first; may be negative.
+        dtypes: see `batches`. The default also gives complex dtypes if the drawn dimension is not negative.
+        values: see `batches`; so are `leaves` and `kinds`.
+    """
+    total = draw(all_devices())
+    devices = draw(st.one_of(device_counts(), st.just(total)))
+    dim = draw(st.sampled_from(tuple(dims)))
+    size = draw(batch_sizes(devices))
+    # scatter views a complex tensor as real with one more last dimension, so a negative dim would be off by one.
+    possible = (*dtypes, *COMPLEX_DTYPES) if dim >= 0 and dtypes == DTYPES else dtypes
+    batch = draw(batches(size, dim, dtypes=possible, values=values, leaves=leaves, kinds=kinds))
+    source, target = draw(st.one_of(places(), st.just(PINNED))), draw(places())
+    order = draw(st.one_of(st.just(()), st.permutations(range(total)).map(lambda drawn: tuple(drawn[:devices]))))
+    return Split(batch, size, dim, devices, source, target, order)
+
+
+def given_sizes() -> st.SearchStrategy[list[int]]:
+    """Draw the sizes of the shards of all devices of the run: different ones, and 0 if there are two or more."""
+    return all_devices().flatmap(lambda count: st.permutations([*(3 * index % 5 for index in range(count - 1)), 5]))
+
+
+@st.composite
+def operator_tables(
+    draw: st.DrawFn, *, must_raise: bool, only: str | None = None, without: tuple[str, ...] = ()
+) -> OperatorTable:
+    """Draw tables of operators: the number of rows, the data, and the pairs of devices.
+
+    Args:
+        must_raise: whether to take the cases that must raise, or those that must work.
+        only: a name in `GROUPS`, to restrict the operators; None for all.
+        without: names in `GROUPS` to leave out.
+    """
+    devices = draw(all_devices())
+    turn = draw(st.integers(1, max(1, devices - 1)))
+    return OperatorTable(must_raise, only, without, devices, turn, draw(st.integers(1, 4)), draw(seeds()))
+
+
+@st.composite
+def trainings(
+    draw: st.DrawFn,
+    models: Sequence[str] = ("mlp",),
+    *,
+    batch: st.SearchStrategy[int] | None = None,
+    steps: st.SearchStrategy[int] | None = None,
+    windows: st.SearchStrategy[int] | None = None,
+) -> TrainingSpec:
+    """Draw training runs with even and uneven batches, of one to three steps.
+
+    Args:
+        models: names in `MODELS`; repeat a name to draw it more often.
+        batch: samples in a batch; by default 1 to 13, so that some ranks get fewer samples than others, or none.
+        steps, windows: as in `TrainingSpec`; by default 1 to 3 steps and one window.
+    """
+    return TrainingSpec(
+        model=draw(st.sampled_from(tuple(models))),
+        batch=draw(st.integers(1, 13) if batch is None else batch),
+        steps=draw(st.integers(1, 3) if steps is None else steps),
+        windows=1 if windows is None else draw(windows),
+        momentum=draw(st.sampled_from((0.0, 0.9))),
         seed=draw(st.integers(0, 999)),
     )

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+
 MODELS = ("mlp", "lenet", "convnet", "resnet18")
 """Without BatchNorm: mlp, lenet. With it: convnet (one convolution), resnet18 (with SiLU in place of ReLU)."""
 
@@ -54,7 +55,7 @@ class TrainingSpec:
 
     def build(self) -> nn.Module:
         """Build the model, its parameters drawn from torch's global generator."""
-        from mgpu_check.suite.recipes import models
+        from mgpu_check.oracles import models
 
         if self.model == "lenet":
             # Larger than the book's 0.01, so that logits differ between samples from the first step on.

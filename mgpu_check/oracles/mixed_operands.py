@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from mgpu_check.suite.common.tensors import TensorSpec
-from mgpu_check.suite.common.torch_later import F, nn, torch
+from mgpu_check.oracles.tensors import TensorSpec
+from mgpu_check.oracles.torch_later import F, nn, torch
 
 Call = Callable[[], object]
 Builder = Callable[["Operands"], Call]

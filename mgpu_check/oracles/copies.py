@@ -21,8 +21,9 @@ from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.suite.common.agreement import WrongCase, difference, named_wrong
-from mgpu_check.suite.common.generated_data import (
+from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
+from mgpu_check.oracles.device_cases import Copies
+from mgpu_check.oracles.generated_data import (
     ALL,
     CHUNK,
     HOST,
@@ -34,7 +35,6 @@ from mgpu_check.suite.common.generated_data import (
     significands,
     tag_of,
 )
-from mgpu_check.suite.devices.cases import Copies
 from mgpu_check.torch_hooks.tensors import name_of
 
 _GUARD = 256

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.suite.recipes import gradient_exchange as reducing
+from mgpu_check.oracles import gradient_exchange as reducing
 
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]

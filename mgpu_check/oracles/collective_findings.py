@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from mgpu_check.engine.rank_side.rank import Rank
 
+
 _SHOWN = 3
 _COMMON = ("function", "dtype", "op", "values", "place", "layout", "elements", "asynchronous", "members", "root")
 

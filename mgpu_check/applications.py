@@ -1,0 +1,52 @@
+"""The applications of the core: packages beside it that say in a module ``application.py`` what the core must know.
+
+The core runs without any of them, and names none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+def _no_modules(tests: Iterable[Path]) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """What an application says of itself.
+
+    Attributes:
+        package: the package, in full.
+        command: the words after ``mgpu-check`` that run a test of the package.
+        frames: how its frames show in reports: "check", the code that a check runs and whose errors are findings;
+            "engine", left out; "user", like the user's code.
+        options: a dataclass of more options of pytest, made of `mgpu_check.settings.option_field`; None for none.
+        modules_of_ranks: takes the files of tests of this package; returns the modules that their ranks import.
+        advice: what a failed check may show besides wrong code, by whether the devices are simulated.
+    """
+
+    package: str
+    command: tuple[str, ...] = ()
+    frames: Literal["check", "engine", "user"] = "user"
+    options: type[Any] | None = None
+    modules_of_ranks: Callable[[Iterable[Path]], list[str]] = _no_modules
+    advice: Mapping[bool, str] = field(default_factory=dict)
+
+
+@functools.cache
+def applications() -> Mapping[str, Application]:
+    """Return the applications that are installed, by the name of their folder."""
+    folder = Path(__file__).parent
+    names = sorted(file.parent.name for file in folder.glob("*/application.py"))
+    return {name: importlib.import_module(f"{__package__}.{name}.application").APPLICATION for name in names}
+
+
+def application_of(module: str) -> Application | None:
+    """Return the application that has a module; None for a module of the user, or of the core."""
+    return next((app for app in applications().values() if module.startswith(f"{app.package}.")), None)
