@@ -1,13 +1,9 @@
-"""The list of mistakes in the documentation, made from their pages: the table of the index, and the entries of the site.
-
-`python tests/docs/mistakes.py` writes the table. `mkdocs.yml` names this file as a hook, so it imports no other file of the project.
-"""
+"""The table of mistakes in the documentation, made from their pages: `python tests/docs/mistakes.py` writes it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 PAGES = Path(__file__).parents[2] / "docs" / "classes"
 INDEX = PAGES / "README.md"
@@ -36,13 +32,6 @@ def row(page: Path) -> str:
 def index() -> str:
     """The text of the index, with a row for each page."""
     return _TABLE.sub(lambda _: "".join(map(row, pages())), INDEX.read_text(), count=1)
-
-
-def on_config(config: Any) -> Any:
-    """Add the pages to the section of mistakes: mkdocs calls this before it builds the site."""
-    section = next(entry["Mistakes"] for entry in config.nav if "Mistakes" in entry)
-    section += [f"classes/{page.name}" for page in pages()]
-    return config
 
 
 if __name__ == "__main__":
