@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.gates.scenarios import make_batches, seed_everything
+from mgpu_check.gates.search.scenarios import make_batches, seed_everything
 from mgpu_check.torch_hooks.switches import one_thread
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

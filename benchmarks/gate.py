@@ -21,12 +21,12 @@ from typing import Any
 from programs import PROGRAMS, Program
 
 from mgpu_check.diagnosis.observations import KINDS
-from mgpu_check.gates import step_runs
-from mgpu_check.gates.measurement import measure, measure_provisionally
-from mgpu_check.gates.relations import relations_of
-from mgpu_check.gates.scenarios import CHANGES, Scenario
-from mgpu_check.gates.step_runs import run_step
-from mgpu_check.gates.trials import Effort, Trials
+from mgpu_check.gates.comparison.relations import relations_of
+from mgpu_check.gates.run import step_runs
+from mgpu_check.gates.run.measurement import measure, measure_provisionally
+from mgpu_check.gates.run.step_runs import run_step
+from mgpu_check.gates.search.scenarios import CHANGES, Scenario
+from mgpu_check.gates.search.trials import Effort, Trials
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (2, 3, 4)

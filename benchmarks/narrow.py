@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.diagnosis.observations import KINDS
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.step_runs import Program
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.run.step_runs import Program
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 
 HERE = Path(__file__).parent
 RATE = 0.5

@@ -56,8 +56,8 @@ class ComparisonPlan:
         single, several: environments of the run on one device and of the ranks.
         simulated: the kind of simulated devices, as in "SIMULATED cpu"; "" for real devices.
         timeout: seconds without progress until a run is ended.
-        steps: number of optimizer steps to compare; None: all up to `limit`, and `mgpu_check.compare.tape.STEPS` in a
-            replay.
+        steps: number of optimizer steps to compare; None: all up to `limit`, and `STEPS` of
+            `in_script/tape.py` in a replay.
         limit: number of optimizer steps of each run if `steps` is None; None: all steps of the script.
         fresh: each run starts in a directory of its own.
         without_gpus: torch sees no GPU, and no GPU is simulated.

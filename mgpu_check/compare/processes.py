@@ -282,9 +282,9 @@ def run(
         environment: the environment of the processes; variables of a launcher in it are replaced.
         timeout: seconds within which at least one rank must make progress: start, make an optimizer step, or record an
             event.
-        steps, taped, moved, distinct: see `mgpu_check.compare.recorder.install`.
+        steps, taped, moved, distinct: see `mgpu_check.compare.in_script.recorder.install`.
         directory: working directory of the processes; None: the current one.
-        files: file descriptors, one for all processes or one for each; see `mgpu_check.compare.placements.Files`.
+        files: file descriptors, one for all processes or one for each; see `Files` in `in_script/placements.py`.
         launcher: whose variables the processes get; see `mgpu_check.processes.python_environment.VARIABLES`.
     """
     began = time.monotonic()

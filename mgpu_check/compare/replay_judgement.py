@@ -1,10 +1,10 @@
 """Give one device what the ranks were given, if the script gives it other samples or random numbers, and judge that.
 
 The runs of `comparison` come first. If their inputs differ, the script runs on one device twice more, with the tapes of
-the ranks (`mgpu_check.compare.replay`): once unchanged, and once moved by roundoffs.
+the ranks (`mgpu_check.compare.in_script.replay`): once unchanged, and once moved by roundoffs.
 
 A replay of batches cannot show which samples the loaders of the ranks give in an epoch, so these are compared here. A
-rank lists them in `mgpu_check.compare.replay`.
+rank lists them in `mgpu_check.compare.in_script.replay`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.assembly import Assembly
 from mgpu_check.compare.first_difference import first_difference, with_rows_together
+from mgpu_check.compare.in_script.tape import STEPS, write_joint
 from mgpu_check.compare.processes import ScriptRun
 from mgpu_check.compare.reports import last_words
 from mgpu_check.compare.rounding import Rounding, repeatability
-from mgpu_check.compare.tape import STEPS, write_joint
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import SEED, ComparisonVerdict, measured, verdict_of
 from mgpu_check.diagnosis.evidence import Evidence

@@ -64,7 +64,7 @@ PRELOAD = (
     "mgpu_check.engine.rank_side.worker",
 )
 
-SIMULATION = ("mgpu_check.simulated.collectives:record", "mgpu_check.simulated")
+SIMULATION = ("mgpu_check.simulated.distributed.collectives:record", "mgpu_check.simulated")
 PREPARED = ("mgpu_check.simulated:prepare",)  # on a node that hides the real devices
 
 _GLANCE = 0.5  # seconds between checks whether a silent fork server was halted

@@ -12,16 +12,23 @@ from hypothesis import strategies as st
 from mgpu_check.diagnosis.observations import KINDS, PARITY
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.errors import RankHang, ScalingMismatch
-from mgpu_check.gates.agreement import Agreement, Disagreement, OnOneDevice, OnSwitch, PairTrials, WithoutOneDevice
-from mgpu_check.gates.failure_report import Failure, late_hang, report_of
+from mgpu_check.gates.comparison.parameter_coverage import check_unjudged
+from mgpu_check.gates.explanation.failure_report import Failure, late_hang, report_of
+from mgpu_check.gates.explanation.investigation import failure_of, no_return_of, shrunk_to_axes
 from mgpu_check.gates.gate_arguments import RanksFixture, definition_of
-from mgpu_check.gates.investigation import failure_of, no_return_of, shrunk_to_axes
-from mgpu_check.gates.parameter_coverage import check_unjudged
 from mgpu_check.gates.program import Program, check_arguments
-from mgpu_check.gates.scenario_search import SEVERAL_STEPS, Family, Sizes, families, smallest_failure
-from mgpu_check.gates.scenarios import Place, check_places
-from mgpu_check.gates.switches import AXES, Switch
-from mgpu_check.gates.trials import Trials, try_seeds
+from mgpu_check.gates.run.switches import AXES, Switch
+from mgpu_check.gates.search.agreement import (
+    Agreement,
+    Disagreement,
+    OnOneDevice,
+    OnSwitch,
+    PairTrials,
+    WithoutOneDevice,
+)
+from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Family, Sizes, families, smallest_failure
+from mgpu_check.gates.search.scenarios import Place, check_places
+from mgpu_check.gates.search.trials import Trials, try_seeds
 from mgpu_check.numerics.placement import Placement
 
 _GATE = "assert_steps_agree"

@@ -25,14 +25,14 @@ from mgpu_check.gates.gate_arguments import (
     noting,
     world_sizes_of,
 )
-from mgpu_check.gates.hash_seeds import with_seeds_apart
-from mgpu_check.gates.scenarios import Place, check_places, where_is
+from mgpu_check.gates.search.hash_seeds import with_seeds_apart
+from mgpu_check.gates.search.scenarios import Place, check_places, where_is
 from mgpu_check.processes.rank_lists import by_ranks, named
 from mgpu_check.processes.scratch import Scratch
 
 if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
-    from mgpu_check.gates.states import StateEntry, StateRow
+    from mgpu_check.gates.run.states import StateEntry, StateRow
 
 
 _SHOWN = 4
@@ -406,7 +406,7 @@ class _TrainingRuns:
         return self.run(place, 0, 0, "fresh", self._of(place) / "of fresh", _OTHER_SEED)
 
     def run(self, place: Place, start: int, stop: int, name: str, directory: Path, seed: int, **how: Any) -> Path:
-        from mgpu_check.gates.states import TrainingPart, train_and_keep
+        from mgpu_check.gates.run.states import TrainingPart, train_and_keep
 
         directory.mkdir(parents=True, exist_ok=True)
         training_part = TrainingPart(start, stop, directory, seed, place[1], **how)
@@ -445,7 +445,7 @@ def _check(
     training: _TrainingRuns, saved: Place, loaded: Place, tolerance: float | None, interrupted_twice: bool = False
 ) -> None:
     """Check one interruption; with `interrupted_twice` two, of which the first is known to be harmless."""
-    from mgpu_check.gates.states import compare, epochs_of, resharded
+    from mgpu_check.gates.run.states import compare, epochs_of, resharded
 
     ranks, steps, size = training.ranks, training.steps, loaded[0]
     across = saved != loaded
@@ -539,7 +539,7 @@ def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: Stat
         ValueError: they differ, so the checkpoint is not at fault.
         NotCompared: none of their state is comparable.
     """
-    from mgpu_check.gates.states import same_training
+    from mgpu_check.gates.run.states import same_training
 
     locations = f"at {where_is(*saved)} and at {where_is(*loaded)}"
     differing, agreeing = training.ranks.run(same_training, *training.halves(saved, loaded), tolerance, size=1)[0]

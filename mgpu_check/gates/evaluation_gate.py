@@ -12,14 +12,14 @@ from mgpu_check.diagnosis.report import Attempts, Observable, Report
 from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.errors import RankFailure, ScalingMismatch
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, sizes_of, world_sizes_of
-from mgpu_check.gates.hash_seeds import with_seeds_apart
+from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.processes.scratch import Scratch
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mgpu_check.gates.evaluation import Compared, Evaluated
+    from mgpu_check.gates.run.evaluation import Compared, Evaluated
 
 
 _PER_RANK = 4
@@ -76,7 +76,7 @@ def assert_evaluation_agrees(
     numbers = sizes_of("assert_evaluation_agrees", sizes)
     worlds = world_sizes_of(ranks, world_sizes)
     # Here, because it imports torch, which this process may do without until it has a gate to run.
-    from mgpu_check.gates.evaluation import Evaluated
+    from mgpu_check.gates.run.evaluation import Evaluated
 
     for size in worlds:
         for samples in numbers or [_PER_RANK * size]:
@@ -108,7 +108,7 @@ def _case(program: Evaluated, size: int) -> dict[str, object]:
 
 
 def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list[Compared]:
-    from mgpu_check.gates.evaluation import compare_ranks, train_and_evaluate
+    from mgpu_check.gates.run.evaluation import compare_ranks, train_and_evaluate
 
     with Scratch.new("evaluate") as root:
         with noting(f"the evaluation of {program.samples} samples after {program.steps} steps at world size {size}"):
@@ -116,7 +116,7 @@ def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list
             try:
                 problems = run(program)
             except RankFailure as error:
-                from mgpu_check.gates.hypotheses import left_on_cpu
+                from mgpu_check.gates.run.hypotheses import left_on_cpu
 
                 if unmoved := left_on_cpu(program, error, run):
                     raise ValueError(f"assert_evaluation_agrees: {unmoved}\n\n{error}") from None

@@ -11,9 +11,9 @@ from mgpu_check.diagnosis.report import Attempts, Observable, Report
 from mgpu_check.diagnosis.rules.order import distinct, findings_of_loader
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gates.comparison.sample_coverage import Coverage, Visits, coverage_of, same_orders, samples_of
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, noting, world_sizes_of
-from mgpu_check.gates.hash_seeds import with_seeds_apart
-from mgpu_check.gates.sample_coverage import Coverage, Visits, coverage_of, same_orders, samples_of
+from mgpu_check.gates.search.hash_seeds import with_seeds_apart
 from mgpu_check.processes.rank_lists import named
 
 _EPOCHS_DIFFER = "epochs differ"
@@ -82,7 +82,7 @@ def assert_loader_covers(
 
     def visits_of(size: int, *, inline: bool = False, by: RanksFixture = ranks) -> list[Visits]:
         # Here, because it imports torch, which this process may do without until it has a gate to run.
-        from mgpu_check.gates.samples import visit
+        from mgpu_check.gates.run.samples import visit
 
         with noting(f"the loader at world size {size}, {epochs} epochs"):
             visits: list[Visits] = by.run(visit, make_loader, epochs, key, inline, size=size)

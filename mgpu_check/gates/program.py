@@ -12,7 +12,7 @@ from torch import nn
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.gates.gate_arguments import check_tolerance, innermost
-from mgpu_check.gates.switches import Switch
+from mgpu_check.gates.run.switches import Switch
 from mgpu_check.numerics.placement import Placement, check_placement
 from mgpu_check.torch_hooks.nested import named_parameters
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gates.comparison.parameter_coverage import check_unjudged
 from mgpu_check.gates.gate_arguments import RanksFixture, check_count, definition_of, world_sizes_of
-from mgpu_check.gates.parameter_coverage import check_unjudged
 from mgpu_check.gates.program import Program, check_arguments, name_of
-from mgpu_check.gates.scenario_search import SEVERAL_STEPS, Sizes, families, smallest_failure
-from mgpu_check.gates.scenarios import Mesh, Scenario, check_meshes, size_of
-from mgpu_check.gates.step_runs import run_step
-from mgpu_check.gates.trials import Trial, Trials, try_seeds
+from mgpu_check.gates.run.step_runs import run_step
+from mgpu_check.gates.search.scenario_search import SEVERAL_STEPS, Sizes, families, smallest_failure
+from mgpu_check.gates.search.scenarios import Mesh, Scenario, check_meshes, size_of
+from mgpu_check.gates.search.trials import Trial, Trials, try_seeds
 from mgpu_check.numerics.placement import Placement
 
 _SAMPLES = (12, 24, 48)
@@ -212,15 +212,15 @@ def _assert_scales(
 
 
 def _no_return(trials: Trials, hang: RankHang) -> RankHang:
-    from mgpu_check.gates.failure_report import late_hang
-    from mgpu_check.gates.investigation import no_return_of
+    from mgpu_check.gates.explanation.failure_report import late_hang
+    from mgpu_check.gates.explanation.investigation import no_return_of
 
     return late_hang(no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step)), hang)
 
 
 def _mismatch(trials: Trials, failed: Trial, sizes: Sequence[int]) -> ScalingMismatch:
-    from mgpu_check.gates.failure_report import report_of
-    from mgpu_check.gates.investigation import failure_of, shrunk_to_axes
+    from mgpu_check.gates.explanation.failure_report import report_of
+    from mgpu_check.gates.explanation.investigation import failure_of, shrunk_to_axes
 
     failed, axes = shrunk_to_axes(trials, failed)
     report = report_of(failure_of(trials, failed, sizes, axes))

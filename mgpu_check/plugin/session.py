@@ -100,7 +100,7 @@ class RunNotes:
 
 # Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.plugin.in_rank",)
-GATES = ("mgpu_check.gates.measurement", "mgpu_check.gates.step_runs")
+GATES = ("mgpu_check.gates.run.measurement", "mgpu_check.gates.run.step_runs")
 """Modules that each rank of a gate would import."""
 
 

@@ -1,1 +1,7 @@
-"""Communication between the processes of a run: messages, records, output, temporary directories. Imports no torch."""
+"""What processes of one machine share without torch: messages, records, directories, and their ends.
+
+A message of `protocol.py` is pickled by `pickling.py` (in a rank by `rank_pickling.py`) and sent over `channel.py`.
+`collective_records.py` are what ranks have entered; `tracebacks.py` says which frames are the user's. `scratch.py`
+keeps temporary files, `child_processes.py` ends processes, `python_environment.py` and `machine.py` say where they
+run.
+"""

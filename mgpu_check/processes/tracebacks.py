@@ -15,9 +15,7 @@ from mgpu_check.applications import applications
 from mgpu_check.processes.collective_records import relative
 
 # Match the end of the path, because stacks from another host contain that host's paths.
-_ENGINE = re.compile(
-    r"/mgpu_check/(processes|torch_hooks|engine(/remote|/rank_side)?|gates|simulated|devices|plugin)/\w+\.py$"
-)
+_ENGINE = re.compile(r"/mgpu_check/((processes|torch_hooks|devices|plugin)/|(engine|gates|simulated)/(\w+/)?)\w+\.py$")
 _ORACLE = re.compile(r"/mgpu_check/oracles/\w+\.py$")
 _APPLICATION = re.compile(r"/mgpu_check/(?P<folder>\w+)/(?P<rest>.+\.py)$")
 _TEST = re.compile(r"(^|/)test_\w+\.py$")

@@ -10,24 +10,25 @@ import torch
 import torch.jit._builtins
 import torch.utils._device
 
-from mgpu_check.simulated import dispatch, streams
-from mgpu_check.simulated.allocator import forget_pinned
-from mgpu_check.simulated.attention import install_attention
-from mgpu_check.simulated.autograd import install_autocast, install_functions
-from mgpu_check.simulated.collectives import install_collectives
-from mgpu_check.simulated.data_parallel import install_parallel, install_reducer
+from mgpu_check.simulated import dispatch
+from mgpu_check.simulated.cuda import streams
+from mgpu_check.simulated.cuda.allocator import forget_pinned
+from mgpu_check.simulated.cuda.graphs import abandon, install_graphs
+from mgpu_check.simulated.cuda.native import install_native
+from mgpu_check.simulated.cuda.runtime import install_runtime
+from mgpu_check.simulated.cuda.streams import late_host_copy
+from mgpu_check.simulated.cuda.torch_tools import install_compiler, install_profiling, install_scripting
+from mgpu_check.simulated.distributed.collectives import install_collectives
+from mgpu_check.simulated.distributed.data_parallel import install_parallel, install_reducer
 from mgpu_check.simulated.factories import install_device_type, install_factories, install_typed
-from mgpu_check.simulated.generators import ambient_generator, device_generators, install_random
-from mgpu_check.simulated.graphs import abandon, install_graphs
-from mgpu_check.simulated.kernels import install_composites
-from mgpu_check.simulated.native import install_native
 from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node, leave_node
-from mgpu_check.simulated.runtime import install_runtime
+from mgpu_check.simulated.operators.attention import install_attention
+from mgpu_check.simulated.operators.autograd import install_autocast, install_functions
+from mgpu_check.simulated.operators.generators import ambient_generator, device_generators, install_random
+from mgpu_check.simulated.operators.kernels import install_composites
 from mgpu_check.simulated.storage import install_storage
-from mgpu_check.simulated.streams import late_host_copy
 from mgpu_check.simulated.tensor import tag
 from mgpu_check.simulated.tensor_methods import install_methods, install_modules, install_wrappers
-from mgpu_check.simulated.torch_tools import install_compiler, install_profiling, install_scripting
 from mgpu_check.simulated.transfer import on_host_copy
 from mgpu_check.torch_hooks.patches import Patches
 

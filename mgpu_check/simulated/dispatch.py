@@ -16,9 +16,11 @@ from importlib import resources
 
 import torch
 
-from mgpu_check.simulated import collectives, hardware, kernels, storage
-from mgpu_check.simulated.generators import device_of, drawing, owner_of
+from mgpu_check.simulated import hardware, storage
+from mgpu_check.simulated.distributed import collectives
 from mgpu_check.simulated.node import active_node
+from mgpu_check.simulated.operators import kernels
+from mgpu_check.simulated.operators.generators import device_of, drawing, owner_of
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag, tensors_in, type_name
 
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
@@ -195,7 +197,9 @@ def _called_by_autograd() -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-_AROUND_A_MODE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame", "mgpu_check.simulated.graphs"})
+_AROUND_A_MODE = frozenset(
+    {"torch._ops", "torch._compile", "torch._dynamo.eval_frame", "mgpu_check.simulated.cuda.graphs"}
+)
 
 
 def _check_iterator(operands: list[_Operand]) -> None:

@@ -13,11 +13,11 @@ import torch.utils._device
 import torch.utils._python_dispatch
 
 from mgpu_check.simulated import hardware
-from mgpu_check.simulated.generators import drawing
-from mgpu_check.simulated.graphs import recorder_of
+from mgpu_check.simulated.cuda.graphs import recorder_of
+from mgpu_check.simulated.cuda.streams import host_waits
 from mgpu_check.simulated.node import BLOCK, active_node, refused, simulated_device
+from mgpu_check.simulated.operators.generators import drawing
 from mgpu_check.simulated.storage import EMPTY, never_written, require
-from mgpu_check.simulated.streams import host_waits
 from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor, raw, tag
 from mgpu_check.simulated.tensor_methods import convert_local
 from mgpu_check.simulated.transfer import move

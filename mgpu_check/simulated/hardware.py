@@ -26,10 +26,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mgpu_check.simulated.collective_calls import TransferCall
+from mgpu_check.simulated.cuda.streams import Stream, WorkClock, current_stream, go_by
+from mgpu_check.simulated.distributed.collective_calls import TransferCall
+from mgpu_check.simulated.distributed.process_groups import NcclGroup
 from mgpu_check.simulated.node import Addresses, SimulatedNode, active_node, block_of
-from mgpu_check.simulated.process_groups import NcclGroup
-from mgpu_check.simulated.streams import Stream, WorkClock, current_stream, go_by
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 from mgpu_check.torch_hooks.collective_table import TRANSFERS, Transfer
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from mgpu_check.simulated.cuda.streams import poison
 from mgpu_check.simulated.node import BLOCK, Block, active_node, block_of, simulated_device
-from mgpu_check.simulated.streams import poison
 from mgpu_check.torch_hooks.patches import Patches
 
 # Functions and methods of torch that return uninitialized memory.

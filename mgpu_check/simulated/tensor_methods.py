@@ -17,9 +17,9 @@ import torch
 from torch.distributed import device_mesh
 
 from mgpu_check.simulated import hardware
-from mgpu_check.simulated.allocator import is_pinned, pin
+from mgpu_check.simulated.cuda.allocator import is_pinned, pin
+from mgpu_check.simulated.cuda.streams import late_host_copy
 from mgpu_check.simulated.node import active_node, simulated_device, untraced_device
-from mgpu_check.simulated.streams import late_host_copy
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import (
     LAZY,

@@ -15,10 +15,10 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mgpu_check.simulated import hardware
-from mgpu_check.simulated.allocator import pin
-from mgpu_check.simulated.graphs import recorder_of
+from mgpu_check.simulated.cuda.allocator import pin
+from mgpu_check.simulated.cuda.graphs import recorder_of
+from mgpu_check.simulated.cuda.streams import deliver_queued, host_waits, late_host_copy
 from mgpu_check.simulated.node import BLOCK, Block, active_node, simulated_device
-from mgpu_check.simulated.streams import deliver_queued, host_waits, late_host_copy
 from mgpu_check.simulated.tensor import CLASS, SimulatedTensor, raw, tag
 from mgpu_check.torch_hooks.patches import Patches
 

@@ -1,1 +1,6 @@
-"""Wrap functions of torch, and restore the global switches of torch that a test may have changed."""
+"""Wraps of torch: one mechanism to replace a function and put it back, and what is recorded through it.
+
+`patches.py` replaces; `collectives.py` records each collective by its row in `collective_table.py`, with the arguments
+that `collective_arguments.py` reads. `module_objects.py` and `switches.py` find and restore what a test has changed.
+`tensors.py`, `nested.py` and `parcels.py` read tensors of all classes, wherever they are nested.
+"""

@@ -23,7 +23,7 @@ from tests.warm import COMPARED_ON_ONE_DEVICE
 
 MARK = "_MGPU_CHECK_TEST_OF_COMPARE"
 IMPORTED = (  # by each process of a script
-    "mgpu_check.compare.recorder",
+    "mgpu_check.compare.in_script.recorder",
     "mgpu_check.compare.comparison",
     "mgpu_check.simulated.activation",
     "mgpu_check.torch_hooks.collectives",

@@ -12,10 +12,10 @@ from torch import nn
 
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.assembly import assembled, matched
-from mgpu_check.compare.models import Names
-from mgpu_check.compare.placements import Placing, read_placements, read_wholes, write_whole
+from mgpu_check.compare.in_script.models import Names
+from mgpu_check.compare.in_script.placements import Placing, read_placements, read_wholes, write_whole
+from mgpu_check.compare.in_script.summaries import Cut, summaries
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.summaries import Cut, summaries
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, joined
 from mgpu_check.compare.verdict import verdict_of
 from mgpu_check.numerics.placement import Slice, Wholes, beside, indexed

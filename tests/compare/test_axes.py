@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.compare import process_groups
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.assembly import assembled
 from mgpu_check.compare.diagnosis import axes_of
+from mgpu_check.compare.in_script import process_groups
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of

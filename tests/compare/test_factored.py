@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.models import Names
-from mgpu_check.compare.parameters import Parameters, States, entries, flat_parts, statistic
-from mgpu_check.compare.placements import Placing, read_wholes, write_shape, write_whole
+from mgpu_check.compare.in_script.models import Names
+from mgpu_check.compare.in_script.parameters import Parameters, States, entries, flat_parts, statistic
+from mgpu_check.compare.in_script.placements import Placing, read_wholes, write_shape, write_whole
+from mgpu_check.compare.in_script.summaries import Cut
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.summaries import Cut
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, Trace, Writer, read
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
 from mgpu_check.numerics.placement import Slice, indexed

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mgpu_check.compare.alignment import Aligned, with_common_samples
-from mgpu_check.compare.perturbations import Perturbation
-from mgpu_check.compare.summaries import digests
+from mgpu_check.compare.in_script.perturbations import Perturbation
+from mgpu_check.compare.in_script.summaries import digests
 from mgpu_check.compare.trace import Inputs, Step, Trace, divided_tensors, samples_of
 from tests.compare.conftest import script
 

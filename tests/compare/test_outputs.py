@@ -10,9 +10,9 @@ from torch import nn
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.first_difference import compared_output, first_difference, told_outputs
+from mgpu_check.compare.in_script.perturbations import Perturbation
+from mgpu_check.compare.in_script.recorder import ScriptRecorder
 from mgpu_check.compare.page import heat_pictures
-from mgpu_check.compare.perturbations import Perturbation
-from mgpu_check.compare.recorder import ScriptRecorder
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import OutputSummary, Writer, joined_outputs, whole_output
 from tests.compare.training import Training, gradients
@@ -181,6 +181,6 @@ def test_which_modules_are_recorded(recorder):
 
 
 def test_outputs_that_cannot_be_read_are_left_out(recorder, monkeypatch):
-    monkeypatch.setattr("mgpu_check.compare.recorder.statistics", None)
+    monkeypatch.setattr("mgpu_check.compare.in_script.recorder.statistics", None)
     nn.Linear(1, 1)(torch.ones(2, 1))
     assert recorder.outputs.taken() == {}

@@ -13,10 +13,10 @@ from torch import nn
 
 from mgpu_check.cli.run_options import launched_by
 from mgpu_check.compare.alignment import deviation
-from mgpu_check.compare.models import Names
-from mgpu_check.compare.parameters import Parameters, States
-from mgpu_check.compare.perturbations import Perturbation
-from mgpu_check.compare.summaries import inputs_of, summaries
+from mgpu_check.compare.in_script.models import Names
+from mgpu_check.compare.in_script.parameters import Parameters, States
+from mgpu_check.compare.in_script.perturbations import Perturbation
+from mgpu_check.compare.in_script.summaries import inputs_of, summaries
 from mgpu_check.compare.trace import (
     FORMAT,
     VERSION,

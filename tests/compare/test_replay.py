@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-from mgpu_check.compare.fingerprint import fingerprint
-from mgpu_check.compare.joining import NotJoinedError, SampleRows, join, sample_dimension
-from mgpu_check.compare.replay import epoch_of, tensors_of, with_other_seeds
+from mgpu_check.compare.in_script.fingerprint import fingerprint
+from mgpu_check.compare.in_script.joining import NotJoinedError, SampleRows, join, sample_dimension
+from mgpu_check.compare.in_script.replay import epoch_of, tensors_of, with_other_seeds
+from mgpu_check.compare.in_script.tape import Tape, Tapes, Unstored, place, write_joint
 from mgpu_check.compare.replay_judgement import mistakes_of, remarks_of
-from mgpu_check.compare.tape import Tape, Tapes, Unstored, place, write_joint
 from mgpu_check.compare.trace import Step, Trace
 from tests.compare.conftest import script
 
@@ -96,8 +96,8 @@ def test_other_seeds_are_those_of_numpy_too(tmp_path):
     pytest.importorskip("numpy")
     lines = """
         import types
-        from mgpu_check.compare import replay
-        from mgpu_check.compare.tape import write_joint
+        from mgpu_check.compare.in_script import replay
+        from mgpu_check.compare.in_script.tape import write_joint
         hooks = dict.fromkeys(("note", "enter", "leave", "before_step", "after_step"), print)
         recorder = types.SimpleNamespace(done=0, passes=0, backwards=0, **hooks)
         with open("joint", "w+b") as file, open("tape", "w+b") as tape:
@@ -185,7 +185,7 @@ def test_an_endless_sampler_has_no_epoch(monkeypatch):
     epochs = [epoch_of(DataLoader(data, 2, sampler=sampler), 2) for sampler in ([1, 3, 5, 7], Endless())]
     assert [epoch and epoch["indices"] for epoch in epochs] == [[1, 3, 5, 7]] * 2
     assert [epoch and epoch["endless"] for epoch in epochs] == [False, True]
-    monkeypatch.setattr("mgpu_check.compare.replay._LONGEST", 6)  # as of large data
+    monkeypatch.setattr("mgpu_check.compare.in_script.replay._LONGEST", 6)  # as of large data
     large = epoch_of(DataLoader(data, 2, sampler=Endless()), 2)
     assert large and large["endless"] and large["indices"] == [1, 3, 5, 7]
 
@@ -234,7 +234,7 @@ def test_shards_that_differ_anywhere_have_other_fingerprints(monkeypatch):
     assert fingerprint(data(x=middle(1).numpy())) != fingerprint(data(x=middle(2).numpy()))
     functions = [[data(x=torch.full((3,), value), change=lambda x: x)] for value in (0, 1)]
     assert fingerprint(data(of=functions[0])) != fingerprint(data(of=functions[1]))
-    monkeypatch.setattr("mgpu_check.compare.fingerprint._LIMIT", 2**10)
+    monkeypatch.setattr("mgpu_check.compare.in_script.fingerprint._LIMIT", 2**10)
     lines = [b"%d" % number * 10 for number in range(2000)]
     equal = [fingerprint(data(lines=list(lines))) for _ in range(2)]
     assert equal[0] == equal[1] != fingerprint(data(lines=[*lines[:1000], *reversed(lines[1000:])]))
@@ -338,7 +338,7 @@ def test_two_loops_have_two_places(monkeypatch):
         one, other = loops(start, file)
         assert one != other and "train" in one
     assert next(loops("<string>", f"{installed}/trainer.py")) == "<string>:1"  # no file of the current directory
-    monkeypatch.setattr("mgpu_check.compare.tape._DIRECTORY", "/home/torch")
+    monkeypatch.setattr("mgpu_check.compare.in_script.tape._DIRECTORY", "/home/torch")
     assert next(loops("/home/torch/train.py", f"{installed}/loop.py")) == "train.py:1"
 
 
@@ -365,7 +365,7 @@ def test_tapes_of_ranks(tmp_path):
 
 
 def test_a_tape_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("mgpu_check.compare.tape._LIMIT", 100)
+    monkeypatch.setattr("mgpu_check.compare.in_script.tape._LIMIT", 100)
     with tmp_path.joinpath("0").open("w+b") as file, tmp_path.joinpath("joint").open("w+b") as joint:
         tape = Tape(file.fileno())
         for place, numbers in (("start", 40), ("call", 20), ("call", 20), ("call", 1)):

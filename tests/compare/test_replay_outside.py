@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.compare.replay import Points, RankRecording, RankReplaying
-from mgpu_check.compare.replay_outside import follows, unexplained
-from mgpu_check.compare.tape import Tape, Tapes, write_joint
+from mgpu_check.compare.in_script.replay import Points, RankRecording, RankReplaying
+from mgpu_check.compare.in_script.replay_outside import follows, unexplained
+from mgpu_check.compare.in_script.tape import Tape, Tapes, write_joint
 from tests.compare.conftest import script
 
 Program = Callable[["Part"], torch.Tensor]

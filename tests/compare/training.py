@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.in_script.summaries import summaries
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace
 from mgpu_check.compare.verdict import verdict_of
 

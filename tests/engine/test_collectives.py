@@ -26,7 +26,7 @@ def message(info: pytest.ExceptionInfo[BaseException]) -> list[str]:
 
 def test_every_collective_of_torch_is_recorded_and_simulated():
     """A collective of a new version of torch must be in the tables that CONTRIBUTING lists."""
-    from mgpu_check.simulated.collective_calls import PARSERS, parser_of
+    from mgpu_check.simulated.distributed.collective_calls import PARSERS, parser_of
     from mgpu_check.torch_hooks.collective_arguments import FLOWS
     from mgpu_check.torch_hooks.collective_table import COLLECTIVES, METHODS
 
@@ -378,7 +378,7 @@ def test_compiled_code_is_left_alone(tmp_path):
 def test_a_gate_reads_functions_and_methods_alike(pool):
     def body(rank):
         from mgpu_check.diagnosis.observations import RankTrace
-        from mgpu_check.gates.call_events import Rows, traced
+        from mgpu_check.gates.run.call_events import Rows, traced
 
         group = dist.new_group([1, 3])
         trace = RankTrace()

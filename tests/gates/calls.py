@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from mgpu_check.diagnosis.observations import CallEvent, RankTrace, Result
-from mgpu_check.gates.call_events import contents, layout
+from mgpu_check.gates.run.call_events import contents, layout
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 from mgpu_check.torch_hooks.tensors import as_real, name_of
 

@@ -22,7 +22,7 @@ from mgpu_check.diagnosis.observations import (
     Result,
 )
 from mgpu_check.diagnosis.tensors import Tensors
-from mgpu_check.gates.relations import relations_of
+from mgpu_check.gates.comparison.relations import relations_of
 from mgpu_check.processes.collective_records import Entered
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES
 from mgpu_check.torch_hooks.tensors import digest_of

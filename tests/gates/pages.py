@@ -17,8 +17,8 @@ from mgpu_check import (
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from tests.docs.pages import MISTAKES, first_files
 
 # The kinds of programs, by a name that they define: the gate, the function that it judges, and its other

@@ -183,7 +183,7 @@ def test_gradients_that_are_reduced_wrongly_before_they_are_applied(ranks, step,
 
 def test_hooks_of_the_gate_leave_the_optimizer(ranks):
     def hooks(rank):
-        from mgpu_check.gates.step_recorder import AppliedGradients
+        from mgpu_check.gates.run.step_recorder import AppliedGradients
 
         model = nn.Linear(2, 1)
         optimizer = nesterov(model.parameters())

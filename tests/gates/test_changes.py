@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.gates.scenarios import changed, has_padding, make_batches, samples_in, wider
+from mgpu_check.gates.search.scenarios import changed, has_padding, make_batches, samples_in, wider
 
 VALUES = torch.tensor([[3.0, 1.0], [1.0, 5.0], [2.0, 0.0], [4.0, 4.0], [0.0, 2.0]])
 LABELS = torch.tensor([3, 1, 2, 4, 0])

@@ -35,11 +35,11 @@ from mgpu_check.diagnosis.rules.gradients import (
 )
 from mgpu_check.diagnosis.rules.optimizers import makes_something_else
 from mgpu_check.diagnosis.tensors import Tensors
-from mgpu_check.gates.evidence import evidence_of
-from mgpu_check.gates.investigation import SecondLook
+from mgpu_check.gates.explanation.evidence import evidence_of
+from mgpu_check.gates.explanation.investigation import SecondLook
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from tests.gates import divided
 from tests.gates.diagnosed import backward, mlp, part, regression, synchronize
 

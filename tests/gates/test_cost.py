@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.diagnosis.observations import KINDS, Result
 from mgpu_check.errors import RankHang
+from mgpu_check.gates.comparison.relations import allowed_for, relations_of
 from mgpu_check.gates.gate_arguments import RanksFixture
-from mgpu_check.gates.measurement import (
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.run.measurement import (
     LARGE,
     RUNS,
     measure,
@@ -25,10 +27,8 @@ from mgpu_check.gates.measurement import (
     of_parts,
     rounding_seen,
 )
-from mgpu_check.gates.program import Program
-from mgpu_check.gates.relations import allowed_for, relations_of
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from mgpu_check.numerics.steps import granted_with
 from tests.gates.steps import Training, batch, build, right, summed, tutorial
 
@@ -206,7 +206,7 @@ def test_rounding_within_operators_is_granted_in_full_too(ranks, step):
 
 
 def _observed(rank, program, scenario):
-    from mgpu_check.gates.step_runs import run_step
+    from mgpu_check.gates.run.step_runs import run_step
 
     return run_step(rank, program, scenario, True)
 

@@ -13,8 +13,8 @@ import pytest
 from mgpu_check import ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from tests.gates import (
     diagnosed_by_batch,  # it adds its programs, and so do the next two
     diagnosed_by_term,

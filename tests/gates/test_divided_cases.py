@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from mgpu_check.numerics.placement import Unplaced, Wholes
 
 pytestmark = pytest.mark.gpus(4)

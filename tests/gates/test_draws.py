@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.gates.draws import Notes
+from mgpu_check.gates.run.draws import Notes
 
 X = torch.ones(1, 2, 4, 8)
 

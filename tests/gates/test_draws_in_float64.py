@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
 
 aten = torch.ops.aten
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -16,8 +16,8 @@ from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.order import findings_of_calls
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from mgpu_check.processes.collective_records import Entered
 from mgpu_check.torch_hooks.collective_arguments import own_groups
 from tests.gates.steps import FEW

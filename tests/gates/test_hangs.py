@@ -7,9 +7,9 @@ import pytest
 from mgpu_check.diagnosis.report import Report
 from mgpu_check.engine.failures import Account, Finished, Interrupted, Who
 from mgpu_check.errors import RankFailure, RankHang
-from mgpu_check.gates.failure_report import report_of
-from mgpu_check.gates.investigation import no_return_of
-from mgpu_check.gates.scenarios import Scenario
+from mgpu_check.gates.explanation.failure_report import report_of
+from mgpu_check.gates.explanation.investigation import no_return_of
+from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.processes.collective_records import Entered, Record
 
 

@@ -24,7 +24,7 @@ from mgpu_check.engine import environments
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankFailure
-from mgpu_check.gates.hash_seeds import sets_used, with_seeds_apart
+from mgpu_check.gates.search.hash_seeds import sets_used, with_seeds_apart
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.gates.shards import Held
+from mgpu_check.gates.run.shards import Held
 
 
 class Divided:

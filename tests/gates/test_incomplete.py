@@ -17,14 +17,14 @@ from mgpu_check.diagnosis.report import RAISE, Attempts
 from mgpu_check.diagnosis.rules import order
 from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.gates import checkpoint_gate as restored
-from mgpu_check.gates import evidence as gate_evidence
-from mgpu_check.gates import investigation
 from mgpu_check.gates.checkpoint_gate import Entries, explained
-from mgpu_check.gates.evidence import evidence_of
-from mgpu_check.gates.failure_report import FirstWrong
-from mgpu_check.gates.investigation import SecondLook
-from mgpu_check.gates.relations import relations_of
-from mgpu_check.gates.states import StateEntry, StateRow
+from mgpu_check.gates.comparison.relations import relations_of
+from mgpu_check.gates.explanation import evidence as gate_evidence
+from mgpu_check.gates.explanation import investigation
+from mgpu_check.gates.explanation.evidence import evidence_of
+from mgpu_check.gates.explanation.failure_report import FirstWrong
+from mgpu_check.gates.explanation.investigation import SecondLook
+from mgpu_check.gates.run.states import StateEntry, StateRow
 from tests.gates import evidence
 from tests.gates.loaders import numbers
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from mgpu_check import NotCompared, assert_step_scales
 from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
-from mgpu_check.gates.trials import Trials
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.gates.search.trials import Trials
 from tests.gates.steps import passes, refuted
 
 pytestmark = pytest.mark.gpus(4)

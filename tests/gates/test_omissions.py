@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import NotCompared, ScalingMismatch
-from mgpu_check.gates.measurement import measure
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import Scenario
+from mgpu_check.gates.run.measurement import measure
+from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.steps import ALL, batch, build, mine, passes, refuted, summed, total
 
 pytestmark = pytest.mark.gpus(4)

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.diagnosis.observations import Expected, ObservedRun
-from mgpu_check.gates.parameter_coverage import PassLimits
+from mgpu_check.gates.comparison.parameter_coverage import PassLimits
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.scenarios import has_equal_lengths
+from mgpu_check.gates.search.scenarios import has_equal_lengths
 from mgpu_check.gates.step_gate import micro_batches_of
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])

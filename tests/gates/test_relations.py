@@ -18,7 +18,7 @@ from mgpu_check.diagnosis.observations import (
     Relations,
     Result,
 )
-from mgpu_check.gates.relations import relations_of, repeats
+from mgpu_check.gates.comparison.relations import relations_of, repeats
 from mgpu_check.numerics.placement import Unplaced
 from mgpu_check.torch_hooks.tensors import digest_of
 

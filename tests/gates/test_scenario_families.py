@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from mgpu_check.gates.scenario_search import families
-from mgpu_check.gates.scenarios import CHANGES
+from mgpu_check.gates.search.scenario_search import families
+from mgpu_check.gates.search.scenarios import CHANGES
 
 
 def sizes_of(family):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.gates import states
-from mgpu_check.gates.states import StateEntry, compare
+from mgpu_check.gates.run import states
+from mgpu_check.gates.run.states import StateEntry, compare
 
 RANK: Any = types.SimpleNamespace(index=0)
 START, END = torch.tensor([0.0, 0.0]), torch.tensor([1.0, -2.0])

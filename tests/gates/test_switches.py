@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_check.gates.switches import AXES, Switch, switched
+from mgpu_check.gates.run.switches import AXES, Switch, switched
 from tests.gates.agreed import Dropped, Mlp, OtherIfCompiled
 
 

@@ -9,7 +9,7 @@ import pytest
 from mgpu_check.diagnosis.divergence import Parting, WrongModule
 from mgpu_check.diagnosis.observations import AGREE, PARITY, Expected, ObservedRun, Relations, Result
 from mgpu_check.diagnosis.report import Finding
-from mgpu_check.gates.failure_report import Axes, FirstWrong, Mismatch, report_of
+from mgpu_check.gates.explanation.failure_report import Axes, FirstWrong, Mismatch, report_of
 
 WEIGHT, BIAS = Result("params", "0.weight"), Result("params", "0.bias")
 

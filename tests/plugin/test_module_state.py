@@ -194,7 +194,7 @@ def test_tracebacks_have_the_frames_of_the_user(run, pytester):
     lines = ["E * step fails on one device: rank 0 of 1 raised NameError*", 'E *script.py", line *, in state']
     shown.stdout.fnmatch_lines(lines)
     shown.stdout.no_fnmatch_line("*/mgpu_check/*")
-    run(*GPUS, "--full-trace").stdout.fnmatch_lines(["*/mgpu_check/gates/trials.py:*"])
+    run(*GPUS, "--full-trace").stdout.fnmatch_lines(["*/mgpu_check/gates/search/trials.py:*"])
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError])

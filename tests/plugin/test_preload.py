@@ -87,4 +87,4 @@ def test_a_file_that_needs_ranks_starts_the_fork_server_before_its_import(run, p
     assert "start test_a.py False False False" in text and "start test_b.py True () False" in text
     assert "finish True" in text
     text = run("--gpus=2", "--simulate", "-s", "test_c.py", "-k", "nothing").stdout.str()
-    assert "start test_c.py True ('mgpu_check.gates.measurement', 'mgpu_check.gates.step_runs') False" in text
+    assert "start test_c.py True ('mgpu_check.gates.run.measurement', 'mgpu_check.gates.run.step_runs') False" in text

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_check.simulated import attention as attention_kernels
-from mgpu_check.simulated.attention import SINCE_2_14
+from mgpu_check.simulated.operators import attention as attention_kernels
+from mgpu_check.simulated.operators.attention import SINCE_2_14
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("node")

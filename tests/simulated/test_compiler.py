@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.simulated import simulated_node, torch_tools
+from mgpu_check.simulated import simulated_node
+from mgpu_check.simulated.cuda import torch_tools
 
 
 @pytest.mark.filterwarnings("error")

@@ -17,8 +17,10 @@ import torch.cuda.tunable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import comm
 
-from mgpu_check.simulated import autograd, native, runtime, simulated_node
-from mgpu_check.simulated.attention import SINCE_2_14
+from mgpu_check.simulated import simulated_node
+from mgpu_check.simulated.cuda import native, runtime
+from mgpu_check.simulated.operators import autograd
+from mgpu_check.simulated.operators.attention import SINCE_2_14
 from mgpu_check.torch_hooks import switches
 
 # Messages of a CUDA build without a driver, and of a CPU build, if a call has gone past the simulation.

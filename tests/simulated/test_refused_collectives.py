@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.simulated import process_groups
+from mgpu_check.simulated.distributed import process_groups
 from tests.simulated.conftest import refusal
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mgpu_check.diagnosis import divergence
 from mgpu_check.diagnosis.rules import collectives
-from mgpu_check.gates import interventions, investigation
+from mgpu_check.gates.explanation import investigation
+from mgpu_check.gates.run import interventions
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 

@@ -72,8 +72,8 @@ def _tell_entered(file: str | None) -> None:
 
 def _record(settings: dict[str, Any]) -> None:
     with _OurPackage():
-        from mgpu_check.compare.placements import Files
-        from mgpu_check.compare.recorder import install
+        from mgpu_check.compare.in_script.placements import Files
+        from mgpu_check.compare.in_script.recorder import install
     # Simulated collectives block as gloo's do, so the stacks show where a rank waits, and no count is needed.
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
     install(

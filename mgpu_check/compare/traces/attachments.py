@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mgpu_check.compare.parameters import NumberedPart, Parameters, parameters_of
-from mgpu_check.compare.script_calls import Note
-from mgpu_check.compare.summaries import whole
+from mgpu_check.compare.in_script.parameters import NumberedPart, Parameters, parameters_of
+from mgpu_check.compare.in_script.script_calls import Note
+from mgpu_check.compare.in_script.summaries import whole
 from mgpu_check.compare.trace import write_all
 from mgpu_check.torch_hooks.tensors import copied, is_distributed, memory_of, name_of
 

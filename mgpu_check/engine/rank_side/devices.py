@@ -256,8 +256,8 @@ class SimulatedDevices(Devices):
 
     def __init__(self, backing: BackingDevice | None) -> None:
         # Imported here, because real ranks do not need the simulator.
-        from mgpu_check.simulated.graphs import abandon
-        from mgpu_check.simulated.streams import reset_streams, wait_until_idle
+        from mgpu_check.simulated.cuda.graphs import abandon
+        from mgpu_check.simulated.cuda.streams import reset_streams, wait_until_idle
 
         self._streams_idle, self._reset_streams, self._abandon_captures = wait_until_idle, reset_streams, abandon
         self._backing = backing

@@ -1,6 +1,6 @@
-"""Runs whose processes a launcher started, on one machine or several: torchrun, srun, or one that sets RANK and
-WORLD_SIZE.
+"""Runs beyond one machine: a launcher starts a process per host, one is the driver and has the pool.
 
-Each launched process is an *agent*, and the ranks are its children. The agent of rank 0 also starts the *driver*, which
-is the pytest process. All agents connect to the driver.
+`launched_process.py` reads the launcher's variables; `meeting.py` lets agents find the driver; `credentials.py` proves
+both sides to each other; `connections.py` accepts them; `agent.py` then forks ranks as the driver's launcher
+(`driver.py`) asks.
 """

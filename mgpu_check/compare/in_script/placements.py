@@ -1,0 +1,327 @@
+"""Find, in the script's process, the slices of one device's tensors that its parameters hold.
+
+FullyShardedDataParallel (FSDP1) declares the slices in its flat parameters. Other slices are found by their values
+before the first step, in a file from the run on one device, which has the initial parameters and buffers: for each
+tensor a line of JSON, followed by the elements. States of optimizers have no elements there: ranks need only their
+shapes.
+
+The slices that a rank holds are stored in a file, for the same rank in another run: for each slice a line of JSON,
+followed by the positions of the elements.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from mgpu_check.compare.in_script.models import Names
+from mgpu_check.compare.in_script.summaries import Cut, shape_of
+from mgpu_check.compare.trace import named_state, write_all
+from mgpu_check.numerics.placement import (
+    Coordinates,
+    Slice,
+    Unplaced,
+    Wholes,
+    along_axes,
+    beside,
+    by_attributes,
+    flat_ranges,
+    local_ranges,
+)
+from mgpu_check.torch_hooks.tensors import copied, is_distributed, memory_of, name_of
+
+
+class Files(NamedTuple):
+    """File descriptors of a run; None for files that it neither reads nor writes.
+
+    Attributes:
+        keep: receives the initial parameters and buffers of this run.
+        wholes: has the initial parameters and buffers of another run, to find slices in.
+        found: receives the slices that this run places.
+        placed: has the slices that another run placed.
+        tape: receives what this rank was given; see `mgpu_check.compare.in_script.replay`.
+        replay: has what all ranks were given, for one device.
+        kept: receives what a trace file has besides the trace; see `mgpu_check.compare.traces.attachments`.
+    """
+
+    keep: int | None = None
+    wholes: int | None = None
+    found: int | None = None
+    placed: int | None = None
+    tape: int | None = None
+    replay: int | None = None
+    kept: int | None = None
+
+
+def write_placement(fd: int, label: str, slices: Sequence[Slice]) -> None:
+    """Append the slices of a tensor to the file."""
+    for slice_ in slices:
+        count = None if slice_.at is None else len(slice_.at)
+        head = {"label": label, "whole": slice_.whole, "shape": slice_.shape, "within": slice_.within, "count": count}
+        at = b"" if slice_.at is None or not count else bytes(memory_of(slice_.at.to(torch.int64).contiguous()))
+        write_all(fd, json.dumps(head).encode() + b"\n", at)
+
+
+def read_placements(fd: int) -> dict[str, list[Slice]]:
+    """Return the slices of each tensor, by its name on this rank."""
+    size = os.fstat(fd).st_size
+    data, start = os.pread(fd, size, 0), 0
+    slices: dict[str, list[Slice]] = defaultdict(list)
+    while start < size:
+        end = data.index(b"\n", start)
+        head, start = json.loads(data[start:end]), end + 1
+        at = None
+        if head["count"] is not None:
+            stop = start + 8 * head["count"]
+            own = bytearray(data[start:stop])
+            at = torch.frombuffer(own, dtype=torch.int64) if own else torch.empty(0, dtype=torch.int64)
+            start = stop
+        within = None if head["within"] is None else (head["within"][0], head["within"][1])
+        slices[head["label"]].append(Slice(head["whole"], tuple(head["shape"]), at, within))
+    return dict(slices)
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """A tensor of the trace: a whole parameter, or the part of it that is a slice of one whole tensor.
+
+    Attributes:
+        label: its name in the trace of this rank.
+        cut: the slice; None for a whole tensor.
+        unplaced: why its place is unknown, if a place was searched for; "" otherwise.
+        same_elsewhere: its values, like those of a constant, occur in several places.
+    """
+
+    label: str
+    order: int
+    shape: list[int]
+    cut: Cut | None = None
+    unplaced: str = ""
+    same_elsewhere: bool = False
+
+
+class Placing:
+    """Places the parameters of a rank.
+
+    Args:
+        wholes, buffers: the parameters and buffers of one device; None if unknown.
+        placements: name of a tensor on this rank -> its slices, as found in another run.
+        note: file descriptor that receives the slices found; None: they are not stored.
+    """
+
+    def __init__(
+        self,
+        parameter_names: Names,
+        wholes: Wholes | None,
+        buffers: Wholes | None = None,
+        placements: Mapping[str, list[Slice]] = MappingProxyType({}),
+        note: int | None = None,
+    ) -> None:
+        self._names, self._wholes, self._buffers, self._known, self._note = (
+            parameter_names,
+            wholes,
+            buffers,
+            placements,
+            note,
+        )
+        self.coordinates: Coordinates = {}
+        self._found: dict[str, list[tuple[torch.Size, Slice]]] = {}
+        self._open: set[str] = set()
+
+    def parts(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> list[list[TracePart]]:
+        """Return the parts of each parameter, before it is trained.
+
+        Args:
+            parameters: pairs of a parameter and its name if no model contains it.
+        """
+        pieces = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
+        # If values are ambiguous, the neighbours, which are placed by now, may decide.
+        for index, (parameter, _) in enumerate(parameters):
+            if pieces[index] and pieces[index][0].label in self._open:
+                pieces[index] = [self._beside(parameter, pieces[index][0])]
+        return pieces
+
+    def buffer(self, name: str, order: int, initial: torch.Tensor) -> TracePart:
+        """Return the part of a buffer, from its values before the first call of its model. Call it after `parts`."""
+        unsliced = TracePart(name, order, shape_of(initial))
+        if self._buffers is None or self._buffers.shape(name) == tuple(initial.shape):
+            return unsliced
+        slices = self._find(self._buffers, initial, name, named_state("", name), trusted=False)
+        if isinstance(slices, list) and len(slices) == 1:
+            return _part(name, order, initial, slices[0])
+        if (near := self._near(name, order, initial, self._buffers)) is not None:
+            return near
+        # A whole tensor under another name is matched later, by the modules around it.
+        return unsliced if isinstance(slices, list) else _unplaced(unsliced, slices)
+
+    def _find(
+        self, wholes: Wholes, value: torch.Tensor, hint: str, key: str, *, trusted: bool
+    ) -> list[Slice] | Unplaced:
+        """Find a tensor by its values, or among the slices that another run found for `key`."""
+        slices = wholes.find(value, hint, trusted=trusted)
+        if slices is Unplaced.AMBIGUOUS and key in self._known:
+            return self._known[key]
+        if self._note is not None and not isinstance(slices, Unplaced):
+            write_placement(self._note, key, slices)
+        return slices
+
+    def _parts(self, parameter: torch.Tensor, otherwise: str) -> list[TracePart]:
+        ranges = flat_ranges(parameter)
+        if ranges is not None:
+            owners = [self._names.of_key(module, key) for module, key in ranges.owners]
+            if None not in owners:
+                return [
+                    _part(name[0], name[1], parameter, Slice(name[0], shape, at, within))
+                    for name, shape, (at, within) in zip(owners, ranges.shapes, ranges.parts, strict=True)
+                    if name is not None and at is not None
+                ]
+        name, order = self._names.name(parameter, otherwise)
+        if getattr(parameter, "_fsdp_flattened", False):
+            local = local_ranges(parameter, self._names.modules())
+            if local is not None:
+                at, shape = local
+                return [_part(name, order, parameter, Slice(name, shape, at))] if len(at) else []
+        unsliced = TracePart(name, order, shape_of(parameter))
+        if self._wholes is None or is_distributed(parameter) or parameter.layout is not torch.strided:
+            return [unsliced]
+        declared = self._declared(parameter, name)
+        if declared is not None:
+            self._note_found(name, parameter.shape, declared)
+            return [_part(name, order, parameter, declared)]
+        return list(self._by_content(parameter, unsliced))
+
+    def _declared(self, parameter: torch.Tensor, name: str) -> Slice | None:
+        """Return the slice that Megatron's attributes declare, if its values equal the parameter; None otherwise."""
+        full_tensor = None if self._wholes is None else self._wholes.whole(name)
+        slices = (
+            None if full_tensor is None else by_attributes(parameter, name, tuple(full_tensor.shape), self.coordinates)
+        )
+        if full_tensor is None or not slices or (at := slices[0].at) is None or len(at) != parameter.numel():
+            return None
+        same = torch.equal(full_tensor.reshape(-1)[at], copied(parameter).reshape(-1))
+        return slices[0] if same else None
+
+    def _note_found(self, label: str, shape: torch.Size, slice_: Slice) -> None:
+        self._found.setdefault(label.rpartition(".")[0], []).append((shape, slice_))
+
+    def _by_content(self, parameter: torch.Tensor, unsliced: TracePart) -> Iterator[TracePart]:
+        assert self._wholes is not None
+        slices = self._find(self._wholes, copied(parameter), unsliced.label, unsliced.label, trusted=True)
+        # A tensor with a known name and shape may be whole: it started from other values, or is constant.
+        is_known = self._wholes.shape(unsliced.label) == tuple(parameter.shape)
+        if isinstance(slices, Unplaced):
+            if slices is Unplaced.AMBIGUOUS:
+                self._open.add(unsliced.label)
+            yield unsliced if is_known else _unplaced(unsliced, slices)
+            return
+        if len(slices) == 1 and slices[0].at is None:
+            if not is_known and unsliced.label not in self._known:
+                self._open.add(unsliced.label)  # other tensors, such as biases, may also be zeros
+            yield unsliced
+            return
+        for index, slice_ in enumerate(slices):
+            if slice_.within is None:
+                self._note_found(unsliced.label, parameter.shape, slice_)
+            label = unsliced.label if len(slices) == 1 else f"{unsliced.label}[{index}]"
+            yield _part(label, unsliced.order, parameter, slice_)
+
+    def _beside(self, parameter: torch.Tensor, piece: TracePart) -> TracePart:
+        assert self._wholes is not None
+        return self._near(piece.label, piece.order, copied(parameter), self._wholes) or piece
+
+    def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> TracePart | None:
+        """Place a constant by other tensors: neighbours in its module, or tensors divided along an axis."""
+        if not value.dim():
+            return None
+        near = beside(name, value, self._found.get(name.rpartition(".")[0], ()), wholes)
+        if near is not None:
+            return _part(name, order, value, near)
+        others = [placed_slice for module_slices in self._found.values() for placed_slice in module_slices]
+        along = along_axes(name, value, wholes, self.coordinates, others)
+        # The rows may be arranged differently, which distinct values would show.
+        return None if along is None else replace(_part(name, order, value, along), same_elsewhere=True)
+
+
+def _unplaced(piece: TracePart, reason: Unplaced) -> TracePart:
+    return replace(piece, unplaced=str(reason), same_elsewhere=reason is Unplaced.AMBIGUOUS)
+
+
+def _part(label: str, order: int, parameter: torch.Tensor, slice_: Slice) -> TracePart:
+    cut = Cut(slice_, parameter.is_complex())
+    return TracePart(label, order, cut.shape, None if cut.is_whole and slice_.within is None else cut)
+
+
+class Kept(NamedTuple):
+    """The tensors of one device.
+
+    Attributes:
+        parameters, buffers: their initial values.
+        states: name of a state of an optimizer -> its shape.
+    """
+
+    parameters: Wholes
+    buffers: Wholes
+    states: Mapping[str, Sequence[int]]
+
+
+def write_whole(fd: int, name: str, tensor: torch.Tensor) -> None:
+    """Append a parameter to the file."""
+    _write(fd, name, tensor, "parameter")
+
+
+def write_buffer(fd: int, name: str, tensor: torch.Tensor) -> None:
+    """Append a buffer to the file."""
+    _write(fd, name, tensor, "buffer")
+
+
+def write_shape(fd: int, name: str, shape: Sequence[int]) -> None:
+    """Append the shape of a state of an optimizer to the file."""
+    _append(fd, {"name": name, "kind": "state", "shape": list(shape)})
+
+
+def _write(fd: int, name: str, tensor: torch.Tensor, entry_type: str) -> None:
+    local = copied(tensor)
+    head = {"name": name, "kind": entry_type, "shape": list(local.shape), "dtype": name_of(local.dtype)}
+    _append(fd, head, bytes(memory_of(local)))
+
+
+def _append(fd: int, head: Mapping[str, object], elements: bytes = b"") -> None:
+    write_all(fd, json.dumps(head).encode() + b"\n", elements)
+
+
+def read_wholes(fd: int) -> Kept:
+    """Return the tensors in a file."""
+    size = os.fstat(fd).st_size
+    if not size:
+        return Kept(Wholes({}), Wholes({}), {})
+    data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    tensors: dict[str, dict[str, torch.Tensor]] = {"parameter": {}, "buffer": {}}
+    states: dict[str, Sequence[int]] = {}
+    while data.tell() < size:
+        head = json.loads(data.readline())
+        if head["kind"] == "state":
+            states[head["name"]] = head["shape"]
+            continue
+        dtype = getattr(torch, head["dtype"])
+        count, start = math.prod(head["shape"]), data.tell()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = (
+                torch.frombuffer(data, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
+                if count
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        # Cloned, because a view as another dtype must be aligned.
+        tensors[head["kind"]][head["name"]] = value.clone().view(dtype).view(head["shape"])
+        data.seek(start + count * dtype.itemsize)
+    return Kept(Wholes(tensors["parameter"]), Wholes(tensors["buffer"]), states)

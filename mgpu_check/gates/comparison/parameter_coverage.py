@@ -1,0 +1,231 @@
+"""Record which parameters a gate compared, report the others with reasons, and what passing cases could not show."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, Relations, Result
+from mgpu_check.errors import NotCompared
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.search.scenarios import Mesh, Scenario, where_is
+
+_WIDE = 0.25
+"""Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank.
+
+Of the elements of a tensor some are two or three times the root mean square, and show smaller errors.
+"""
+_SMALL = 1e-2
+"""Fraction of the largest gradient below which a gradient may be rounding errors only, as for a bias before a norm."""
+_ENOUGH = 4096
+"""Elements to sample from a large tensor for its magnitude."""
+
+
+def unjudged(
+    relations: Relations,
+    expected: Expected,
+    runs: Sequence[ObservedRun],
+    kinds: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+) -> dict[str, str]:
+    """Return the trained parameters with neither gradient nor value compared with one device, and the reasons.
+
+    A measured tolerance wider than a quarter of the values decides nothing; `relations.too_wide` gets the parameters
+    that only have such tolerances.
+    """
+    if not {"grads", "params"} & set(kinds):
+        return {}
+    single = expected.single
+    if expected.by_reference and not {"grads", "params"} & single.touched:
+        return {}  # the reference leaves no gradients or parameters, only returned values to compare with
+    trained = single.trained.union(*(run.trained for run in runs))
+    flat = any(
+        name.kind == "returned" and value.dim() == 1 and value.numel() > 1 for name, value in runs[0].values.items()
+    )
+    accounted = flat and bool(relations.skipped)
+    reasons: dict[str, str] = {}
+    largest: dict[str, float] = {}
+    for name in sorted(trained - {result.of for result in relations.local}):
+        reason, too_wide = "", False
+        for result in (Result("grads", name), Result("params", name)):
+            verdicts = relations.held.get(result)
+            if verdicts is None or verdicts.get(PARITY) is None:
+                reason = reason or relations.skipped.get(result, "")
+            elif tolerance is not None or (wide := _wide(expected, result, largest)) == "":
+                break
+            else:
+                reason, too_wide = wide, True
+        else:
+            if accounted or any(compared.of == name and compared.kind == "returned" for compared in relations.held):
+                continue
+            if Result("grads", name) not in single.values and Result("params", name) not in single.values:
+                continue  # not in the built model
+            if too_wide:
+                relations.too_wide.add(name)
+            reasons[name] = reason or "no rank leaves a gradient or a value of it"
+    return reasons
+
+
+def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
+    """Return why the tolerance of a result is too wide to prove anything; "" if it is narrow enough."""
+    exact, allowed = expected.exact.get(result), expected.tolerance.get(result)
+    if exact is None or allowed is None or not exact.numel():
+        return ""
+    if result.kind not in largest:
+        sizes = [_size(value) for name, value in expected.exact.items() if name.kind == result.kind]
+        largest[result.kind] = max(sizes, default=0.0)
+    size, width = _size(exact), _size(allowed)
+    if width <= _WIDE * max(size, _SMALL * largest[result.kind]):
+        return ""
+    return (
+        f"rounding alone may change {result} by {width:.2g}, and its values are about {size:.2g}: "
+        "the measured tolerance proves nothing"
+    )
+
+
+def _size(value: torch.Tensor) -> float:
+    """Return the root mean square of the finite values; large tensors are sampled."""
+    sample = value.reshape(-1)[:: max(1, value.numel() // _ENOUGH)]
+    finite = sample[sample.isfinite()].double()
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+
+
+_ALIKE = 0.01
+"""Losses of ranks that differ by no more than this fraction hide how the ranks are weighted."""
+
+
+class PassLimits:
+    """The limits of a verdict: what no case that passed has shown, although a mistake may lie there."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._passes = 0
+        self._equal_lengths: set[bool] = set()
+        self._alike: set[bool] = set()
+
+    def add(self, expected: Expected, runs: Sequence[ObservedRun]) -> None:
+        """Add a case that passed: the results of one device, and of ranks."""
+        single = expected.single
+        self._passes = max(self._passes, single.backwards // max(1, single.optimizer_steps or single.calls))
+        if single.equal_lengths is not None:
+            self._equal_lengths.add(single.equal_lengths)
+        if len(runs) > 1 and runs[0].losses:
+            self._alike.add(_are_alike([run.losses for run in runs]))
+
+    def lines(self) -> Iterator[str]:
+        if self._passes > 1 and self._program.reference is None:
+            yield (
+                f"a wrong weight of micro-batches: backward ran {self._passes} times for each optimizer step, on one "
+                "device too; give a reference= that takes the whole batch at once"
+            )
+        if self._equal_lengths == {True}:
+            yield (
+                "samples of different lengths: batch returned equal lengths only; pad some labels with -100, or return "
+                "a mask"
+            )
+        if self._alike == {True}:
+            yield (
+                "a wrong weight of ranks: the loss was the same within 1 % on all ranks; let batch draw samples that "
+                "differ more"
+            )
+
+
+def _are_alike(losses: Sequence[Sequence[float]]) -> bool:
+    if any(len(of_rank) != len(losses[0]) for of_rank in losses):
+        return False
+    return all(max(each) - min(each) <= _ALIKE * max(map(abs, each)) for each in zip(*losses, strict=True))
+
+
+_SHOWN = 12
+
+
+class ParameterCoverage:
+    """The trained parameters that were compared in some case, by world size or mesh.
+
+    Args:
+        against: what they are compared with.
+    """
+
+    def __init__(self, program: Program, name: str, against: str = PARITY) -> None:
+        self._program, self._name, self._against = program, name, against
+        self._trained: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
+        self._missed: dict[tuple[int, Mesh], dict[str, str]] = defaultdict(dict)
+        self._judged: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
+        self._local: set[str] = set()
+        self._too_wide: set[str] = set()
+
+    def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
+        place = scenario.place
+        trained = expected.single.trained | relations.unjudged.keys()
+        self._trained[place] |= trained
+        self._judged[place] |= trained - relations.unjudged.keys()
+        self._missed[place].update(relations.unjudged)
+        self._local |= {result.of for result in relations.local}
+        self._too_wide |= relations.too_wide
+
+    def finish(self, unjudged: Mapping[str, str]) -> None:
+        """Check that every trained parameter was compared at every world size.
+
+        Args:
+            unjudged: patterns of parameters that need not be compared, with the reasons.
+        """
+        not_compared: dict[tuple[int, Mesh], dict[str, str]] = {}
+        used_patterns = {
+            pattern for pattern in unjudged if any(fnmatch.fnmatchcase(name, pattern) for name in self._local)
+        }
+        for place, missed in self._missed.items():
+            for name in sorted(missed.keys() - self._judged[place]):
+                patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name, pattern)]
+                used_patterns.update(patterns)
+                if not patterns:
+                    not_compared.setdefault(place, {})[name] = missed[name]
+        if not_compared:
+            raise NotCompared(
+                self._told(not_compared), names=sorted({name for reasons in not_compared.values() for name in reasons})
+            )
+        if idle := [pattern for pattern in unjudged if pattern not in used_patterns]:
+            raise ValueError(
+                f"{self._program.gate}: unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was "
+                "not compared; take it out, so that it hides nothing later"
+            )
+
+    def _told(self, not_compared: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
+        count = len({name for reasons in not_compared.values() for name in reasons})
+        total = len(set().union(*self._trained.values()))
+        lines = [
+            f"{self._name} is undecided: {count} of {total} trained parameters were not compared with {self._against}"
+        ]
+        for place, reasons in not_compared.items():
+            by_reason: dict[str, list[str]] = defaultdict(list)
+            for name, reason in reasons.items():
+                by_reason[reason].append(name)
+            for reason, several in by_reason.items():
+                suffix = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
+                lines.append(f"  at {where_is(*place)}: {', '.join(several[:_SHOWN])}{suffix}: {reason}")
+        missed = {name for reasons in not_compared.values() for name in reasons}
+        ways = []
+        if missed & self._too_wide:
+            ways.append("give a tolerance with tolerance=, or a reference= that computes in float32")
+        if missed - self._too_wide:
+            ways.append(
+                "declare which slice each rank holds with placement=, build the model from one seed on all ranks"
+            )
+        lines.append(f'  do: {", ".join(ways)}, or accept it with unjudged={{"pattern": "reason"}}')
+        return "\n".join(lines)
+
+
+def check_unjudged(gate: str, unjudged: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return `unjudged`, or an empty mapping for None."""
+    if unjudged is None:
+        return {}
+    if not isinstance(unjudged, Mapping) or not all(
+        isinstance(text, str) and text.strip() for entry in unjudged.items() for text in entry
+    ):
+        raise ValueError(
+            f"{gate}: unjudged={unjudged!r}; give a mapping from patterns of parameters to the reasons why they need "
+            'not be compared, such as {"head.*": "frozen after the first epoch"}'
+        )
+    return unjudged

@@ -1,0 +1,712 @@
+"""Diagnose a failure: run it again, match the evidence with known mistakes, and gather the facts.
+
+The steps: find the axes of the mesh that the failure needs; run the case a few more times and record everything;
+repeat it with one call changed, since a change that makes the step right confirms a diagnosis.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from mgpu_check.diagnosis.divergence import first_parting, first_wrong_module
+from mgpu_check.diagnosis.evidence import UnfinishedCall
+from mgpu_check.diagnosis.observations import (
+    FINITE,
+    REPEATS,
+    CallEvent,
+    Change,
+    Expected,
+    Hypotheses,
+    ObservedRun,
+    RankTrace,
+    Relations,
+    Result,
+)
+from mgpu_check.diagnosis.report import Attempts
+from mgpu_check.diagnosis.rules.order import findings_of, findings_of_calls
+from mgpu_check.diagnosis.tensors import Tensors
+from mgpu_check.engine.failures import account_of
+from mgpu_check.errors import CheckFailure, RankFailure, RankHang
+from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ranks_changed, repeats
+from mgpu_check.gates.explanation.evidence import calls_of, evidence_of
+from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn
+from mgpu_check.gates.gate_arguments import definition_of
+from mgpu_check.gates.program import wants_world_size
+from mgpu_check.gates.run.hypotheses import left_on_cpu, run_hypotheses
+from mgpu_check.gates.run.interventions import part_of, run_changed, run_noting_ranges, run_noting_terms
+from mgpu_check.gates.run.step_runs import run_redrawn, run_traced
+from mgpu_check.gates.search.scenarios import Mesh, Scenario, size_of
+from mgpu_check.gates.search.trials import Effort, Trial, Trials
+from mgpu_check.numerics.differences import diagnose, difference
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES
+
+
+def shrunk_to_axes(trials: Trials, failed: Trial) -> tuple[Trial, Axes | None]:
+    """Return the failure on the fewest axes that show it, and those axes.
+
+    An axis is named only if the same case fails with it and passes without it. The axes are None if at most one axis is
+    larger than 1, or if the runs on single axes do not determine them.
+    """
+    mesh = failed.scenario.mesh
+    wide = tuple(axis for axis, size in mesh if size > 1)
+    if len(wide) < 2:
+        return failed, None
+    alone = {axis: _tried(trials, failed, _only(mesh, [axis])) for axis in wide}
+    guilty = {axis: outcome for axis, outcome in alone.items() if isinstance(outcome, Trial)}
+    passing = tuple(axis for axis, outcome in alone.items() if outcome is True)
+    if not guilty:
+        return failed, Axes(wide, "all") if len(passing) == len(wide) else None
+    others = tuple(axis for axis in wide if axis not in guilty) if len(guilty) == 1 else ()
+    return next(iter(guilty.values())), Axes(tuple(guilty), "any", passing, others)
+
+
+def _tried(trials: Trials, failed: Trial, mesh: Mesh) -> Trial | bool | None:
+    """Return the failure on another mesh; True if it passes there; None if the outcome is not known."""
+    scenario = replace(failed.scenario, mesh=mesh, world_size=size_of(mesh))
+    try:
+        outcome = trials.run(scenario)
+    except (CheckFailure, RankHang, ValueError):
+        return None
+    if outcome is not None:
+        return outcome if outcome.error is None or failed.error is not None else None
+    return True if trials.completed[scenario.place] else None
+
+
+def _only(mesh: Mesh, axes: Iterable[str]) -> Mesh:
+    return tuple((axis, size if axis in axes else 1) for axis, size in mesh)
+
+
+_Group = tuple[int, tuple[tuple[int, ...], ...]]
+"""Index among the groups of a rank, and the ranks of each group with this index."""
+
+_MOST_LINES = 12
+_MOST_RUNS = 40
+_MOST_TERMS = 4
+_EXTREMES = ("max", "min")
+_SECONDS = (5.0, 20.0)
+"""Shortest and longest timeout of a changed step, in seconds: the change may make it hang."""
+_TIMES = 20.0
+"""Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy
+machine."""
+
+
+def changes_tried(
+    trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations
+) -> list[Change]:
+    """Return the changes that were tried, one at a time, until the step was right with one of them.
+
+    Only the last change can hold. It holds if the step is right with it, with this seed and with another one.
+    """
+    if trials.program.single_process or scenario.world_size < 2:
+        return []
+    changes: list[Change] = []
+    for number, change in enumerate(_changes(trials, scenario, traces, relations)):
+        if number >= _MOST_RUNS:
+            break
+        holds = _holds(trials, scenario, change) and _holds(trials, _other_seed(scenario), change)
+        changes.append(replace(change, holds=holds))
+        if holds:
+            break
+    return changes
+
+
+def _other_seed(scenario: Scenario) -> Scenario:
+    return scenario if scenario.batches else replace(scenario, seed=scenario.seed + 1)
+
+
+def _patience(trials: Trials) -> float:
+    least, most = _SECONDS
+    return min(most, max(least, _TIMES * trials.latest))
+
+
+def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
+    try:
+        runs = trials.ranks.run(
+            run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_patience(trials)
+        )
+        expected = trials.expected(scenario)
+        relations = trials.compared(expected, trials.assembled(scenario, runs))
+    except (CheckFailure, RankHang, ValueError):
+        return False
+    if relations.unjudged:
+        return False
+    return relations.holds if change.kind != "term" else not _wrong_but_for_losses(relations, expected)
+
+
+def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Result]:
+    """Return the results with a failed relation, except returned scalars, which no change of a gradient affects."""
+    values = expected.single.values
+    shown = {
+        name for name in relations.held if name.kind == "returned" and (name not in values or values[name].numel() == 1)
+    }
+    return [name for name, verdicts in relations.held.items() if name not in shown and False in verdicts.values()]
+
+
+def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], relations: Relations) -> Iterator[Change]:
+    """Yield the changes to try, the likeliest first.
+
+    They are: waits, other groups, combined gradients, positions, orders, factors, terms of the loss, groups of one
+    rank, other operations, calls left out.
+
+    If all ranks give the same number, a group of one rank or the operation MAX has the effect of a division, so factors
+    come first. A factor of a collective also corrects returned values, so it comes before a factor of a term.
+    """
+    lines = _lines(traces)
+    yield from _waits(lines, relations)
+    groups = _groups(traces, scenario.world_size)
+    several = [group for group in groups if len(group[1][0]) > 1]
+    yield from _in_groups(lines, several)
+    yield from _combined(several, traces, relations, max(1, scenario.steps))
+    yield from _shifts(trials, scenario)
+    yield from _orders(lines)
+    for (name, line), events in lines:
+        op, size = _op(events), _size(events)
+        if "avg" in op:
+            yield Change("op", name, line, "sum", size=size)
+        if _reduces(name) and size > 1 and op not in _EXTREMES:
+            yield Change("divide", name, line, size=size)
+            yield Change("multiply", name, line, size=size)
+    if _wrong_but_for_losses(relations, trials.expected(scenario)):
+        yield from _terms(trials, scenario, traces)
+    yield from _in_groups(lines, [group for group in groups if len(group[1][0]) == 1])
+    for (name, line), events in lines:
+        op, size = _op(events), _size(events)
+        if _kind(name) != "reduction":
+            continue
+        yield from (Change("op", name, line, operation, size=size) for operation in ("max", "sum") if operation != op)
+        yield Change("skip", name, line, size=size)
+        calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
+        if scenario.steps > 1 and not rest and op == "sum":
+            yield Change("new", name, line, calls, size=size)
+
+
+def _waits(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], relations: Relations) -> Iterator[Change]:
+    """Yield waits right after asynchronous collectives: of the lines without a wait, of each line, of all lines.
+
+    A line with a wait matters only if a result is not finite, or changes. A send may not end before its receive, so
+    messages are left alone.
+    """
+    started = [
+        (line, all(event.details.get("waited") for event in events))
+        for line, events in lines
+        if _kind(line[0]) != "message" and any(event.details.get("asynchronous") for event in events)
+    ]
+    unsteady = any(
+        False in (verdicts.get(FINITE), verdicts.get(REPEATS)) for n, verdicts in relations.held.items() if n != RANDOM
+    )
+    each = [*((line,) for line, _ in started), tuple(line for line, _ in started)] if unsteady else []
+    for chosen in dict.fromkeys((tuple(line for line, waited in started if not waited), *each)):
+        if chosen:
+            yield Change("wait", *chosen[0], chosen)
+
+
+def _op(events: Sequence[CallEvent]) -> str:
+    return str(events[0].details.get("op", "sum")).lower()
+
+
+def _size(events: Sequence[CallEvent]) -> int:
+    return max((len(event.details.get("group", ())) for event in events), default=0)
+
+
+def _reduces(name: str) -> bool:
+    """Return whether a collective sums or averages: only those can give a multiple of the right values."""
+    return name in COLLECTIVES and COLLECTIVES[name].reduces
+
+
+def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups: Sequence[_Group]) -> Iterator[Change]:
+    for (name, line), events in lines:
+        was = tuple(dict.fromkeys(event.details.get("group", ()) for event in events))
+        for index, now in groups:
+            if set(now) != set(was):
+                yield Change("group", name, line, index, was, now, len(now[0]))
+
+
+def _combined(
+    groups: Sequence[_Group], traces: Sequence[RankTrace], relations: Relations, steps: int
+) -> Iterator[Change]:
+    """Yield gradients that differ between ranks, combined over each group after backward.
+
+    All ranks must call backward equally often, so that no rank waits for the others.
+    """
+    parameter_names = tuple(name.of for name in relations.split if name.kind == "grads") or _stepped_alone(traces)
+    passes = [trace.of("backward") for trace in traces]
+    if not parameter_names or not passes or not passes[0] or len({len(events) for events in passes}) > 1:
+        return
+    for how in ("mean", "sum") if len(passes[0]) == steps else ("mean",):
+        for index, now in groups:
+            yield Change(
+                "combine", "backward", passes[0][-1].site, (index, parameter_names, how), now=now, size=len(now[0])
+            )
+
+
+def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
+    """Return the parameters that the first optimizer step of each rank takes with gradients of its own.
+
+    These gradients differ between ranks, and no collective runs between the last backward pass and the step.
+    """
+    gradients_by_rank: list[Mapping[str, Mapping[str, float]]] = []
+    for trace in traces:
+        before = list(itertools.takewhile(lambda event: event.kind != "step", trace.events))
+        events = [event for event in before if event.kind in ("backward", "collective")]
+        if len(before) == len(trace.events) or not events or events[-1].kind == "collective":
+            return ()
+        gradients_by_rank.append(events[-1].details.get("left", {}))
+    everywhere = (
+        [name for name in gradients_by_rank[0] if all(name in gradients for gradients in gradients_by_rank)]
+        if gradients_by_rank
+        else []
+    )
+    return tuple(
+        name
+        for name in everywhere
+        if any(gradients[name] != gradients_by_rank[0][name] for gradients in gradients_by_rank)
+    )
+
+
+def _kind(name: str) -> str:
+    return COLLECTIVES[name].kind if name in COLLECTIVES else ""
+
+
+def _lines(traces: Sequence[RankTrace]) -> list[tuple[tuple[str, str], list[CallEvent]]]:
+    """Return the lines that call collectives, equally often on each rank: a change there leaves no rank waiting."""
+    counts = [Counter((event.name, event.site) for event in trace.of("collective") if event.site) for trace in traces]
+    if not counts:
+        return []
+    common = [
+        line for line, count in counts[0].items() if all(rank_counts.get(line) == count for rank_counts in counts)
+    ]
+    return [
+        (line, [event for trace in traces for event in trace.of("collective") if (event.name, event.site) == line])
+        for line in common[:_MOST_LINES]
+    ]
+
+
+def _groups(traces: Sequence[RankTrace], size: int) -> list[_Group]:
+    """Return the groups that exist: the index among the groups of a rank, and the ranks of each group with this index.
+
+    Index 0 is the world. An index counts if every rank has a group with it.
+    """
+    shared_groups: list[_Group] = [(0, (tuple(range(size)),))]
+    several = [trace.groups for trace in traces]
+    for index in range(1, min(map(len, several), default=0)):
+        now = tuple(dict.fromkeys(groups[index] for groups in several))
+        if sum(map(len, now)) == size:
+            shared_groups.append((index, now))
+    return shared_groups
+
+
+def _orders(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]]) -> Iterator[Change]:
+    """Yield other orders of gathered rows: by pieces of each rank's rows instead of by rank."""
+    for (name, line), events in lines:
+        shapes = {tensor["shape"] for event in events for tensor in event.details.get("tensors", ())[-1:]}
+        size = _size(events)
+        if "gather" not in name or "scatter" in name or size < 2 or len(shapes) != 1:
+            continue
+        rows = next(iter(shapes))[:1]
+        for pieces in sorted({2, 3, *rows} - {0, 1}) if rows else ():
+            if rows[0] % pieces == 0:
+                yield Change("reorder", name, line, pieces, size=size)
+
+
+def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
+    try:
+        ranks = trials.ranks.run(
+            run_noting_terms, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
+        )
+    except (CheckFailure, RankHang):
+        return
+    terms = {(term.backward, term.paths): term for terms_of_rank in ranks for term in terms_of_rank}
+    losses = {backward for backward, _ in terms}
+    sizes = {scenario.world_size, *(len(group) for trace in traces for group in trace.groups)} - {1}
+    for term in [term for term in terms.values() if term.paths[0] or len(losses) > 1][:_MOST_TERMS]:
+        for size in sorted(sizes, reverse=True):
+            for times in (1 / size, float(size)):
+                yield Change("term", "backward", term.backward, (term, times), size=size)
+
+
+def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
+    """Yield a shift of each range that is shorter on ranks than on one device, and that starts again on each rank."""
+    if not trials.one_device:
+        return
+    try:
+        ranks = trials.ranks.run(
+            run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
+        )
+        (alone,) = trials.ranks.run(run_noting_ranges, trials.program, scenario, size=1)
+    except (CheckFailure, RankHang):
+        return
+    for line, full_range in alone.items():
+        local_ranges = [ranges_of_rank[line] for ranges_of_rank in ranks if line in ranges_of_rank]
+        lengths = {local_range.length for local_range in local_ranges}
+        (length,) = lengths if len(lengths) == 1 and len(local_ranges) == len(ranks) else (0,)
+        count = full_range.length // length if length else 0
+        if count < 2 or full_range.length % length or scenario.world_size % count:
+            continue
+        for order in ("inner", "outer"):
+            shift = Change("shift", full_range.name, line, (count, order), size=count)
+            offsets = [length * part_of(shift, rank, len(ranks)) for rank in range(len(ranks))]
+            if [local_range.start - local_ranges[0].start for local_range in local_ranges] != offsets:
+                yield shift
+
+
+_SMALL = 2.0**-10
+_FURTHER = 2
+_LARGE = 1_000_000
+_FEW = 16
+"""Fewer wrong values than this may fit an explanation by chance."""
+_REDRAWN = (1, 2, 3)
+"""Draws to discard in further runs: a decision may come out alike with other numbers."""
+_ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)
+"""Efforts that show whether a scaled-down batch is right: every effort rejects a wrong result."""
+_ENDS = (CheckFailure, RankHang)
+"""Errors that end a run without evidence."""
+
+
+def as_seen(failed: Trial, relations: Relations) -> Tensors:
+    """Return the evidence of a failure before further runs."""
+    case, nothing = failed.scenario, Hypotheses([], [])
+    return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.runs, (), nothing)
+
+
+class SecondLook:
+    """The further runs of a case that failed.
+
+    Args:
+        sizes: world sizes of the gate.
+
+    Attributes:
+        repeated: whether a second run completed.
+    """
+
+    def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
+        assert failed.relations is not None
+        self._trials, self._scenario, self._sizes, self._attempts = trials, failed.scenario, sizes, attempts
+        self._expected = attempts.of(
+            "measuring each optimizer step", failed.expected, trials.expected, failed.scenario, deep=True
+        )
+        self._seen, self._relations = failed.runs, failed.relations
+        self._traces: Sequence[RankTrace] = ()
+        self.repeated = True
+
+    def taken(self) -> Tensors:
+        """Run the case again in several ways, and return all evidence."""
+        attempts, case = self._attempts, self._scenario
+        attempts.of("the traced run", None, self._trace)
+        attempts.of("the run once more", None, self._repeat)
+        elsewhere = attempts.of("the run at another world size", None, self._at_another_size)
+        attempts.of("the run with permuted samples", None, self._in_other_order)
+        windows = max(1, max((len(trace.of("backward")) for trace in self._traces), default=1) // max(1, case.steps))
+        hypotheses = attempts.of("the parts of the batch", None, self._hypotheses, case, windows)
+        further = (
+            attempts.of("the runs with other seeds", [], self._with_other_seeds, windows)
+            if hypotheses is not None and hypotheses.divisions
+            else []
+        )
+        tensors = Tensors(
+            case.world_size,
+            case.samples,
+            case.steps,
+            self._expected,
+            self._relations,
+            self._seen,
+            self._traces,
+            hypotheses or Hypotheses([], []),
+            wrong_alone=attempts.of("the step at world size 1", False, self._is_wrong_alone),
+            right_when_small=attempts.of("the run with a small batch", None, self._when_small),
+            further=further,
+            elsewhere=elsewhere,
+            shardwise=wants_world_size(self._trials.program.reference),
+            alone=attempts.of("the record of one device", None, self._trace_alone),
+            mesh=case.mesh,
+            by_draws=attempts.of("the runs with other random numbers", frozenset(), self._by_draws),
+            tried=attempts.of(
+                "changes to single calls", [], changes_tried, self._trials, case, self._traces, self._relations
+            ),
+        )
+        if not tensors.steps_alike:  # no step of a rank has its counterpart among those of one device
+            tensors.expected = replace(tensors.expected, snapshots=[], allowances=[])
+        return tensors
+
+    def _trace(self) -> None:
+        """Run the case and record its calls. Its results replace the earlier ones only if it fails again."""
+        trials, case = self._trials, self._scenario
+        try:
+            pairs = trials.run_on_ranks(trials.program, case, by=run_traced)
+        except _ENDS:
+            return
+        self._traces = tuple(trace for _, trace in pairs)
+        runs = trials.assembled(case, [run for run, _ in pairs])
+        relations = trials.compared(self._expected, runs)
+        if not relations.holds:
+            self._seen, self._relations = runs, relations
+
+    def _trace_alone(self) -> RankTrace | None:
+        try:
+            return self._trials.trace_alone(self._scenario)
+        except _ENDS:
+            return None
+
+    def _is_wrong_alone(self) -> bool:
+        own = self._expected.own
+        if own is None or wants_world_size(self._trials.program.reference):
+            return False
+        return not self._trials.compared(self._expected, [own]).holds
+
+    def _hypotheses(self, scenario: Scenario, windows: int) -> Hypotheses | None:
+        if not self._trials.one_device:
+            return None  # the step may not run on one device
+        try:
+            hypotheses: Hypotheses = self._trials.ranks.run(
+                run_hypotheses, self._trials.program, scenario, windows, size=1
+            )[0]
+        except _ENDS:
+            return None
+        return hypotheses
+
+    def _with_other_seeds(self, windows: int) -> list[Tensors]:
+        """Return the evidence of the same case with other seeds; a mistake must explain these results, too.
+
+        A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
+        Then there are cases with more samples, too; their number leaves the parts as uneven as before.
+        """
+        case, evidence = self._scenario, []
+        if case.batches:
+            return []
+        values = self._expected.single.values
+        small = sum(values[name].numel() for name in self._relations.wrong if name in values) < _FEW
+        for number in range(1, _FURTHER + 1):
+            reseeded = replace(case, seed=case.seed + number)
+            enlarged = replace(reseeded, samples=case.samples * (number * case.world_size + 1))
+            tried = (
+                further for variant in (reseeded, enlarged) if (further := self._further(variant, windows)) is not None
+            )
+            evidence += list(itertools.islice(tried, 2 if small else 1))
+        return evidence
+
+    def _further(self, scenario: Scenario, windows: int) -> Tensors | None:
+        """Return the evidence of another case; None if it has the same batch, too many values, or does not run."""
+        trials = self._trials
+        try:
+            expected = trials.expected(scenario)
+            if expected.single.batch == self._expected.single.batch:
+                return None  # the user's code sets its own seeds
+            runs = trials.on_ranks(scenario, all_values=True)
+        except (*_ENDS, ValueError):  # the user's functions may not take that number of samples
+            return None
+        hypotheses = self._hypotheses(scenario, windows)
+        if hypotheses is None or sum(value.numel() for value in runs[0].values.values()) > _LARGE:
+            return None
+        relations = trials.compared(expected, runs)
+        return Tensors(scenario.world_size, scenario.samples, scenario.steps, expected, relations, runs, (), hypotheses)
+
+    def _when_small(self) -> bool | None:
+        """Return whether the step is right for a scaled-down batch, which reaches no limit on a norm."""
+        if self._scenario.change not in ("", "scaled"):
+            return None
+        small = replace(self._scenario, change="scaled", factor=_SMALL)
+        trials = self._trials
+        try:
+            runs = trials.on_ranks(small, all_values=True)
+            return any(trials.compared(trials.expected(small, effort=effort), runs).holds for effort in _ENOUGH)
+        except _ENDS:
+            return None
+
+    def _repeat(self) -> None:
+        """Compare the case with a second run, and add the relation to each result."""
+        try:
+            repeated_runs = self._trials.on_ranks(self._scenario, all_values=True)
+        except _ENDS:
+            self.repeated = False
+            return
+        repeats(self._relations, self._expected, self._seen, repeated_runs, self._trials.tolerance)
+
+    def _by_draws(self) -> frozenset[Result]:
+        """Return the results that other random numbers change."""
+        trials, case = self._trials, self._scenario
+        changed: set[Result] = set()
+        if not self._expected.drawn and not any(trace.drawn or trace.of("generator") for trace in self._traces):
+            return frozenset()
+        for times in _REDRAWN:
+            try:
+                runs = trials.run_on_ranks(trials.program, case, times, by=run_redrawn)
+            except _ENDS:
+                break
+            redrawn_runs = trials.assembled(case, runs)
+            compared = (self._expected, self._seen, redrawn_runs)
+            changed |= {name for name in self._relations.held if ranks_changed(*compared, name, trials.tolerance)}
+        return frozenset(changed)
+
+    def _at_another_size(self) -> Tensors | None:
+        """Return the case at the smallest other world size, and note for each result whether it is the same there.
+
+        If some ranks have no sample there, the returned case has more samples.
+        """
+        case = self._scenario
+        other_size = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
+        if other_size is None:
+            return None
+        try:
+            other_run: ObservedRun = self._trials.on_ranks(replace(case, world_size=other_size), all_values=True)[0]
+        except _ENDS:
+            return None
+        low, high = sorted((other_size, case.world_size))
+        for name, verdicts in self._relations.held.items():
+            if name == RANDOM or name not in self._expected.single.values:
+                continue
+            allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
+            verdicts[f"same at {low} and {high}"] = close(
+                other_run.values.get(name), self._seen[0].values.get(name), allowed
+            )
+        sample_count = case.samples * other_size
+        few = 0 < case.samples < other_size and not case.batches
+        evidence = self._further(replace(case, world_size=other_size, samples=sample_count), 1) if few else None
+        nothing = Hypotheses([], [])
+        return evidence or Tensors(
+            other_size, case.samples, case.steps, self._expected, self._relations, [other_run], (), nothing
+        )
+
+    def _in_other_order(self) -> None:
+        """Note for each result whether permuted samples change it, if they do not change it on one device."""
+        case, trials = self._scenario, self._trials
+        if case.batches or case.change or case.samples < 2:
+            return
+        permuted = replace(case, change="permuted")
+        try:
+            # Without one device, all ranks run for each measurement.
+            effort = Effort.IN_FULL if trials.one_device else Effort.WIDENED
+            expected, expected_permuted = trials.expected(case, deep=True), trials.expected(permuted, effort=effort)
+            permuted_runs = trials.on_ranks(permuted)
+        except _ENDS:
+            return
+        for name, verdicts in self._relations.held.items():
+            if (allowed := self._as_permuted(name, expected, expected_permuted)) is not None:
+                verdicts["any order"] = close(
+                    permuted_runs[0].values.get(name), self._seen[0].values.get(name), 2 * allowed
+                )
+
+    def _as_permuted(self, name: Result, expected: Expected, permuted: Expected) -> torch.Tensor | float | None:
+        """Return the tolerance of a result in another order; None if one device is not independent of the order."""
+        exact, moved = expected.exact.get(name), permuted.exact.get(name)
+        if exact is None or moved is None or exact.shape != moved.shape:
+            return None
+        tolerance = self._trials.tolerance
+        allowed = allowed_for(expected, name, tolerance) + allowed_for(permuted, name, tolerance)
+        return allowed if difference(exact, moved, allowed) is None else None
+
+
+_LIKELY = 2
+"""Most causes that a report names."""
+
+
+def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes | None = None) -> Failure:
+    """Diagnose a failed trial; this runs the step a few more times.
+
+    If a part of the diagnosis raises an error, the part is left out and the error is kept in `incomplete`.
+
+    Args:
+        axes: the axes of the mesh that the failure needs.
+    """
+    if failed.relations is None:
+        assert failed.error is not None
+        lost = no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
+        unmoved = left_on_cpu(
+            trials.program, failed.error, functools.partial(trials.run_on_ranks, scenario=failed.scenario)
+        )
+        return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
+    attempts = Attempts()
+    look = SecondLook(trials, failed, sizes, attempts)
+    tensors = attempts.of("the second look at the case", as_seen(failed, failed.relations), look.taken)
+    findings = findings_of(evidence_of(tensors, attempts), _LIKELY, attempts)
+    mistakes = [finding.mistake for finding in findings[:1]]
+    first_wrong = attempts.of("the first wrong step", None, _first_wrong, tensors)
+    return Mismatch(
+        name=trials.name,
+        case=failed.scenario.described,
+        findings=findings,
+        size=failed.scenario.world_size,
+        single_process=trials.program.single_process,
+        relations=tensors.relations,
+        expected=tensors.expected,
+        axes=axes,
+        first_wrong=first_wrong,
+        parting=attempts.of("the line where ranks part", None, first_parting, tensors, mistakes),
+        module=attempts.of("the first wrong module", None, first_wrong_module, tensors),
+        factor=attempts.of("the factor", None, tensors.factor),
+        factor_of=tensors.names,
+        of_update=_is_of_update(tensors),
+        patterns=attempts.of("the pattern of wrong values", [], _patterns, tensors),
+        wrong_alone=tensors.wrong_alone,
+        repeated=look.repeated,
+        incomplete=attempts.remarks,
+        defined=definition_of(trials.program.step),
+        against=trials.against,
+    )
+
+
+def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang, defined: str = "") -> NoReturn:
+    """Diagnose ranks that did not return because they hung, raised or died."""
+    account, attempts = account_of(error), Attempts()
+    hung = isinstance(error, RankHang)
+    lines = str(error).splitlines() if account is None else account.headlines(name if hung else None)
+    calls = attempts.of(
+        "the evidence of the calls",
+        UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines)),
+        functools.partial(calls_of, hung=hung),
+        account,
+        scenario,
+        lines,
+    )
+    findings = findings_of_calls(calls, _LIKELY if hung else 1, attempts)
+    return NoReturn(
+        name=name,
+        case=scenario.described,
+        findings=findings,
+        account=account,
+        lines=lines,
+        hung=hung,
+        incomplete=attempts.remarks,
+        defined=defined,
+    )
+
+
+def _first_wrong(tensors: Tensors) -> FirstWrong | None:
+    # Gradients first: if each rank updates its own parameters, it gets the others only after the optimizer step.
+    for of_gradients in (True, False):
+        for step, exact in enumerate(tensors.expected.snapshots):
+            allowed = tensors.expected.allowances[step]
+            for name, value in exact.items():
+                if name not in tensors.relations.wrong or (name.kind == "grads") is not of_gradients:
+                    continue
+                for rank, run in enumerate(tensors.seen):
+                    if step >= run.optimizer_steps:
+                        return FirstWrong(step + 1, rank, None)
+                    # The step may not be on record.
+                    snapshot = run.snapshots[step] if step < len(run.snapshots) else None
+                    if snapshot is not None and not close(snapshot.get(name), value, allowed[name]):
+                        return FirstWrong(step + 1, rank, name)
+    return None
+
+
+def _is_of_update(tensors: Tensors) -> bool:
+    """Return whether gradients were compared and are right, and parameters are wrong."""
+    verdicts = tensors.relations.held
+    gradients = [name for name in verdicts if name.kind == "grads"]
+    return bool(gradients) and not tensors.wrong("grads", "returned") and bool(tensors.wrong("params"))
+
+
+def _patterns(tensors: Tensors) -> list[str]:
+    """Describe patterns in the first wrong values, such as a flipped bit."""
+    patterns: list[str] = []
+    for name in tensors.names[:1]:
+        for rank in tensors.relations.wrong[name][:1]:
+            got, exact = tensors.seen[rank].values.get(name), tensors.expected.exact[name]
+            if got is not None and got.shape == exact.shape:
+                lines = diagnose(got, exact, tensors.expected.tolerance[name], rank=rank)
+                patterns += [f"{name} on rank {rank} {line}" for line in lines]
+    return patterns

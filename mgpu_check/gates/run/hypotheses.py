@@ -1,0 +1,257 @@
+"""Hypotheses on a failure, each computed in a rank.
+
+Either parts of the batch give the results (computed as on one device, in a rank that is alone in its world), or the
+step leaves something on the CPU (it is tried again with the model or the batch on the device of the rank).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mgpu_check.diagnosis.observations import Alternative, Division, Hypotheses, Other, Result
+from mgpu_check.engine.failures import Account
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.gates.program import Program, bound, modules_of
+from mgpu_check.gates.run.shards import parameters_of
+from mgpu_check.gates.run.step_runs import observe
+from mgpu_check.gates.search.scenarios import Scenario, has_padding, samples_in
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
+from mgpu_check.torch_hooks.switches import one_thread, seed_everything
+
+_BOTH = ("model", "batch")
+_SENTENCES = {
+    ("batch",): "the batch arrives on the CPU: move it to rank.device",
+    ("model",): "the model arrives on the CPU: move it to rank.device",
+    _BOTH: "model and batch arrive on the CPU: move both to rank.device",
+}
+_OF_EVALUATION = "the batch of evaluate arrives on the CPU: move it to the device of the model"
+
+
+def left_on_cpu(program: Any, error: BaseException, run: Callable[[Any], object]) -> str:
+    """Return a sentence about what a failed step leaves on the CPU; "" if it also fails with that moved.
+
+    Args:
+        program: a dataclass with the step as a field.
+        error: the failure. Only code that raised may have missed a device; a hang would cost another time limit.
+        run: runs a program on ranks.
+    """
+    account = getattr(error, "account", None)
+    if not (isinstance(account, Account) and account.raised):
+        return ""
+
+    def fails(**changes: Any) -> bool:
+        try:
+            run(replace(program, **changes))
+        except RankDied:
+            raise
+        except RankFailure:
+            return True
+        return False
+
+    try:
+        evaluate = getattr(program, "evaluate", None)
+        if not fails(step=_MovedStep(program.step, _BOTH)):
+            single = (moved for moved in _SENTENCES if moved != _BOTH)
+            moved = next((moved for moved in single if not fails(step=_MovedStep(program.step, moved))), _BOTH)
+            sentence = _SENTENCES[moved]
+        elif evaluate is not None and not fails(evaluate=_MovedEvaluation(evaluate)):
+            sentence = _OF_EVALUATION
+        else:
+            return ""
+        return sentence if fails() else ""  # the failure may not repeat
+    except (RankDied, RankHang):
+        return ""
+
+
+@dataclass
+class _MovedStep:
+    step: Callable[..., Any]
+    moved: tuple[str, ...]
+
+    def __call__(self, model: Any, batch: Any, rank: Rank) -> Any:
+        if "model" in self.moved:
+            for module in modules_of(model).values():
+                module.to(rank.device)
+        if "call" not in vars(self):
+            self.call = bound(self.step, model, rank)
+        return self.call(_moved(batch, rank.device) if "batch" in self.moved else batch)
+
+
+@dataclass(frozen=True)
+class _MovedEvaluation:
+    evaluate: Callable[[Any, Any], Any]
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Any:
+        return self.evaluate(model, _moved(batch, next(model.parameters()).device))
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return with_tensors(batch, [tensor.to(device) for tensor in tensors_of(batch)])
+
+
+_GROUPS = 8
+"""Most groups of biases that are tried one by one, since each costs a run."""
+
+Alter = Callable[[Any], Any]
+Values = dict[Result, torch.Tensor]
+
+
+def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: int) -> Hypotheses:
+    """Run the reference, or the step at world size 1, on parts of the batch and on batches that mistakes make."""
+    size = scenario.world_size
+    divisions: list[Division] = []
+    with full_precision(), one_thread():
+        for name, along, take_shard in _ways(size):
+            for count in dict.fromkeys((1, windows)):
+                divided = _divide(rank, program, scenario, name, along, take_shard, count)
+                if divided is not None:
+                    divisions.append(divided)
+        alternatives = [
+            Alternative(alteration, values, index)
+            for alteration, index, alter in _alternatives(size)
+            if (values := _run(rank, program, scenario, alter)) is not None
+        ]
+        for index, bias_names in enumerate(_biases(program)):
+            of_model = dataclasses.replace(
+                program, build=functools.partial(_build_with, program.build, bias_names, size)
+            )
+            if (values := _run(rank, of_model, scenario, lambda batch: batch)) is not None:
+                alternatives.append(Alternative("biases-several-times", values, index, bias_names))
+        seed_everything(1000 * scenario.seed)
+        batch = scenario.batches[0] if program.batch is None else program.batch(scenario.samples)
+    return Hypotheses(divisions, alternatives, has_padding(batch))
+
+
+def _biases(program: Program) -> list[tuple[str, ...]]:
+    """Return groups of biases that one line of code adds: biases with the same last two names; and all biases."""
+    groups: dict[str, list[str]] = {}
+    for name, value in parameters_of(modules_of(program.build())):
+        if name.rpartition(".")[2] == "bias" and value.dim() == 1 and value.is_floating_point():
+            groups.setdefault(".".join(name.split(".")[-2:]), []).append(name)
+    biases = [tuple(group) for group in groups.values()][:_GROUPS]
+    return biases if len(groups) < 2 else [*biases, tuple(itertools.chain.from_iterable(groups.values()))]
+
+
+def _build_with(build: Callable[[], Any], parameter_names: Sequence[str], times: int) -> Any:
+    model = build()
+    for name, value in parameters_of(modules_of(model)):
+        if name in parameter_names:
+            value.data = value.data * times
+    return model
+
+
+def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:
+    yield (
+        "every " + (f"{size}th" if size > 3 else {2: "2nd", 3: "3rd"}.get(size, "")) + " sample",
+        0,
+        (lambda leaf, index: leaf[index::size]),
+    )
+    yield "blocks of samples", 0, lambda leaf, index: leaf.tensor_split(size)[index]
+    yield "chunks of samples", 0, lambda leaf, index: _chunk(leaf, size, index, 0)
+    yield "blocks of positions", 1, lambda leaf, index: leaf.tensor_split(size, dim=1)[index]
+    yield "every other position", 1, lambda leaf, index: leaf[:, index::size]
+
+
+def _chunk(leaf: torch.Tensor, size: int, index: int, dim: int) -> torch.Tensor:
+    chunks = leaf.chunk(size, dim)
+    return chunks[index] if index < len(chunks) else leaf.narrow(dim, 0, 0)
+
+
+def _divide(
+    rank: Rank,
+    program: Program,
+    scenario: Scenario,
+    name: str,
+    along: int,
+    take_shard: Callable[[torch.Tensor, int], torch.Tensor],
+    windows: int,
+) -> Division | None:
+    results_by_rank: list[list[Values]] = []
+    counts: list[int] = []
+    for index in range(scenario.world_size):
+        mine: list[Values] = []
+        extents: list[int] = []
+        for window in range(windows):
+
+            def alter(batch: Any, index: int = index, window: int = window, extents: list[int] = extents) -> Any:
+                cut = _cut(batch, along, lambda leaf: take_shard(leaf, index))
+                extents.append(_extent(cut, along))
+                return _cut(cut, 0, lambda leaf: leaf.tensor_split(windows)[window]) if windows > 1 else cut
+
+            values = _run(rank, program, dataclasses.replace(scenario, world_size=1), alter)
+            if values is None and extents and extents[0]:
+                return None
+            mine.append({} if values is None else values)
+        results_by_rank.append(mine)
+        counts.append(extents[0] if extents else 0)
+    if sum(counts) == 0:
+        return None
+    return Division(name, along, windows, results_by_rank, counts)
+
+
+def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Values | None:
+    try:
+        run = observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter)
+    except Exception:  # this hypothesis cannot be tried
+        return None
+    return run.values
+
+
+def _cut(batch: Any, along: int, take_shard: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `batch` with the part of each tensor that has the divided dimension; other tensors stay whole."""
+    leaves = tensors_of(batch)
+    extent = _extent(batch, along)
+    new = [take_shard(leaf) if _divisible(leaf, along, extent) else leaf for leaf in leaves]
+    if not extent or all(cut is leaf for cut, leaf in zip(new, leaves, strict=True)):
+        raise ValueError("nothing to divide")
+    return with_tensors(batch, new)
+
+
+def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
+    return leaf.dim() > along and leaf.shape[along] == extent
+
+
+def _extent(batch: Any, along: int) -> int:
+    """Return the length of the divided dimension: the number of samples or of positions."""
+    if along == 0:
+        return samples_in(batch)
+    lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]
+    return lengths[0] if lengths else 0
+
+
+def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
+    def selected(order: Callable[[int], list[int]]) -> Alter:
+        def alter(batch: Any) -> Any:
+            return _cut(batch, 0, lambda leaf: leaf[order(len(leaf))])
+
+        return alter
+
+    yield "truncated", 0, selected(lambda n: list(range(n - n % size)))
+    yield "padded", 0, selected(lambda n: [sample % n for sample in range(-(-n // size) * size)])
+    yield "first-shard-only", 0, selected(lambda n: list(range(0, n, size)))
+    yield "first-block-only", 0, selected(lambda n: list(range(-(-n // size))))
+    for index in range(4):
+        yield "first-part-of-a-tensor", index, _with_first_part(size, index)
+
+
+def _with_first_part(size: int, index: int) -> Alter:
+    def alter(batch: Any) -> Any:
+        leaves = tensors_of(batch)
+        extent = samples_in(batch)
+        leaf = leaves[index]
+        if not _divisible(leaf, 0, extent):
+            raise ValueError("nothing to repeat")
+        lengths = [len(chunk) for chunk in leaf.chunk(size)]
+        leaves[index] = torch.cat([leaf[:length] for length in lengths])
+        return with_tensors(batch, leaves)
+
+    return alter

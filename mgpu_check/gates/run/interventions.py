@@ -1,0 +1,535 @@
+"""Change one call of the code under test during one run: if a wrong step is then right, it is the cause.
+
+Runs in ranks. Changes are to collectives and other calls, to the terms of a loss (where each is computed, what depends
+on it, and the scale of its gradient), and to gradients, which can be combined after each backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from mgpu_check.diagnosis.observations import Change, ObservedRun, Term
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.run.call_events import site, upstream
+from mgpu_check.gates.run.shards import parameters_of
+from mgpu_check.gates.run.step_runs import observe
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.processes.collective_records import relative
+from mgpu_check.processes.tracebacks import is_file_under_test
+from mgpu_check.torch_hooks.collective_arguments import group_of, own_groups
+from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Form
+from mgpu_check.torch_hooks.collectives import Recorder, recorder
+from mgpu_check.torch_hooks.nested import named_parameters
+from mgpu_check.torch_hooks.patches import replaced
+
+_MOST = 6
+"""Most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs."""
+_MOST_NODES = 1000
+"""Most nodes of a graph that are visited: terms of a loss are near its root."""
+_ADDS = {"AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0"}
+_SCALES = {
+    *("MulBackward0", "DivBackward0", "NegBackward0", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"),
+    *("CloneBackward0", "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1"),
+}
+"""Functions that are linear in one operand if the other operands need no gradient."""
+_FRAME = re.compile(r'File "(.+)", line (\d+)')
+
+Paths = tuple[tuple[int, ...], ...]
+_Edge = tuple[Any, int]
+"""A node of the graph, and the index of its operand that is a term."""
+
+
+@contextlib.contextmanager
+def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> Iterator[None]:
+    """Record each loss that backward is called on, and its terms, by the calling line and the graph path."""
+    named = [pair for module in modules_of(model).values() for pair in named_parameters(module)]
+
+    def note(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
+        for root in roots:
+            if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
+                for paths, edges in [(((),), []), *_terms(root.grad_fn)]:
+                    node = _below(edges[0]) if edges else root.grad_fn
+                    terms.setdefault((line, paths), Term(line, paths, _line_of(node), upstream(node, named)))
+        return []
+
+    # Anomaly detection makes each node keep the traceback of its creation.
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), around_backward(note):
+        yield
+
+
+@contextlib.contextmanager
+def scaling_term(term: Term, times: float) -> Iterator[None]:
+    """Multiply the gradient that reaches one term of a loss, or the loss itself."""
+
+    def scale(line: str, roots: Sequence[Any]) -> list[RemovableHandle]:
+        if line != term.backward:
+            return []
+        if not term.paths[0]:
+            return [root.grad_fn.register_prehook(_all_multiplied(times)) for root in roots]
+        matches = [edges for root in roots for paths, edges in _terms(root.grad_fn) if paths == term.paths]
+        return [node.register_hook(_multiplied(index, times)) for edges in matches for node, index in edges]
+
+    with around_backward(scale):
+        yield
+
+
+def _multiplied(index: int, times: float) -> Callable[..., Any]:
+    def hook(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            gradient * times if number == index and gradient is not None else gradient
+            for number, gradient in enumerate(inputs)
+        )
+
+    return hook
+
+
+def _all_multiplied(times: float) -> Callable[..., Any]:
+    return lambda gradients: tuple(None if gradient is None else gradient * times for gradient in gradients)
+
+
+def _leave_alone() -> None:
+    pass
+
+
+@contextlib.contextmanager
+def around_backward(
+    look: Callable[[str, Sequence[Any]], list[RemovableHandle]] = lambda line, roots: [],
+    then: Callable[[], None] = _leave_alone,
+) -> Iterator[None]:
+    """Call `look` before each backward pass, with its line and its losses, and `then` after it.
+
+    The hooks that `look` returns are removed after the pass. Passes inside of others do not count.
+    """
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # imported, not exported
+    inside = 0
+
+    def watched(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        hooks = [] if inside else look(site(sys._getframe()), roots)
+        inside += 1
+        try:
+            result = run(roots, *args, **kwargs)
+        finally:
+            inside -= 1
+            for hook in hooks:
+                hook.remove()
+        if not inside:
+            then()
+        return result
+
+    with replaced(torch.autograd, "_engine_run_backward", watched):
+        yield
+
+
+def _terms(root: Any) -> list[tuple[Paths, list[_Edge]]]:
+    """Return the terms of a loss: its summands, and losses that an autograd function attaches to another tensor."""
+    added = [((path,), [edge]) for path, edge in _added(root)]
+    injected: dict[str, list[tuple[tuple[int, ...], _Edge]]] = {}
+    for path, edge in _injected(root):
+        injected.setdefault(edge[0].name(), []).append((path, edge))
+    several = [
+        (tuple(path for path, _ in injections), [edge for _, edge in injections]) for injections in injected.values()
+    ]
+    return [*added, *several]
+
+
+def _added(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
+    """Yield the summands of a loss, the nearest first, each with its path through the graph."""
+    waiting: deque[tuple[tuple[int, ...], Any]] = deque([((), root)])
+    yielded = visited = 0
+    while waiting and visited < _MOST_NODES:
+        path, node = waiting.popleft()
+        visited += 1
+        operands, name = _operands(node), node.name()
+        adds = name in _ADDS and len(operands) > 1
+        if not adds and not (name in _ADDS | _SCALES and len(operands) == 1):
+            continue
+        for index, below in operands:
+            if adds:
+                yield (*path, index), (node, index)
+                yielded += 1
+                if yielded == _MOST:
+                    return
+            waiting.append(((*path, index), below))
+
+
+def _injected(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
+    """Yield scalar operands, such as losses of layers, that an autograd function takes beside others."""
+    waiting: deque[tuple[tuple[int, ...], Any]] = deque([((), root)])
+    visited = {root}
+    while waiting and len(visited) < _MOST_NODES:
+        path, node = waiting.popleft()
+        operands = _operands(node)
+        of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        for index, below in operands:
+            if (
+                of_python
+                and len(operands) > 1
+                and [tuple(metadata.shape) for metadata in below._input_metadata] == [()]
+            ):
+                yield (*path, index), (node, index)
+            if below not in visited:
+                visited.add(below)
+                waiting.append(((*path, index), below))
+
+
+def _operands(node: Any) -> list[tuple[int, Any]]:
+    return [(index, below) for index, (below, _) in enumerate(node.next_functions) if below is not None]
+
+
+def _below(edge: _Edge) -> Any:
+    node, index = edge
+    return node.next_functions[index][0]
+
+
+def _line_of(node: Any) -> str:
+    """Return the line of the code under test that computed a term, ignoring operations that only scale it."""
+    while node.name() in _SCALES and len(below := _operands(node)) == 1:
+        node = below[0][1]
+    for traceback_entry in reversed(node.metadata.get("traceback_", [])):
+        for file, number in _FRAME.findall(traceback_entry):
+            if is_file_under_test(file):
+                return f"{relative(file)}:{number}"
+    return ""
+
+
+def combining_gradients(
+    model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], how: str
+) -> contextlib.AbstractContextManager[None]:
+    """Give all ranks of a group the mean, or the sum, of their gradients of some parameters after each backward pass.
+
+    A mean may be repeated without effect, so gradients that accumulate over several passes come out right.
+    """
+    return around_backward(then=lambda: recorder.aside(lambda: _combine(model, group, parameter_names, how == "mean")))
+
+
+def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], mean: bool) -> None:
+    parameters = {
+        name: parameter
+        for name, parameter in parameters_of(modules_of(model))
+        if name in parameter_names and not _is_dtensor(parameter)
+    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    of_ranks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, shapes, group=group)
+    for name, parameter in parameters.items():
+        if any(others.get(name) != shapes[name] for others in of_ranks):
+            continue  # ranks hold different slices, or a module that others lack
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        dist.all_reduce(gradient, group=group)
+        parameter.grad = gradient / len(of_ranks) if mean else gradient
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+_OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+_OUTPUTS = tuple(dict.fromkeys(row.taken for row in COLLECTIVES.values() if row.taken and row.taken != row.operand))
+"""Parameters that collectives write their results to; collectives without such a parameter overwrite the operand."""
+_ADDING = ("add", "add_", "__add__", "__iadd__", "__radd__")
+
+
+def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> ObservedRun:
+    with full_precision():
+        return observe(rank, program, scenario, around=lambda model, batches: _changed(change, rank, model))
+
+
+def run_noting_ranges(rank: Rank, program: Program, scenario: Scenario) -> dict[str, Range]:
+    """Return the lines that call `torch.arange` or slice a parameter, each with its first range."""
+    noting = _NotingRanges()
+    with full_precision():
+        observe(rank, program, scenario, digests=False, around=lambda model, batches: _noting(noting))
+    return noting.slices | {line: Range(len(values), start) for line, (values, start) in noting.found.items()}
+
+
+def part_of(shift: Change, rank: int, size: int) -> int:
+    """Return the index of the part of a range that a rank has."""
+    part_count, order = shift.value
+    return int(rank % part_count if order == "inner" else rank // max(1, size // part_count))
+
+
+def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[Term]:
+    terms: dict[tuple[str, Paths], Term] = {}
+    with full_precision():
+        observe(rank, program, scenario, digests=False, around=lambda model, batches: noting_terms(model, terms))
+    return list(terms.values())
+
+
+def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[None]:
+    if change.kind == "combine":
+        index, parameter_names, how = change.value
+        return combining_gradients(model, _group(index), parameter_names, how)
+    if change.kind == "term":
+        return scaling_term(*change.value)
+    if change.kind == "shift":
+        return _Shifting(change, rank)
+    return _with_calls(change)
+
+
+@contextlib.contextmanager
+def _with_calls(change: Change) -> Iterator[None]:
+    """Change the collectives of one name that one line calls, or those of several lines."""
+    lines = change.value if change.kind == "wait" else ((change.name, change.site),)
+    call, apply = Recorder.call, torch.autograd.Function.__dict__["apply"]
+    alter = _ALTERED.get(change.kind)
+    kept: list[torch.Tensor] = []
+    sizes: list[int] = []  # group sizes of changed collectives, one per running autograd function
+
+    def changed(
+        recorder: Recorder, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if recorder._inside.depth or (form.name, site(sys._getframe())) not in lines:
+            return call(recorder, function, form, args, kwargs)
+        if change.kind == "wait":
+            result = call(recorder, function, form, args, kwargs)
+            if isinstance(result, dist.Work):
+                result.wait()
+            return result
+        if change.kind == "skip":
+            return _done(form, args, kwargs)
+        if change.kind == "new":
+            operand = form.argument(form.operand, args, kwargs)
+            before = kept[-change.value].clone() if len(kept) >= change.value else torch.zeros_like(operand)
+            with torch.no_grad():
+                operand.sub_(before)
+                result = call(recorder, function, form, args, kwargs)
+                if isinstance(result, dist.Work):
+                    result.wait()
+                operand.add_(before)
+            kept.append(operand.detach().clone())
+            return result
+        if alter is None:
+            name = (
+                form.group
+                if change.kind == "group"
+                else next(parameter for parameter in OPERATIONS if parameter in form.parameters)
+            )
+            value = _group(change.value) if change.kind == "group" else _OPS[str(change.value)]
+            args, kwargs = _with_argument(form, args, kwargs, name, value)
+            return call(recorder, function, form, args, kwargs)
+        group = group_of(form.argument(form.group, args, kwargs))
+        size = len(group.ranks) if group is not None else 1
+        result = call(recorder, function, form, args, kwargs)
+        if sizes:
+            sizes[-1] = size
+            return result
+        return _with_results(form, args, kwargs, result, lambda tensors: alter(tensors, size, change.value))
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Alter the result of an autograd function, not of its collective: autograd then changes gradients too."""
+        sizes.append(0)
+        try:
+            result = apply.__func__(cls, *args, **kwargs)
+        finally:
+            size = sizes.pop()
+        if not size or alter is None:
+            return result
+        several = isinstance(result, (list, tuple))
+        tensors = alter(list(result) if several else [result], size, change.value)
+        return type(result)(tensors) if several else tensors[0]
+
+    with replaced(Recorder, "call", changed), replaced(torch.autograd.Function, "apply", classmethod(applied)):
+        yield
+
+
+def _multiplied_tensors(tensors: list[torch.Tensor], by: float) -> list[torch.Tensor]:
+    return [
+        tensor if tensor.dtype is torch.bool else (tensor if tensor.is_floating_point() else tensor.double()) * by
+        for tensor in tensors
+    ]
+
+
+def _reordered(tensors: list[torch.Tensor], size: int, pieces: int) -> list[torch.Tensor]:
+    """Put the first pieces of all ranks first, then the second ones, if the rows divide into pieces."""
+    rows = sum(map(len, tensors))
+    if rows % (size * pieces):
+        return tensors
+    joined = torch.cat(tensors).unflatten(0, (size, pieces, -1)).transpose(0, 1).flatten(0, 2)
+    return list(joined.split([len(tensor) for tensor in tensors]))
+
+
+_ALTERED: dict[str, Callable[[list[torch.Tensor], int, Any], list[torch.Tensor]]] = {
+    "divide": lambda tensors, size, value: _multiplied_tensors(tensors, 1 / size),
+    "multiply": lambda tensors, size, value: _multiplied_tensors(tensors, float(size)),
+    "reorder": _reordered,
+}
+"""By kind of change: a function from the results of a collective, the group size and a value to the changed results."""
+
+
+class _Settled(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operand = form.argument(form.operand, args, kwargs)
+    if "self" in form.parameters:
+        return operand
+    return _Settled() if form.argument("async_op", args, kwargs) else None
+
+
+def _group(index: Any) -> Any:
+    return own_groups()[int(index)]
+
+
+def _with_argument(
+    form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    position = form.parameters.index(name)
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, kwargs | {name: value}
+
+
+def _with_results(
+    form: Form,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    alter: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> Any:
+    if isinstance(result, torch.Tensor):
+        return alter([result])[0]
+    if isinstance(result, dist.Work):
+        result.wait()
+    value = next((output for name in _OUTPUTS if (output := form.argument(name, args, kwargs)) is not None), None)
+    if value is None:
+        value = form.argument(form.operand, args, kwargs)
+    tensors = list(value) if isinstance(value, (list, tuple)) else [value]
+    if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        with torch.no_grad():
+            for tensor, new in zip(tensors, alter(tensors), strict=True):
+                tensor.copy_(new)
+    return result
+
+
+class _AroundRanges(TorchFunctionMode):
+    """Watches calls of `arange` in the code under test, by any name or method, and slices of parameters."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__getitem__" and isinstance(args[0], nn.Parameter):
+            position, line = _place_of_slice(args[1]), site(sys._getframe())
+            if position is not None and line:
+                args = args[0], self.sliced(line, args[1], position)
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "arange":
+            line = site(sys._getframe())
+            return self.made(line, result) if line else result
+        self.called(func, args, result)
+        return result
+
+    def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def sliced(self, line: str, index: Any, position: int) -> Any:
+        return index
+
+    def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        pass
+
+
+def _place_of_slice(index: Any) -> int | None:
+    """Return the place of the one slice with an end in an index of a tensor; None if there is not just one."""
+    entries = index if isinstance(index, tuple) else (index,)
+    positions = [
+        position for position, entry in enumerate(entries) if isinstance(entry, slice) and isinstance(entry.stop, int)
+    ]
+    return positions[0] if len(positions) == 1 and entries[positions[0]].step is None else None
+
+
+def _slice_in(index: Any, position: int) -> tuple[int, int]:
+    """Return the first row of a slice in an index, and the row where it ends."""
+    row_slice = index[position] if isinstance(index, tuple) else index
+    return row_slice.start or 0, row_slice.stop
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range that a line makes.
+
+    Attributes:
+        start: the first number, including an offset that is added to the range later.
+        name: "arange", or "slice" for the rows of a parameter that the line takes.
+    """
+
+    length: int
+    start: float
+    name: str = "arange"
+
+
+class _NotingRanges(_AroundRanges):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[torch.Tensor, float]] = {}
+        self.slices: dict[str, Range] = {}
+
+    def sliced(self, line: str, index: Any, position: int) -> Any:
+        start, end = _slice_in(index, position)
+        if 0 <= start < end:
+            self.slices.setdefault(line, Range(end - start, start, "slice"))
+        return index
+
+    def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
+        if values.numel():
+            self.found.setdefault(line, (values, float(values[0])))
+        return values
+
+    def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if getattr(func, "__name__", "") not in _ADDING or not isinstance(result, torch.Tensor):
+            return
+        for line, (values, _) in self.found.items():
+            if any(argument is values for argument in args) and result.shape == values.shape:
+                self.found[line] = values, float(result[0])
+
+
+@contextlib.contextmanager
+def _noting(ranges: _NotingRanges) -> Iterator[None]:
+    """Record ranges as the code under test receives them: a simulated device moves the tensors that torch makes."""
+    arange, recorded = torch.arange, set[str]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        values = arange(*args, **kwargs)
+        if (line := site(sys._getframe())) not in recorded and line in ranges.found:
+            recorded.add(line)
+            ranges.found[line] = values, float(values[0])
+        return values
+
+    with ranges, replaced(torch, "arange", noted):
+        yield
+
+
+class _Shifting(_AroundRanges):
+    """Lets the ranges of one line continue where the ranges of earlier ranks end."""
+
+    def __init__(self, change: Change, rank: Rank) -> None:
+        super().__init__()
+        self._line, self._index = (change.name, change.site), part_of(change, rank.index, rank.size)
+
+    def made(self, line: str, values: torch.Tensor) -> torch.Tensor:
+        return values + self._index * values.numel() if ("arange", line) == self._line else values
+
+    def sliced(self, line: str, index: Any, position: int) -> Any:
+        if ("slice", line) != self._line:
+            return index
+        start, end = _slice_in(index, position)
+        by = self._index * (end - start)
+        moved = slice(start + by, end + by)
+        return (*index[:position], moved, *index[position + 1 :]) if isinstance(index, tuple) else moved

@@ -1,0 +1,765 @@
+"""Measure the results of a step on one device, and how far rounding may move them.
+
+The program runs in a rank that is alone in its world: unperturbed, in float64, and with enlarged rounding errors: its
+batch is moved, and its operators are perturbed. The precision of the step does not determine a result that the
+perturbed runs change; see `mgpu_check.numerics.steps`. A step can also run on its ranks in such variations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mgpu_check.diagnosis.observations import Expected, ObservedRun, Result
+from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.run.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.run.step_recorder import Nudge
+from mgpu_check.gates.run.step_runs import Around, observe
+from mgpu_check.gates.search.scenarios import Scenario
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.perturbation import Perturbed, unfused
+from mgpu_check.numerics.steps import (
+    PAIRS,
+    SAMPLES,
+    Dithered,
+    MeasuredStep,
+    Unnarrowed,
+    assess,
+    deviations,
+    errors_seen,
+    full_precision,
+    granted_at_least,
+    is_narrow,
+    narrow_tolerance,
+    with_roundings,
+)
+from mgpu_check.torch_hooks.nested import named_parameters, tensors_of, with_tensors
+from mgpu_check.torch_hooks.switches import one_thread, some_threads
+from mgpu_check.torch_hooks.tensors import all_finite, name_of, plain_copy
+
+ROUNDOFF = unit_roundoff(torch.float32)
+
+
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def flip_of(value: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return the change that flips the elements whose sign is within what is allowed, and leaves the others alone."""
+    return -value.sign() * allowed * (value.abs() <= allowed)
+
+
+def add_to(gradient: torch.Tensor, change: torch.Tensor | None) -> None:
+    if change is not None and change.shape == gradient.shape:
+        gradient.add_(change.to(gradient.device, gradient.dtype))
+
+
+def moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
+    """Return the batch with each element of its floating-point tensors moved by `spread` roundoffs, up or down."""
+    with Perturbed(spread, generator, ROUNDOFF, counts=True):
+        return with_tensors(
+            batch,
+            [leaf.clone() if leaf.is_floating_point() or leaf.is_complex() else leaf for leaf in tensors_of(batch)],
+        )
+
+
+@contextlib.contextmanager
+def perturbed(
+    model: Any,
+    batches: Sequence[Any],
+    spread: float,
+    generator: torch.Generator,
+    copies: bool,
+    fused: bool,
+) -> Iterator[None]:
+    """Perturb the parameters, and then the results of operators inside the context.
+
+    Args:
+        copies: also perturb copied and sent tensors during the step.
+        fused: the step calls operators that run a whole recurrent network: take them apart.
+    """
+    unfusing = unfused() if fused else contextlib.nullcontext()
+    mode = Perturbed(spread, generator, ROUNDOFF, counts=True)
+    with unfusing, mode, DrawsOfFloat32():
+        with torch.no_grad():
+            for module in modules_of(model).values():
+                for _, parameter in named_parameters(module):
+                    parameter.copy_(parameter.clone())
+        mode.copies = copies
+        yield
+
+
+_Gradients = dict[tuple[int, Result], torch.Tensor]
+"""The gradients of a rank by optimizer step and name: slices, where ranks hold slices."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One way to run a step.
+
+    All ranks decide alike, because each of them gets the same variation: otherwise some would wait for the others.
+
+    Attributes:
+        spread: roundoffs that operators and batches are perturbed by, positive or negative; 0 for none.
+        pair: the seed of the signs. Runs of the same seed and opposite spreads belong together.
+        batch_only: perturb the batches, and not the operators.
+        deep: keep the results of each optimizer step.
+        nudged: flip the gradients whose sign rounding decides. Optimizers that divide by the size of a gradient take a
+            whole step in the direction of its sign.
+        roundoff: unit roundoff of a narrow dtype that the gradients may be rounded to, too.
+    """
+
+    spread: float = 0.0
+    pair: int = 0
+    batch_only: bool = False
+    double: bool = False
+    deep: bool = False
+    nudged: bool = False
+    roundoff: float = 0.0
+
+
+def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Variation) -> ObservedRun:
+    run = functools.partial(_run, rank, program, scenario)
+    with full_precision():
+        if not variation.nudged:
+            return run(variation)
+        gradients: list[_Gradients] = []
+        for spread in (0.0, variation.spread, -variation.spread):
+            gradients.append({})
+            run(Variation(spread, variation.pair), nudge=functools.partial(_keep, gradients[-1]))
+        return run(Variation(), nudge=functools.partial(_flip, _undecided(variation, *gradients)))
+
+
+def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **options: Any) -> ObservedRun:
+    if how.spread:
+        generator = generator_of(how.pair + 1)
+        options["alter"] = functools.partial(moved, spread=how.spread, generator=generator)
+        if not how.batch_only:
+            options["around"] = functools.partial(
+                perturbed, spread=how.spread, generator=generator, copies=False, fused=False
+            )
+    elif how.double:
+        options["around"] = lambda model, batches: DrawsOfFloat32()
+    run = observe(rank, program, scenario, deep=how.deep, double=how.double, digests=False, **options)
+    run.initial = {}
+    return run
+
+
+def _keep(into: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> None:
+    with _disable_current_modes():  # a mode would perturb the copy
+        into[step, name] = plain_copy(gradient).float()
+
+
+def _undecided(how: Variation, plain: _Gradients, *others: _Gradients) -> _Gradients:
+    """Return the changes that flip each gradient whose sign rounding decides, and leave the others alone."""
+    common: Mapping[tuple[int, Result], torch.Tensor] = {
+        key: value for key, value in plain.items() if all(key in gradients for gradients in others)
+    }
+    granted = granted_at_least(common, others, ROUNDOFF, abs(how.spread))
+    changes = {}
+    for key, value in common.items():
+        changes[key] = flip_of(value, with_roundings(granted[key], value, how.roundoff))
+    return changes
+
+
+def _flip(changes: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> None:
+    add_to(gradient, changes.get((step, name)))
+
+
+_DIRECTIONS = (1, -1)
+LARGE = 1_000_000
+"""Least number of elements of results that makes a step large. Large steps get fewer perturbations, since each needs a
+random sign for every intermediate value."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One program on one device: its run, and the values of each stage (optimizer steps if requested, then the end).
+
+    Attributes:
+        undetermined: results of other than floating-point dtypes that rounding changes.
+        precise: whether the exact values were computed in float64.
+        remarks: measurements that failed, for the report.
+    """
+
+    single: ObservedRun
+    stages: list[MeasuredStep[Result]]
+    undetermined: set[Result]
+    precise: bool
+    remarks: list[str]
+
+
+@dataclass(frozen=True)
+class Provisional:
+    """The unperturbed run of one program on one device, with a tolerance within which a result is surely right."""
+
+    single: ObservedRun
+    tolerance: dict[Result, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """One of the runs of a provisional measurement.
+
+    Attributes:
+        observed: the results; None if the perturbed run fails, or if a result is not finite.
+        simple: whether these runs suffice. A recurrent network in one operator, and an optimizer that is not linear in
+            the gradient, need more.
+        drawn, narrow: `Notes.drawn` and `Notes.seen`; empty for perturbed runs.
+    """
+
+    observed: ObservedRun | None
+    simple: bool
+    drawn: tuple[tuple[int, ...], ...] = ()
+    narrow: frozenset[torch.dtype] = frozenset()
+
+
+class Runs:
+    """The runs of one program for one scenario.
+
+    Attributes:
+        narrow: whether the program computes in dtypes narrower than float32.
+    """
+
+    def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
+        self._observe = functools.partial(observe, rank, program, scenario, of_reference=of_reference)
+        self._threads = threads
+        self._singles: list[ObservedRun] = []
+        self._moved: list[ObservedRun] = []
+        self._pairs: list[list[ObservedRun]] = []
+        self._dithered: list[ObservedRun] = []
+        self._failure: Exception | None = None
+        self._deep: bool | str = False
+        self._drew: list[str] = []
+        self._copies = True
+        self._fused = False
+        self.narrow = False
+        self._precise = True
+
+    def _run(
+        self,
+        *,
+        around: Around = lambda model, batches: contextlib.nullcontext(),
+        digests: bool = False,
+        initial: bool = False,
+        **how: Any,
+    ) -> ObservedRun:
+        @contextlib.contextmanager
+        def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
+            elements = sum(p.numel() for module in modules_of(model).values() for _, p in named_parameters(module))
+            large = 2 * elements >= LARGE  # twice: each parameter has a gradient
+            with some_threads(self._threads, large), around(model, batches):
+                yield
+
+        located = self._singles[0].located if self._singles else None
+        return self._observe(around=with_threads, digests=digests, initial=initial, located=located, **how)
+
+    @property
+    def elements(self) -> int:
+        return sum(value.numel() for value in self._singles[0].values.values())
+
+    @property
+    def large(self) -> bool:
+        return self.elements >= LARGE
+
+    def provisional(self, notes: Notes) -> Provisional | None:
+        """Run unperturbed, and perturbed in the same precision; see `measured_provisionally`."""
+        self._deep = "nonlinear"
+        single = self._once(notes, digests=False)
+        self._singles = [single]
+        with some_threads(self._threads, self.large):
+            if self.narrow or not all(map(all_finite, single.values.values())):
+                return None  # perturbations of several roundoffs prove nothing where a roundoff is large
+            self._copies = False
+            self._exact, self._in_double = single, False
+            self._spread = deviations(self.elements)
+            self.perturb(0)
+            if single.nonlinear and len(self._moved) == 2 and (against := self._against_signs()) is not None:
+                self.perturb(0, against, directions=(1,))
+                if len(self._moved) < 3:
+                    return None
+            if len(self._moved) < 2:
+                return None
+            tolerance = self._granted(None)
+        single.snapshots = []
+        return Provisional(single, tolerance)
+
+    def part(self, run: int, elements: int) -> RunPart:
+        """Do one run; see `measured_in_part`."""
+        notes = Notes()
+        if run:
+            self._copies, self._in_double, self._spread = False, False, deviations(elements)
+            observed = self._perturbed(0, run)
+        else:
+            observed = self._once(notes, digests=False)
+            observed.initial = {}
+        if observed is not None and not all(map(all_finite, observed.values.values())):
+            observed = None
+        simple = not self._fused and not self.narrow and not (observed is not None and observed.nonlinear)
+        return RunPart(observed, simple, tuple(notes.drawn), frozenset(notes.seen))
+
+    def slightly_moved(self) -> ObservedRun:
+        """Run unperturbed on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
+        return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
+
+    def _against_signs(self) -> Callable[[int], Nudge] | None:
+        """Return a nudge that flips each gradient whose sign rounding decides; None without such gradients.
+
+        See `undecided` for the reason.
+        """
+        slack = []
+        for index, stage in enumerate(self._exact.snapshots):
+            granted = self._granted(index)
+            slack.append({name: flip_of(value, granted[name]) for name, value in stage.items()})
+        return _nudge_by(slack, lambda direction: 1)
+
+    def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
+        """Return tolerances within which results are surely right, at the end (None) or at an optimizer step."""
+
+        def of(run: ObservedRun) -> dict[Result, torch.Tensor]:
+            return run.values if index is None else run.snapshots[index]
+
+        return granted_at_least(wide(of(self._exact)), [wide(of(run)) for run in self._moved], ROUNDOFF, self._spread)
+
+    def as_it_is(self, notes: Notes, deep: bool) -> None:
+        """Run twice in the precision of the step; the second batch is moved, so that sums round differently."""
+        self._deep = deep
+        single = self._once(notes, digests=True)
+        # `undecided` needs the gradients of each optimizer step.
+        self._deep = deep or ("gradients" if single.optimizer_steps else False)
+        self._singles = [single, self.slightly_moved()]
+        self._spread = deviations(self.elements)
+
+    def _once(self, notes: Notes, digests: bool) -> ObservedRun:
+        own = Notes()
+        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(own))
+        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
+        notes.seen |= own.seen
+        notes.drawn += own.drawn
+        return single
+
+    def exactly(self) -> None:
+        """Run in float64, unless the code insists on float32 somewhere."""
+        single, notes = self._singles[0], Notes()
+        self._exact = single
+        try:
+            modes = (DrawsOfFloat32(), *((Unnarrowed(),) if self.narrow else ()), notes)
+            exact = self._run(double=True, deep=self._deep, around=lambda model, batches: entered(*modes))
+        except Exception:
+            self._precise = False
+        else:
+            # float64 may use other operators (attention on GPUs) that draw other numbers: then it is no reference.
+            self._precise = alike(single, exact) and notes.drew == self._drew
+        if self._precise:
+            self._exact = exact
+        elif self._deep == "gradients":
+            self._exact = self._run(deep=self._deep)
+        # Rounding to a narrow dtype happens only in the step's own dtypes, so there it is perturbed.
+        self._in_double = self._precise and not self.narrow
+
+    def perturb(
+        self,
+        pair: int,
+        nudge: Callable[[int], Nudge] | None = None,
+        directions: Sequence[int] = _DIRECTIONS,
+    ) -> None:
+        """Run perturbed once in each direction, and keep the results that are comparable with the exact run."""
+        runs = [self._perturbed(pair, direction, nudge and nudge(direction)) for direction in directions]
+        usable = [run for run in runs if run is not None and alike(self._exact, run)]
+        self._moved += usable
+        if len(usable) == len(_DIRECTIONS):
+            self._pairs.append(usable)
+
+    def dither(self) -> None:
+        """Run with results of operators in narrow dtypes that are moved by one unit in the last place."""
+        for number in range(SAMPLES // 2 if self.large else SAMPLES):
+            run = self._run_if_possible(around=functools.partial(_entered, Dithered(generator_of(number))))
+            if run is not None and alike(self._singles[0], run):
+                self._dithered.append(run)
+
+    def _perturbed(self, pair: int, direction: int, nudge: Nudge | None = None) -> ObservedRun | None:
+        """Run perturbed; None if the run raises an error."""
+        generator, by = generator_of(pair + 1), direction * self._spread
+        return self._run_if_possible(
+            double=self._in_double,
+            nudge=nudge,
+            alter=functools.partial(moved, spread=by, generator=generator),
+            around=functools.partial(perturbed, spread=by, generator=generator, copies=self._copies, fused=self._fused),
+        )
+
+    def _run_if_possible(self, **how: Any) -> ObservedRun | None:
+        try:
+            return self._run(deep=self._deep, **how)
+        except Exception as error:  # for instance, a perturbed count is no longer an integer
+            self._failure = error
+            return None
+
+    def undecided(self) -> Callable[[int], Nudge] | None:
+        """Return a nudge that moves gradients within their tolerance, by direction; None if it changes no sign.
+
+        Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even if the
+        gradient is only rounding errors.
+        """
+        slack: list[dict[Result, torch.Tensor]] = []
+        for index in range(len(self._exact.snapshots)):
+            stage = self._assess(index)
+            slack.append(
+                {
+                    name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
+                    for name, value in stage.reference.items()
+                    if name.kind == "grads"
+                }
+            )
+        return _nudge_by(slack, lambda direction: direction)
+
+    def measured(self, deep: bool) -> Measured:
+        with some_threads(self._threads, self.large):
+            return self._measured(deep)
+
+    def _measured(self, deep: bool) -> Measured:
+        exact = self._exact
+        undetermined = {
+            name
+            for name, value in self._singles[0].values.items()
+            if not value.is_floating_point()
+            and any(not torch.equal(value, run.values[name]) for run in (exact, *self._moved))
+        }
+        remarks = []
+        if self._failure is not None:
+            message = next(iter(str(self._failure).splitlines()), "")
+            remarks.append(
+                f"tolerances may be too narrow: a perturbed run of the step failed: {type(self._failure).__name__}: "
+                f"{message}"
+            )
+        if not self._moved:
+            remarks.append(
+                "tolerances may be too narrow: they come from unperturbed runs, because no perturbed run left "
+                "comparable results"
+            )
+        indices = range(len(exact.snapshots)) if deep else ()
+        stages = [self._assess(index) for index in indices]
+        return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
+
+    def _assess(self, index: int | None) -> MeasuredStep[Result]:
+        """Assess the results at the end (None), or after an optimizer step."""
+
+        def stage(run: ObservedRun) -> Mapping[Result, torch.Tensor]:
+            return run.values if index is None else run.snapshots[index]
+
+        result_names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
+        reference = {name: stage(self._exact)[name].double() for name in result_names}
+
+        def usable(several: Sequence[ObservedRun]) -> list[dict[Result, torch.Tensor]]:
+            # Infinities and NaN on one device are compared as such; they are measured as zeros.
+            stages = [stage(run) for run in several if index is None or index < len(run.snapshots)]
+            return [
+                {
+                    name: torch.where(reference[name].isfinite() & values[name].isfinite(), values[name].double(), 0.0)
+                    for name in result_names
+                }
+                for values in stages
+            ]
+
+        (exact,) = usable([self._exact])
+        assessed = assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
+        if not self._dithered:
+            return MeasuredStep(reference, assessed.tolerance, assessed.amplification)
+        # The plain run is made without the results of each optimizer step; the moved one rounds as it does.
+        samples = usable([*self._singles[0 if index is None else 1 :], *self._dithered])
+        pairs = [pair for runs in self._pairs if len(pair := usable(runs)) == len(_DIRECTIONS)]
+        tolerance = dict(assessed.tolerance)
+        for name in result_names:
+            values, dtype = [sample[name] for sample in samples], stage(self._singles[-1])[name].dtype
+            if not is_narrow(dtype) and all(torch.equal(values[0], value) for value in values[1:]):
+                continue  # no rounding to a narrow dtype reaches this result
+            if not self._precise:
+                exact[name] = torch.stack(values).mean(0)
+                reference[name] = torch.where(reference[name].isfinite(), exact[name], reference[name])
+            tolerance[name] = narrow_tolerance(
+                exact[name],
+                values,
+                [(up[name], down[name]) for up, down in pairs],
+                dtype,
+                self.elements,
+            )
+        return MeasuredStep(reference, tolerance, assessed.amplification)
+
+
+def _entered(mode: Dithered, model: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    return entered(mode)
+
+
+def _nudge_by(
+    slack: Sequence[Mapping[Result, torch.Tensor]], factor: Callable[[int], int]
+) -> Callable[[int], Nudge] | None:
+    """Return a nudge that adds `slack` times the factor of the direction to the gradients of each step.
+
+    Return None if `slack` is all zero.
+    """
+    if not any(bool(value.any()) for of_step in slack for value in of_step.values()):
+        return None
+
+    def of_direction(direction: int) -> Nudge:
+        def nudge(step: int, name: Result, gradient: torch.Tensor) -> None:
+            if step < len(slack) and name in slack[step]:
+                add_to(gradient, factor(direction) * slack[step][name])
+
+        return nudge
+
+    return of_direction
+
+
+def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
+    """Return the floating-point values, with narrow dtypes widened to float32."""
+    floating = {name: value for name, value in values.items() if value.is_floating_point()}
+    return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
+
+
+def alike(run: ObservedRun, other_run: ObservedRun) -> bool:
+    """Return whether two runs left results of the same names, shapes and finite places, in as many steps."""
+    return left_alike(run, other_run) and all(
+        _finite_alike(value, other_run.values[name]) for name, value in run.values.items()
+    )
+
+
+def left_alike(run: ObservedRun, other_run: ObservedRun) -> bool:
+    """Return whether two runs left results of the same names and shapes after as many optimizer steps."""
+    if run.values.keys() != other_run.values.keys() or run.optimizer_steps != other_run.optimizer_steps:
+        return False
+    return all(value.shape == other_run.values[name].shape for name, value in run.values.items())
+
+
+def _finite_alike(value: torch.Tensor, other_value: torch.Tensor) -> bool:
+    return (all_finite(value) and all_finite(other_value)) or torch.equal(value.isfinite(), other_value.isfinite())
+
+
+RUNS = (0, 1, -1)
+"""The runs of a provisional measurement: unperturbed (0), and perturbed in two opposite directions (1 and -1)."""
+
+
+def measured_provisionally(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int, notes: Notes
+) -> Provisional | None:
+    """Run the step, or the reference, three or four times in its own precision; see `numerics.steps.granted_at_least`.
+
+    Return None if these runs are inconclusive: then use `measured`.
+    """
+    return Runs(rank, program, scenario, of_reference, threads).provisional(notes)
+
+
+def measured_in_part(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, run: int, elements: int
+) -> RunPart:
+    """Do one run of `measured_provisionally` with one thread, for a step that is known to be simple.
+
+    Args:
+        run: one of `RUNS`.
+        elements: approximate number of elements of the results.
+    """
+    return Runs(rank, program, scenario, of_reference, 1).part(run, elements)
+
+
+def joined(run_parts: Sequence[RunPart], elements: int) -> Provisional | None:
+    """Join the parts of all `RUNS` to the result of `measured_provisionally`; None if inconclusive."""
+    runs = [run_part.observed for run_part in run_parts if run_part.observed is not None and run_part.simple]
+    if len(runs) < len(RUNS) or not all(left_alike(runs[0], run) for run in runs[1:]):
+        return None
+    single, *moved = runs
+    granted = granted_at_least(wide(single.values), [wide(run.values) for run in moved], ROUNDOFF, deviations(elements))
+    return Provisional(single, granted)
+
+
+def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> ObservedRun:
+    """Run the step, or the reference, unperturbed on a batch moved by one roundoff, so that sums round differently."""
+    return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
+
+
+def rounding_seen(single: ObservedRun, moved_run: ObservedRun) -> dict[Result, float] | None:
+    """Return the errors of an unperturbed run, from the results of `slightly_moved`; see `numerics.steps.errors_seen`.
+
+    None if the two runs left results of other names or shapes, are finite in other places, or took other steps.
+    """
+    return errors_seen(wide(single.values), wide(moved_run.values)) if alike(single, moved_run) else None
+
+
+def measured(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, threads: int, notes: Notes
+) -> Measured:
+    """Run the step, or the reference, as often as needed to measure the tolerance of its results.
+
+    Args:
+        deep: also measure the results of each optimizer step.
+    """
+    runs = Runs(rank, program, scenario, of_reference, threads)
+    runs.as_it_is(notes, deep)
+    runs.exactly()
+    pairs = PAIRS - 1 if runs.large else PAIRS
+    for pair in range(pairs):
+        runs.perturb(pair)
+    if runs.narrow:
+        runs.dither()
+    if nudge := runs.undecided():
+        # Every nudge moves gradients by the same amounts, so one pair suffices for large, slow models.
+        for pair in range(1 if runs.large else pairs):
+            runs.perturb(pairs + pair, nudge)
+    return runs.measured(deep)
+
+
+_FACTORS = tuple(2.0**power for power in range(30, -1, -1))
+
+
+def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False, alone: bool = True) -> Expected:
+    """Run the reference, or else the step, unchanged, in float64, and perturbed; `numerics.steps` explains why.
+
+    Args:
+        deep: also measure the results after each optimizer step.
+        alone: if there is a reference, also run the step at world size 1, which shows which batches suit the step and
+            which random numbers it draws. The tolerance comes from the reference only.
+    """
+    remarks: list[str] = []
+    narrower: set[torch.dtype] = set()
+    with full_precision(), one_thread() as threads:
+        notes = Notes()
+        by_reference = program.reference is not None
+        main = measured(rank, program, scenario, by_reference, deep, threads, notes)
+        drawn = tuple(notes.drawn)
+        own = None
+        if by_reference and alone:
+            of_step = Notes()
+            with contextlib.suppress(Exception):  # a reference may be given because the step does not run alone
+                own = observe(rank, program, scenario, around=lambda model, batches: entered(of_step))
+                drawn = tuple(of_step.drawn)
+                narrower = of_step.seen - notes.seen
+                notes.seen |= of_step.seen
+    remarks += main.remarks
+    if not main.precise:
+        remarks.append(
+            "the step does not run in float64, or draws other random numbers there; the exact values are those of "
+            "float32"
+        )
+    expected = Expected(
+        main.single,
+        own,
+        by_reference,
+        undetermined=main.undetermined,
+        drawn=drawn,
+        narrow=tuple(sorted(map(name_of, notes.seen))),
+        remarks=remarks,
+    )
+    *earlier, last = [_with_room_for(stage, narrower) for stage in main.stages]
+    expected.exact, expected.tolerance = last.reference, last.tolerance
+    expected.snapshots = [stage.reference for stage in earlier]
+    expected.allowances = [stage.tolerance for stage in earlier]
+    return expected
+
+
+def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
+    """Run the reference, or else the step, unchanged and perturbed, in its own precision.
+
+    Most right steps are recognised by that.
+
+    Return None if the result is inconclusive, so that `measure` is needed.
+
+    Args:
+        alone: see `measure`; here the step runs beside a reference only if batches were changed, to check that they
+            suit the step.
+    """
+    own = None
+    with full_precision(), one_thread() as threads:
+        notes = Notes()
+        by_reference = program.reference is not None
+        main = measured_provisionally(rank, program, scenario, by_reference, threads, notes)
+        if main is None:
+            return None
+        if by_reference and alone and scenario.change:
+            try:
+                own = observe(rank, program, scenario)
+            except Exception:
+                return None
+    main.single.initial = {}
+    return _provisional(program, main, own, notes.drawn, notes.seen)
+
+
+def measure_in_parts(
+    rank: Rank, program: Program, scenario: Scenario, runs: Sequence[int], elements: int
+) -> list[RunPart]:
+    """Do this rank's share of the runs of `measure_provisionally`; see `rounding.measured_in_part`."""
+    with full_precision(), one_thread():
+        return [measured_in_part(rank, program, scenario, program.reference is not None, run, elements) for run in runs]
+
+
+def of_parts(program: Program, run_parts: Sequence[RunPart], elements: int) -> Expected | None:
+    """Join one part for each of `rounding.RUNS` as `measure_provisionally` does; None if inconclusive."""
+    main = joined(run_parts, elements)
+    return None if main is None else _provisional(program, main, None, run_parts[0].drawn, run_parts[0].narrow)
+
+
+def _provisional(
+    program: Program,
+    main: Provisional,
+    own: ObservedRun | None,
+    drawn: Iterable[tuple[int, ...]],
+    narrow: Iterable[torch.dtype],
+) -> Expected:
+    return Expected(
+        main.single,
+        own,
+        program.reference is not None,
+        {name: main.single.values[name] for name in main.tolerance},
+        main.tolerance,
+        drawn=tuple(drawn),
+        narrow=tuple(sorted(map(name_of, narrow))),
+        provisional=True,
+    )
+
+
+def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> ObservedRun:
+    """Run the reference, or else the step, once more; see `rounding.slightly_moved`.
+
+    The difference from the first run shows rounding inside operators, which a perturbation of their results cannot
+    show.
+    """
+    with full_precision(), one_thread() as threads:
+        run = slightly_moved(rank, program, scenario, program.reference is not None, threads)
+    run.initial = {}
+    return run
+
+
+def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:
+    """Return the largest factor of the batch that keeps all results of one device finite in float16.
+
+    Return None if the step does not compute in float16, or if no factor gives finite results.
+    """
+    notes = Notes()
+    observe(rank, program, scenario, of_reference=False, around=lambda model, batches: entered(notes))
+    if torch.float16 not in notes.seen:
+        return None
+    for factor in _FACTORS:
+        scaled = Scenario(1, scenario.samples, 1, "scaled", factor, scenario.seed, scenario.batches)
+        run = observe(rank, program, scaled)
+        if all(bool(value.isfinite().all()) for value in run.values.values()):
+            return factor
+    return None
+
+
+def _with_room_for(stage: MeasuredStep[Result], narrower: Iterable[torch.dtype]) -> MeasuredStep[Result]:
+    """Return the stage with tolerances for rounding to dtypes that only the step uses, not the reference.
+
+    The tolerances follow from the dtypes, not from the results of the step. Whole numbers, such as counts, must be
+    exact.
+    """
+    roundoff = max(map(unit_roundoff, narrower), default=0.0)
+    if not roundoff:
+        return stage
+    tolerance = dict(stage.tolerance)
+    for name, exact in stage.reference.items():
+        if not torch.equal(exact, exact.round()):
+            tolerance[name] = with_roundings(tolerance[name], exact, roundoff)
+    return MeasuredStep(stage.reference, tolerance, stage.amplification)

@@ -1,0 +1,526 @@
+"""Run several configurations of a step on the same cases, and find out which agree.
+
+A configuration is compared with one device, or, without one device, with another configuration on its ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from mgpu_check.diagnosis.observations import Expected, ObservedRun, RankTrace, Relations, Result
+from mgpu_check.errors import NotCompared, RankFailure, RankHang
+from mgpu_check.gates.comparison.relations import relations_of
+from mgpu_check.gates.gate_arguments import RanksFixture
+from mgpu_check.gates.program import Program, raise_unusable
+from mgpu_check.gates.run.measurement import ROUNDOFF, Variation, alike, rounding_seen, run_varied, wide
+from mgpu_check.gates.run.states import explained_by_rounding
+from mgpu_check.gates.run.step_runs import run_traced
+from mgpu_check.gates.run.switches import AXES, Switch
+from mgpu_check.gates.search.scenarios import Place, Scenario
+from mgpu_check.gates.search.trials import Effort, Trial, Trials, key_of
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with, with_roundings
+from mgpu_check.processes.rank_lists import few
+
+Allowance = Literal["bits", "rounding", "bfloat16"]
+"""How far two configurations may differ: not at all, by rounding, or also by rounding to bfloat16."""
+
+_KEPT = 64
+"""Most runs that are kept for further comparisons."""
+_PAIR = 2
+"""Most ranks whose sum is the same in any order."""
+
+_Values = Mapping[Result, torch.Tensor]
+
+
+class OnRanks:
+    """The results of one configuration on its ranks, and how far rounding may move them.
+
+    Attributes:
+        place: the ranks, and their mesh.
+    """
+
+    def __init__(self, trials: Trials, place: Place) -> None:
+        self.trials, self.place = trials, place
+        self._runs: dict[tuple[object, ...], list[ObservedRun]] = {}
+        self._measured: dict[tuple[object, ...], Expected] = {}
+
+    def case(self, scenario: Scenario) -> Scenario:
+        return replace(scenario, world_size=self.place[0], mesh=self.place[1])
+
+    def run(self, scenario: Scenario, how: Variation | None = None, number: int = 0) -> list[ObservedRun]:
+        case = self.case(scenario)
+        key = (key_of(case), how, number)
+        if key not in self._runs:
+            if how is None:
+                runs = self.trials.on_ranks(case, all_values=True)
+            else:
+                varied_runs = self.trials.ranks.run(run_varied, self.trials.program, case, how, size=case.world_size)
+                runs = self.trials.assembled(case, varied_runs)[:1]  # only the results of rank 0 are measured
+            self._runs[key] = runs
+            if len(self._runs) > _KEPT:
+                del self._runs[next(iter(self._runs))]
+        return self._runs[key]
+
+    def repeats(self, scenario: Scenario) -> bool:
+        """Return whether a second run gives the same bits, and would in any order of the ranks' sums."""
+        axes = [size for _, size in self.place[1]] or [self.place[0]]
+        if max(axes) > _PAIR:
+            return False
+        runs, repeated_runs = (self.run(scenario, number=number) for number in range(2))
+        return _same_bits(runs, repeated_runs)
+
+    def expected(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float = 0.0) -> Expected:
+        """Return the results as those that another configuration must give.
+
+        Args:
+            deep: also measure the results of each optimizer step.
+            roundoff: unit roundoff of a narrow dtype that the other one may round to.
+        """
+        key = (key_of(self.case(scenario)), deep, effort, roundoff)
+        if key not in self._measured:
+            self._measured[key] = self._measure(scenario, deep, effort, roundoff)
+            if len(self._measured) > _KEPT:
+                del self._measured[next(iter(self._measured))]
+        return self._measured[key]
+
+    def _measure(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float) -> Expected:
+        runs = self.run(scenario)
+        expected = Expected(runs[0], None, provisional=effort is not Effort.IN_FULL)
+        single = _finite(runs[0].values)
+        # Rounding in float32 rarely decides the sign of a gradient, so the first measurement does without.
+        nudged = (bool(roundoff) or effort is not Effort.PROVISIONAL) and any(run.nonlinear for run in runs)
+        spread = deviations(sum(value.numel() for value in single.values()))
+        try:
+            pairs = 1 if effort is not Effort.IN_FULL else PAIRS
+            moved = self._perturbed(scenario, spread, pairs, nudged, roundoff)
+            granted = granted_at_least(single, [_finite(run.values) for run in moved], ROUNDOFF, spread)
+            exact: _Values = single
+            if effort is not Effort.PROVISIONAL:
+                moved_run = self.run(scenario, Variation(1.0, -1, batch_only=True))[0]
+                errors = rounding_seen(runs[0], moved_run) or {}
+                granted = granted_with(granted, single, errors)
+            if effort is Effort.IN_FULL:
+                exact = self._exact(scenario, expected)
+                measured = assess(exact, [single], [_finite(run.values) for run in moved], ROUNDOFF, spread)
+                granted = {name: torch.maximum(value, granted[name]) for name, value in measured.tolerance.items()}
+        except (RankFailure, RankHang) as error:
+            exact = single
+            granted = {
+                name: torch.full_like(value, explained_by_rounding(value, 0.0)) for name, value in single.items()
+            }
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            remark = f"tolerances are estimates, because a perturbed run failed: {message}"
+            expected.remarks.append(remark)
+            self.trials.ranks._remark(f"{self.trials.program.gate}: {self.trials.name}: {remark}")
+        expected.exact = {
+            name: torch.where(value.isfinite(), exact[name], value) for name, value in wide(runs[0].values).items()
+        }
+        expected.tolerance = {
+            name: with_roundings(value, exact[name], roundoff) if roundoff else value for name, value in granted.items()
+        }
+        if deep:
+            self._take_steps(scenario, expected, spread, roundoff)
+        return expected
+
+    def _perturbed(
+        self, scenario: Scenario, spread: float, pairs: int, nudged: bool, roundoff: float
+    ) -> list[ObservedRun]:
+        """Return the results of perturbed runs that are comparable with the run without perturbation."""
+        how = [Variation(sign * spread, pair) for pair in range(pairs) for sign in (1, -1)]
+        if nudged:
+            how += [Variation(spread, pair, nudged=True, roundoff=roundoff) for pair in range(pairs)]
+        plain = self.run(scenario)[0]
+        return [run for run in (self.run(scenario, each)[0] for each in how) if alike(plain, run)]
+
+    def _exact(self, scenario: Scenario, expected: Expected) -> _Values:
+        """Return the results in float64, or those of the step's own precision if it does not run in float64."""
+        plain = self.run(scenario)[0]
+        try:
+            exact = self.run(scenario, Variation(double=True))[0]
+        except (RankFailure, RankHang):
+            exact = plain
+        if exact is plain or not alike(plain, exact):
+            expected.remarks.append("the step does not run in float64, so tolerances are those of its own precision")
+            exact = plain
+        return {name: value.double() for name, value in _finite(exact.values).items()}
+
+    def traces(self, scenario: Scenario) -> list[RankTrace]:
+        case = self.case(scenario)
+        pairs = self.trials.ranks.run(run_traced, self.trials.program, case, size=case.world_size)
+        return [trace for _, trace in pairs]
+
+    def _take_steps(self, scenario: Scenario, expected: Expected, spread: float, roundoff: float) -> None:
+        expected.drawn = self.traces(scenario)[0].drawn
+        plain, *moved = (self.run(scenario, Variation(by, deep=True))[0].snapshots for by in (0.0, spread, -spread))
+        for step, stage in enumerate(plain):
+            others = [_finite(snapshots[step]) for snapshots in moved if step < len(snapshots)]
+            single = {
+                name: value
+                for name, value in _finite(stage).items()
+                if all(name in perturbed and perturbed[name].shape == value.shape for perturbed in others)
+            }
+            granted = granted_at_least(single, others, ROUNDOFF, 2 * spread)
+            expected.snapshots.append({name: value.double() for name, value in single.items()})
+            expected.allowances.append(
+                {
+                    name: with_roundings(allowance.double(), single[name].double(), roundoff)
+                    for name, allowance in granted.items()
+                }
+            )
+
+
+class PairTrials(Trials):
+    """The trials of one configuration against another one, on the ranks of each.
+
+    Args:
+        own: the configuration.
+        base: the other configuration.
+        allowance: how far the two may differ.
+
+    Attributes:
+        effects: how often the switch of the configuration had an effect.
+    """
+
+    one_device = False
+
+    def __init__(self, own: OnRanks, base: OnRanks, allowance: Allowance = "rounding") -> None:
+        trials = own.trials
+        self.own, self.base, self.against = own, base, base.trials.name
+        super().__init__(trials.ranks, trials.program, trials.kinds, trials.tolerance, trials.name)
+        self._allowance = allowance
+        self._expectations.alone = False
+        self.effects = 0
+
+    @property
+    def of_switch(self) -> bool:
+        """True if both are the same configuration, with an option on and off."""
+        return self.program.switch is not None or self.base.trials.program.switch is not None
+
+    def on_ranks(self, scenario: Scenario, all_values: bool = False, histories: bool = False) -> list[ObservedRun]:
+        """Run the step, and count the effects of its switch; do not run it again to compare it with itself."""
+        if self.own is self.base and scenario.place in self._repeated:
+            return self.base.run(scenario)
+        runs = super().on_ranks(scenario, all_values, histories)
+        switch = self.program.switch
+        # Autocast may narrow nothing; then it changes no bit.
+        if switch != Switch("bfloat16", on=True) or not _same_bits(runs, self.base.run(scenario)):
+            self.effects += max(run.switched for run in runs)
+        return runs
+
+    def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
+        """Return the results of the other configuration; see `OnRanks.expected`."""
+        roundoff = unit_roundoff(torch.bfloat16) if self._allowance == "bfloat16" else 0.0
+        expected = self.base.expected(scenario, deep, effort, roundoff)
+        self._apart |= self.base.trials.is_ambiguous
+        if self._allowance == "bits" and self.base.repeats(scenario):
+            exact = {name: value for name, value in expected.single.values.items() if value.is_floating_point()}
+            zeros = {name: torch.zeros_like(value) for name, value in exact.items()}
+            return replace(expected, exact=exact, tolerance=zeros, provisional=False)
+        if effort is Effort.IN_FULL and self.own is not self.base and not self.of_switch:
+            return _with_both(expected, self.own.expected(scenario, False, effort))
+        return expected
+
+    def compared(self, expected: Expected, runs: Sequence[ObservedRun]) -> Relations:
+        """Return the relations, without results that configurations may have or not."""
+        single, first_run = expected.single, runs[0]
+        kinds = set(self.kinds)
+        left_out: dict[str, str] = {}
+        if ("grads" in single.touched) != ("grads" in first_run.touched):
+            kinds.discard("grads")
+            left_out["grads"] = "gradients; only one of the configurations leaves them"
+        lost = [name for name in single.values if name.kind == "optimizer" and name not in first_run.values]
+        kept = {name: value for name, value in single.values.items() if name not in lost}
+        relations = relations_of(replace(expected, single=replace(single, values=kept)), runs, kinds, self.tolerance)
+        relations.left_out |= left_out
+        relations.skipped |= dict.fromkeys(lost, f"{self.name} has no such state")
+        return relations
+
+    def trace_alone(self, scenario: Scenario) -> RankTrace:
+        traces = self.base.traces(scenario)
+        divided = {name.of.rpartition(".")[0] for name in self.base.run(scenario)[0].own if name.kind == "params"}
+        return RankTrace(
+            outputs=_rows([trace.outputs for trace in traces], divided),
+            gradients=_rows([trace.gradients for trace in traces], divided),
+        )
+
+
+def _rows(of_ranks: Sequence[Mapping[str, torch.Tensor]], divided: Collection[str]) -> dict[str, torch.Tensor]:
+    rows = {}
+    for name in of_ranks[0]:
+        rows_of_ranks = [outputs[name].reshape(-1, outputs[name].shape[-1]) for outputs in of_ranks if name in outputs]
+        inside = any(module_name == name or module_name.startswith(f"{name}.") for module_name in divided)
+        if not inside and len({rows_of_rank.shape[-1] for rows_of_rank in rows_of_ranks}) == 1:
+            rows[name] = torch.cat(rows_of_ranks)
+    return rows
+
+
+def _same_bits(runs: Sequence[ObservedRun], other_runs: Sequence[ObservedRun]) -> bool:
+    return [run.digests for run in runs] == [run.digests for run in other_runs]
+
+
+def _with_both(expected: Expected, own: Expected) -> Expected:
+    """Return the expected results with the tolerances of both configurations."""
+    tolerance = {
+        name: value + own.tolerance[name]
+        if name in own.tolerance and own.tolerance[name].shape == value.shape
+        else value
+        for name, value in expected.tolerance.items()
+    }
+    return replace(expected, tolerance=tolerance)
+
+
+def _finite(values: _Values) -> dict[Result, torch.Tensor]:
+    """Return the floating-point values, in float32 at least, with zeros in place of infinities and NaN."""
+    return {name: torch.where(value.isfinite(), value, 0.0) for name, value in wide(values).items()}
+
+
+_ALLOWANCES: Mapping[str, Allowance] = {"checkpointed": "bits", "bfloat16": "bfloat16"}
+
+Tolerance = float | Mapping[str, float] | None
+
+
+@dataclass
+class Disagreement:
+    """A case that shows a disagreement of configurations.
+
+    Attributes:
+        verdict: which of them disagree, in words.
+        failures: the failed comparisons, each with its trials, the most telling first. Without a control there is one
+            in each direction.
+        groups: the configurations that agree with each other; empty if they were compared with one device.
+        control: whether something shows which configuration is wrong.
+    """
+
+    verdict: str
+    failures: Sequence[tuple[Trials, Trial]]
+    groups: Sequence[Sequence[str]] = ()
+    control: bool = True
+
+
+@dataclass
+class Agreement(abc.ABC):
+    """Configurations of one step that run the same cases.
+
+    Attributes:
+        programs: the configurations by name.
+        current: the trials that are under way, or were the latest.
+    """
+
+    ranks: RanksFixture
+    programs: Mapping[str, Program]
+    places: Mapping[str, Place]
+    kinds: Collection[str]
+    tolerance: Tolerance
+    trials: dict[str, Trials] = field(init=False)
+    current: Trials = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trials = {
+            name: Trials(self.ranks, program, self.kinds, self.tolerance, name)
+            for name, program in self.programs.items()
+        }
+        self.current = next(iter(self.trials.values()))
+        self._known: dict[tuple[object, ...], Disagreement | None] = {}
+
+    @property
+    def trains(self) -> bool:
+        """True if the step changes the model, so that a second step differs from the first."""
+        return any(trials.trains for trials in self.comparisons)
+
+    @property
+    def comparisons(self) -> list[Trials]:
+        return list(self.trials.values())
+
+    def knows(self, scenario: Scenario) -> bool:
+        return key_of(scenario) in self._known
+
+    def run(self, scenario: Scenario) -> Disagreement | None:
+        """Try a scenario on the ranks of each configuration; None if all agree, or if it does not suit them."""
+        key = key_of(scenario)
+        if key not in self._known:
+            self._known[key] = self._run(scenario)
+        return self._known[key]
+
+    @abc.abstractmethod
+    def _run(self, scenario: Scenario) -> Disagreement | None:
+        """Try a scenario that was not tried before."""
+
+    def _placed(self, name: str, scenario: Scenario) -> Scenario:
+        world_size, mesh = self.places[name]
+        return replace(scenario, world_size=world_size, mesh=mesh)
+
+    def _failed(self, trials: Trials, name: str, scenario: Scenario, error: RankFailure) -> Disagreement:
+        """Return the disagreement for a configuration that fails on its ranks, without any comparison."""
+        raise_unusable(trials.program.gate, error)
+        trial = Trial(self._placed(name, scenario), Expected(ObservedRun(), None), None, error=error)
+        return Disagreement(f"{name} fails on its own", [(trials, trial)])
+
+    def _tried(self, trials: Trials, name: str, scenario: Scenario) -> Trial | None:
+        self.current = trials
+        return trials.run(self._placed(name, scenario))
+
+
+class OnOneDevice(Agreement):
+    """Configurations that also run on one device, which shows the wrong ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._of_one: WithoutOneDevice | None = None
+
+    def _run(self, scenario: Scenario) -> Disagreement | None:
+        failed = {}
+        for name, trials in self.trials.items():
+            if (trial := self._tried(trials, name, scenario)) is not None:
+                failed[name] = trial
+        if not failed:
+            return self._alone(scenario)
+        agreeing = [name for name in self.trials if name not in failed]
+        verdict = f"{_all_of(failed)} from one device"
+        if agreeing:
+            verdict += f"; {few(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'} with it"
+        failures = [(self.trials[name], trial) for name, trial in failed.items()]
+        return Disagreement(verdict, failures)
+
+    def _alone(self, scenario: Scenario) -> Disagreement | None:
+        """Compare the configurations with each other on one device, if each of them is its own reference."""
+        if len(self.programs) < 2 or any(program.reference is not None for program in self.programs.values()):
+            return None
+        if self._of_one is None:
+            places = {name: (1, tuple((axis, 1) for axis, _ in mesh)) for name, (_, mesh) in self.places.items()}
+            self._of_one = WithoutOneDevice(self.ranks, self.programs, places, self.kinds, self.tolerance)
+        disagreement = self._of_one.run(scenario)
+        if disagreement is None or any(trial.error is not None for _, trial in disagreement.failures):
+            return None  # the trials leave out a case that fails on one device
+        return replace(disagreement, verdict=f"{disagreement.verdict}, on one device already")
+
+
+class WithoutOneDevice(Agreement):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.on_ranks = {name: OnRanks(trials, self.places[name]) for name, trials in self.trials.items()}
+        self._pairs: dict[tuple[str, str], PairTrials] = {}
+        baseline = next(iter(self.programs))
+        self.pair(baseline, baseline)
+
+    @property
+    def comparisons(self) -> list[Trials]:
+        return list(self._pairs.values())
+
+    def pair(self, name: str, base: str) -> PairTrials:
+        if (name, base) not in self._pairs:
+            self._pairs[name, base] = PairTrials(self.on_ranks[name], self.on_ranks[base])
+        return self._pairs[name, base]
+
+    def _run(self, scenario: Scenario) -> Disagreement | None:
+        baseline, *rest = self.programs
+        if (failed := self._unusable(baseline, scenario)) is not None:
+            return None if scenario.change else failed
+        if (trial := self._compared(baseline, baseline, scenario)) is not None:
+            return Disagreement(f"{baseline} does not agree with itself", [(self.pair(baseline, baseline), trial)])
+        disagreeing = {name: trial for name in rest if (trial := self._compared(name, baseline, scenario)) is not None}
+        if not disagreeing:
+            return None
+        for name, trial in disagreeing.items():
+            relations = trial.relations
+            if relations is None or not relations.wrong:  # an error, or a difference between the ranks of one
+                summary = f"{name} fails on its own" if relations is None else f"{name} does not agree with itself"
+                return Disagreement(summary, [(self.pair(name, baseline), trial)])
+        groups = self._groups(scenario, baseline, rest, disagreeing)
+        largest, *others = sorted(groups, key=len, reverse=True)
+        odd = [name for group in others for name in group]
+        if 2 * len(largest) > len(self.programs):
+            base, verdict = largest[0], f"{_all_of(odd)} from the others, {few(largest)}, which agree"
+            for name in odd:
+                if (trial := self._compared(name, base, scenario)) is not None:
+                    return Disagreement(verdict, [(self.pair(name, base), trial)], groups)
+        name = next(iter(disagreeing))
+        failures = [(self.pair(name, baseline), disagreeing[name])]
+        if (back := self._compared(baseline, name, scenario)) is not None:
+            failures.append((self.pair(baseline, name), back))
+        return Disagreement(f"{name} and {baseline} differ", failures, groups, control=False)
+
+    def _compared(self, name: str, base: str, scenario: Scenario) -> Trial | None:
+        return self._tried(self.pair(name, base), name, scenario)
+
+    def _unusable(self, name: str, scenario: Scenario) -> Disagreement | None:
+        self.current = self.pair(name, name)
+        try:
+            self.on_ranks[name].run(replace(scenario, apart=self.trials[name].is_ambiguous))
+        except RankFailure as error:
+            return self._failed(self.current, name, scenario, error)
+        return None
+
+    def _groups(
+        self, scenario: Scenario, baseline: str, rest: Sequence[str], disagreeing: Collection[str]
+    ) -> list[list[str]]:
+        """Return the configurations in groups that agree."""
+        groups = [[baseline, *(name for name in rest if name not in disagreeing)]]
+        for name in disagreeing:
+            for group in groups[1:]:
+                if self._compared(name, group[0], scenario) is None:
+                    group.append(name)
+                    break
+            else:
+                groups.append([name])
+        return groups
+
+
+class OnSwitch(Agreement):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (self.name,) = self.programs
+        self._as_is = OnRanks(self.trials[self.name], self.places[self.name])
+
+    @property
+    def trains(self) -> bool:
+        return True  # so that several steps are tried
+
+    @property
+    def effects(self) -> int:
+        """How often the switch had an effect."""
+        return self._switched.effects
+
+    def switch(self, switch: Switch) -> None:
+        self._switch, axis = switch, AXES[switch.axis]
+        self._what = self.name if switch.on is None else f"{self.name} {axis.on if switch.on else axis.off}"
+        program = replace(self.programs[self.name], switch=switch)
+        trials = Trials(self.ranks, program, self.kinds, self.tolerance, self._what)
+        pair = OnRanks(trials, self.places[self.name]), self._as_is
+        if switch == Switch("bfloat16", on=False):
+            pair = pair[1], pair[0]  # a narrow dtype rounds too coarsely to measure a tolerance
+        self._switched = PairTrials(*pair, _ALLOWANCES.get(switch.axis, "rounding"))
+        self._known.clear()
+
+    def _run(self, scenario: Scenario) -> Disagreement | None:
+        if self._switch.on is None:
+            self.current = self._switched
+            try:
+                self._switched.on_ranks(self._placed(self.name, scenario))
+            except RankFailure as error:
+                return self._failed(self._switched, self.name, scenario, error)
+            return None
+        trial = self._tried(self._switched, self.name, scenario)
+        if trial is None:
+            return None
+        how = "differs from" if trial.error is None else "fails, unlike"
+        return Disagreement(f"{self._what} {how} {self.name} as written", [(self._switched, trial)])
+
+    def finish(self, unjudged: Mapping[str, str]) -> None:
+        """Check that the switch had an effect, and that all trained parameters were compared."""
+        self._switched.finish([self.places[self.name]], unjudged)
+        if self._switch.on and not self.effects:
+            axis = self._switch.axis
+            raise NotCompared(
+                f"{self._switched.program.gate}: the axis {axis!r} has no effect on {self.name}; it needs "
+                f"{AXES[axis].needs}. Leave it out of axes"
+            )
+
+
+def _all_of(configurations: Collection[str]) -> str:
+    return f"{few(list(configurations))} {'differs' if len(configurations) == 1 else 'differ'}"

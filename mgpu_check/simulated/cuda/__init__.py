@@ -1,0 +1,1 @@
+"""What is under ``torch.cuda``: the runtime, its memory, streams, graphs and generators."""
