@@ -20,6 +20,7 @@ import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
+from mgpu_check.plugin import private_names
 from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.session import FirstFailure
 from mgpu_check.processes.heap import importing
@@ -320,12 +321,12 @@ class Selftest:
         from mgpu_check.suite.common import budget
 
         function: Any = getattr(item, "function", None)
-        own_settings = self._settings.setdefault(function, getattr(function, "_hypothesis_internal_use_settings", None))
+        own_settings = self._settings.setdefault(function, getattr(function, private_names.SETTINGS, None))
         if own_settings is None:
             return
         few = budget.at_level(own_settings, "quick") if tried.fault is None else own_settings
-        function._hypothesis_internal_use_settings = settings(few, phases=(Phase.explicit, Phase.generate))
-        function._hypothesis_internal_use_seed = tried.seed
+        setattr(function, private_names.SETTINGS, settings(few, phases=(Phase.explicit, Phase.generate)))
+        setattr(function, private_names.SEED, tried.seed)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

@@ -15,6 +15,7 @@ import pytest
 from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.world import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
+from mgpu_check.plugin import private_names
 from mgpu_check.plugin.packaged_suites import is_packaged
 from mgpu_check.plugin.rank_messages import Logging, steps_to
 from mgpu_check.plugin.ranks import abandoning
@@ -34,7 +35,6 @@ BOUND_TO_PYTEST = frozenset(
 )
 """Fixtures that act on the pytest process; in another process they would have no effect, or a wrong one."""
 
-_COPIES = "generate_mutations_from"
 """Hypothesis' internal method that derives examples from earlier ones."""
 
 
@@ -138,7 +138,7 @@ def record_replacements(session: pytest.Session) -> None:
 
 def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
     """Wrap `original` so that each call runs it on the ranks or in the node process."""
-    refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
+    refused = BOUND_TO_PYTEST & set(private_names.fixture_names(item)[0])
     if refused:
         raise pytest.UsageError(
             f"fixture {min(refused)!r} acts on the pytest process, but this test runs in another one; "
@@ -212,26 +212,18 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
     this process.
     """
     function = item.function
-    current = getattr(function, "_hypothesis_internal_use_settings", None)
+    current = getattr(function, private_names.SETTINGS, None)
     if current is None:
         yield
         return
-    from hypothesis import Phase, _settings, settings
+    from hypothesis import Phase, settings
 
-    # Not the profile "default", under whose name a user may register settings.
-    own = getattr(_settings, "default", settings.get_profile("default"))
-    deadline = None if current.deadline is own.deadline else current.deadline
+    deadline = None if current.deadline is private_names.default_settings().deadline else current.deadline
     phases = tuple(phase for phase in current.phases if phase is not Phase.explain)
-    function._hypothesis_internal_use_settings = settings(
-        current,
-        deadline=deadline,
-        phases=phases,
-        print_blob=True,  # the replay line of a failure needs the blob
-    )
-    try:
+    # The replay line of a failure needs the blob.
+    changed = settings(current, deadline=deadline, phases=phases, print_blob=True)
+    with replaced(function, private_names.SETTINGS, changed):
         yield
-    finally:
-        function._hypothesis_internal_use_settings = current
 
 
 @contextlib.contextmanager
@@ -241,10 +233,9 @@ def _each_example_for_itself() -> Iterator[None]:
     By default, five of six examples after the tenth are mutations of the previous one and keep its world size, dtype
     and layout. A check with a few dozen examples would cover only a handful of each.
     """
-    from hypothesis.internal.conjecture.engine import ConjectureRunner
-
-    if not hasattr(ConjectureRunner, _COPIES):
+    runner = private_names.runner()
+    if not hasattr(runner, private_names.COPIES):
         yield  # this version of Hypothesis has no such method
         return
-    with replaced(ConjectureRunner, _COPIES, lambda runner, data: None):
+    with replaced(runner, private_names.COPIES, lambda runner, data: None):
         yield

@@ -10,9 +10,9 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
-from _pytest.unittest import TestCaseFunction
 
 from mgpu_check.plugin.harness_ranks import HOME
+from mgpu_check.plugin.private_names import TestCaseFunction
 
 if TYPE_CHECKING:
     from mgpu_check.plugin.harness_processes import HarnessRuns

@@ -17,11 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest import assertion
-from _pytest._code import ExceptionInfo
-from _pytest._code.code import Traceback, TracebackEntry
-from _pytest._io import TerminalWriter
-from _pytest.assertion import util
 
 from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.rank_side import python_hooks
@@ -30,6 +25,7 @@ from mgpu_check.engine.rank_side.python_hooks import refused, without_debugger
 from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
 from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.private_names import ExceptionInfo, TerminalWriter, Traceback, TracebackEntry, assertion, util
 from mgpu_check.plugin.rank_messages import Collector, Logging, logged
 from mgpu_check.plugin.replacements import Changes
 from mgpu_check.processes.rank_pickling import EXPLAIN, without_engine

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from _pytest.assertion.rewrite import AssertionRewritingHook
 
+from mgpu_check.plugin.private_names import AssertionRewritingHook
 from mgpu_check.processes.tracebacks import is_file_under_test
 from mgpu_check.torch_hooks.patches import Patches, around
 

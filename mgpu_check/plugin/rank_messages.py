@@ -20,10 +20,10 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
-from _pytest.logging import LogCaptureHandler
 
 from mgpu_check.asserts import known_defects
 from mgpu_check.asserts.known_defects import left_out
+from mgpu_check.plugin.private_names import LogCaptureHandler
 from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.processes.tracebacks import calling_line, is_engine
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from _pytest.unittest import TestCaseFunction
 
 from mgpu_check.devices.placement import WorldSize, spread
+from mgpu_check.plugin.private_names import TestCaseFunction, fixture_function, fixture_names
 
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
 
@@ -99,7 +99,7 @@ def needs_of(item: pytest.Item) -> Needs | None:
     """
     if not isinstance(item, pytest.Function):
         return None
-    arguments = {name for name in item._fixtureinfo.names_closure if _is_our_fixture(item, name)}
+    arguments = {name for name in fixture_names(item)[1] if _is_our_fixture(item, name)}
     ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
     if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
         return None
@@ -165,8 +165,7 @@ def _is_our_fixture(item: pytest.Function, name: str) -> bool:
     """Return whether an argument is a fixture of this plugin, not a parameter or a user's fixture of the same name."""
     if name not in OUR_FIXTURES:
         return False
-    definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
-    return bool(definitions) and definitions[-1].func.__module__ == "mgpu_check.plugin.plugin"
+    return getattr(fixture_function(item, name), "__module__", "") == "mgpu_check.plugin.plugin"
 
 
 def _timeout(mark: pytest.Mark) -> float | None:

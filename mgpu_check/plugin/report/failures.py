@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
+from mgpu_check.plugin.private_names import (
+    ExceptionRepr,
+    ReprEntryNative,
+    ReprExceptionInfo,
+    ReprFileLocation,
+    ReprTraceback,
+)
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.tracebacks import is_engine, is_installed

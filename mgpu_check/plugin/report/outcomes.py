@@ -15,6 +15,8 @@ import pytest
 
 from mgpu_check.errors import StartupFailure
 from mgpu_check.plugin.packaged_suites import is_packaged, suite_of
+from mgpu_check.plugin.private_names import GENERATED_SEED
+from mgpu_check.plugin.private_names import SEED as SEED_OF_SOURCE
 from mgpu_check.plugin.report.replay import parts_of
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.protocol import SEED
@@ -61,8 +63,8 @@ def add_usage(item: pytest.Item, session: GpuSession) -> None:
     _set(item, "devices", session.describe_devices())
     _set(item, "seed", SEED)
     function = getattr(item, "function", None)
-    for name in ("use_seed", "use_generated_seed"):
-        seed = getattr(function, f"_hypothesis_internal_{name}", None)
+    for name in (SEED_OF_SOURCE, GENERATED_SEED):
+        seed = getattr(function, name, None)
         if seed is not None:
             _set(item, "hypothesis_seed", seed)
             return

@@ -19,6 +19,7 @@ import pytest
 
 from mgpu_check.applications import Application
 from mgpu_check.engine.remote import launched_process
+from mgpu_check.plugin import private_names
 from mgpu_check.plugin.packaged_suites import suite_of
 from mgpu_check.settings import all_options
 from mgpu_check.torch_hooks.patches import replaced
@@ -154,9 +155,7 @@ class Invocation:
         if any(word.startswith(("-c", "--config-file")) for word in self.kept):
             return []
         try:
-            from _pytest.config.findpaths import locate_config
-
-            located = locate_config(Path(self.directory), [item.path.parent])[1]
+            located = private_names.ini_file_of(Path(self.directory), item.path.parent)
         except Exception:  # an internal of pytest; without it, the line is still correct if there is only one ini file
             return []
         current = item.config.inipath
@@ -219,9 +218,9 @@ def _is_explicit(error: BaseException) -> bool:
 def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
     """Return the seed of the Hypothesis test `item`; None if it is no Hypothesis test, or its source sets the seed."""
     function = getattr(item, "function", None)
-    if not getattr(function, "is_hypothesis_test", False) or getattr(function, "_hypothesis_internal_use_seed", None):
+    if not getattr(function, "is_hypothesis_test", False) or getattr(function, private_names.SEED, None):
         return None
-    return invocation.seed or getattr(function, "_hypothesis_internal_use_generated_seed", None)
+    return invocation.seed or getattr(function, private_names.GENERATED_SEED, None)
 
 
 def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bool) -> Iterator[str]:
@@ -323,10 +322,8 @@ def check_replay(text: str) -> None:
             f"mgpu-check: {FLAG}: the example was recorded with Hypothesis {version}; version {installed} may draw a "
             f"different one; install hypothesis=={version}, or run the test without {FLAG}"
         )
-    from hypothesis.core import decode_failure
-
     try:
-        decode_failure(blob.encode())
+        private_names.check_example(blob)
     except Exception:
         raise pytest.UsageError(
             f"mgpu-check: {FLAG}: the text after the colon is not an example of Hypothesis; copy the whole line at "
@@ -360,15 +357,9 @@ def blob_of_this() -> str | None:
     """
     with contextlib.suppress(Exception):
         from hypothesis import __version__
-        from hypothesis.control import current_build_context
-        from hypothesis.core import encode_failure
 
-        return f"{__version__}:{encode_failure(current_build_context().data.choices).decode()}"
+        return f"{__version__}:{private_names.encoded_example()}"
     return None
-
-
-# How Hypothesis decides whether an observer is present: in recent releases, and in older ones.
-_OBSERVED = {"observability_enabled": lambda: True, "TESTCASE_CALLBACKS": (None,)}
 
 
 @contextlib.contextmanager
@@ -380,7 +371,7 @@ def keeping_steps() -> Iterator[None]:
     """
     stateful: Any = sys.modules.get("hypothesis.stateful")
     with contextlib.ExitStack() as stack:
-        for name, value in _OBSERVED.items():
+        for name, value in private_names.OBSERVED.items():
             if hasattr(stateful, name):
                 stack.enter_context(replaced(stateful, name, value))
         yield
