@@ -32,9 +32,7 @@ LAYERS = [
     {"acceptance", "compare", "suite"},
     {"cli"},
 ]
-LOOSE = {
-    "__init__",
-    "__main__",
+LOOSE = {"__init__", "__main__"} | {
     "annotations",
     "applications",
     "errors",
@@ -47,13 +45,18 @@ LOOSE = {
 
 
 @functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def packages_and_imports() -> list[tuple[str, str, str]]:
     found = []
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts == ("__init__",):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
@@ -98,10 +101,11 @@ def test_the_layers_are_as_the_page_says():
 CORE = set.union(*LAYERS[:8]) | {"__init__"}
 
 
+@functools.cache
 def used_modules(path: Path) -> set[str]:
     """Return the modules of the package that a file imports, also those that it imports from their package by name."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("mgpu_check."):
             for alias in node.names:
                 module = f"{node.module}.{alias.name}".split(".")[1:]
@@ -154,35 +158,20 @@ def test_the_acceptance_uses_no_tests_and_no_faults_of_the_suite():
     assert wrong == []
 
 
+RANKS = {"processes", "simulated", "torch_hooks", "engine", "asserts"}
+
+
 @pytest.mark.parametrize(
-    "package",
+    ("packages", "unknown"),
     [
-        "errors",
-        "settings",
-        "devices",
-        "processes",
-        "simulated",
-        "torch_hooks",
-        "engine",
-        "numerics",
-        "asserts",
-        "diagnosis",
+        (RANKS | {"errors", "settings", "devices", "numerics", "diagnosis"}, {"pytest", "_pytest"}),
+        (RANKS, {"hypothesis"}),
     ],
+    ids=["pytest", "hypothesis"],
 )
-def test_the_lower_packages_know_nothing_of_pytest(package):
-    wrong = [
-        path for r, path, name in packages_and_imports() if r == package and name.split(".")[0] in ("pytest", "_pytest")
-    ]
-    assert wrong == []
-
-
-def test_ranks_know_nothing_of_hypothesis():
-    wrong = [
-        path
-        for r, path, name in packages_and_imports()
-        if r in ("processes", "simulated", "torch_hooks", "engine", "asserts") and name.split(".")[0] == "hypothesis"
-    ]
-    assert wrong == []
+def test_the_lower_packages_know_nothing_of(packages, unknown):
+    imports = packages_and_imports()
+    assert [path for r, path, name in imports if r in packages and name.split(".")[0] in unknown] == []
 
 
 def first_to_import(unwanted: str, *modules: str) -> str:
@@ -266,7 +255,7 @@ def test_files_can_be_read_in_one_sitting(top, most):
 def test_no_two_classes_have_one_name():
     found: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

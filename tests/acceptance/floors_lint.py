@@ -90,3 +90,5 @@ def _against_generation(floor: Floor, generation: int, width: int) -> Iterator[s
     below = bytes_per_second(generation - 1, width) if generation > 1 else rate / 2
     if floor.fraction * floor.data_sheet <= below:
         yield f"a link that was trained at less, with {amount(below, 'B/s')}, passes"
+    if floor.fraction * floor.data_sheet >= 0.75 * rate:
+        yield f"a healthy link, with {amount(rate, 'B/s')} at most, fails"

@@ -131,102 +131,62 @@ def one_gpu() -> RunReport:
     return good(1, 40.0)
 
 
+def wrong(check: str, subject: Subject, seen: str, case: str, work: Work, **evidence: object) -> Observation:
+    return Observation(check, subject, "failed", seen, case, work, evidence)
+
+
 def bad() -> RunReport:
     """Eight GPUs: one that computes wrong results and grows hot, a link that gives zeros, and what could not be
     checked."""
-    right = good()
-    wrong = [
-        Observation(
-            "compute",
-            Subject("gpu", (3,)),
-            "failed",
-            "96 of 1048576 elements are wrong, every 32nd in columns 512 to 527",
-            f"matrix product bfloat16, 1024 x 1024 x 1024, seed {seed}",
-            Work(operations=1),
-            {"offset": 16384 + 32 * seed, "expected": -17.0, "found": math.nan, "bits": "0x7fc0", "period": 32},
-        )
-        for seed in range(3)
-    ]
-    shift = len(right.observations)
-    wrong.append(
-        Observation(
-            "training",
-            Subject("gpu", (3,)),
-            "failed",
-            "parameters differ from those of 7 other GPUs after step 2",
-            "transformer, 10 steps",
-            Work(operations=10),
-            {"step": 2, "parameter": "layers.0.linear1.weight", "votes": {"0": 7, "1": 1}},
-        )
-    )
-    wrong += [
-        Observation(
-            "links",
-            Subject("copy", (0, 5)),
-            "failed",
-            "4194304 bytes from offset 2097152 are zero",
-            f"{dtype}, strided by kernel, 6291456 bytes <b>& more</b>",
-            Work(6 * MIB, 1),
-            {"offset": 2097152, "length": 4194304, "found": "0x00"},
-        )
-        for dtype in ("float32", "int64")
-    ]
-    wrong.append(
-        Observation(
-            "collectives",
-            Subject("group", right.observations[-1].subject.members),
-            "failed",
-            "element 131072 is 28.0, not 36.0, on ranks 0 to 7",
-            "all_reduce float32, 1 MiB, iteration 212",
-            Work(operations=300),
-            {"iteration": 212},
-        )
-    )
-    slow = {"quantity": "matrix product float16", "unit": "FLOP/s", "size": 8192, "value": 290e12, "repeats": 9}
-    wrong.append(
-        Observation(
-            "performance",
-            Subject("gpu", (3,)),
-            "failed",
-            "matrix product float16 is 290 TFLOP/s (9 repeats): 58% slower than 689 TFLOP/s, median of 7 others",
-            "matrix product float16, size 8192",
-            Work(operations=9),
-            slow,
-        )
-    )
-    wrong += [
+    right, gpu, link = good(), Subject("gpu", (3,)), Subject("copy", (0, 5))
+    lanes = "96 of 1048576 elements are wrong, every 32nd in columns 512 to 527"
+    other = "parameters differ from those of 7 other GPUs after step 2"
+    zeros = "4194304 bytes from offset 2097152 are zero"
+    slow = "matrix product float16 is 290 TFLOP/s (9 repeats): 58% slower than 689 TFLOP/s, median of 7 others"
+    entries = [
+        *(
+            wrong("compute", gpu, lanes, f"matrix product bfloat16, 1024 x 1024 x 1024, seed {seed}", Work(operations=1),
+                  offset=16384 + 32 * seed, expected=-17.0, found=math.nan, bits="0x7fc0", period=32)
+            for seed in range(3)
+        ),
+        wrong("training", gpu, other, "transformer, 10 steps", Work(operations=10),
+              step=2, parameter="layers.0.linear1.weight", votes={"0": 7, "1": 1}),
+        *(
+            wrong("links", link, zeros, f"{dtype}, strided by kernel, 6291456 bytes <b>& more</b>", Work(6 * MIB, 1),
+                  offset=2097152, length=4194304, found="0x00")
+            for dtype in ("float32", "int64")
+        ),
+        wrong("collectives", right.observations[-1].subject, "element 131072 is 28.0, not 36.0, on ranks 0 to 7",
+              "all_reduce float32, 1 MiB, iteration 212", Work(operations=300), iteration=212),
+        wrong("performance", gpu, slow, "matrix product float16, size 8192", Work(operations=9),
+              quantity="matrix product float16", unit="FLOP/s", size=8192, value=290e12, repeats=9),
         Observation("health", Subject("gpu", (6,)), "unknown", "the device does not know ECC counters"),
         Observation("compute", Subject("gpu", (1,)), "skipped", "no float8 on this device", "float8_e4m3fn"),
-    ]
+    ]  # fmt: skip
+    shift = len(right.observations)
+    send = "run again; if it fails again, send"
     accusations = (
         Accusation(
             Part("gpu", (3,)),
-            (
-                "compute: GPU 3: 96 of 1048576 elements are wrong, every 32nd in columns 512 to 527; 3 of 4 looks "
-                "failed",
-                "training: GPU 3: parameters differ from those of 7 other GPUs after step 2; 1 of 2 looks failed",
-            ),
+            (f"compute: GPU 3: {lanes}; 3 of 4 looks failed", f"training: GPU 3: {other}; 1 of 2 looks failed"),
             (*range(shift, shift + 4), shift + 7),
             "follows the device: on ranks 0, 4 and 7 too",
-            "drain the node, reset this GPU and run again; if it fails again, send it back",
+            f"drain the node, reset this GPU and {send} it back",
             f"{COMMAND} -k 'compute or training' --hypothesis-seed=7",
         ),
         Accusation(
             Part("link", (0, 5)),
-            ("links: copy GPU 0 -> GPU 5: 4194304 bytes from offset 2097152 are zero; 2 of 3 looks failed",),
+            (f"links: copy GPU 0 -> GPU 5: {zeros}; 2 of 3 looks failed",),
             (shift + 4, shift + 5),
             "only by the kernel path, above 2 MiB",
-            "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the "
-            "baseboard",
+            f"drain the node, re-seat both GPUs or their bridge and {send} back the baseboard",
             f"{COMMAND} -k links --hypothesis-seed=7",
         ),
     )
     unknown = ("health: GPU 6: the device does not know ECC counters", "memory: GPU 2: 12 GiB of 60 GiB were tested")
     verdict = Verdict("REJECTED", accusations, unknown, (shift + 6,))
     speeds = [
-        replace(one, value=one.value * 0.42)
-        if one.subject in (Subject("copy", (0, 5)), Subject("gpu", (3,))) and one.unit != "s"
-        else one
+        replace(one, value=one.value * 0.42) if one.subject in (link, gpu) and one.unit != "s" else one
         for one in right.measurements
     ]
     hot = []
@@ -256,7 +216,7 @@ def bad() -> RunReport:
         verdict=verdict,
         verdicts={0: verdict},
         checks=runs,
-        observations=(*right.observations, *wrong),
+        observations=(*right.observations, *entries),
         measurements=tuple(speeds),
         samples=tuple(hot),
     )
@@ -269,19 +229,13 @@ def two_hosts() -> RunReport:
         Observation("links", Subject("copy", (one, other)), "passed", work=Work(MIB, 4))
         for one, other in (*itertools.product(first, second), *itertools.product(second, first))
     ]
-    wrong = Observation(
-        "memory",
-        Subject("gpu", (6,)),
-        "failed",
-        "bit 5 of the byte at offset 1048577 stays 1",
-        "walking bits, pass 1",
-        Work(16 * MIB, 1),
-        {"offset": 1048577, "bits": [5]},
-    )
-    seen = (*observations(first), *observations(second), *across, wrong)
+    bit = "bit 5 of the byte at offset 1048577 stays 1"
+    work = Work(16 * MIB, 1)
+    stuck = wrong("memory", Subject("gpu", (6,)), bit, "walking bits, pass 1", work, offset=1048577, bits=[5])
+    seen = (*observations(first), *observations(second), *across, stuck)
     accusation = Accusation(
         Part("gpu", (6,)),
-        ("memory: GPU 6: bit 5 of the byte at offset 1048577 stays 1; 1 of 2 looks failed",),
+        (f"memory: GPU 6: {bit}; 1 of 2 looks failed",),
         (len(seen) - 1,),
         "",
         "drain the node, reset this GPU and run again; if it fails again, send it back",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -34,21 +35,18 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
         ({"accept_report": ["a.pdf"]}, "choose a file whose name ends in .html, .json or .prom"),
         ({"accept_report": ["/no/such/a.json"]}, "--report: there is no directory /no/such"),
         ({"accept_plant": ["x"], "simulate": None}, "a defect is planted in a simulated node only; add --simulate"),
-        (
-            {"accept_plant": ["memory-stuck"]},
-            "--plant: 'memory-stuck' is not a hardware fault; did you mean memory-stuck",
-        ),
-        (
-            {"accept_plant": ["slow-gpu:device=2"]},
-            "device=2 is not a GPU of this run; choose one of 0 to 1",
-        ),
+        ({"accept_plant": ["memory-stuck"]},
+         "--plant: 'memory-stuck' is not a hardware fault; did you mean memory-stuck"),
+        ({"accept_plant": ["slow-gpu:device=2"]}, "device=2 is not a GPU of this run; choose one of 0 to 1"),
         ({"accept_plant": ["copy-zeros:device=1,peer=1"]}, "device and peer are the same GPU; choose two"),
         ({"accept_plant": ["slow-gpu"], "simulate": "cuda:0"}, "hardware is simulated on the CPU only, not on cuda:0"),
         ({"accept_baseline": "/none.json"}, "--baseline: /none.json cannot be read"),
+        ({"accept_policy": "/none.toml"}, "--policy: /none.toml cannot be read"),
+        ({"accept_dcgm": "/none.json"}, "--dcgm: /none.json cannot be read"),
         ({"accept_record_baseline": "/no/such/b.json"}, "--record-baseline: there is no directory /no/such"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_that_was_typed(given: dict[str, Any], told: str) -> None:
     typed = CommandLine(("accept",), (), "--accept-").origin_of
     with pytest.raises(ValueError, match=re.escape(told)):
@@ -67,17 +65,27 @@ def test_nothing_is_planted_on_several_hosts() -> None:
     [
         ((*NODE, "--plant=slow"), "ERROR: mgpu-check: --plant: 'slow' is not a hardware fault"),
         ((*NODE, "-k", "nosuchcheck"), "no check was selected; checks are inventory, memory,"),
-        ((*NODE, "-n", "2"), "the command uses all GPUs at once, and runs in one process: leave out -n 2"),
-        (("accept", "--gpus=9999"), "or simulate them: --gpus=9999 --simulate"),
-        (("accept", "--simulate"), "--simulate needs the number of GPUs, such as --gpus=4 --simulate"),
-        ((*NODE, "--baseline", "-x"), "--baseline needs a value, such as --baseline=h100.json"),
     ],
-    ids=str,
+    ids=["plant", "selection"],
 )
 def test_a_wrong_call_is_exit_code_4(command: Command, arguments: tuple[str, ...], told: str) -> None:
     text = command(*arguments, code=4)
     assert told in text
     assert "Traceback" not in text
+
+
+def test_a_call_that_lacks_a_value_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--simulate"], "--simulate needs the number of GPUs, such as --gpus=4 --simulate"),
+        ([*NODE[1:], "--baseline", "-x"], "--baseline needs a value, such as --baseline=h100.json"),
+    ):
+        assert accept.main(arguments) == 4 and words in capsys.readouterr().err
+
+
+def test_workers_of_xdist_are_refused() -> None:
+    config: Any = SimpleNamespace(getoption=lambda name, default: {"dist": "load", "numprocesses": 2}[name])
+    with pytest.raises(pytest.UsageError, match="uses all GPUs at once, and runs in one process: leave out -n 2"):
+        accept._Ending().pytest_configure(config)
 
 
 def test_a_glance_finds_a_wrong_link_and_says_what_it_left_out(command: Command) -> None:
@@ -107,8 +115,9 @@ def test_collecting_gives_no_verdict(command: Command) -> None:
     assert "ACCEPTED" not in text
 
 
-def test_what_can_be_planted_is_listed(command: Command) -> None:
-    lines = command("accept", "--plant=list").splitlines()
+def test_what_can_be_planted_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert accept.main(["--plant=list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     place = lines.index("copy-zeros:device=0,peer=2,above=0")
     assert lines[place + 1] == "    copies over a link deliver zeros"
 
@@ -163,10 +172,21 @@ def test_where_no_gpu_answers_any_more_the_rest_is_skipped_and_unknown(command: 
     assert "  do: drain the node, reset this GPU and run again; if it fails again, send it back" in text
 
 
-def test_a_gpu_whose_driver_hangs_from_the_start_is_named_by_serial_and_slot(command: Command) -> None:
-    text = command(*NODE, "--plant=driver-hangs:device=1", "-k", "health", code=1)
-    assert "REJECTED on 2 SIMULATED cpu GPUs: GPU 1" in text
+def test_a_gpu_whose_driver_hangs_from_the_start_is_named_with_its_finding_in_all_outputs(
+    command: Command, tmp_path: Path
+) -> None:
+    files = "--verdict-file=verdict.txt", "--report=node.json"
+    text = command(*NODE, "--plant=driver-hangs:device=1", "-k", "health", *files, code=1)
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("REJECTED on 2 SIMULATED cpu GPUs: GPU 1")
     assert "serial SIMULATED-1; PCI 00000000:01:00.0" in text
+    assert "  finding: MGPU-DRIVER-HANG; severity isolate, action restart-node" in text
+    word, code, headline, host = (tmp_path / "verdict.txt").read_text().splitlines()
+    assert (word, code, headline) == ("REJECTED", "exit code: 1", last)
+    assert host.endswith(": REJECTED")
+    (accusation,) = json.loads((tmp_path / "node.json").read_text())["verdict"]["accusations"]
+    assert accusation["findings"] == ["MGPU-DRIVER-HANG"]
+    assert (accusation["severity"], accusation["action"]) == ("isolate", "restart-node")
 
 
 def test_the_line_that_repeats_a_run_selects_the_same_checks(command: Command) -> None:
@@ -186,15 +206,6 @@ def test_a_selection_is_narrowed_and_quoted() -> None:
     assert Selection().narrowed(["links", "memory"]).added_to("x") == "x -k 'links or memory'"
     assert Selection("links").narrowed(["links"]) == Selection("links")
     assert Selection(mark="a b", files=("test_x.py::t[1]",)).added_to("x") == "x -m 'a b' 'test_x.py::t[1]'"
-
-
-def test_the_last_line_and_a_file_have_the_verdict(command: Command, tmp_path: Path) -> None:
-    text = command(*NODE, "--plant=ecc-off:device=1", "-k", "gpus_are_equal", "--verdict-file=verdict.txt", code=1)
-    last = text.rstrip().splitlines()[-1]
-    assert last.startswith("REJECTED on 2 SIMULATED cpu GPUs: ")
-    word, code, headline, host = (tmp_path / "verdict.txt").read_text().splitlines()
-    assert (word, code, headline) == ("REJECTED", "exit code: 1", last)
-    assert host.endswith(": REJECTED")
 
 
 @pytest.mark.parametrize("spelling", ["--verdict-file=verdict.txt", "--accept-verdict-file=verdict.txt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -36,13 +37,9 @@ def measurements(count: int = 4, factor: float = 1.0, repeats: int = 5) -> list[
         Measurement("x", Subject("gpu", (n,)), "memory bandwidth", "B/s", factor * (2e12 + n * 1e10), repeats, 1 << 30)
         for n in range(count)
     ]
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                speed = 2e11 if a // 2 == b // 2 else 2e10
-                made.append(
-                    Measurement("x", Subject("copy", (a, b)), "copy bandwidth", "B/s", factor * speed, repeats, 1 << 26)
-                )
+    for a, b in itertools.permutations(range(count), 2):
+        speed, copy = factor * (2e11 if a // 2 == b // 2 else 2e10), Subject("copy", (a, b))
+        made.append(Measurement("x", copy, "copy bandwidth", "B/s", speed, repeats, 1 << 26))
     return made
 
 
@@ -77,12 +74,8 @@ def test_a_file_has_several_models_and_versions_and_an_entry_is_replaced(tmp_pat
     assert [e.name for e in entries_of(measurements(), mixed, SOFTWARE, WHEN)] == ["Model", "Other"]
 
 
-def test_what_is_no_measure_is_not_recorded(tmp_path):
-    few = measurements(repeats=2)
-    assert recorded(tmp_path / "b.json", few, gpus(), SOFTWARE, WHEN).entries[0].measurements == ()
-
-
-def test_facts_in_which_gpus_differ_are_not_recorded():
+def test_few_repeats_and_facts_in_which_gpus_differ_are_not_recorded():
+    assert entries_of(measurements(repeats=2), gpus(), SOFTWARE, WHEN)[0].measurements == ()
     made = [
         Gpu(n, 0, n, "M", "", 1, facts={"ecc": "on", "vbios": str(n), "p2p_0": "read", "p2p_1": "read"}) for n in (0, 1)
     ]
@@ -232,35 +225,26 @@ def with_measure(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "error"),
     [
-        ([], r"b\.json: the whole is \[\]; give an object"),
         ({}, r'b\.json: format is missing; give "mgpu-check baseline"'),
         ({"format": "x"}, r'b\.json: format is "x"; give'),
         ({"format": "mgpu-check baseline", "version": 2}, r"version is 2; give 1"),
-        (
-            {"format": "mgpu-check baseline", "version": 1},
-            r"entries is missing; give a list\. `mgpu-check accept --record-baseline=FILE` writes",
-        ),
+        ({"format": "mgpu-check baseline", "version": 1},
+         r"entries is missing; give a list\. `mgpu-check accept --record-baseline=FILE` writes"),
         (with_entry(name=""), r'entries\[0\]\.name is ""; give a text'),
         (with_entry(gpus=-1), r"entries\[0\]\.gpus is -1; give an integer of at least 0"),
-        (with_entry(gpus=True), r"entries\[0\]\.gpus is true; give an integer"),
-        (with_entry(memory="80 GB"), r'entries\[0\]\.memory is "80 GB"; give an integer'),
         (with_entry(software={"torch": 2}), r"entries\[0\]\.software\.torch is 2; give a text"),
-        (
-            with_entry(facts={"ecc": None}),
-            r"entries\[0\]\.facts\.ecc is null; give a text or an integer or a number or true or false",
-        ),
+        (with_entry(facts={"ecc": None}),
+         r"entries\[0\]\.facts\.ecc is null; give a text or an integer or a number or true or false"),
         (with_entry(measurements={}), r"entries\[0\]\.measurements is \{\}; give a list"),
         (with_measure(unit="GB/s"), r'measurements\[0\]\.unit is "GB/s"; give one of B/s, FLOP/s, s'),
         (with_measure(subject="link"), r'measurements\[0\]\.subject is "link"; give one of gpu, copy'),
         (with_measure(value="1"), r'measurements\[0\]\.value is "1"; give a finite number above 0'),
         (with_measure(value=0.0), r"measurements\[0\]\.value is 0\.0; give a finite number above 0"),
         (with_measure(value=math.nan), r"measurements\[0\]\.value is NaN; give a finite number above 0"),
-        (with_measure(value=math.inf), r"measurements\[0\]\.value is Infinity; give a finite number above 0"),
         (with_measure(spread=-1.0), r"measurements\[0\]\.spread is -1\.0; give a finite number of at least 0"),
-        (with_measure(places={"0": math.nan}), r"measurements\[0\]\.places\.0 is NaN; give a finite number above 0"),
         (with_measure(places={"0": None}), r"measurements\[0\]\.places\.0 is null; give a finite number above 0"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_file_key_value_and_what_is_valid(document, error):
     with pytest.raises(ValueError, match=error):
         FORM.decoded(document, "b.json")

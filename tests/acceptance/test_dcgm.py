@@ -39,41 +39,15 @@ def old(**result: Any) -> dict[str, Any]:
 
 SKIPPED = {"status": "Skip"}
 OLD = old(status="Fail", warnings=REPLAYS, error_id=30)
+REMAP = {"gpu_id": 1, "status": "Fail", "warnings": [{"warnings": "remap", "error_id": 96}]}
+MISCOMPARE = {"warning": "miscompare", "error_id": 50, "error_category": 7, "error_severity": 2}
+DIAGNOSTIC = [{"gpu_id": "0", "status": "Pass"}, {"gpu_id": "1", "status": "Fail", "warnings": [None, MISCOMPARE]}]
+LATE_CATEGORIES = [
+    {"category": "Deployment", "tests": [{"name": "Page Retirement/Row Remap", "results": [REMAP]}]},
+    {"category": "Hardware", "tests": [{"name": "Diagnostic", "results": DIAGNOSTIC}]},
+]
 LATE = {  # DCGM 3.3: gpu_id, a list of warnings, serial numbers
-    "DCGM GPU Diagnostic": {
-        "test_categories": [
-            {
-                "category": "Deployment",
-                "tests": [
-                    {
-                        "name": "Page Retirement/Row Remap",
-                        "results": [
-                            {"gpu_id": 1, "status": "Fail", "warnings": [{"warnings": "remap", "error_id": 96}]}
-                        ],
-                    }
-                ],
-            },
-            {
-                "category": "Hardware",
-                "tests": [
-                    {
-                        "name": "Diagnostic",
-                        "results": [
-                            {"gpu_id": "0", "status": "Pass"},
-                            {
-                                "gpu_id": "1",
-                                "status": "Fail",
-                                "warnings": [
-                                    None,
-                                    {"warning": "miscompare", "error_id": 50, "error_category": 7, "error_severity": 2},
-                                ],
-                            },
-                        ],
-                    }
-                ],
-            },
-        ]
-    },
+    "DCGM GPU Diagnostic": {"test_categories": LATE_CATEGORIES},
     "GPU Device Serials": {"0": SERIALS[1], "1": SERIALS[0]},
     "version": "3.3.9",
 }
@@ -83,45 +57,23 @@ def entity(number: int, status: str, **more: Any) -> dict[str, Any]:
     return {"entity_group": "GPU", "entity_group_id": 1, "entity_id": number, "status": status, **more}
 
 
+PASSED = [entity(0, "Pass"), entity(1, "Pass")]
+POWER = {"warning": "450 W of\n525", "error_id": 42}
+POWERED = [
+    entity(0, "Skip", info=["GPU 0 does not support it"]),
+    entity(1, "Fail", warnings=[{**POWER, "error_severity": 2}]),
+    {"entity_group": "CPU", "entity_group_id": 7, "entity_id": 0, "status": "Pass"},
+]
+STRESS = [
+    {"name": "targeted_power", "results": POWERED, "test_summary": {"status": "Fail", "warnings": [POWER]}},
+    {"name": "memtest", "test_summary": {"status": "Fail", "warnings": [{"warning": "no memory"}]}},
+]
+SOFTWARE = {"name": "software", "results": PASSED, "test_summary": {"status": "Pass"}}
+NEW_CATEGORIES = [{"category": "Deployment", "tests": [SOFTWARE]}, {"category": "Stress", "tests": STRESS}]
+ENTITIES = [{"entity_id": n, "serial_num": SERIALS[n], "device_id": "2330"} for n in range(2)]
 NEW = {  # DCGM 4
-    "DCGM Diagnostic": {
-        "test_categories": [
-            {
-                "category": "Deployment",
-                "tests": [
-                    {
-                        "name": "software",
-                        "results": [entity(0, "Pass"), entity(1, "Pass")],
-                        "test_summary": {"status": "Pass"},
-                    }
-                ],
-            },
-            {
-                "category": "Stress",
-                "tests": [
-                    {
-                        "name": "targeted_power",
-                        "results": [
-                            entity(0, "Skip", info=["GPU 0 does not support it"]),
-                            entity(
-                                1, "Fail", warnings=[{"warning": "450 W of\n525", "error_id": 42, "error_severity": 2}]
-                            ),
-                            {"entity_group": "CPU", "entity_group_id": 7, "entity_id": 0, "status": "Pass"},
-                        ],
-                        "test_summary": {"status": "Fail", "warnings": [{"warning": "450 W of\n525", "error_id": 42}]},
-                    },
-                    {"name": "memtest", "test_summary": {"status": "Fail", "warnings": [{"warning": "no memory"}]}},
-                ],
-            },
-        ]
-    },
-    "entity_groups": [
-        {
-            "entity_group": "GPU",
-            "entity_group_id": 1,
-            "entities": [{"entity_id": n, "serial_num": SERIALS[n], "device_id": "2330"} for n in range(2)],
-        }
-    ],
+    "DCGM Diagnostic": {"test_categories": NEW_CATEGORIES},
+    "entity_groups": [{"entity_group": "GPU", "entity_group_id": 1, "entities": ENTITIES}],
     "metadata": {"version": "4.6.0", "Driver Version Detected": "580.95.05"},
 }
 
@@ -237,10 +189,8 @@ def test_a_failed_test_of_dcgm_rejects_the_node(command: Callable[..., str], tmp
     for number, one in enumerate(serials["entity_groups"][0]["entities"]):
         one["serial_num"] = f"SIMULATED-{number}"
     (tmp_path / "dcgm.json").write_text(json.dumps(serials))
-    arguments = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick", "-k", "dcgm")
-    said = command(*arguments, f"--dcgm={tmp_path}/dcgm.json", code=1)
+    arguments = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick", "-k", "dcgm", f"--dcgm={tmp_path}/dcgm.json")
+    said = command(*arguments, code=1)
     assert "REJECTED on 2 SIMULATED cpu GPUs: GPU 1, host" in said
     assert "  seen: dcgm: GPU 1: targeted_power: Fail: 450 W of 525 (DCGM 4.6.0: targeted_power); 1 of 2 looks" in said
     assert "  do: drain the node; do what DCGM says" in said
-    (tmp_path / "dcgm.json").write_text("{}")
-    assert "--dcgm: " in command(*arguments, f"--dcgm={tmp_path}/dcgm.json", code=4)

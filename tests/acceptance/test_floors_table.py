@@ -12,7 +12,7 @@ import pytest
 from mgpu_check.acceptance import references
 from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.references import TABLE, packaged_floors
-from tests.acceptance.floors_lint import bytes_per_second, lint_floors
+from tests.acceptance.floors_lint import lint_floors
 
 OWN: dict[str, Any] = json.loads(files("mgpu_check.acceptance").joinpath(TABLE).read_text())
 PACKAGED = {sku["names"][0]: sku for sku in OWN["skus"]}
@@ -41,18 +41,6 @@ def test_our_own_table_is_clean_and_each_source_and_reason_is_used():
     assert len(own.skus) >= 20
 
 
-@pytest.mark.parametrize("sku", [sku for sku in PACKAGED.values() if sku["pcie"]], ids=lambda sku: sku["names"][0])
-def test_a_link_one_generation_below_misses_each_floor_and_a_healthy_one_does_not(sku):
-    generation, width = sku["pcie"]["generation"], sku["pcie"]["width"]
-    for floor in sku["floors"]:
-        if floor["subject"] in ("upload", "download"):
-            assert (
-                bytes_per_second(generation - 1, width)
-                < floor["fraction"] * floor["data_sheet"]
-                < 0.75 * bytes_per_second(generation, width)
-            )
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -62,6 +50,7 @@ def test_a_link_one_generation_below_misses_each_floor_and_a_healthy_one_does_no
         ({"pcie": {"generation": 5, "width": 7, "source": "pcie"}}, "there is no PCIe Gen5 x7"),
         ({"pcie": {"generation": 5, "width": 16, "source": "x"}}, "source 'x' is not among the sources"),
         ({"quantity": "upload bandwidth", "fraction": 0.5}, "a link that was trained at less, with 31.5 GB/s, passes"),
+        ({"quantity": "upload bandwidth", "fraction": 0.95}, "a healthy link, with 63 GB/s at most, fails"),
         ({"quantity": "upload bandwidth", "data_sheet": 128e9}, "vendors give both directions together"),
         ({"quantity": "matrix product, bfloat16", "fraction": 0.05}, "every GPU that works at all passes"),
         ({"quantity": "matrix product, bfloat16", "fraction": 1.2}, "every GPU fails"),

@@ -168,51 +168,30 @@ BLOCKING = "with launches that block (CUDA_LAUNCH_BLOCKING=1)"
 OVER_ALL_PATHS = "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too"
 
 
+def beside(pair: str, one: int, ends: str, other: int, others: str) -> list[str]:
+    """What is said of a pair of which the second is right with others."""
+    too = ", too" * (ends == "fails")
+    first, second = f"GPU {one} {ends} with GPU {others}{too}", f"GPU {other} is right with GPU {others}"
+    return [f"fails on GPUs {pair} alone", first, second]
+
+
 @pytest.mark.parametrize(
     ("count", "wrong", "level", "seen"),
     [
-        pytest.param(
-            4,
-            lambda gpus, _: {0, 2} <= set(gpus),
-            "quick",
-            ["fails on GPUs 0 and 2 alone", "GPU 0 is right with GPU 1 and 3", "GPU 2 is right with GPU 1 and 3"],
-            id="a link",
-        ),
-        pytest.param(
-            4,
-            lambda gpus, _: 2 in gpus,
-            "quick",
-            ["fails on GPUs 2 and 3 alone", "GPU 2 fails with GPU 0 and 1, too", "GPU 3 is right with GPU 0 and 1"],
-            id="a GPU",
-        ),
-        pytest.param(
-            6,
-            lambda gpus, _: {0, 1} <= set(gpus),
-            "quick",
-            ["fails on GPUs 0 and 1 alone", "GPU 0 is right with GPU 2 and 3", "GPU 1 is right with GPU 2 and 3"],
-            id="two others are enough",
-        ),
-        pytest.param(2, lambda gpus, _: True, "quick", [], id="the same pair"),
-        pytest.param(3, lambda gpus, _: len(gpus) == 3, "quick", [], id="the same three"),
-        pytest.param(
-            5, lambda gpus, _: {1, 2, 4} <= set(gpus), "quick", [], id="a group without a failing half or pair"
-        ),
-        pytest.param(
-            2,
-            lambda _, environment: "NCCL_SHM_DISABLE" not in environment,
-            "standard",
-            [f"is right {WITHOUT_SHARED_MEMORY}", f"fails {BLOCKING}"],
-            id="shared memory",
-        ),
-        pytest.param(
-            2,
-            lambda _, environment: "CUDA_LAUNCH_BLOCKING" not in environment,
-            "long",
-            [f"fails {WITHOUT_SHARED_MEMORY}", f"is right {BLOCKING}"],
-            id="launches",
-        ),
+        (4, lambda gpus, _: {0, 2} <= set(gpus), "quick", beside("0 and 2", 0, "is right", 2, "1 and 3")),
+        (4, lambda gpus, _: 2 in gpus, "quick", beside("2 and 3", 2, "fails", 3, "0 and 1")),
+        # Two others are enough.
+        (6, lambda gpus, _: {0, 1} <= set(gpus), "quick", beside("0 and 1", 0, "is right", 1, "2 and 3")),
+        (2, lambda gpus, _: True, "quick", []),
+        (3, lambda gpus, _: len(gpus) == 3, "quick", []),
+        (5, lambda gpus, _: {1, 2, 4} <= set(gpus), "quick", []),
+        (2, lambda _, environment: "NCCL_SHM_DISABLE" not in environment, "standard",
+         [f"is right {WITHOUT_SHARED_MEMORY}", f"fails {BLOCKING}"]),
+        (2, lambda _, environment: "CUDA_LAUNCH_BLOCKING" not in environment, "long",
+         [f"fails {WITHOUT_SHARED_MEMORY}", f"is right {BLOCKING}"]),
     ],
-)
+    ids=["a link", "a GPU", "a link of six", "pair", "three", "no failing half or pair", "shared memory", "launches"],
+)  # fmt: skip
 def test_all_that_a_second_look_finds_is_said(count: int, wrong: Rule, level: str, seen: list[str]) -> None:
     _, (look,), _ = looked(count, wrong, level=level)
     place = len(seen) if level == "quick" else 0

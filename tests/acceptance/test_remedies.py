@@ -88,19 +88,25 @@ def test_a_warning_keeps_its_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "plants", "part", "action"),
+    ("level", "check", "plants", "part", "action"),
     [
-        ("links", ["copy-out:device=1"], Part("gpu", (1,)), "reset-gpu"),
+        ("glance", "links", ["copy-out:device=1"], Part("gpu", (1,)), "reset-gpu"),
         pytest.param(
-            *("compute", [f"product-lane:device={device}" for device in range(3)], Part("host", (0,)), "inspect-node"),
+            *(
+                "quick",
+                "compute",
+                [f"product-lane:device={device}" for device in range(3)],
+                Part("host", (0,)),
+                "inspect-node",
+            ),
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_run_asks_to_do_what_suits_the_part(
-    command: Callable[..., str], tmp_path: Path, check: str, plants: list[str], part: Part, action: str
+    command: Callable[..., str], tmp_path: Path, level: str, check: str, plants: list[str], part: Part, action: str
 ) -> None:
-    node = ("accept", "--gpus=3", "--simulate", "--gpu-level=quick", "-k", check, "--report=node.json")
+    node = ("accept", "--gpus=3", "--simulate", f"--gpu-level={level}", "-k", check, "--report=node.json")
     text = command(*node, *(f"--plant={plant}" for plant in plants), code=1)
     report = json.loads((tmp_path / "node.json").read_text())
     (accusation,) = report["verdict"]["accusations"]

@@ -156,20 +156,17 @@ def test_more_gpus_than_one_matrix_holds():
         speeds.append(
             Measurement("links", Subject("copy", (one, other)), "copy bandwidth", "B/s", 1e9 * (one + 2), 5, 64)
         )
-    html = page.render(
-        replace(first, hosts=hosts, gpus=gpus, observations=tuple(seen), measurements=tuple(speeds), samples=(),
-                verdict=Verdict("ACCEPTED"), verdicts={})
+    of_five = replace(
+        first, hosts=hosts, gpus=gpus, observations=tuple(seen), measurements=tuple(speeds), samples=(),
+        verdict=Verdict("ACCEPTED"), verdicts={},
     )  # fmt: skip
+    html = page.render(of_five)
     found = titled(html)
     assert "34.0" in found["Copy bandwidth on n4, 64 B, in GB/s"]
     between = found["Copy bandwidth between hosts, the worst of all pairs, 64 B, in GB/s"]
     assert "2.00" in between and "11.0" in between and "3.00" not in between
     assert "no verdict" in html
-    accepted = {n: Verdict("ACCEPTED") for n in range(4)}
-    html = page.render(
-        replace(first, hosts=hosts, gpus=gpus, observations=tuple(seen), measurements=tuple(speeds), samples=(),
-                verdict=Verdict("ACCEPTED"), verdicts=accepted)
-    )  # fmt: skip
+    html = page.render(replace(of_five, verdicts={n: Verdict("ACCEPTED") for n in range(4)}))
     # Of five hosts the one that was not accepted is shown with its GPUs.
     assert re.findall(r"<h3>GPU (\d+)", html) == [str(number) for number in range(32, 40)]
     assert "Of 4 hosts GPUs, matrices and telemetry are not shown here" in html and "on n0" not in str(titled(html))

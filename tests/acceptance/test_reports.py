@@ -86,7 +86,6 @@ def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_pat
         ({"version": None}, "version is null; give 1"),
         ({"seconds": "long"}, 'seconds is "long"; give a number'),
         ({"seconds": True}, "seconds is true; give a number"),
-        ({"seconds": []}, "seconds is []; give a number"),
         ({"level": "slow"}, 'level is "slow"; give one of glance, quick, standard, long'),
         ({"gpus": {}}, "gpus is {}; give a list"),
         ({"gpus": [{"number": 0}]}, "gpus[0].host is missing; give an integer"),
@@ -94,7 +93,6 @@ def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_pat
         ({"verdicts": {"one": {"kind": "ACCEPTED"}}}, "; give an object whose names are numbers"),
         ({"verdicts": {"1": {"kind": "ACCEPTED", "unknown": [3]}}}, "verdicts.1.unknown[0] is 3; give a text"),
         ({"seed": "x"}, 'seed is "x"; give an integer or null'),
-        ({"hosts": None}, "hosts is null; give a list"),
     ],
 )
 def test_a_file_that_is_no_such_report_is_refused_by_the_field(change, words, tmp_path):
@@ -107,14 +105,6 @@ def test_a_file_that_is_no_such_report_is_refused_by_the_field(change, words, tm
         read(path)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.json cannot be read: No such file"):
-        read(tmp_path / "a.json")
-    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        read(tmp_path / "b.json")
-
-
 # Files
 
 
@@ -122,7 +112,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     ("name", "words"),
     [
         ("report.txt", r"does not end in \.html, \.json or \.prom; choose one of them"),
-        ("report.md", r"does not end in \.html, \.json or \.prom"),
         ("no/such/report.json", "there is no directory .*/no/such for report.json"),
         (
             "/proc/self/report.json",
@@ -218,16 +207,12 @@ def test_the_terminal_says_what_is_simulated_and_of_which_host():
     assert said[-1].endswith("--simulate --hypothesis-seed=3")  # which the command has already
 
 
-@pytest.mark.parametrize(
-    ("name", "headline"),
-    [
-        ("good", "ACCEPTED: 8 GPUs passed 8 checks"),
-        ("one GPU", "ACCEPTED: 1 GPU passed 8 checks"),
-        ("inconclusive", "INCONCLUSIVE: compute: GPU 1: 3 operations of 40; only compute, memory ran"),
-    ],
-)
-def test_the_headline(name, headline):
-    assert lines(report(name))[0] == headline
+def test_the_headline():
+    assert {name: lines(report(name))[0] for name in ("good", "one GPU", "inconclusive")} == {
+        "good": "ACCEPTED: 8 GPUs passed 8 checks",
+        "one GPU": "ACCEPTED: 1 GPU passed 8 checks",
+        "inconclusive": "INCONCLUSIVE: compute: GPU 1: 3 operations of 40; only compute, memory ran",
+    }
 
 
 def test_a_hundred_failures_are_eight_lines():

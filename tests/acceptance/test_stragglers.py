@@ -103,7 +103,7 @@ def in_pairs(count, speed):
     ]
 
 
-@pytest.mark.parametrize("count", [4, 5, 8])
+@pytest.mark.parametrize("count", [4, 8])
 def test_a_gpu_or_a_pair_that_is_slow_in_collectives_of_pairs_is_found(count):
     for wrong in ({p for p in itertools.combinations(range(count), 2) if 1 in p}, {(0, 2)}):
         found = judge(in_pairs(count, lambda p, w=wrong: 0.5 if p in w else 1.0), gpus(count), floors=NONE)

@@ -147,8 +147,8 @@ def test_right_gpus_train_alike(precision):
     ("count", "fault", "accused"),
     [
         (3, "product-lane", ("gpu", (1,))),
-        (3, "attention", ("gpu", (1,))),
-        (3, "functions:device=2", ("gpu", (2,))),
+        pytest.param(3, "attention", ("gpu", (1,)), marks=pytest.mark.slow),
+        pytest.param(3, "functions:device=2", ("gpu", (2,)), marks=pytest.mark.slow),
         (3, "reduction", ("gpu", (1,))),  # the checksum is wrong, the data are not
         (2, "product-flutters", ("gpu", (1,))),  # differs from itself
         (2, "product-nan:every=1", ("gpu", (1,))),  # always wrong, and far from the host

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,32 +17,38 @@ from mgpu_check.plugin.stash import SESSION
 from mgpu_check.settings import activate, active, resolve
 from mgpu_check.suite.common import budget
 from mgpu_check.suite.common.faults.registry import all_faults
+from tests.plugin.conftest import wait_for
 
 
-def test_help_names_the_commands(command):
-    text = command("--help")
-    for word in ("compare", "devices", "selftest", "simulate", "--gpus=4 --simulate", "-k NAME"):
-        assert word in text
-
-
-def test_version(command):
-    assert command("--version").startswith("mgpu-check 0.")
-
-
-def test_an_unknown_command_is_refused(command):
-    text = command("device", code=4)
-    assert (
-        "'device' is no command; choose one of accept, compare, devices, doctor, init, pytest, record, selftest, simulate"
-        in text
-    )
-
-
-def test_an_unknown_option_is_refused_in_the_name_of_the_command(command):
-    assert "mgpu-check selftest: error: unrecognized arguments: --such" in command("selftest", "--such", code=4)
+@pytest.mark.parametrize(
+    ("words", "code", "texts"),
+    [
+        ("--help", 0, ["compare", "devices", "selftest", "simulate", "--gpus=4 --simulate", "-k NAME"]),
+        ("selftest --help", 0, ["--quick", "--all-pairs", "--seeds=N", "--gpus=N", "exit codes:"]),
+        ("--version", 0, ["mgpu-check 0."]),
+        (
+            *("device", 4),
+            [
+                "'device' is no command; choose one of accept, compare, devices, doctor, init, pytest, record, selftest, "
+            ],
+        ),
+        ("selftest --such", 4, ["mgpu-check selftest: error: unrecognized arguments: --such"]),
+        ("selftest -n 2", 4, ["plants faults in one process, and cannot use several: leave out -n 2"]),
+        ("simulate", 4, ["no program given; name a script"]),
+        ("compare", 4, ["no program given; name a script"]),
+    ],
+)
+def test_what_needs_no_run(command, words, code, texts):
+    text = command(*words.split(), code=code)
+    assert all(each in text for each in texts)
 
 
 def test_one_property_from_anywhere(command, tmp_path):
-    text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial")
+    """A pytest.ini of the current directory changes nothing, and arguments go to pytest."""
+    tmp_path.joinpath("pytest.ini").write_text("[pytest]\ngpus = nonsense\naddopts = --no-such-option\n")
+    junit = tmp_path / "out.xml"
+    text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial", f"--junitxml={junit}")
+    assert 'name="mgpu_check.property" value="scatter"' in junit.read_text()
     assert "SIMULATED node of 3 GPUs on cpu" in text
     assert re.search(r"^\[1/1\] scatter: 1 passed \(\d+ examples, ", text, re.MULTILINE)
     assert re.search(
@@ -55,7 +57,7 @@ def test_one_property_from_anywhere(command, tmp_path):
     assert "1 checks of 1 properties, " in text and "-v shows each check" in text
     assert "1 passed" in text.splitlines()[-1]
     assert "3 SIMULATED GPUs" in text.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []  # an acceptance run leaves nothing where it was started
+    assert {*tmp_path.iterdir()} == {junit, tmp_path / "pytest.ini"}  # a run leaves nothing where it was started
     lines = text.splitlines()
     said = [number for number, line in enumerate(lines) if line.startswith("level quick: ")]
     assert all("--gpu-level=standard draws four times as many" in lines[number] for number in said)
@@ -64,13 +66,6 @@ def test_one_property_from_anywhere(command, tmp_path):
     assert lines[first - 1].startswith("1 checks; ")
     assert said[1] == len(lines) - 2
     assert "a failed check shows" not in text
-
-
-def test_verbose_shows_each_check(command):
-    text = command("--gpus=3", "--simulate", "test_scatter.py", "-k", "tutorial", "-v")
-    assert "[1/1] passed       scatter: The model inside DataParallel" in text
-    assert re.search(r"^scatter +The model inside ", text, re.MULTILINE)
-    assert "-v shows each check" not in text
 
 
 def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_path, monkeypatch):
@@ -82,14 +77,8 @@ def test_a_failed_check_is_shown_at_once_and_below_its_property(command, tmp_pat
         "    assert 'try_gpu' not in item.name, 'planted'\n"
     )
     text = command(
-        "--gpus=2",
-        "--simulate",
-        "test_fixtures.py",
-        "test_scatter.py",
-        "-k",
-        "test_try_gpu or test_try_all_gpus or tutorial",
-        "-p",
-        "breaks",
+        *("--gpus=2", "--simulate", "test_fixtures.py", "test_scatter.py", "-p", "breaks"),
+        *("-k", "test_try_gpu or test_try_all_gpus or tutorial"),
         code=1,
     )
     assert re.search(r"^\[1/3\] FAILED       fixtures: .*\n\[2/3\] fixtures: 1 FAILED, 1 passed ", text, re.MULTILINE)
@@ -120,35 +109,7 @@ def test_a_killed_run_leaves_no_directory(command, tmp_path, monkeypatch):
         "        os.kill(os.getpid(), 9)\n"
     )
     command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial", "-p", "killer", code=-9)
-    deadline = time.monotonic() + 60  # the fork server does it, in a moment
-    while (left := list(temporary.glob("mgpu-check-*"))) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert left == []
-
-
-def test_arguments_go_to_pytest(command, tmp_path):
-    command(
-        "--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial", f"--junitxml={tmp_path / 'out.xml'}", "-n", "2"
-    )
-    text = Path(tmp_path, "out.xml").read_text()
-    assert 'name="mgpu_check.property" value="scatter"' in text
-
-
-def test_a_pytest_ini_of_the_current_directory_changes_nothing(command, tmp_path):
-    tmp_path.joinpath("pytest.ini").write_text("[pytest]\ngpus = nonsense\naddopts = --no-such-option\n")
-    command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial")
-
-
-def test_the_packaged_suite_under_plain_pytest(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "mgpu_check.suite", "--gpus=2", "--simulate", "-k", "tutorial"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "1 checks of 1 properties" in ran.stdout
+    wait_for(lambda: not list(temporary.glob("mgpu-check-*")))
 
 
 def test_without_gpus_all_that_are_visible_are_meant(command, monkeypatch):
@@ -156,7 +117,6 @@ def test_without_gpus_all_that_are_visible_are_meant(command, monkeypatch):
     text = command("-k", "tutorial", code=pytest.ExitCode.USAGE_ERROR)
     assert "mgpu-check: counting the GPUs of this machine" in text
     assert "--gpus=all (default of mgpu-check), but this process sees 0 GPUs: none" in text
-    assert "--gpus=all (--gpus), but" in command("--gpus=all", "-k", "tutorial", code=4)
 
 
 def test_accept_without_arguments_takes_all_gpus(command, monkeypatch):
@@ -176,25 +136,16 @@ def test_accept_without_arguments_takes_all_gpus(command, monkeypatch):
     assert {"--gpus=all", "--gpu-level=standard"} <= set(ran[0])
 
 
-@pytest.mark.parametrize("words", [(), ("accept",), ("selftest",)], ids=["suite", "accept", "selftest"])
-def test_what_is_missing_or_unknown_is_named_with_a_remedy(words, command):
-    for flag, value in (
-        ("--gpus", "N|all"),
-        ("--rank-timeout", "SECONDS"),
-        ("--gpu-level", "glance|quick|standard|long"),
-    ):
-        assert f"{flag} needs a value: {flag}={value}" in command(*words, flag, code=4)
-    some = "test_memory.py" if words == ("accept",) else "test_scatter.py"
-    for name in ("test_nowhere.py", ""):
+def test_what_is_missing_or_unknown_is_named_with_a_remedy(command):
+    """`test_arguments.py` has the first of each command."""
+    levels = "glance|quick|standard|long"
+    for flag, value in (("--gpus", "N|all"), ("--rank-timeout", "SECONDS"), ("--gpu-level", levels)):
+        assert suite.misuse([flag]).startswith(f"{flag} needs a value: {flag}={value}")
+    for words, name, some in (((), "", "test_scatter.py"), (("accept",), "test_nowhere.py", "test_memory.py")):
         text = command(*words, "--gpus=2", "--simulate", name, code=4)
         assert re.search(
             rf"'{name}' is neither a file nor a module; choose one of .*{some}.* or checks by -k NAME", text
         )
-
-
-@pytest.mark.parametrize("name", ["simulate", "compare"])
-def test_commands_that_run_a_program_ask_for_it(name, command):
-    assert "no program given; name a script" in command(name, code=4)
 
 
 def test_devices_says_what_there_is(command, monkeypatch):
@@ -205,22 +156,18 @@ def test_devices_says_what_there_is(command, monkeypatch):
     assert "no GPU is visible" in text
 
 
-@pytest.mark.slow  # beside `test_selftest_of_one_check_asks_for_its_own_faults_only`
+@pytest.mark.slow  # beside `test_selftest_of_one_check_by_seeds_asks_for_its_own_faults_only`
 def test_selftest_of_all_pairs_of_one_property_proves_each_check(command):
     text = command("selftest", "--all-pairs", "test_mismatch.py")
     assert "selftest: " in text
     assert "every fault is caught, every check catches one" in text
 
 
-def test_selftest_has_help_of_its_own(command):
-    text = command("selftest", "--help")
-    assert all(option in text for option in ("--quick", "--all-pairs", "--seeds=N", "--gpus=N", "exit codes:"))
-
-
-def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
+def test_selftest_of_one_check_by_seeds_asks_for_its_own_faults_only(command):
     text = command("selftest", "--seeds=3", "test_mismatch.py::test_gpu_scalars_are_no_numbers")
     assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
     assert "3 of 3 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
+    assert "NOT PROVEN" not in text and " 1 checks: every fault is caught, every check catches one" in text
 
 
 @pytest.mark.slow
@@ -234,8 +181,9 @@ def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_g
 
 
 @pytest.mark.parametrize("seeds", ["--seeds=0", "--seeds=few", "--seeds"])
-def test_selftest_refuses_a_number_of_seeds_that_is_none(command, seeds):
-    assert "give the number of seeds, such as --seeds=20" in command("selftest", seeds, code=4)
+def test_selftest_refuses_a_number_of_seeds_that_is_none(capsys, seeds):
+    assert selftest.main([seeds]) == 4
+    assert "give the number of seeds, such as --seeds=20" in capsys.readouterr().err
 
 
 def test_the_share_that_selftest_takes_does_not_depend_on_other_faults():
@@ -289,7 +237,7 @@ def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
 
 
 def test_an_expression_may_be_the_name_of_a_file(command):
-    text = command("selftest", "-k", "test_mismatch.py", "--collect-only")
+    text = command("selftest", "test_mismatch.py", "test_scatter.py", "-k", "test_mismatch.py", "--collect-only")
     assert "test_gpu_scalars_are_no_numbers" in text
     assert "test_scatter" not in text
     assert "NOT PROVEN" not in text, "nothing was to be run"
@@ -302,14 +250,8 @@ def test_selftest_refuses_a_test_that_is_none_of_the_suite(command, tmp_path):
     assert "give options only, or one of test_allreduce.py, test_collectives.py" in text
 
 
-def test_selftest_does_not_share_its_tests(command):
-    """The processes of pytest-xdist plant no fault: their checks pass, and do not mention faults."""
-    text = command("selftest", "-n", "2", code=4)
-    assert "the command plants faults in one process, and cannot use several: leave out -n 2" in text
-
-
 def test_selftest_without_a_check_proves_nothing(command):
-    text = command("selftest", "-k", "no_such_check", code=5)
+    text = command("selftest", "test_mismatch.py", "-k", "no_such_check", code=5)
     assert "every fault is caught" not in text
 
 
@@ -333,11 +275,6 @@ def test_selftest_fails_where_a_check_misses_what_it_must_catch(capsys):
     assert (
         "test_shards_cover_the_batch does not catch the fault shards-swapped, which it must" in capsys.readouterr().out
     )
-
-
-def test_selftest_of_one_check_asks_for_its_own_faults_only(command):
-    text = command("selftest", "test_scatter.py::test_tutorial_shapes")
-    assert "NOT PROVEN" not in text and " 1 checks: every fault is caught, every check catches one" in text
 
 
 def test_selftest_fails_where_a_check_catches_nothing():
@@ -372,11 +309,15 @@ def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_1
     assert given == ((3, 2) if level == "quick" else (of_140, of_140 // 70))
 
 
-def test_a_level_of_the_suite_that_was_asked_for(command, monkeypatch):
+def test_a_level_of_the_suite_that_was_asked_for_and_each_check(command, monkeypatch):
     monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "standard")
-    text = command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial")
+    text = command("--gpus=2", "--simulate", "test_scatter.py", "-k", "tutorial", "-v")
+    assert "[1/1] passed       scatter: The model inside DataParallel" in text
+    assert re.search(r"^scatter +The model inside ", text, re.MULTILINE)
+    assert "-v shows each check" not in text
     assert "level standard: " in text and "level quick" not in text
-    assert "--gpu-level=long draws ten times as many" in text.splitlines()[-2]
+    lines = [line for line in text.splitlines() if line]
+    assert "--gpu-level=long draws ten times as many" in lines[-2]
 
 
 @pytest.mark.parametrize("module", [accept, selftest], ids=["accept", "selftest"])
@@ -425,6 +366,7 @@ def test_a_log_has_a_line_about_a_check_that_takes_long():
     ]
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("arguments", "processors", "memory", "workers"),
     [
@@ -451,5 +393,5 @@ def test_the_whole_simulated_suite_has_a_worker_for_each_processor(monkeypatch, 
 
 
 def test_workers_of_the_simulated_suite_wait_for_no_devices_of_each_other(command):
-    text = command("--gpus=2", "--simulate", "-n2", "-k", "scatter or mismatch")
+    text = command("--gpus=2", "--simulate", "-n2", "test_scatter.py", "test_mismatch.py")
     assert "passed" in text and "waited" not in text

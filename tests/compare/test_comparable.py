@@ -17,26 +17,25 @@ from mgpu_check.compare.verdict import verdict_of, without_steps
 from tests.compare.training import (
     NAMES,
     Training,
-    gradients,
+    having,
     mistakes,
     module,
     one_part,
     other,
     start,
+    times,
     verdict,
     whole_batch,
     with_a_third,
 )
 
 
-def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
-    def change(training):
-        whole_batch(training)
-        training.change = lambda made: made.parameters.update(
-            {name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()}
-        )
+def shard(made):
+    made.parameters.update({name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()})
 
-    assert verdict(change).kind == "equal"
+
+def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
+    assert verdict(having(whole_batch, change=shard)).kind == "equal"
 
 
 def test_ranks_that_share_the_work_out_within_the_model_see_all_data_rightly():
@@ -84,7 +83,7 @@ def test_samples_of_a_divided_model(samples):
 
     def wrong(training):
         right(training)
-        training.gradient = lambda number: [3 * g for g in gradients(number)]
+        times(3)(training)
 
     assert divided(wrong).kind == "differs"
 
@@ -105,12 +104,10 @@ def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
     assert found.not_compared == {"net.weight": "its shape is [15] on ranks, and [6, 5] on one device"}
     assert found.report.remarks[0] == "not compared: net.weight: its shape is [15] on ranks, and [6, 5] on one device"
 
-    def renamed(training):
-        training.change = lambda made: made.parameters.update(
-            {f"flat{i}": made.parameters.pop(name) for i, name in enumerate(NAMES)}
-        )
+    def rename(made):
+        made.parameters.update({f"flat{i}": made.parameters.pop(name) for i, name in enumerate(NAMES)})
 
-    found = verdict(renamed)
+    found = verdict(having(change=rename))
     assert found.kind == "not comparable"
     assert "one device trains net.weight, net.bias; rank 0 trains flat0, flat1" in found.report.remarks[0]
 
@@ -122,17 +119,11 @@ def test_a_parameter_that_one_side_alone_trains_is_not_called_equal():
             for part in (step.before, step.gradients, step.parameters):
                 part.pop("net.bias", None)
 
-    def change(training):
-        training.change = without_bias
-
-    found = verdict(change)
+    found = verdict(having(change=without_bias))
     assert found.kind == "undecided"
     assert found.not_compared == {"net.bias": "no rank trains a parameter of its name and shape"}
 
-    def on_ranks(training):
-        training.change = with_a_third
-
-    found = verdict(on_ranks)
+    found = verdict(having(change=with_a_third))
     assert found.kind == "undecided"
     assert found.not_compared == {"net.third (ranks 0-1)": "one device trains no parameter of its name and shape"}
 
@@ -148,11 +139,7 @@ def test_what_need_not_be_compared_is_repeated():
 
 
 def test_steps_that_a_scaler_skips():
-    def on_all(training):
-        other(training)
-        training.events = [{"event": "skipped", "after": 0}]
-
-    found = verdict(on_all)
+    found = verdict(having(other, events=[{"event": "skipped", "after": 0}]))
     assert (found.kind, found.report.mistakes) == ("not comparable", ())
     assert "GradScaler skipped 0 steps on one device, and 1 on each rank" in found.report.headline
 
@@ -161,16 +148,6 @@ def test_steps_that_a_scaler_skips():
         training.events = [{"event": "skipped", "after": 0}] * training.rank
 
     assert mistakes(on_one) == ("decision-per-rank",)
-
-
-def test_other_samples():
-    def change(training):
-        other(training)
-        training.samples = lambda number: [1000 + 8 * number + i for i in range(training.rank, 8, 2)]
-
-    found = verdict(change)
-    assert found.kind == "not comparable"
-    assert "the ranks together saw 8 samples; 0 of them are among the 8 samples of one device" in found.report.headline
 
 
 def test_a_batch_in_another_dimension():
@@ -236,7 +213,9 @@ def test_samples_that_came_again_are_counted():
         other(training)
         training.samples = lambda number: [8 * number + i for i in (0, 1, 2 + training.rank, 5)]
 
-    headline = verdict(change).report.headline
+    found = verdict(change)
+    headline = found.report.headline
+    assert found.kind == "not comparable"
     assert "5 of them are among the 8 samples of one device; 3 came a second time" in headline
     assert "3 are on no rank" in headline
 
@@ -261,10 +240,7 @@ def test_a_sample_that_is_padded_otherwise_is_a_remark():
 
 
 def test_agreement_without_gradients_is_none():
-    def nothing(training):
-        training.gradient = lambda number: [0 * g for g in gradients(number)]
-
-    found = verdict(nothing, one=nothing)
+    found = verdict(times(0), one=times(0))
     assert found.kind == "not comparable"
     assert "the gradients of all parameters are zero in all 3 steps" in found.report.headline
 
@@ -278,7 +254,7 @@ def test_what_stands_in_the_way():
         return [entry.reason.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], own)]
 
     def flawed(training):
-        training.gradient = lambda number: [0 * g for g in gradients(number)]
+        times(0)(training)
         training.events = [
             {"event": "random", "after": 0, "what": "noise", "line": ""},
             {"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"},
@@ -291,22 +267,13 @@ def test_what_stands_in_the_way():
     assert said(flawed, Path("/own")) == ["noise", "Linear", "the", "torch.manual_seed", "each"]
     assert said(flawed, Path("/other")) == said(flawed)  # a fresh directory does not keep this file apart
 
-    def in_parts(training):
-        whole_batch(training)
-        training.change = lambda made: made.parameters.update(
-            {name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()}
-        )
-
-    assert said(in_parts) == []
+    assert said(having(whole_batch, change=shard)) == []
 
 
 def test_bfloat16_is_refused_with_advice():
-    def rough(training):
-        training.events = [{"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"}]
-
     single, moved, rank = Training(), Training(), Training()
-    moved.gradient = lambda number: [g * 1.3 for g in gradients(number)]
-    rough(single)
+    times(1.3)(moved)
+    single.events = [{"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"}]
     reference = single.trace()
     found = verdict_of(Aligned(reference, [rank.trace()]), Rounding(reference, [moved.trace()]), None)
     assert found.kind == "not comparable" and found.report.headline.endswith(
@@ -318,8 +285,7 @@ def test_bfloat16_is_refused_with_advice():
 def test_several_devices_of_one_process():
     def replicas(factor):
         one, moved, two = Training(), Training(), Training()
-        moved.gradient = lambda number: [g * (1 + 4e-7) for g in gradients(number)]
-        two.gradient = lambda number: [g * factor for g in gradients(number)]
+        times(1 + 4e-7)(moved), times(factor)(two)
         two.events = module(norms=["BatchNorm1d"]) if factor == 1.5 else []
         reference = one.trace()
         return verdict_of(Aligned(reference, [two.trace()], 2), Rounding(reference, [moved.trace()]), None)

@@ -108,11 +108,7 @@ def test_statistics_of_slices_are_judged_as_a_whole(of_columns):
 
 
 @pytest.mark.parametrize(
-    "of_columns",
-    [
-        pytest.param(lambda own: own.sum(0), id="sums"),
-        pytest.param(lambda own: own.amax(0), id="maxima"),
-    ],
+    "of_columns", [pytest.param(lambda own: own.sum(0), id="sums"), pytest.param(lambda own: own.amax(0), id="maxima")]
 )
 def test_statistics_that_are_no_means_are_undecided(of_columns):
     found = judged(of_columns)

@@ -14,7 +14,7 @@ from tests.compare.conftest import script
 SIMULATED = ("--gpus=2", "--simulate", "--steps=1")
 
 
-@pytest.mark.parametrize("words", [("fsdp",), ("masked",)])
+@pytest.mark.parametrize("words", [("fsdp",), pytest.param(("masked",), marks=pytest.mark.slow)])
 def test_one_device_calls_an_inner_module_and_the_ranks_a_wrapper(compare, words):
     """And with one sample on each rank, a mask or a table of positions looks like a sample."""
     outcome = compare(script("wrapped_step"), *SIMULATED, code=0, arguments=words)
@@ -25,7 +25,7 @@ def test_one_device_calls_an_inner_module_and_the_ranks_a_wrapper(compare, words
     ("words", "code", "said"),
     [
         (("masked", "sum"), 1, "looks like world-size-factor"),
-        (("other",), 2, "0 of them are among the 2 samples of one device"),
+        pytest.param(("other",), 2, "0 of them are among the 2 samples of one device", marks=pytest.mark.slow),
     ],
 )
 def test_samples_decide_as_before(compare, words, code, said):

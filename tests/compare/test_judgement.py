@@ -9,38 +9,28 @@ from mgpu_check.compare.comparability import NUMBERS
 from mgpu_check.diagnosis.report import RAISE
 from tests.compare.training import (
     RATE,
+    elsewhere,
     gradients,
+    having,
     mistakes,
     module,
     other,
     start,
+    times,
     verdict,
     whole_batch,
 )
 
 
-def test_equal():
-    found = verdict()
-    assert (found.kind, found.compared, found.report.remarks) == ("equal", 3, [])
-
-
 def test_rounding_is_no_difference_and_ten_times_as_much_is():
-    def rounded(size):
-        def change(training):
-            training.gradient = lambda number: [g * (1 + size) for g in gradients(number)]
-
-        return change
-
-    assert verdict(rounded(3e-7)).kind == "equal"
-    assert verdict(rounded(3e-5)).kind == "differs"
+    found = verdict(times(1 + 3e-7))
+    assert (found.kind, found.compared, found.report.remarks) == ("equal", 3, [])
+    assert verdict(times(1 + 3e-5)).kind == "differs"
 
 
 @pytest.mark.parametrize(("factor", "world"), [(2.0, 2), (0.25, 4)])
 def test_a_factor_of_the_world_size(factor, world):
-    def change(training):
-        training.gradient = lambda number: [factor * g for g in gradients(number)]
-
-    found = verdict(change, world=world)
+    found = verdict(times(factor), world=world)
     assert found.report.mistakes == ("world-size-factor",)
     assert (found.step, found.tensor, found.ranks) == (1, "gradient", tuple(range(world)))
     assert found.ratio == pytest.approx(factor)
@@ -51,55 +41,30 @@ def test_a_piece_of_evidence_that_fails_leaves_the_verdict(monkeypatch, piece):
     def fails(*arguments):
         raise IndexError("no such step")
 
-    def change(training):
-        training.gradient = lambda number: [2 * g for g in gradients(number)]
-
     fails.__name__ = piece
     monkeypatch.delenv(RAISE)
     monkeypatch.setattr(diagnosis, piece, fails)
-    found = verdict(change)
+    found = verdict(times(2))
     assert (found.kind, found.step, found.ranks) == ("differs", 1, (0, 1))
     assert found.report.mistakes == (() if piece in ("_factor", "evidence_of") else ("world-size-factor",))
     assert sum("failed with IndexError: no such step" in remark for remark in found.report.remarks) == 1
     monkeypatch.setenv(RAISE, "1")
     with pytest.raises(IndexError):
-        verdict(change)
+        verdict(times(2))
 
 
 def test_a_factor_that_nothing_explains_has_no_name():
-    def change(training):
-        training.gradient = lambda number: [1.7 * g for g in gradients(number)]
-
-    found = verdict(change)
+    found = verdict(times(1.7))
     assert found.report.mistakes == () and "no known mistake explains this" in str(found.report)
 
 
-def test_the_number_of_micro_batches():
-    def change(training):
-        training.micro = 3
-        training.gradient = lambda number: [3 * g for g in gradients(number)]
-
-    assert mistakes(change) == ("accumulation-factor",)
-
-
-def four_micro_batches(training):
-    training.micro = 4
-
-
-def undivided(training):
-    training.micro = 2
-    training.loss = lambda number: 0.5 / (1 + number)
-    training.gradient = lambda number: [0.5 * g for g in gradients(number)]
-
-
-def test_micro_batches_that_one_device_has_more_of():
-    def divided(training):
-        undivided(training)
-        four_micro_batches(training)
-        training.loss = lambda number: 1.0 / (1 + number)
-
-    assert mistakes(undivided, one=four_micro_batches) == ("accumulation-factor",)
-    assert mistakes(divided, one=four_micro_batches) == ("world-size-factor",)
+def test_micro_batches():
+    four = having(micro=4)
+    undivided = having(times(0.5), micro=2, loss=lambda number: 0.5 / (1 + number))
+    divided = having(undivided, micro=4, loss=lambda number: 1.0 / (1 + number))
+    assert mistakes(having(times(3), micro=3)) == ("accumulation-factor",)
+    assert mistakes(undivided, one=four) == ("accumulation-factor",)
+    assert mistakes(divided, one=four) == ("world-size-factor",)
 
 
 def test_a_learning_rate_by_world_size():
@@ -132,36 +97,15 @@ def test_gradients_that_stay_on_each_rank_from_the_second_step_on():
 
 
 def test_ranks_that_start_elsewhere():
-    def change(training):
-        if training.rank:
-            training.begin = [value + 1 for value in start()]
+    assert mistakes(elsewhere) == ("different-initialization",)
 
-    assert mistakes(change) == ("different-initialization",)
-
-    def unsynchronized(training):
-        change(training)
-        training.gradient = lambda number: [g * (1 + 0.1 * training.rank) for g in gradients(number)]
-
-    found = verdict(unsynchronized).report
+    found = verdict(having(elsewhere, lambda training: times(1 + 0.1 * training.rank)(training))).report
     assert found.mistakes == ("different-initialization", "gradients-not-synchronized")
     assert "\n  and gradients-not-synchronized: " in str(found)
 
 
-def test_a_checkpoint_on_one_rank():
-    def change(training):
-        if training.rank:
-            training.begin = [value + 1 for value in start()]
-        else:
-            training.events = [{"event": "restore", "after": 0, "of": "Linear"}]
-
-    assert mistakes(change) == ("restored-on-one-rank",)
-
-
 def test_all_ranks_start_elsewhere():
-    def change(training):
-        training.begin = [value + 1 for value in start()]
-
-    found = verdict(change)
+    found = verdict(having(begin=[value + 1 for value in start()]))
     assert (found.kind, found.report.mistakes) == ("not comparable", ())
     assert "start from other parameters than one device" in found.report.headline
 
@@ -194,51 +138,25 @@ def test_losses_that_are_divided_by_the_labels_of_each_rank():
 
 
 def test_a_mean_of_means_needs_counts_that_explain_the_losses():
-    def change(training):
-        other(training)
-        training.loss = lambda number: 1.2 / (1 + number)
-
     def miscounted(training):
         labelled(20, 23)(training)
         training.labels = (20 + 2 * training.rank,)
 
-    assert mistakes(change) == mistakes(miscounted) == ()
-
-
-def clip(*norms):
-    return [{"event": "clip", "after": 0, "norm": norm, "most": 1.0} for norm in norms]
-
-
-def test_clipping_of_gradients_that_differ():
-    def change(training):
-        other(training)
-        training.events = clip(2.0 + training.rank)
-
-    assert mistakes(change) == ("clipped-before-synchronization",)
+    assert mistakes(having(other, loss=lambda number: 1.2 / (1 + number))) == mistakes(miscounted) == ()
 
 
 def test_two_models_that_are_clipped_rightly():
-    def change(training):
-        other(training)
-        training.events = clip(2.0, 7.0)
-
-    assert mistakes(change) == ()
+    clipped = [{"event": "clip", "after": 0, "norm": norm, "most": 1.0} for norm in (2.0, 7.0)]
+    assert mistakes(having(other, events=clipped)) == ()
 
 
 def test_batch_norm():
-    def change(training):
-        other(training)
-        training.events = module(norms=["BatchNorm2d"])
-
-    assert mistakes(change) == ("batch-statistics-per-rank",)
+    assert mistakes(having(other, events=module(norms=["BatchNorm2d"]))) == ("batch-statistics-per-rank",)
 
 
 def test_random_numbers_that_forward_draws_are_no_dropout():
-    def noisy(training):
-        training.gradient = lambda number: [g + 1 for g in gradients(number)]
-        training.events = [{"event": "random", "after": 0, "what": "Net.forward", "line": "model.py:12"}]
-
-    found = verdict(noisy)
+    drawn = [{"event": "random", "after": 0, "what": "Net.forward", "line": "model.py:12"}]
+    found = verdict(having(gradient=lambda number: [g + 1 for g in gradients(number)], events=drawn))
     assert found.kind == "not comparable"
     assert found.report.headline.endswith(
         "step 1: Net.forward (model.py:12) draws random numbers, which differ between ranks and one device"
@@ -251,28 +169,18 @@ def test_losses_that_are_not_divided_by_the_micro_batches_are_no_remark():
         training.micro = 2
         training.loss = lambda number: 4.0 if training.world == 1 else 2.0
 
-    def change(training):
-        training.micro = 1
-
-    found = verdict(change, one=one)
+    found = verdict(having(micro=1), one=one)
     assert (found.kind, found.report.remarks) == ("equal", [])
 
 
 def test_dropout():
-    def change(training):
-        other(training)
-        training.events = module(dropouts=["Dropout(p=0.5, inplace=False)"])
-
-    found = verdict(change)
+    found = verdict(having(other, events=module(dropouts=["Dropout(p=0.5, inplace=False)"])))
     assert (found.kind, found.report.mistakes) == ("not comparable", ("random-numbers-per-rank",))
 
 
 def test_the_same_part_of_the_data_on_each_rank():
-    def change(training):
-        other(training)
-        training.samples = lambda number: [8 * number + i for i in range(4)]
-
-    assert mistakes(change) == ("dataset-not-split",)
+    same = having(other, samples=lambda number: [8 * number + i for i in range(4)])
+    assert mistakes(same) == ("dataset-not-split",)
 
 
 def test_all_data_on_each_rank_is_found_though_nothing_differs():
@@ -296,18 +204,12 @@ def test_padding():
 
 
 def test_a_loss_that_is_logged_otherwise_is_a_remark():
-    def change(training):
-        training.loss = lambda number: 2.0
-
-    found = verdict(change)
+    found = verdict(having(loss=lambda number: 2.0))
     assert found.kind == "equal" and "the logged loss is scaled differently" in found.report.remarks[0]
 
 
 def test_another_number_of_steps():
-    def change(training):
-        training.steps = 2
-
-    found = verdict(change)
+    found = verdict(having(steps=2))
     assert (found.kind, found.step, found.compared) == ("differs", 3, 2)
 
 

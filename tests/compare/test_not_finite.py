@@ -10,30 +10,17 @@ import torch
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability
 from mgpu_check.compare.verdict import verdict_of
-from tests.compare.training import (
-    Training,
-    gradients,
-    start,
-    summary,
-    verdict,
-)
+from tests.compare.training import Training, having, start, summary, times, verdict
 
 
 def test_no_number_hides():
-    def change(training):
-        training.gradient = lambda number: [g * (math.nan if number == 2 else 1) for g in gradients(number)]
-
-    found = verdict(change)
+    found = verdict(times(lambda number: math.nan if number == 2 else 1))
     assert (found.kind, found.step) == ("differs", 3)
 
 
 def no_numbers(first, value=math.nan):
     """From that step on, counted from 0, on one device and on the ranks."""
-
-    def one(training):
-        training.gradient = lambda number: [g * (value if number >= first else 1) for g in gradients(number)]
-
-    return one
+    return times(lambda number: value if number >= first else 1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -52,10 +39,7 @@ def test_no_numbers_from_the_first_step_on():
 
 
 def test_a_difference_before_numbers_end():
-    def change(training):
-        training.gradient = lambda number: [g * ((1, 1.7, math.nan)[number]) for g in gradients(number)]
-
-    found = verdict(change, one=no_numbers(2))
+    found = verdict(times((1, 1.7, math.nan).__getitem__), one=no_numbers(2))
     assert (found.kind, found.step) == ("differs", 2)
 
 
@@ -72,17 +56,13 @@ def test_numbers_that_ranks_have_where_one_device_has_none():
 
 
 def test_gradients_that_lead_to_no_numbers_are_compared():
-    def overflow(training):
-        training.change = lambda made: made.steps[2].parameters.update(
-            {"net.bias": summary(torch.full((6,), math.inf))}
-        )
+    def no_numbers_after(made):
+        made.steps[2].parameters.update({"net.bias": summary(torch.full((6,), math.inf))})
 
-    def change(training):
-        training.gradient = lambda number: [g * (2 if number == 2 else 1) for g in gradients(number)]
-
+    overflow = having(change=no_numbers_after)
     found = verdict(one=overflow)
     assert (found.kind, found.compared) == ("equal", 2)
-    found = verdict(change, one=overflow)
+    found = verdict(times(lambda number: 2 if number == 2 else 1), one=overflow)
     assert (found.kind, found.step, found.tensor) == ("differs", 3, "gradient")
     assert found.report.mistakes == ("world-size-factor",)
 
@@ -107,9 +87,6 @@ def test_another_number_of_steps_after_the_last_numbers():
 
 
 def test_a_start_without_numbers_repeats_itself():
-    def trace():
-        training = Training()
-        training.begin = [value * math.nan for value in start()]
-        return training.trace()
-
-    assert repeatability(trace(), trace()) is None
+    training = Training()
+    training.begin = [value * math.nan for value in start()]
+    assert repeatability(training.trace(), training.trace()) is None

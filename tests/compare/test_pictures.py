@@ -17,7 +17,7 @@ from mgpu_check.compare.page import Curve, draw, heat_pictures, joined_modules, 
 from mgpu_check.compare.traces.files import write_run
 from mgpu_check.compare.traces.run_comparison import compare_runs
 from tests.compare.test_trace_files import rounded, run
-from tests.compare.training import Training, gradients, other
+from tests.compare.training import Training, gradients, having, other
 
 STYLE = Path(pages.__file__).with_name("pages.html").read_text()
 NAME = "{http://www.w3.org/2000/svg}"
@@ -169,14 +169,11 @@ def test_where_two_runs_differ():
 
 
 def test_what_has_no_tolerance_or_was_not_compared_is_shown_so():
-    def missing(training) -> None:
-        def forget(made):
-            for step in made.steps:
-                step.gradients = dict.fromkeys(step.gradients)
+    def forget(made):
+        for step in made.steps:
+            step.gradients = dict.fromkeys(step.gradients)
 
-        training.change = forget
-
-    (both,) = heat(run(change=missing), run(change=missing))
+    (both,) = heat(run(change=having(change=forget)), run(change=having(change=forget)))
     assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"-"}
     (both,) = heat(run(moved=0), run(change=rounded, moved=0))
     assert {cell.text for cell in both.rows["backward: gradients"]["net"]} == {"?"}

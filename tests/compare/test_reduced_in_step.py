@@ -54,11 +54,7 @@ def test_steps_smaller_than_the_tolerance_do_not_hide_that_nothing_is_reduced():
 
 @pytest.mark.parametrize(
     ("factor", "reduces", "mistakes"),
-    [
-        (0.5, True, ("world-size-factor",)),
-        (0.5, False, ("gradients-not-synchronized",)),
-        (1.7, True, ()),
-    ],
+    [(0.5, True, ("world-size-factor",)), (0.5, False, ("gradients-not-synchronized",)), (1.7, True, ())],
 )
 def test_a_factor_of_gradients_that_are_reduced_within_the_step(factor, reduces, mistakes):
     def own(training):

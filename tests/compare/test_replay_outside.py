@@ -377,13 +377,6 @@ def test_a_mistake_on_rollouts_is_named(compare, changed):
     assert [run["label"] for run in outcome.json["runs"]][-1].endswith("with other seeds and in another order")
 
 
-def test_a_number_of_an_environment_is_not_comparable(compare, changed):
-    pytest.importorskip("numpy")
-    outcome = compare(changed(script("rollouts"), ("- 0.01 *", "- baseline *")), code=2)
-    assert not outcome.json["replayed"]
-    assert re.search(r"mul at train.py:\d+: its number is \S+ on one device, and \S+, \S+ on the ranks", outcome.text)
-
-
 def test_rows_that_are_steps_of_a_sequence_have_no_joint_order(compare, changed):
     """One device gets the rows of one rank after those of another: the script takes them for further steps."""
     pytest.importorskip("numpy")

@@ -11,20 +11,15 @@ from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.rounding import Rounding, repeatability, roundoff
 from mgpu_check.compare.trace import State, chunk_sizes
 from mgpu_check.compare.verdict import ComparisonVerdict, verdict_of
-from tests.compare.training import (
-    Training,
-    gradients,
-    summary,
-    with_a_third,
-)
+from tests.compare.training import Training, gradients, summary, times, with_a_third
 
 
 def test_repeatability():
     first, again = Training(), Training()
     assert repeatability(first.trace(), again.trace()) is None
-    again.gradient = lambda number: [g * (1 + (1e-6 if number else 0)) for g in gradients(number)]
+    times(lambda number: 1 + 1e-6 * (number > 0))(again)
     assert repeatability(first.trace(), again.trace()) is None  # kernels that add up in no fixed order
-    again.gradient = lambda number: [g * (1.01 if number == 1 else 1) for g in gradients(number)]
+    times(lambda number: 1.01 if number == 1 else 1)(again)
     assert repeatability(first.trace(), again.trace()).step == 1
     again = Training()
     again.samples = lambda number: [7 - i for i in range(8)]
@@ -122,7 +117,7 @@ def test_the_sum_that_is_named_has_its_elements():
 
 def test_a_square_of_a_gradient_may_deviate_twice_as_much():
     single, moved = Training(steps=1), Training(steps=1)
-    moved.gradient = lambda number: [g * (1 + 1e-4) for g in gradients(number)]
+    times(1 + 1e-4)(moved)
     traces = single.trace(), moved.trace()
     for trace in traces:
         parameter = trace.parameters["net.weight"]

@@ -31,16 +31,11 @@ def test_the_tutorial_is_equal(compare, tutorial):
         assert abs(one - ranks) < 1e-5 * one
 
 
-def test_four_ranks(compare, tutorial):
-    outcome = compare(tutorial, "--gpus=4", "--simulate", "--steps=2", code=0)
-    assert outcome.json["steps_equal"] == 2
-    assert [e["end"] for e in outcome.json["runs"][1]["ranks"]] == ["stopped"] * 4
-
-
 def test_a_long_script_without_gpus_and_without_a_group_on_one_device(compare, by_hand, changed):
     outcome = compare(changed(by_hand, ("(0, 8, 16)", "(0, 8, 16) * 4")), code=0)
     assert outcome.json["headline"].startswith("equal: 10 steps on 2 ranks")
     assert "compared 10 steps, where the runs were ended; --steps=all compares all" in outcome.text
+    assert [rank["end"] for rank in outcome.json["runs"][1]["ranks"]] == ["stopped"] * 2
     assert "SIMULATED" not in outcome.text
 
 
@@ -138,13 +133,6 @@ def test_a_script_that_diverges(compare, by_hand, changed):
     assert outcome.json["headline"].endswith("; later values are not finite")
     assert outcome.json["steps_equal"] == 1
     assert outcome.json["curves"]["excess"][1:] == outcome.json["curves"]["deviation"][1:] == [None, None]
-    outcome = compare(changed(by_hand, ("y = x", "y = float('nan') * x")), code=2)
-    assert "not comparable: not a number from the first step on" in outcome.json["headline"]
-
-
-def test_no_optimizer(compare):
-    outcome = compare("import torch\nprint(torch.ones(3).sum())\n", code=2)
-    assert "no optimizer step was seen on one device" in outcome.text
 
 
 def test_a_module_that_trains_nothing(python, tmp_path):
@@ -168,7 +156,9 @@ FREE_PORT = "    import socket\n    with socket.create_server(('', 0)) as server
         pytest.param(
             f"    os.environ.update(MASTER_PORT=str(port))\n{INIT}", "sets MASTER_PORT", marks=pytest.mark.slow
         ),
-        (f"    os.environ['MASTER_ADDR'] = '192.0.2.1'\n{INIT}", "sets MASTER_ADDR"),
+        pytest.param(
+            f"    os.environ['MASTER_ADDR'] = '192.0.2.1'\n{INIT}", "sets MASTER_ADDR", marks=pytest.mark.slow
+        ),
         (
             "    dist.init_process_group('gloo', f'tcp://localhost:{port}', rank=rank, world_size=world)\n",
             "names an address",
@@ -184,11 +174,6 @@ def test_ranks_meet_where_the_script_has_an_address_of_its_own(compare, by_hand,
     assert f"train.py:{line} {said}: the ranks met at the store of compare instead of " in outcome.text
     assert "do: leave the address to the launcher" in outcome.text
     assert outcome.text.count("the ranks met") == 1
-
-
-def test_nothing_is_said_of_another_name_for_the_address(compare, by_hand, changed):
-    outcome = compare(changed(by_hand, (INIT, f"    os.environ['MASTER_ADDR'] = 'localhost'\n{INIT}")), code=0)
-    assert "the ranks met" not in outcome.text
 
 
 def test_losses_of_texts_are_means_over_their_labels(compare):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch
 from mgpu_check.__main__ import main
 from mgpu_check.compare.traces.files import RecordedRun, described, read_run, write_run
 from mgpu_check.compare.traces.run_comparison import compare_runs
-from tests.compare.training import Training, gradients, other
+from tests.compare.training import Training, gradients, having, other, times
 
 
 def run(name="a.trace", world=2, change=lambda training: None, moved=4e-7, **fields) -> RecordedRun:
@@ -34,8 +33,7 @@ def _moved(gradient, size, number):
     return [g * (1 + size) for g in gradient(number)]
 
 
-def rounded(training: Training) -> None:
-    training.gradient = lambda number: [g * (1 + 1e-7) for g in gradients(number)]
+rounded = times(1 + 1e-7)
 
 
 def by_rank(training: Training) -> None:
@@ -43,16 +41,13 @@ def by_rank(training: Training) -> None:
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):
-    def with_options(training: Training) -> None:
-        def options(made):
-            for number, step in enumerate(made.steps):
-                step.options = {name: {"lr": 0.1 if number else 0.2} for name in step.gradients}
-                step.gradients["net.bias"] = None if training.rank else step.gradients["net.bias"]
+    def options(made):
+        for number, step in enumerate(made.steps):
+            step.options = {name: {"lr": 0.1 if number else 0.2} for name in step.gradients}
+            step.gradients["net.bias"] = None if made.rank else step.gradients["net.bias"]
 
-        training.change = options
-        training.events = [{"event": "seed", "after": 0}]
-
-    made = run(change=with_options, holders={"net.bias": [(0,), (0, 1)]}, parts={"net.bias": {0: 0, 1: 1}}, limit=3)
+    change = having(change=options, events=[{"event": "seed", "after": 0}])
+    made = run(change=change, holders={"net.bias": [(0,), (0, 1)]}, parts={"net.bias": {0: 0, 1: 1}}, limit=3)
     write_run(tmp_path / "a.trace", made)
     assert read_run(tmp_path / "a.trace") == made
     assert [path.name for path in tmp_path.iterdir()] == ["a.trace"]
@@ -61,12 +56,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("one", "second", "kind", "words"),
     [
-        (
-            run(),
-            run(world=4),
-            "equal",
-            "equal: 3 steps on 4 ranks train the same 2 parameters as in a.trace, bit by bit",
-        ),
+        (run(), run(world=4), "equal", "equal: 3 steps on 4 ranks train the same 2 parameters as in a.trace, bit by"),
         (run(), run(change=rounded), "equal", "as in a.trace, within rounding"),
         (run(moved=0), run(change=rounded), "equal", "within rounding"),
         (run(moved=0), run(change=rounded, moved=0), "undecided", "the effect of rounding was measured in neither"),
@@ -75,12 +65,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
         (run(change=by_rank), run(change=by_rank), "equal", "the same 4 parameters as in a.trace, bit by bit"),
         (run(), run(change=by_rank), "differs", "on rank 1"),
         (run(change=by_rank), run(world=1), "not comparable", "the ranks of a.trace hold different values of it"),
-        (
-            run(),
-            run(change=lambda training: setattr(training, "steps", 2)),
-            "differs",
-            "a.trace makes 3 optimizer steps",
-        ),
+        (run(), run(change=having(steps=2)), "differs", "a.trace makes 3 optimizer steps"),
     ],
 )
 def test_verdicts_on_two_runs(one, second, kind, words):
@@ -90,13 +75,11 @@ def test_verdicts_on_two_runs(one, second, kind, words):
 
 
 def test_bits_that_no_summary_shows_are_not_equal_bit_by_bit():
-    def flipped(training: Training) -> None:
-        def change(made):
-            step = made.steps[1]
-            step.gradients["net.weight"] = replace(step.gradients["net.weight"], bits=1)
+    def flip(made):
+        step = made.steps[1]
+        step.gradients["net.weight"] = replace(step.gradients["net.weight"], bits=1)
 
-        training.change = change
-
+    flipped = having(change=flip)
     found = compare_runs(run(), run(change=flipped)).verdict
     assert "equal bit by bit: the gradient of net.weight, at step 2" in str(found.report)
     assert compare_runs(run(moved=0), run(change=flipped, moved=0)).verdict.kind == "undecided"
@@ -132,27 +115,22 @@ def test_two_traces_are_compared_without_torch_if_their_bits_are_equal(tmp_path)
     assert "bit by bit" in done and done.splitlines()[-1] == "0 False"
 
 
-def of_version(number, path):
+def head_alone(path, **other):
+    """A trace without its steps."""
     write_run(path, run())
     with zipfile.ZipFile(path) as file:
-        parts = {name: file.read(name) for name in file.namelist()}
-    head = json.loads(parts["trace.json"]) | {"version": number, "mgpu_check": "9.0"}
+        head = json.loads(file.read("trace.json"))
     with zipfile.ZipFile(path, "w") as file:
-        for name, data in parts.items():
-            file.writestr(name, json.dumps(head) if name == "trace.json" else data)
+        file.writestr("trace.json", json.dumps(head | other))
+
+
+def of_version(number, path):
+    head_alone(path, version=number, mgpu_check="9.0")
 
 
 def truncated(path):
     write_run(path, run())
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def without_steps(path):
-    write_run(path, run())
-    with zipfile.ZipFile(path) as file:
-        head = file.read("trace.json")
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("trace.json", head)
 
 
 def spoiled(path):
@@ -175,16 +153,10 @@ def other_zip(path):
         (lambda path: path.write_text("hello"), "b.trace is no trace of a run, or is truncated; give a file that"),
         (truncated, "b.trace is no trace of a run, or is truncated; give a file that mgpu-check record has written"),
         (spoiled, "b.trace is "),
-        (without_steps, "b.trace is a damaged trace (KeyError"),
+        (head_alone, "b.trace is a damaged trace (KeyError"),
         (other_zip, "b.trace has no trace.json: it is no trace of a run"),
-        (
-            functools.partial(of_version, 3),
-            "b.trace has version 3 of the format, written by mgpu-check 9.0; mgpu-check",
-        ),
-        (
-            functools.partial(of_version, 1),
-            "reads version 2: record it again, with mgpu-check record or compare --update",
-        ),
+        (partial(of_version, 3), "b.trace has version 3 of the format, written by mgpu-check 9.0; mgpu-check"),
+        (partial(of_version, 1), "reads version 2: record it again, with mgpu-check record or compare --update"),
     ],
 )
 def test_a_file_that_is_no_trace_is_wrong_usage(make, words, tmp_path, monkeypatch, capsys):

@@ -28,6 +28,7 @@ CHANGES = {
     "other-optimizer": ("differs", 1, "parameter", "second.bias"),
     "learning-rate": ("differs", 3, "parameter", "second.weight"),
 }
+SLOW = ("micro-batches", "foreach", "validated", "not-divided", "frozen", "other-optimizer", "learning-rate")
 _recorded: dict[str, RecordedRun] = {}
 
 
@@ -48,7 +49,9 @@ def recorded(python, tmp_path):
     return recorded
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param(change, marks=[pytest.mark.slow] if change in SLOW else []) for change in CHANGES]
+)
 def test_a_change_is_right_or_parts_at_its_step(change, recorded):
     verdict = compare_runs(recorded(""), recorded(change)).verdict
     assert (verdict.kind, verdict.step, verdict.tensor, verdict.parameter) == CHANGES[change]

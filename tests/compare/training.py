@@ -96,6 +96,32 @@ def mistakes(change, **options) -> tuple[str, ...]:
     return verdict(change, **options).report.mistakes
 
 
+def times(factor):
+    """A training whose gradients are multiplied by a number, or by that of each step."""
+
+    def change(training):
+        training.gradient = lambda n: [g * (factor(n) if callable(factor) else factor) for g in gradients(n)]
+
+    return change
+
+
+def having(*changes, **attributes):
+    """A training with several changes."""
+
+    def change(training):
+        for part in changes:
+            part(training)
+        for name, value in attributes.items():
+            setattr(training, name, value)
+
+    return change
+
+
+def elsewhere(training):
+    """Another start, on all ranks but the first."""
+    training.begin = [value + min(training.rank, 1) for value in start()]
+
+
 def other(training):
     training.gradient = lambda number: [g + 0.1 * g.flip(0) for g in gradients(number)]
 

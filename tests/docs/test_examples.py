@@ -45,22 +45,24 @@ def write(directory: Path, files: dict[str, str]) -> None:
         (directory / name).write_text(text)
 
 
-def test_the_programs_of_the_readme_are_complete_and_their_report_is_as_shown(
-    run: Run, pytester: pytest.Pytester
-) -> None:
-    (shown,) = blocks(README, "")
-    write(pytester.path, first_files(README))
-    result = run(*GPUS)
-    result.assert_outcomes(failed=1, passed=2)
-    assert_shows(result, shown.text)
-
-
-def test_the_gate_of_the_tutorial_fails_as_shown(run: Run, pytester: pytest.Pytester) -> None:
-    _, shown = blocks(TUTORIAL, "")
-    write(pytester.path, first_files(TUTORIAL))
-    result = run(*GPUS, "test_train.py")  # the other test file comes later on the page
-    result.assert_outcomes(failed=1)
-    assert_shows(result, shown.text)
+def test_programs_that_fail_are_reported_as_shown(run: Run, pytester: pytest.Pytester) -> None:
+    """Those of the README, the gate of the tutorial, and a property on every rank."""
+    readme = first_files(README)
+    write(
+        pytester.path,
+        {
+            **first_files(TUTORIAL),  # its other test files come later on the page
+            "test_readme.py": readme.pop("test_train.py"),
+            **readme,
+            "test_mean.py": first_files(WRITE_TESTS)["test_mean.py"],
+        },
+    )
+    result = run(*GPUS, "test_train.py", "test_readme.py", "test_mean.py", *readme)
+    result.assert_outcomes(failed=4, passed=2)
+    (of_readme,), (_, of_gate) = blocks(README, ""), blocks(TUTORIAL, "")
+    of_property = next(block for block in blocks(WRITE_TESTS, "") if "test_mean_over_ranks[ranks=2]" in block.text)
+    for block in (of_readme, of_gate, of_property):
+        assert_shows(result, block.text)
 
 
 def test_the_commands_of_the_tutorial_do_what_it_says(
@@ -81,14 +83,6 @@ def test_the_commands_of_the_tutorial_do_what_it_says(
     assert_shows(trained, printed.text)
 
 
-def test_the_property_on_every_rank_is_refuted_as_shown(run: Run, pytester: pytest.Pytester) -> None:
-    shown = next(block.text for block in blocks(WRITE_TESTS, "") if "test_mean_over_ranks[ranks=2]" in block.text)
-    write(pytester.path, {"test_mean.py": first_files(WRITE_TESTS)["test_mean.py"]})
-    result = run(*GPUS)
-    result.assert_outcomes(failed=2)
-    assert_shows(result, shown)
-
-
 def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.Pytester) -> None:
     write(
         pytester.path,
@@ -107,6 +101,14 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
 
 
 DIVIDED = DOCS / "how-to" / "gate-model-parallel.md"
+FEW_EXAMPLES = """
+from hypothesis import settings
+from mgpu_check.gates import step_gate
+
+step_gate._EXAMPLES = 8
+settings.register_profile("few", max_examples=20)
+settings.load_profile("few")
+"""
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,7 @@ DIVIDED = DOCS / "how-to" / "gate-model-parallel.md"
 )
 def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester, pages: set[Path]) -> None:
     """Run the final program of the tutorial, and those of other pages, in one run."""
+    pytester.makeconftest(FEW_EXAMPLES)
     # tests/compare runs those of the page about scripts.
     failing = {(WRITE_TESTS, "test_mean.py"), (COMPARE, "train.py"), (COMPARE, "test_script.py")}
     tests = 0
@@ -137,20 +140,16 @@ def test_the_command_of_the_workflow_works_and_leaves_what_it_uploads(
     run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workflow, on_gpus = (block.text for block in blocks(CI, "yaml") if "upload-artifact" in block.text)
-    for text in (workflow, on_gpus):
+    for text in (on_gpus, workflow):
         (command,) = re.findall(r"^ +pytest (.*)$", text, re.MULTILINE)
         options = dict(word.partition("=")[::2] for word in shlex.split(command))
-        uploaded = re.search(r"path: \|\n((?: +\S+\n)+)", text)
-        assert uploaded is not None
-        assert set(uploaded[1].split()) == {options["--junitxml"], options["--gpu-report"]}
+        (uploaded,) = re.findall(r"path: \|\n((?: +\S+\n)+)", text)
+        assert set(uploaded.split()) == {options["--junitxml"], options["--gpu-report"]}
         assert f'cat {options["--gpu-report"]} >> "$GITHUB_STEP_SUMMARY"' in text
-    (command,) = re.findall(r"^ +pytest (.*)$", workflow, re.MULTILINE)
     pytester.makepyfile("def test_it(ranks): assert ranks.run(int) == [0] * 4")
     monkeypatch.setenv("CI", "true")
     run(*shlex.split(command)).assert_outcomes(passed=1)
-    uploaded = re.search(r"path: \|\n((?: +\S+\n)+)", workflow)
-    assert uploaded is not None
-    for name in uploaded[1].split():
+    for name in uploaded.split():
         assert pytester.path.joinpath(name).exists()
 
 

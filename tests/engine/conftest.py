@@ -1,4 +1,4 @@
-"""A pool of simulated ranks, shared by the tests of a module that leave it in order."""
+"""A pool of simulated ranks, shared by all tests that leave it in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def warm_pool() -> Iterator[RankPool]:
     pool = RankPool(LocalLauncher(simulate="cpu"), slots=4, simulate="cpu", timeout=30.0)
     yield pool

@@ -12,21 +12,18 @@ def pids(pool: RankPool, size: int | None = None) -> list[int]:
     return pool.run(os.getpid, size=size)
 
 
-def comes_to(pid: int, states: str) -> bool:
-    """Whether the process is in one of `states`, or gets there within 10 s; "Z" stands for one that is gone, too."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            state = "Z"
-        if state in states:
-            return True
-        time.sleep(0.01)
-    return False
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that nobody waits for stays as a zombie, and does not."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, or does so within 10 s; one that nobody waits for stays as a zombie."""
-    return comes_to(pid, "Z")
+    """Whether the process has ended, or does so within 10 s."""
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not alive(pid)

@@ -7,9 +7,7 @@ import os
 import pickle
 import resource
 import select
-import signal
 import socket
-import stat
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +16,6 @@ import numpy
 import pytest
 import torch
 
-from mgpu_check.errors import RankDied, RankHang
 from mgpu_check.processes.channel import Channel, Garbled, RankEnd, frame
 
 
@@ -139,7 +136,7 @@ def test_files_that_are_not_what_is_said_are_no_message(ends, lengths, size):
     assert _open_files() == before - 1  # the end of the channel itself
 
 
-@pytest.mark.parametrize("at_once", [1, 100_000])
+@pytest.mark.parametrize("at_once", [7, 100_000])
 def test_large_buffers_go_apart(ends, at_once):
     channel, theirs = ends
     source, other = socket.socketpair()
@@ -171,32 +168,6 @@ def test_large_buffers_go_apart(ends, at_once):
     first[0] = 1  # it is writable, as what was sent
 
 
-@pytest.mark.parametrize(
-    "lengths", [[0], [1 << 60], [(1 << 62) // 1000, (1 << 62) // 1000]], ids=["empty", "one", "together"]
-)
-def test_buffers_beyond_all_memory_are_no_message(ends, lengths):
-    channel, theirs = ends
-    for length in lengths:
-        theirs.sendall(b"MGPB" + length.to_bytes(8, "big"))
-    with pytest.raises(Garbled):
-        channel.receive()
-
-
-def test_a_message_without_the_buffer_that_it_wants_is_no_message(ends):
-    channel, theirs = ends
-    body = pickle.dumps(pickle.PickleBuffer(b"x"), protocol=5, buffer_callback=lambda buffer: None)
-    theirs.sendall(b"MGPU" + len(body).to_bytes(8, "big") + body)
-    with pytest.raises(Garbled, match="it cannot be unpickled"):
-        channel.receive()
-
-
-def test_a_message_with_a_buffer_too_many_is_no_message(ends):
-    channel, theirs = ends
-    theirs.sendall(b"MGPB" + (4).to_bytes(8, "big") + b"abcd" + frame("message"))
-    with pytest.raises(Garbled, match="a buffer that it does not use"):
-        channel.receive()
-
-
 def test_arrays_and_gates_tensors_arrive_as_they_were(pool):
     def body(rank):
         from mgpu_check.torch_hooks.parcels import Parcel
@@ -220,11 +191,8 @@ def test_arrays_and_gates_tensors_arrive_as_they_were(pool):
         array += 1  # what arrives can be written to
 
 
-def test_a_length_beyond_all_memory_is_no_message(ends):
+def test_a_length_beyond_all_memory_is_no_message_for_a_rank(ends):
     channel, theirs = ends
-    theirs.sendall(b"MGPU" + (1 << 60).to_bytes(8, "big"))
-    with pytest.raises(Garbled, match="its header announces 1152921504606846976 bytes"):
-        channel.receive()
     other = RankEnd(theirs.detach())
     channel.send(b"MGPU" + (1 << 60).to_bytes(8, "big"))
     with pytest.raises(Garbled):  # before room is made for it
@@ -265,11 +233,30 @@ def test_the_end_of_the_other_side(ends):
         channel.receive()
 
 
-@pytest.mark.parametrize("data", [b"hello, I am no message", b"MGPU" + (3).to_bytes(8, "big") + b"abc"])
-def test_what_is_no_message(ends, data):
+def header(kind: bytes, length: int) -> bytes:
+    return kind + length.to_bytes(8, "big")
+
+
+WANTS_A_BUFFER = pickle.dumps(pickle.PickleBuffer(b"x"), protocol=5, buffer_callback=lambda buffer: None)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"hello, I am no message", None),
+        (header(b"MGPU", 3) + b"abc", None),
+        (header(b"MGPU", 1 << 60), "its header announces 1152921504606846976 bytes"),
+        (header(b"MGPU", len(WANTS_A_BUFFER)) + WANTS_A_BUFFER, "it cannot be unpickled"),
+        (header(b"MGPB", 4) + b"abcd" + frame("message"), "a buffer that it does not use"),
+        (header(b"MGPB", 0), None),
+        (header(b"MGPB", 1 << 60), None),
+        (header(b"MGPB", (1 << 62) // 1000) * 2, None),  # beyond all memory together
+    ],
+)
+def test_what_is_no_message(ends, data, words):
     channel, theirs = ends
     theirs.sendall(data)
-    with pytest.raises(Garbled):
+    with pytest.raises(Garbled, match=words):
         channel.receive()
 
 
@@ -301,69 +288,3 @@ def test_the_end_of_a_rank_takes_what_was_sent():
     with pytest.raises(EOFError):
         rank.recv()
     rank._socket.close()
-
-
-def test_a_stopped_rank_that_does_not_take_its_argument_is_a_hang(pool):
-    victim = pool.run(os.getpid)[1]
-    os.kill(victim, signal.SIGSTOP)
-    with pytest.raises(
-        RankHang, match=r"rank 1 of 4 did not finish <lambda> within 0.5 s\nrank 1 is stopped by a signal"
-    ):
-        pool.run(lambda rank, data: len(data), b"x" * 10_000_000, timeout=0.5)
-    assert pool.run(lambda rank, data: len(data), b"x" * 10_000_000) == [10_000_000] * 4
-
-
-def test_a_rank_that_stops_in_the_middle_of_its_answer_is_a_hang(pool):
-    def body(rank):
-        class Stops:
-            def __reduce__(self):
-                # Once the answer of 50 MB is on its way, of which the socket takes a part at most.
-                threading.Thread(target=stop, daemon=True).start()
-                return bytes, ()
-
-        def stop():
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        return [b"x" * 50_000_000, Stops()] if rank.index == 2 else None
-
-    with pytest.raises(RankHang) as info:
-        pool.run(body, timeout=2.0)
-    assert info.value.ranks == (2,)
-
-
-@pytest.fixture
-def find():
-    """Return code that finds, in a rank, the file descriptor of its connection to the pytest process."""
-
-    def connection_of_this_process():
-        for fd in range(3, 256):
-            try:
-                if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                    with socket.socket(fileno=os.dup(fd)) as copy:
-                        if copy.family == socket.AF_UNIX:
-                            return fd
-            except OSError:
-                pass
-        raise LookupError
-
-    return connection_of_this_process
-
-
-def test_a_rank_that_writes_to_its_connection_is_named(pool, find):
-    def body(rank):
-        if rank.index == 3:
-            os.write(find(), b"this is not for you\n")
-
-    with pytest.raises(RankDied, match=r"rank 3 of 4 died: it has written an invalid message .*this is not f"):
-        pool.run(body)
-    assert len(pool.run(os.getpid)) == 4
-
-
-def test_a_rank_that_closes_its_connection_is_named(pool, find):
-    def body(rank):
-        if rank.index == 3:
-            os.close(find())
-
-    with pytest.raises(RankDied, match="rank 3 of 4 died: its connection to the pytest process was closed"):
-        pool.run(body)
-    assert len(pool.run(os.getpid)) == 4

@@ -60,25 +60,6 @@ def test_every_collective_of_torch_is_recorded_and_simulated():
     assert set(FLOWS) == {name for name, one in COLLECTIVES.items() if one.sizes == "paired"}
 
 
-def test_different_collectives_are_named_with_number_and_place(pool):
-    def body(rank):
-        x = torch.ones(4, device=rank.device)
-        for _ in range(6):
-            dist.all_reduce(x)
-        if rank.index == 2:
-            dist.broadcast(x, 0)
-        else:
-            dist.all_reduce(x)
-
-    with pytest.raises(RankHang) as info:
-        pool.run(body, timeout=0.5)
-    lines = message(info)
-    assert lines[0] == "rank 2 of 4 did not finish body within 0.5 s"
-    assert lines[1].startswith("ranks 0-1, 3 are in all_reduce #7 (")
-    assert lines[1].endswith("), float32[4], sum")
-    assert lines[2].startswith("rank 2 is in broadcast #7 (")
-
-
 def test_ranks_that_wait_for_each_other_in_different_collectives_are_not_waited_for(pool):
     def body(rank):
         x = torch.ones(4, device=rank.device)
@@ -94,6 +75,10 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_not_waited_
     assert "the ranks wait for each other in different calls, so more time would not help" in message(info)
     assert "rank 0 is in all_gather #1 of ranks 0,1 (" in str(info.value)
     assert pool.run(lambda rank: rank.index, size=2) == [0, 1]
+    with pytest.raises(RankHang) as info:
+        pool.run(lambda rank: rank.index or dist.all_reduce(torch.ones(4)), size=2, timeout=600)
+    said = "the ranks wait for each other or for finished ranks, so more time would not help"
+    assert said in message(info)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +86,6 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_not_waited_
     [
         (lambda dist, x, i: dist.all_reduce(x, dist.ReduceOp.MAX if i == 1 else dist.ReduceOp.SUM), "max, where"),
         (lambda dist, x, i: dist.all_reduce(x.view(__import__("torch").int32) if i == 1 else x), "int32[4], sum"),
-        (lambda dist, x, i: dist.all_reduce(x, op=dist.ReduceOp.PRODUCT if i == 1 else dist.ReduceOp.SUM), "product"),
         (lambda dist, x, i: dist.group.WORLD.allreduce(x.int() if i == 1 else x).wait(), "int32[4], where"),
         (
             lambda dist, x, i: dist.group.WORLD.allreduce([x], dist.ReduceOp.MAX if i == 1 else dist.ReduceOp.SUM),
@@ -131,11 +115,6 @@ def test_a_disagreement_that_goes_unnoticed_by_gloo_is_a_failure(pool, what, sai
 
 
 UNMATCHED = {
-    "send": (
-        lambda dist, x, y, i: i == 0 and dist.isend(x, 1) and None,
-        "rank 0 of 3 has sent float32[4] to rank 1 in isend (*), and rank 1 has not received it",
-        (0, 1),
-    ),
     "receive": (
         lambda dist, x, y, i: i == 1 and dist.irecv(x, 2, tag=7) and None,
         "rank 1 of 3 has begun to receive float32[4] from rank 2 with tag 7 in irecv (*), and rank 2 has not sent it",
@@ -145,11 +124,6 @@ UNMATCHED = {
         lambda dist, x, y, i: i == 1 and dist.irecv(x) and None,
         "rank 1 of 3 has begun to receive float32[4] from any rank in irecv (*), and none has sent it",
         (1,),
-    ),
-    "tag": (
-        lambda dist, x, y, i: (i == 0 and dist.isend(x, 1, tag=3) and None) or (i == 1 and dist.irecv(x, 0) and None),
-        "rank 1 of 3 has begun to receive float32[4] from rank 0 in irecv (*), and rank 0 has not sent it",
-        (0, 1),
     ),
     "dtype": (
         lambda dist, x, y, i: (i == 0 and dist.send(x, 1)) or (i == 1 and dist.recv(y, 0) and None),
@@ -170,11 +144,6 @@ UNMATCHED = {
         lambda dist, x, y, i: dist.all_gather([y if i == 1 else x] * 3, y if i == 1 else x),
         "rank 0 of 3 has sent float32[4] to rank 1 in all_gather (*), where rank 1 has received int32[4] in *",
         (1,),
-    ),
-    "gather": (
-        lambda dist, x, y, i: dist.gather(y if i == 1 else x, [x] * 3 if i == 0 else None, dst=0),
-        "rank 1 of 3 has sent int32[4] to rank 0 in gather (*), where rank 0 has received float32[4] in gather (*)",
-        (0, 1),
     ),
     "scatter": (
         lambda dist, x, y, i: dist.scatter(y if i == 1 else x, [x] * 3 if i == 0 else None, src=0),
@@ -298,6 +267,7 @@ def test_a_wait_for_an_asynchronous_collective_is_a_place(pool):
 
     with pytest.raises(RankHang) as info:
         pool.run(body, size=2, timeout=0.5)
+    assert info.value.ranks == (0, 1)
     text = str(info.value)
     assert "rank 0 is in all_reduce #1 (" in text
     assert "), float32[2, 2], sum" in text
@@ -305,45 +275,15 @@ def test_a_wait_for_an_asynchronous_collective_is_a_place(pool):
     assert "), float32[1], src=0" in text
 
 
-def test_the_last_collective_of_each_rank_is_told(pool):
-    def body(rank):
-        dist.all_reduce(torch.ones(3))
-        if rank.index == 1:
-            os._exit(7)
-
-    with pytest.raises(RankFailure) as info:
-        pool.run(body, size=3)
-    assert message(info)[:2] == ["rank 1 of 3 died: exit code 7", "ranks 0, 2 finished"]
-    assert message(info)[2].startswith("last collective of ranks 0-2: all_reduce #1 (")
-
-
-def test_numbers_start_anew_with_each_call(pool):
-    def body(rank, fail):
-        dist.all_reduce(torch.ones(3))
-        assert not fail
-
-    for _ in range(3):
-        pool.run(body, False, size=2)
-    with pytest.raises(RankFailure, match=r"last collective of ranks 0-1: all_reduce #1 \("):
-        pool.run(body, True, size=2)
-
-
 def test_more_collectives_than_the_record_holds(pool):
+    """And a functional one."""
+
     def body(rank):
         for _ in range(100):
             dist.barrier()
-        raise ValueError
+        assert functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD).tolist() == [0, 0], "told"
 
-    with pytest.raises(RankFailure, match=r"last collective of ranks 0-1: barrier #100 \("):
-        pool.run(body, size=2)
-
-
-def test_functional_collectives_are_recorded(pool):
-    def body(rank):
-        total = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
-        assert total.tolist() == [0, 0], "told"
-
-    with pytest.raises(RankFailure, match=r"last collective of ranks 0-1: all_reduce #1 \(.*float32\[2\], sum"):
+    with pytest.raises(RankFailure, match=r"last collective of ranks 0-1: all_reduce #101 \(.*float32\[2\], sum"):
         pool.run(body, size=2)
 
 

@@ -8,7 +8,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -150,7 +149,7 @@ def test_two_groups_of_the_same_ranks_in_two_threads(pool):
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, -1])
 def test_timeouts_that_are_none(pool, timeout):
-    with pytest.raises(ValueError, match="choose a finite number of seconds above 0"):
+    with pytest.raises(ValueError, match=r"timeout=.* is not valid; choose a finite number of seconds above 0"):
         pool.run(os.getpid, timeout=timeout)
 
 
@@ -181,31 +180,13 @@ def test_a_message_without_end(pool):
 
 
 @contextlib.contextmanager
-def own_pool():
-    pool = RankPool(LocalLauncher(), slots=2, simulate="cpu", timeout=30.0)
+def own_pool(*preload):
+    pool = RankPool(LocalLauncher(preload), slots=2, simulate="cpu", timeout=30.0)
     pool.begin_test()
     try:
         yield pool
     finally:
         pool.close()
-
-
-def test_nothing_is_left_in_a_temporary_directory_of_any_name(tmp_path, monkeypatch):
-    directory = tmp_path / "ünï #c%41?d"
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    with own_pool() as pool:
-        assert all(made.startswith(str(directory)) for made in pool.run(use_multiprocessing))
-        # Processes of the ranks end with them also if the fork server is killed.
-        (server, _), started = pool.run(os.getppid), pool.run(start_a_child)
-        os.kill(server, signal.SIGKILL)
-        with pytest.raises(RankDied):
-            pool.run(lambda: threading.Event().wait())
-        deadline = time.monotonic() + 10
-        while any(map(alive, started)) and time.monotonic() < deadline:
-            os.sched_yield()
-        assert not any(map(alive, started))
-    assert list(directory.iterdir()) == []
 
 
 def test_another_program_in_the_place_of_a_rank(pool):
@@ -233,11 +214,11 @@ def spawned(index, sent, doubled):
 
 def test_ranks_can_spawn_functions_of_a_test_module(pool):
     def body():
-        doubled = torch.zeros(2).share_memory_()
-        mp.spawn(spawned, args=(Sent(4), doubled), nprocs=2)  # type: ignore[attr-defined]
+        doubled = torch.zeros(1).share_memory_()
+        mp.spawn(spawned, args=(Sent(4), doubled))  # type: ignore[attr-defined]
         return doubled.tolist()
 
-    assert pool.run(body, size=1, timeout=300) == [[8.0, 8.0]]  # two interpreters import torch
+    assert pool.run(body, size=1, timeout=300) == [[8.0]]  # an interpreter imports torch
 
 
 def use_multiprocessing():
@@ -247,22 +228,16 @@ def use_multiprocessing():
     return multiprocessing.util.get_temp_dir()
 
 
-def start_a_child():
-    return subprocess.Popen(["sleep", "3600"]).pid
+def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(tmp_path, monkeypatch):
+    """As one bad device would do it: the others wait for that rank in the rendezvous.
 
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(monkeypatch):
-    """As one bad device would do it: the others wait for that rank in the rendezvous."""
+    And nothing is left in a temporary directory of any name.
+    """
     from mgpu_check.engine import world_processes
 
+    directory = tmp_path / "ünï #c%41?d"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     monkeypatch.setattr(world_processes, "_START_TIMEOUT", 20.0)
     with own_pool() as pool:
         (server,) = pool.run(os.getppid, size=1)
@@ -282,6 +257,8 @@ def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_ser
         with pytest.raises(StartupFailure, match=r"the fork server does not run: it was stopped by a signal"):
             pool.run(os.getpid, size=2)
         assert server not in pool.run(os.getppid, size=2)
+        assert all(made.startswith(str(directory)) for made in pool.run(use_multiprocessing))
+    assert list(directory.iterdir()) == []
 
 
 NO_ROOM = "cannot be opened: No space left on device. Make room in .*, or name another .* TMPDIR"
@@ -301,10 +278,8 @@ def once():
 def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "refusing.py").write_text(REFUSING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pool = RankPool(LocalLauncher(["refusing:once"]), slots=1, simulate="cpu", timeout=30.0)
-    pool.begin_test()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    try:
+    with own_pool("refusing:once") as pool:
         with monkeypatch.context() as patch:
             patch.setattr(tempfile, "mkdtemp", raises(full))
             with pytest.raises(StartupFailure, match=NO_ROOM):
@@ -316,7 +291,7 @@ def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypat
             r"of this user \(ulimit -u\) \w+.* Raise the limit that was reached",
             str(refused.value),
         )
-        (server,) = pool.run(os.getppid)
+        servers = pool.run(os.getppid)
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", raises(full))
             pool.end_test(failed=True)
@@ -324,6 +299,4 @@ def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypat
             pool._worlds.close()
             with pytest.raises(StartupFailure, match=NO_ROOM):
                 pool.run(os.getppid)
-        assert pool.run(os.getppid) == [server]
-    finally:
-        pool.close()
+        assert pool.run(os.getppid) == servers

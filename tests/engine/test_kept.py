@@ -13,12 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mgpu_check.engine import environments
-from mgpu_check.engine import keeper_socket as kept
+from mgpu_check.engine import environments, keeper_socket
 from mgpu_check.engine.forkserver import END
 from mgpu_check.engine.keeper_socket import KeeperSocket, KeptServer, NotKept, attach, keeper_of, key_of
 from mgpu_check.engine.launcher import LocalLauncher
@@ -136,6 +136,7 @@ signal.pause()
 """
 
 
+@pytest.mark.unmeasured
 def test_a_killed_run_leaves_no_process_and_no_file(keeper):
     process = subprocess.Popen([sys.executable, "-P", "-c", RUN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -236,6 +237,18 @@ def end(server: KeptServer, control: socket.socket) -> None:
     assert server.wait(30.0) == 0
 
 
+@pytest.fixture
+def ready(ask):
+    """Ask like `ask`, and wait for the fork server; return it with its control socket and the keeper."""
+
+    def ready(*modules: str, **options: Any) -> tuple[KeptServer, socket.socket, int]:
+        server, control = ask(*modules, **options)
+        assert told(control) == {"event": "ready"} and server.poll() is None  # which also hears its process id
+        return server, control, parent_of(server.pid)
+
+    return ready
+
+
 def test_a_keeper_ends_when_no_run_has_used_it_for_the_time(ask, own_directory):
     server, control = ask(keep=0.05)
     before = server._pid  # nothing was heard yet
@@ -261,72 +274,59 @@ def sockets_of_others(directory: Path) -> set[str]:
     return found
 
 
-def test_code_that_has_changed_never_runs_stale(ask, tmp_path):
+def test_code_that_has_changed_never_runs_stale(ready, tmp_path):
     module, seen = tmp_path / "kept_module.py", tmp_path / "seen"
     code = f"VALUE = %d\ndef note(): open({str(seen)!r}, 'a').write(f'{{VALUE}} ')\n"
     module.write_text(code % 1)
     os.utime(module, (1, 1))
     of = {"preload": ("kept_module:note",)}
-    one, control = ask("kept_module", **of)
-    assert told(control) == {"event": "ready"} and one.poll() is None
-    keeper = parent_of(one.pid)
+    one, control, keeper = ready("kept_module", **of)
     module.write_text(code % 22)
-    other, another = ask("kept_module", **of)
-    assert told(another) == {"event": "ready"} and other.poll() is None
+    other, another, heir = ready("kept_module", **of)
     assert seen.read_text() == "1 22 "
-    heir = parent_of(other.pid)
     assert parent_of(one.pid) == keeper == parent_of(heir)  # which hands its socket over
     end(one, control)
     assert ended(keeper)
     assert other.poll() is None
     module.write_text(code % 333)
     end(other, another)
-    third, last = ask("kept_module", keep=0.0, **of)
-    assert told(last) == {"event": "ready"} and third.poll() is None
+    third, last, keeper = ready("kept_module", keep=0.0, **of)
     assert seen.read_text() == "1 22 333 "
-    assert parent_of(third.pid) == heir  # which has no run, and runs its program again
+    assert keeper == heir  # which has no run, and runs its program again
     end(third, last)
     assert ended(heir)
 
 
-def test_a_module_that_is_saved_during_its_import_never_runs_stale(ask, tmp_path):
+def test_a_module_that_is_saved_during_its_import_never_runs_stale(ready, tmp_path):
     module, seen = tmp_path / "saved_module.py", tmp_path / "seen"
     after = f"def note(): open({str(seen)!r}, 'a').write(f'{{VALUE}} ')\n"
     module.write_text(f"VALUE = 1\nopen(__file__, 'w').write({'VALUE = 22' + chr(10) + after!r})\n{after}")
     os.utime(module, (1, 1))
-    server, control = ask("saved_module", keep=0.0, preload=("saved_module:note",))
-    assert told(control) == {"event": "ready"}
+    server, control, _ = ready("saved_module", keep=0.0, preload=("saved_module:note",))
     assert seen.read_text() == "22 "
     end(server, control)
 
 
-def test_a_socket_without_a_keeper_is_replaced(ask):
-    first, control = ask()
-    assert told(control) == {"event": "ready"} and first.poll() is None
-    keeper = parent_of(first.pid)
+def test_a_socket_without_a_keeper_is_replaced(ready):
+    first, _, keeper = ready()
     os.kill(keeper, signal.SIGKILL)
     assert ended(keeper)
     assert first.wait(30.0) == -signal.SIGKILL  # how it ended is unknown
-    second, another = ask(keep=0.0)
-    assert told(another) == {"event": "ready"} and second.poll() is None
-    assert parent_of(second.pid) != keeper
+    second, another, heir = ready(keep=0.0)
+    assert heir != keeper
     end(second, another)
 
 
-def test_a_keeper_whose_socket_was_removed_leaves_that_of_the_next_one(ask, monkeypatch, tmp_path):
+def test_a_keeper_whose_socket_was_removed_leaves_that_of_the_next_one(ready, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    first, control = ask(keep=0.0)
-    assert told(control) == {"event": "ready"}
-    keeper = parent_of(first.pid)
+    first, control, keeper = ready(keep=0.0)
     (at,) = [path for path in tmp_path.glob("mgpu-check-*/*") if path.is_socket()]
     at.unlink()
-    second, another = ask()
-    assert told(another) == {"event": "ready"}
+    second, another, heir = ready()
     end(first, control)
     assert ended(keeper)
-    third, last = ask(keep=0.0)
-    assert told(last) == {"event": "ready"}
-    assert parent_of(third.pid) == parent_of(second.pid) != keeper
+    third, last, kept = ready(keep=0.0)
+    assert kept == heir != keeper
     end(third, last)
     end(second, another)
 
@@ -349,10 +349,8 @@ def test_a_keeper_that_ends_during_its_imports_is_told_with_its_output(ask, tmp_
     assert server.end_of_keeper == "the keeper ended during its imports. Its output:\nno such driver"
 
 
-def test_a_keeper_that_was_killed_before_it_is_asked_is_replaced(ask, monkeypatch):
-    first, control = ask()
-    assert told(control) == {"event": "ready"} and first.poll() is None
-    keeper = parent_of(first.pid)
+def test_a_keeper_that_was_killed_before_it_is_asked_is_replaced(ready, monkeypatch):
+    first, _, keeper = ready()
     connected = KeeperSocket.connected
 
     def killed(place: KeeperSocket) -> socket.socket | None:
@@ -363,18 +361,15 @@ def test_a_keeper_that_was_killed_before_it_is_asked_is_replaced(ask, monkeypatc
         return connection
 
     monkeypatch.setattr(KeeperSocket, "connected", killed)
-    second, another = ask(keep=0.0)
-    assert told(another) == {"event": "ready"} and second.poll() is None
+    second, another, heir = ready(keep=0.0)
     assert first.wait(30.0) == -signal.SIGKILL
-    assert parent_of(second.pid) != keeper
+    assert heir != keeper
     end(second, another)
 
 
-def test_a_fork_server_of_a_stopped_keeper_is_killed_without_it(ask, monkeypatch):
-    monkeypatch.setattr(kept, "_AFTER_KILL", 0.1)
-    server, control = ask(keep=0.0)
-    assert told(control) == {"event": "ready"} and server.poll() is None
-    keeper = parent_of(server.pid)
+def test_a_fork_server_of_a_stopped_keeper_is_killed_without_it(ready, monkeypatch):
+    monkeypatch.setattr(keeper_socket, "_AFTER_KILL", 0.1)
+    server, _, keeper = ready(keep=0.0)
     os.kill(keeper, signal.SIGSTOP)
     try:
         server.kill()
@@ -384,17 +379,14 @@ def test_a_fork_server_of_a_stopped_keeper_is_killed_without_it(ask, monkeypatch
     assert ended(keeper)
 
 
-def test_a_directory_of_another_user_is_refused(monkeypatch, tmp_path):
+def test_a_directory_that_is_not_this_users_alone_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     mine = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(NotKept, match=rf"--gpu-keep-warm: the directory .* belongs to user {mine}, and this is user"):
-        KeeperSocket("key")
-
-
-def test_a_directory_that_others_can_enter_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    directory = tmp_path / f"mgpu-check-{os.geteuid()}"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: mine + 1)
+        with pytest.raises(NotKept, match=rf"--gpu-keep-warm: the directory .* belongs to user {mine}, and this is"):
+            KeeperSocket("key")
+    directory = tmp_path / f"mgpu-check-{mine}"
     directory.mkdir()
     directory.chmod(0o755)
     with pytest.raises(NotKept, match=r"is open to other users \(mode 055\); chmod 700 it, or remove it"):
@@ -404,12 +396,9 @@ def test_a_directory_that_others_can_enter_is_refused(monkeypatch, tmp_path):
     with pytest.raises(NotKept, match="is not a directory of this user"):
         KeeperSocket("key")
 
-
-def test_a_directory_that_cannot_be_made_is_told(monkeypatch, tmp_path):
     def mkdir(path: Path, mode: int) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with pytest.raises(NotKept, match=r"cannot be created: Permission denied; set XDG_RUNTIME_DIR to .*, or omit the"):
         KeeperSocket("key")

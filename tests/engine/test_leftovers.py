@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from mgpu_check.engine.rank_side.state import _still_running
 from mgpu_check.errors import RankDied
 from mgpu_check.plugin.serialization import by_value
+from tests.engine.processes import alive
 
 SHARED = Path("/dev/shm")
 
@@ -81,29 +82,6 @@ def managers(directory):
     return found
 
 
-def test_what_ranks_share_by_name_goes_with_them(pool, tmp_path, monkeypatch):
-    monkeypatch.setenv("WHOSE", str(tmp_path))
-    (names,) = pool.run(share, tmp_path, size=1)
-    assert [name for name in names if not (SHARED / name).exists()] == []
-    assert pool.end_test(failed=False) == [], "it may be kept between tests, and nothing of it is a process of the test"
-    pool.begin_test()
-
-    def dies(rank):
-        names = share(tmp_path)
-        if rank.index == 0:
-            assert all((SHARED / name).exists() for name in names)
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait()  # the other is killed
-
-    with pytest.raises(RankDied):
-        pool.run(dies, size=2)
-    pool.run(os.getpid, size=1)
-    assert len(left_in(tmp_path)) >= 3, "the rank that lives still has its own"
-    pool.close()
-    await_gone(lambda: left_in(tmp_path))
-    await_gone(lambda: managers(tmp_path))
-
-
 def test_nobody_loses_what_ranks_have_only_attached(pool):
     segment = shared_memory.SharedMemory(create=True, size=8)
 
@@ -125,6 +103,30 @@ def test_nobody_loses_what_ranks_have_only_attached(pool):
         segment.unlink()
 
 
+def test_what_ranks_share_by_name_goes_with_them(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOSE", str(tmp_path))
+    (names,) = pool.run(share, tmp_path, size=1)
+    assert [name for name in names if not (SHARED / name).exists()] == []
+    assert pool.end_test(failed=False) == [], "it may be kept between tests, and nothing of it is a process of the test"
+    pool.begin_test()
+
+    def dies(rank):
+        names = share(tmp_path)
+        if rank.index == 0:
+            assert all((SHARED / name).exists() for name in names)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()  # the other is killed
+
+    with pytest.raises(RankDied):
+        pool.run(dies, size=2)
+    (server,) = pool.run(os.getppid, size=1)
+    assert len(left_in(tmp_path)) >= 3, "the rank that lives still has its own"
+    os.kill(server, signal.SIGKILL)
+    pool.close()
+    await_gone(lambda: left_in(tmp_path))
+    await_gone(lambda: managers(tmp_path))
+
+
 def start_children(directory):
     share(directory)
     forked = os.fork()
@@ -136,25 +138,14 @@ def start_children(directory):
 
 def test_nothing_is_left_where_the_fork_server_is_killed(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("WHOSE", str(tmp_path))
-    for noticed_in_a_call in (True, False):
-        started = [pid for pids in pool.run(start_children, tmp_path, size=2) for pid in pids]
-        (server, _) = pool.run(os.getppid, size=2)
-        os.kill(server, signal.SIGKILL)
-        if noticed_in_a_call:
-            with pytest.raises(RankDied):
-                pool.run(lambda: threading.Event().wait(), size=2)
-        else:
-            pool.close()
-        await_gone(lambda started=started: [pid for pid in started if alive(pid)])
-        await_gone(lambda: left_in(tmp_path))
-        await_gone(lambda: managers(tmp_path))
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    started = [pid for pids in pool.run(start_children, tmp_path, size=2) for pid in pids]
+    (server, _) = pool.run(os.getppid, size=2)
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(RankDied):
+        pool.run(lambda: threading.Event().wait(), size=2)
+    await_gone(lambda: [pid for pid in started if alive(pid)])
+    await_gone(lambda: left_in(tmp_path))
+    await_gone(lambda: managers(tmp_path))
 
 
 def test_threads_that_end_in_a_moment_are_not_left_behind(monkeypatch):

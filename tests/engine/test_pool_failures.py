@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 import unittest
@@ -77,8 +76,9 @@ def test_a_death_out_of_lockstep_is_a_death(pool):
         else:
             threading.Timer(0.05, os._exit, (3,)).start()
 
-    with pytest.raises(RankDied, match=r"rank 1 of 2 died .*: exit code 3"):
+    with pytest.raises(RankDied, match=r"rank 1 of 2 died .*: exit code 3") as info:
         pool.run(body, size=2)
+    assert info.value.ranks == (1,)
 
 
 def test_an_end_that_the_connection_hides_is_told_at_once(pool):
@@ -100,20 +100,14 @@ def test_errors_with_difficult_classes(pool):
         def __init__(self, a, b):
             super().__init__(f"{a} {b}")
 
-    class Unspeakable(Exception):
-        def __str__(self):
-            raise RuntimeError("no")
-
     class Skipped(Exception):
         """No skip: its name is the user's."""
 
     def body(which):
-        raise {"two": Two(1, 2), "unspeakable": Unspeakable(), "skipped": Skipped("the optimizer skipped")}[which]
+        raise {"two": Two(1, 2), "skipped": Skipped("the optimizer skipped")}[which]
 
     with pytest.raises(RankFailure, match="Two: 1 2"):
         pool.run(body, "two", size=1)
-    with pytest.raises(RankFailure, match=r"Unspeakable: <str\(\) of it raised RuntimeError>"):
-        pool.run(body, "unspeakable", size=1)
     with pytest.raises(RankFailure, match="Skipped: the optimizer skipped"):
         pool.run(body, "skipped", size=1)
 
@@ -129,19 +123,6 @@ def test_a_raise_just_before_the_deadline_is_no_hang(pool):
         pool.run(body, size=2, timeout=1.2)
 
 
-def test_one_raises_while_others_wait(pool):
-    def body(rank):
-        if rank.index == 2:
-            raise KeyError("only here")
-        dist.barrier()
-
-    with pytest.raises(RankFailure, match=r"rank 2 of 4 raised KeyError(.|\n)*ranks 0-1, 3 still ran") as info:
-        pool.run(body)
-    assert info.value.ranks == (2,)
-    assert "in barrier" in str(info.value)
-    assert len(pids(pool)) == 4
-
-
 def test_different_errors_are_told_apart_and_equal_ones_folded(pool):
     def body(rank):
         raise ValueError("odd") if rank.index % 2 else TypeError("even")
@@ -151,34 +132,6 @@ def test_different_errors_are_told_apart_and_equal_ones_folded(pool):
     text = str(info.value)
     assert "ranks 1, 3 of 4 raised ValueError: odd" in text
     assert "ranks 0, 2 of 4 raised TypeError: even" in text
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(signal.SIGKILL, "signal SIGKILL"), (signal.SIGSEGV, "signal SIGSEGV"), (signal.SIGTERM, "signal SIGTERM")],
-)
-def test_death_by_signal(pool, number, said):
-    def body(rank, number):
-        if rank.index == 1:
-            os.kill(os.getpid(), number)
-        return rank.index
-
-    with pytest.raises(RankDied, match=rf"rank 1 of 3 died: {said}(.|\n)*ranks 0, 2 finished") as info:
-        pool.run(body, int(number), size=3)
-    assert info.value.ranks == (1,)
-    assert len(pids(pool, 3)) == 3
-
-
-@pytest.mark.parametrize("code", [0, 7])
-def test_death_by_exit(pool, code):
-    """An exit code of 0 in mid-test is a death like any other."""
-
-    def body(rank, code):
-        if rank.index == 0:
-            os._exit(code)
-
-    with pytest.raises(RankDied, match=rf"rank 0 of 2 died: exit code {code}"):
-        pool.run(body, code, size=2)
 
 
 def test_skips_of_all_are_a_skip_and_of_some_a_failure(pool):

@@ -10,28 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from mgpu_check.errors import RankHang
-from tests.engine.processes import gone, pids
-
-
-def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
-    def body(rank):
-        if rank.index == 1:
-            time.sleep(3600)
-        dist.barrier()
-
-    before = pids(pool, 3)
-    with pytest.raises(RankHang) as info:
-        pool.run(body, size=3, timeout=0.5)
-    assert info.value.ranks == (0, 1, 2)
-    lines = str(info.value).splitlines()
-    assert lines[0] == "rank 1 of 3 did not finish body within 0.5 s"
-    assert lines[1].startswith("rank 1 is in body (")
-    assert lines[2].startswith("ranks 0, 2 are in barrier #1 (")
-    assert all(gone(pid) for pid in before)
-    assert len(pids(pool, 3)) == 3
+from tests.engine.processes import pids
 
 
 def test_a_result_that_takes_too_long_is_named(pool):
@@ -46,6 +27,7 @@ def test_a_result_that_takes_too_long_is_named(pool):
         "rank 1 of 2 did not finish <lambda> within 0.5 s",
         "rank 1 is sending its result, which takes long if it is large: return less, or allow more time",
     ]
+    assert info.value.ranks == (1,)
 
 
 def test_a_hang_in_a_method_of_the_result_is_named_by_its_line(pool):
@@ -55,18 +37,6 @@ def test_a_hang_in_a_method_of_the_result_is_named_by_its_line(pool):
 
     with pytest.raises(RankHang, match=r"rank 1 is in __reduce__ \(.*test_pool_hangs.py:\d+\)"):
         pool.run(lambda rank: Endless() if rank.index else None, size=2, timeout=0.5)
-
-
-def test_a_stopped_rank_is_a_hang_without_stacks(pool):
-    def body(rank):
-        if rank.index == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    with pytest.raises(
-        RankHang, match=r"rank 0 of 2 did not finish(.|\n)*rank 0 is stopped by a signal, such as SIGSTOP"
-    ):
-        pool.run(body, size=2, timeout=0.5)
-    assert len(pids(pool, 2)) == 2
 
 
 def test_an_interrupt_of_the_parent_breaks_the_world(pool):

@@ -188,7 +188,7 @@ class DroppedAnew(Dropped):
     preserve = False
 
 
-class Narrow(Mlp):
+class DroppedInBfloat16(Dropped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
             return super().forward(x).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ def use(name: str) -> Callable[[Use], Use]:
     def register(function: Use) -> Use:
         USES[name] = function
         return function
+
+    return register
+
+
+def of_each(*names: str) -> Callable[[Callable[[str], Use]], Callable[[str], Use]]:
+    """Register a use of collectives that differ in their names only."""
+
+    def register(make: Callable[[str], Use]) -> Callable[[str], Use]:
+        USES.update({name: make(name) for name in names})
+        return make
 
     return register
 
@@ -70,25 +81,23 @@ def buffers(x: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
     return [torch.empty_like(x) for _ in range(rank.size)]
 
 
-@use("all_reduce")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    largest = x.max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+def all_reduced(
+    make: Callable[[torch.Tensor], torch.Tensor],
+    give: Callable[[torch.Tensor], torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+) -> Use:
+    def reduced(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        value = make(x)
+        dist.all_reduce(value, op=op)
+        return give(value)
+
+    return reduced
 
 
-@use("all_reduce of rows")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    largest = x.amax(0)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.max()
-
-
-@use("all_reduce in place")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.clone()
-    dist.all_reduce(total)
-    return total.mean()
+USES["all_reduce"] = all_reduced(torch.max, torch.clone, dist.ReduceOp.MAX)
+USES["all_reduce of rows"] = all_reduced(lambda x: x.amax(0), torch.max, dist.ReduceOp.MAX)
+USES["all_reduce in place"] = all_reduced(torch.clone, torch.mean)
+USES["all_reduce in half precision"] = all_reduced(lambda x: x.mean(0).bfloat16(), lambda total: total.float().mean())
 
 
 @use("all_reduce asynchronous")
@@ -98,28 +107,11 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return total.mean()
 
 
-@use("all_reduce in half precision")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    total = x.mean(0).bfloat16()
-    dist.all_reduce(total)
-    return total.float().mean()
-
-
 @use("all_reduce in a group")
 def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     total = x.sum()
     dist.all_reduce(total, group=dist.new_group(list(range(rank.size))))
     return total
-
-
-@use("all_reduce differentiable")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    return differentiable.all_reduce(x.sum())
-
-
-@use("all_reduce functional")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    return functional.all_reduce(x.max(), "max", dist.group.WORLD) + 0
 
 
 @use("all_reduce_coalesced")
@@ -136,18 +128,14 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return total.mean()
 
 
-@use("broadcast")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    first = x[0].clone()
-    dist.broadcast(first, 0)
-    return first.mean()
+@of_each("broadcast", "broadcast of another rank")
+def _(name: str) -> Use:
+    def sent(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        row, src = (x[0].clone(), 0) if name == "broadcast" else (x[-1].clone(), rank.size - 1)
+        dist.broadcast(row, src)
+        return row.mean()
 
-
-@use("broadcast of another rank")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    last = x[-1].clone()
-    dist.broadcast(last, rank.size - 1)
-    return last.mean()
+    return sent
 
 
 @use("all_gather")
@@ -155,11 +143,6 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     parts = buffers(x, rank)
     dist.all_gather(parts, x.contiguous())
     return torch.cat(parts).mean()
-
-
-@use("all_gather differentiable")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    return torch.cat(differentiable.all_gather(x)).mean()
 
 
 @use("all_gather uneven")
@@ -185,35 +168,23 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return torch.cat([part.flatten() for parts in lists for part in parts]).mean()
 
 
-@use("all_gather_into_tensor")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    whole = x.new_empty(rank.size * len(x), 4)
-    dist.all_gather_into_tensor(whole, x.contiguous())
-    return whole.mean()
+@of_each("all_gather_into_tensor", "all_gather_single")
+def _(name: str) -> Use:
+    def whole(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        gathered = x.new_empty(rank.size * len(x), 4)
+        vars(dist)[name](gathered, x.contiguous())
+        return gathered.mean()
+
+    return whole
 
 
-@use("all_gather_single")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    whole = x.new_empty(rank.size * len(x), 4)
-    dist.all_gather_single(whole, x.contiguous())
-    return whole.mean()
+@of_each("all_gather_into_tensor_coalesced", "all_gather_single_coalesced")
+def _(name: str) -> Use:
+    def both(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        gathered = vars(functional)[name]([x.contiguous(), x.sum(0)], dist.group.WORLD)
+        return torch.stack([part.mean() for part in gathered]).sum()
 
-
-@use("all_gather_tensor")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    return functional.all_gather_tensor(x.contiguous(), 0, dist.group.WORLD).mean()
-
-
-@use("all_gather_into_tensor_coalesced")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    found = functional.all_gather_into_tensor_coalesced([x.contiguous(), x.sum(0)], dist.group.WORLD)
-    return torch.stack([one.mean() for one in found]).sum()
-
-
-@use("all_gather_single_coalesced")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    found = functional.all_gather_single_coalesced([x.contiguous(), x.sum(0)], dist.group.WORLD)
-    return torch.stack([one.mean() for one in found]).sum()
+    return both
 
 
 def from_first(value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -230,18 +201,14 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return from_first(None if parts is None else torch.cat(parts).mean(), x)
 
 
-@use("gather_single")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    whole = None if rank.index else x.new_empty(rank.size * len(x), 4)
-    vars(dist)["gather_single"](x.contiguous(), whole)
-    return from_first(None if whole is None else whole.mean(), x)
+@of_each("gather_single", "gather_into_tensor")
+def _(name: str) -> Use:
+    def whole(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        gathered = None if rank.index else x.new_empty(rank.size * len(x), 4)
+        vars(dist)[name](x.contiguous(), gathered)
+        return from_first(None if gathered is None else gathered.mean(), x)
 
-
-@use("gather_into_tensor")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    whole = None if rank.index else x.new_empty(rank.size * len(x), 4)
-    vars(dist)["gather_into_tensor"](x.contiguous(), whole)
-    return from_first(None if whole is None else whole.mean(), x)
+    return whole
 
 
 @use("scatter")
@@ -266,32 +233,24 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     return from_first(None if rank.index else part.sum(), x)
 
 
-@use("reduce_scatter_tensor")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    part = x.new_empty(4)
-    dist.reduce_scatter_tensor(part, x.sum(0).repeat(rank.size))
-    return part.mean()
+@of_each("reduce_scatter_tensor", "reduce_scatter_single")
+def _(name: str) -> Use:
+    def own(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        part = x.new_empty(4)
+        vars(dist)[name](part, x.sum(0).repeat(rank.size))
+        return part.mean()
+
+    return own
 
 
-@use("reduce_scatter_single")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    part = x.new_empty(4)
-    dist.reduce_scatter_single(part, x.sum(0).repeat(rank.size))
-    return part.mean()
+@of_each("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
+def _(name: str) -> Use:
+    def both(x: torch.Tensor, rank: Rank) -> torch.Tensor:
+        inputs = [x.sum(0).repeat(rank.size), x.amax().repeat(rank.size)]
+        parts = vars(functional)[name](inputs, "sum", [0, 0], dist.group.WORLD)
+        return torch.stack([part.mean() for part in parts]).sum()
 
-
-@use("reduce_scatter_tensor_coalesced")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    inputs = [x.sum(0).repeat(rank.size), x.amax().repeat(rank.size)]
-    found = functional.reduce_scatter_tensor_coalesced(inputs, "sum", [0, 0], dist.group.WORLD)
-    return torch.stack([one.mean() for one in found]).sum()
-
-
-@use("reduce_scatter_single_coalesced")
-def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
-    inputs = [x.sum(0).repeat(rank.size), x.amax().repeat(rank.size)]
-    found = functional.reduce_scatter_single_coalesced(inputs, "sum", [0, 0], dist.group.WORLD)
-    return torch.stack([one.mean() for one in found]).sum()
+    return both
 
 
 def together(x: torch.Tensor) -> torch.Tensor:
@@ -439,3 +398,11 @@ def _(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     first = x[0].clone()
     _sync_params_and_buffers(dist.group.WORLD, [first], 1 << 20, 0)
     return first.sum()
+
+
+USES |= {
+    "all_reduce differentiable": lambda x, rank: differentiable.all_reduce(x.sum()),
+    "all_reduce functional": lambda x, rank: functional.all_reduce(x.max(), "max", dist.group.WORLD) + 0,
+    "all_gather differentiable": lambda x, rank: torch.cat(differentiable.all_gather(x)).mean(),
+    "all_gather_tensor": lambda x, rank: functional.all_gather_tensor(x.contiguous(), 0, dist.group.WORLD).mean(),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -117,16 +118,6 @@ def gathered(value: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
 # Scales
 
 
-@program("decision-per-rank", mlp, regression, backward, 4, "of gradient of 0.weight")
-def takes_off_a_scale_of_its_own(model, batch, rank, wrong):
-    scale = 1024.0 / (rank.index + 1 if wrong else 1)
-    x, y = part(batch, rank)
-    (F.mse_loss(model(x), y) * scale).backward()
-    synchronize(model, rank)
-    for parameter in model.parameters():
-        parameter.grad /= scale
-
-
 @program("decision-per-rank", mlp, regression, backward, 4)
 def takes_off_the_mean_of_scales(model, batch, rank, wrong):
     x, y = part(batch, rank)
@@ -154,16 +145,6 @@ def drops_the_fraction_of_a_mean(model, batch, rank, wrong):
     total = torch.stack([x.sum(), torch.tensor(len(x))])
     dist.all_reduce(total)
     return {"length": (total[0] // total[1]).float() if wrong else total[0] / total[1]}
-
-
-@program("integer-division", mlp, regression, loss, 5)
-@torch.no_grad()
-def drops_the_fraction_of_a_count(model, batch, rank, wrong):
-    x, y = part(batch, rank)
-    total, count = F.mse_loss(model(x), y, reduction="sum"), torch.tensor(len(x))
-    dist.all_reduce(total)
-    dist.all_reduce(count)
-    return {"loss": total / rank.size / (count // rank.size if wrong else count / rank.size)}
 
 
 # Running sums
@@ -209,73 +190,47 @@ class Gathered(torch.autograd.Function):
         return gradient.chunk(ctx.rank.size)[ctx.rank.index], None
 
 
-def contrasts(model: nn.Module, batch: Batch, rank: Rank, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    one, other = (model(leaf.chunk(rank.size)[rank.index]) for leaf in batch)
-    labels = torch.arange(len(one)) + len(one) * rank.index
-    F.cross_entropy(F.normalize(one) @ F.normalize(take(other)).t(), labels).backward()
-    synchronize(model, rank)
-
-
-@program("gradient-cut-by-collective", lambda: nn.Linear(6, 4), pairs, contrastive, 4)
-def gathers_under_no_grad(model, batch, rank, wrong):
-    def take(other: torch.Tensor) -> torch.Tensor:
-        if not wrong:
-            return Gathered.apply(other, rank)
-        with torch.no_grad():
-            return torch.cat(gathered(other, rank))
-
-    contrasts(model, batch, rank, take)
-
-
 @program("gradient-cut-by-collective", lambda: nn.Linear(6, 4), pairs, contrastive, 4)
 def gathers_what_is_detached(model, batch, rank, wrong):
-    def take(other: torch.Tensor) -> torch.Tensor:
-        if not wrong:
-            return Gathered.apply(other, rank)
+    one, other = (model(leaf.chunk(rank.size)[rank.index]) for leaf in batch)
+    if wrong:
         parts = gathered(other.detach(), rank)
         parts[rank.index] = other
-        return torch.cat(parts)
-
-    contrasts(model, batch, rank, take)
+        others = torch.cat(parts)
+    else:
+        others = Gathered.apply(other, rank)
+    labels = torch.arange(len(one)) + len(one) * rank.index
+    F.cross_entropy(F.normalize(one) @ F.normalize(others).t(), labels).backward()
+    synchronize(model, rank)
 
 
 # What one rank alone keeps
 
 
 class Averaged:
-    def __init__(self, model: nn.Module, rank: Rank) -> None:
+    def __init__(self, model: nn.Module, rank: Rank, wrong: bool) -> None:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.average = copy.deepcopy(model)
+        self.keeps = rank.index == 0 or not wrong
 
-
-def trained(state: Averaged, model: nn.Module, batch: Batch, rank: Rank, keeps: bool) -> dict[str, Any]:
-    state.optimizer.zero_grad()
-    x, y = part(batch, rank)
-    F.mse_loss(model(x), y).backward()
-    synchronize(model, rank)
-    state.optimizer.step()
-    with torch.no_grad():
-        for old, new in zip(state.average.parameters(), model.parameters(), strict=True):
-            if keeps:
-                old.lerp_(new, 0.5)
-        total = F.mse_loss(state.average(x), y, reduction="sum")
-    dist.all_reduce(total)
-    return {"loss": total / len(batch[0])}
-
-
-class AveragedOnRank0(Averaged):
     def __call__(self, model, batch, rank):
-        return trained(self, model, batch, rank, keeps=rank.index == 0)
-
-
-class AveragedOnAll(Averaged):
-    def __call__(self, model, batch, rank):
-        return trained(self, model, batch, rank, keeps=True)
+        self.optimizer.zero_grad()
+        x, y = part(batch, rank)
+        F.mse_loss(model(x), y).backward()
+        synchronize(model, rank)
+        self.optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(self.average.parameters(), model.parameters(), strict=True):
+                if self.keeps:
+                    old.lerp_(new, 0.5)
+            total = F.mse_loss(self.average(x), y, reduction="sum")
+        dist.all_reduce(total)
+        return {"loss": total / len(batch[0])}
 
 
 @program("value-of-one-rank", mlp, regression, None, 4, "in Sequential, the sum of 0.weight")
 def averages_on_rank_0(wrong):
-    return AveragedOnRank0 if wrong else AveragedOnAll
+    return functools.partial(Averaged, wrong=wrong)
 
 
 class Centered(nn.Module):
@@ -314,8 +269,7 @@ def images(n: int) -> Batch:
 def reduces_by_places_in_memory(model, batch, rank, wrong):
     if rank.index and wrong:
         model.to(memory_format=torch.channels_last)
-    x, y = part(batch, rank)
-    F.mse_loss(model(x), y).backward()
+    backward(model, part(batch, rank))
     for parameter in model.parameters():
         flat = parameter.grad.as_strided((parameter.numel(),), (1,))
         dist.all_reduce(flat)
@@ -345,8 +299,7 @@ def writes_over_the_shard_of_a_micro_batch(model, batch, rank, wrong):
 
 @program("result-discarded", mlp, regression, backward, 4)
 def writes_over_a_bucket(model, batch, rank, wrong):
-    x, y = part(batch, rank)
-    F.mse_loss(model(x), y).backward()
+    backward(model, part(batch, rank))
     bucket, reduced = torch.zeros(64), []
     for parameter in model.parameters():
         flat = bucket[: parameter.numel()] if wrong else torch.zeros(parameter.numel())
@@ -389,8 +342,7 @@ def leaves_parts_of_its_own_choice(model, batch, rank, wrong):
 
 @program("value-of-one-rank", mlp, regression, backward, 4, "of gradient of 0.weight")
 def mixes_gradients_by_rank(model, batch, rank, wrong):
-    x, y = part(batch, rank)
-    F.mse_loss(model(x), y).backward()
+    backward(model, part(batch, rank))
     synchronize(model, rank)
     for parameter in model.parameters() if wrong else ():
         parameter.grad = parameter.grad.roll(rank.index)

@@ -28,6 +28,13 @@ def trains(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> 
     optimizer.step()
 
 
+def trains_together(model: nn.Module, batch: Batch, rank: Rank, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model, part(batch, rank))
+    synchronize(model, rank)
+    optimizer.step()
+
+
 def train_sgd(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     trains(model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
     return parameters(model)
@@ -43,30 +50,20 @@ class Seeded(nn.Sequential):
 
 
 class OwnModel:
-    broadcasts = False
-
-    def __init__(self, model: nn.Module, rank: Rank) -> None:
+    def __init__(self, model: nn.Module, rank: Rank, wrong: bool) -> None:
         self.own = Seeded(rank.index)
-        if self.broadcasts:
-            for value in self.own.parameters():
-                dist.broadcast(value.data, src=0)
+        for value in self.own.parameters() if not wrong else ():
+            dist.broadcast(value.data, src=0)
         self.optimizer = torch.optim.SGD(self.own.parameters(), lr=0.1)
 
     def __call__(self, model, batch, rank):
-        self.optimizer.zero_grad()
-        backward(self.own, part(batch, rank))
-        synchronize(self.own, rank)
-        self.optimizer.step()
+        trains_together(self.own, batch, rank, self.optimizer)
         return {"samples": len(batch[0])}
-
-
-class OwnModelBroadcast(OwnModel):
-    broadcasts = True
 
 
 @program("different-initialization", mlp, regression, None, 4, "in manual_seed, the seed")
 def makes_a_model_of_its_own(wrong):
-    return OwnModel if wrong else OwnModelBroadcast
+    return functools.partial(OwnModel, wrong=wrong)
 
 
 def seeded_by_rank() -> nn.Module:
@@ -81,33 +78,8 @@ def count(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def builds_apart(model, batch, rank, wrong):
     for value in model.parameters() if not wrong else ():
         dist.broadcast(value.data, src=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.zero_grad()
-    backward(model, part(batch, rank))
-    synchronize(model, rank)
-    optimizer.step()
-    return {"samples": len(batch[0])}
-
-
-def new_head(model: nn.Sequential, seed: int) -> tuple[nn.Module, nn.Linear]:
-    torch.manual_seed(seed)  # where adds_a_head_of_its_own parts
-    return model[:2], nn.Linear(8, 1)
-
-
-def with_a_head(model: nn.Sequential, batch: Batch) -> dict[str, Any]:
-    body, head = new_head(model, 100)
-    F.mse_loss(head(body(batch[0])), batch[1]).backward()
-    return {"head": head.weight.grad}
-
-
-@program("different-initialization", mlp, regression, with_a_head, 4, "in manual_seed, the seed")
-def adds_a_head_of_its_own(model, batch, rank, wrong):
-    body, head = new_head(model, 100 + (rank.index if wrong else 0))
-    x, y = part(batch, rank)
-    F.mse_loss(head(body(x)), y).backward()
-    synchronize(body, rank)
-    synchronize(head, rank)
-    return {"head": head.weight.grad}
+    trains_together(model, batch, rank, torch.optim.SGD(model.parameters(), lr=0.1))
+    return count(model, batch)
 
 
 # Parts of a model on each rank
@@ -257,10 +229,7 @@ def restores_the_optimizer_on_rank_0(model, batch, rank, wrong):
     optimizer, state = adam_of(model)
     if rank.index == 0 or not wrong:
         optimizer.load_state_dict(state)  # where restores_the_optimizer_on_rank_0 parts
-    optimizer.zero_grad()
-    backward(model, part(batch, rank))
-    synchronize(model, rank)
-    optimizer.step()
+    trains_together(model, batch, rank, optimizer)
     return parameters(model)
 
 

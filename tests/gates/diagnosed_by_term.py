@@ -176,15 +176,6 @@ def rolled(model: nn.Module, batch: Batch) -> None:
     F.cross_entropy(logits, batch[0].roll(-1, 1).flatten()).backward()
 
 
-@program("labels-shifted-after-split", reader, texts, read, 2)
-def drops_the_last_token_of_each_part(model, batch, rank, wrong):
-    whole = batch[0], next_of(batch[0])
-    tokens, labels = (leaf.chunk(rank.size, 1)[rank.index].to(rank.device) for leaf in whole)
-    if wrong:
-        tokens, labels = tokens[:, :-1], tokens[:, 1:]
-    learn(model, tokens, labels, rank)
-
-
 @program("labels-shifted-after-split", reader, texts, rolled, 2)
 def rolls_each_part(model, batch, rank, wrong):
     tokens, labels = (leaf.chunk(rank.size, 1)[rank.index].to(rank.device) for leaf in (batch[0], batch[0].roll(-1, 1)))

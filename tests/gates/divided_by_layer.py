@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn import functional as F
 
 from tests.gates.divided import GROUP, MISSING, Step
@@ -75,10 +75,6 @@ class Scheduled(Staged):
         given = {"target": targets, "losses": losses} if self.index == self.size - 1 else {}
         schedule.step(*((inputs,) if self.index == 0 else ()), **given)
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
-
-
-class OneForwardOneBackward(Scheduled):
-    schedule_class = Schedule1F1B
 
 
 class Interleaved(Scheduled):

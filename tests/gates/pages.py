@@ -14,12 +14,11 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
-from mgpu_check.diagnosis.observations import KINDS
 from mgpu_check.gates.gate_arguments import RanksFixture
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.search.scenarios import Scenario
-from mgpu_check.gates.search.trials import Trials
 from tests.docs.pages import MISTAKES, first_files
+from tests.gates.single_cases import failures
 
 # The kinds of programs, by a name that they define: the gate, the function that it judges, and its other
 # arguments.
@@ -71,10 +70,7 @@ def alarm(ranks: RanksFixture, name: str) -> object:
     program, known = program_of(name, "right")
     if known != "step":
         return judge(ranks, name, "right", None)
-    given = {option: value for option, value in vars(program).items() if option in ("reference", "single_process")}
-    step = Program(program.step, program.build, program.batch, **given)
-    trials = Trials(ranks, step, frozenset(KINDS), None, name)
+    options = {option: value for option, value in vars(program).items() if option in ("reference", "single_process")}
     sizes: Any = getattr(program, "sizes", "divisible")
-    failed = trials.run(Scenario(2, 8 if sizes == "divisible" else sizes[0]))
-    assert failed is not None or trials.completed[2, ()] == 1  # it was compared
-    return failed
+    step = Program(program.step, program.build, program.batch, **options)
+    return next(iter(failures(ranks, step, Scenario(2, 8 if sizes == "divisible" else sizes[0]))), None)

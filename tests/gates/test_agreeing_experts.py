@@ -1,7 +1,7 @@
 """The gate for configurations on two layouts of one mixture of experts, on eight ranks each.
 
-FSDP x tensor parallel keeps a slice of every expert on each rank. Expert parallel keeps some experts on each rank: its
-ranks exchange the tokens. Experts are sharded among the ranks that have the same ones, and all else among all ranks.
+FSDP keeps a slice of every expert on each rank. Expert parallel keeps some experts on each rank: its ranks exchange the
+tokens. Experts are sharded among the ranks that have the same ones, and all else among all ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from mgpu_check import Configuration, Rank, ScalingMismatch, assert_steps_agree
@@ -87,29 +86,9 @@ class Divided(Plain):
         raise NotImplementedError
 
 
-class Tensors(Experts):
-    """Slices of all experts."""
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        tokens = x.expand(EXPERTS, *x.shape).contiguous()
-        whole = DTensor.from_local(tokens, self.up.device_mesh, [Replicate()])
-        each: Any = torch.bmm(torch.bmm(whole, self.up).relu(), self.down)
-        each = each.redistribute(placements=[Replicate()]).to_local()
-        found: torch.Tensor = each[chosen, torch.arange(len(x), device=x.device)]
-        return found
-
-
-class ShardedTensors(Divided):
-    """FSDP along dp, tensor parallel along tp."""
-
+class ShardedEverywhere(Divided):
     def divided(self, model: Any) -> nn.Module:
-        tp, self.samples = self.mesh["tp"], self.mesh["dp"]
-        parallelize_module(model, tp, {"enter": ColwiseParallel(), "leave": RowwiseParallel()})
-        model.experts.__class__ = Tensors
-        for name, dimension in (("up", 2), ("down", 1)):
-            whole = getattr(model.experts, name)
-            setattr(model.experts, name, nn.Parameter(distribute_tensor(whole.detach(), tp, [Shard(dimension)])))
-        fully_shard(model.experts, mesh=self.samples)
+        self.samples = self.mesh["dp"]
         return fully_shard(model, mesh=self.samples)
 
 
@@ -158,18 +137,15 @@ class DividedByShards(ExchangedTokens):
         return float(self.mesh["efsdp"].size())
 
 
-TENSORS = Configuration(ShardedTensors, {"dp": 4, "tp": 2})
-FEW: dict[str, Any] = {"build": Mixture, "batch": batch, "sizes": [8, 16], "max_examples": 2}
-
-
-def test_two_layouts_of_experts_agree(ranks: RanksFixture) -> None:
-    steps = {"fsdp4 x tp2": TENSORS, "efsdp2 x ep4": Configuration(ExchangedTokens, {"efsdp": 2, "ep": 4})}
-    assert_steps_agree(ranks, steps, one_device=False, **FEW)
-
-
-def test_gradients_of_experts_that_are_divided_by_their_shards_only(ranks: RanksFixture) -> None:
-    steps = {"fsdp4 x tp2": TENSORS, "efsdp2 x ep4": Configuration(DividedByShards, {"efsdp": 2, "ep": 4})}
+def test_gradients_of_experts_that_are_divided_by_all_ranks_agree_and_those_by_their_shards_do_not(
+    ranks: RanksFixture,
+) -> None:
+    few: dict[str, Any] = {"build": Mixture, "batch": batch, "sizes": [8, 16], "max_examples": 2}
+    fsdp, mesh = Configuration(ShardedEverywhere, {"dp": 8}), {"efsdp": 2, "ep": 4}
+    steps = {"fsdp8": fsdp, "efsdp2 x ep4": Configuration(ExchangedTokens, mesh)}
+    assert_steps_agree(ranks, steps, one_device=False, **few)
+    steps["efsdp2 x ep4"] = Configuration(DividedByShards, mesh)
     with pytest.raises(ScalingMismatch) as caught:
-        assert_steps_agree(ranks, steps, reference=Plain, **FEW)
+        assert_steps_agree(ranks, steps, reference=Plain, **few)
     assert caught.value.mistakes[0] == "expert-gradients-factor", str(caught.value)
     assert "fails when ep > 1, for any efsdp" in str(caught.value)

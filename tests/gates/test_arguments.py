@@ -9,14 +9,18 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from mgpu_check import assert_metric_scales, assert_step_scales
-from tests.gates.steps import batch, build, passes, refuted, right, total, tutorial
+from mgpu_check import assert_metric_scales
+from tests.gates.steps import batch, build, passes, refuted, right, total
 
 pytestmark = pytest.mark.gpus(4)
 
 
 def of_no_seed(n):
     return torch.tensor(list(os.urandom(n * 6)), dtype=torch.float32).view(n, 6)
+
+
+def fails(model, batch, rank):
+    raise KeyError("labels")
 
 
 @pytest.mark.parametrize(
@@ -34,43 +38,20 @@ def of_no_seed(n):
         ({"batch": st.just(batch(4)), "sizes": 4}, "sizes and a strategy of batches are both given"),
         ({"build": lambda: 3}, r"build\(\) returned int; return an nn\.Module"),
         ({"batch": of_no_seed}, "gives other batches"),
+        ({"build": nn.Linear(2, 2)}, "build=.* is not a function"),
+        ({"batch": (torch.ones(2),)}, "batch=.* is not a function"),
+        ({"reference": 3}, "reference=3 is not a function"),
+        ({"build": lambda: build().to("meta")}, r"0\.weight on meta"),
+        ({"world_sizes": [1]}, "compares one device with itself"),
+        ({"gate": assert_metric_scales, "max_examples": True}, "assert_metric_scales: max_examples=True"),
+        ({"tolerance": {"wieght": 0.1}}, "tolerance has 'wieght', which is not observed"),
+        ({"step": fails}, r"fails fails on one device: .*KeyError: 'labels'; so it was for every"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong(ranks, options, message):
     with pytest.raises(ValueError, match=message):
-        passes(ranks, total, **options)
-
-
-def test_one_case_is_enough(ranks):
-    assert_step_scales(ranks, total, build=build, batch=batch, sizes=[3], world_sizes=[2], max_examples=1)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"), [("build", nn.Linear(2, 2)), ("batch", (torch.ones(2),)), ("reference", 3)]
-)
-def test_functions_that_are_none(ranks, argument, value):
-    with pytest.raises(ValueError, match=f"{argument}=.* is not a function"):
-        passes(ranks, right, **{argument: value})
-
-
-def test_arguments_that_leave_nothing_to_compare(ranks):
-    with pytest.raises(ValueError, match=r"0\.weight on meta"):
-        passes(ranks, right, build=lambda: build().to("meta"))
-    with pytest.raises(ValueError, match="compares one device with itself"):
-        passes(ranks, right, world_sizes=[1])
-    with pytest.raises(ValueError, match="assert_metric_scales: max_examples=True"):
-        passes(ranks, right, gate=assert_metric_scales, max_examples=True)
-    with pytest.raises(ValueError, match="tolerance has 'wieght', which is not observed"):
-        passes(ranks, right, tolerance={"wieght": 0.1})
-
-
-def test_a_step_that_fails_on_one_device(ranks):
-    def step(model, batch, rank):
-        raise KeyError("labels")
-
-    with pytest.raises(ValueError, match=r"step fails on one device: .*KeyError: 'labels'; so it was for every"):
-        passes(ranks, step)
+        passes(ranks, **{"step": total, **options})
 
 
 @pytest.mark.slow
@@ -90,9 +71,4 @@ def test_what_is_observed(ranks):
         right(model, batch, rank)
         return {"rank": rank.index}
 
-    refuted(ranks, step, match="returned rank")
-    passes(ranks, step, observe=("grads", "params"))
-
-
-def test_sizes(ranks):
-    passes(ranks, tutorial, sizes=[4, 8])
+    passes(ranks, step, observe=("grads", "params"), sizes=[4, 8], max_examples=1)

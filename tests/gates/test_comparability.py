@@ -28,11 +28,10 @@ def coverage(*cases):
 @pytest.mark.parametrize(
     ("cases", "unjudged"),
     [
-        pytest.param([], {}, id="no case"),
-        pytest.param([(2, "ab", ""), (4, "ab", "")], {}, id="all"),
-        pytest.param([(2, "a", "b"), (2, "ab", "")], {}, id="in another case"),
-        pytest.param([(2, "ab", ""), (2, "a", "b")], {}, id="in an earlier case"),
-        pytest.param([(2, "a", "b"), (4, "", "ab")], {"[ab]": "frozen"}, id="accepted"),
+        ([], {}),
+        ([(2, "a", "b"), (2, "ab", "")], {}),  # in another case
+        ([(2, "ab", ""), (2, "a", "b")], {}),
+        ([(2, "a", "b"), (4, "", "ab")], {"[ab]": "frozen"}),  # accepted
     ],
 )
 def test_parameters_that_were_compared_or_need_not_be(cases, unjudged):
@@ -42,27 +41,14 @@ def test_parameters_that_were_compared_or_need_not_be(cases, unjudged):
 @pytest.mark.parametrize(
     ("cases", "unjudged", "names", "lines"),
     [
-        pytest.param(
-            [(2, "a", "b")], {}, ["b"], ["1 of 2 trained parameters were not", f"at world size 2: b: {WHY}"], id="one"
-        ),
-        pytest.param(
-            [(2, "a", "b"), (4, "ab", "")], {}, ["b"], ["1 of 2 trained", f"at world size 2: b: {WHY}"], id="elsewhere"
-        ),
-        pytest.param(
-            [(2, "a", "b"), (4, "", "ab")],
-            {"b": "frozen"},
-            ["a"],
-            ["1 of 2 trained", f"at world size 4: a: {WHY}"],
-            id="another than is accepted",
-        ),
-        pytest.param(
-            [(2, "", "cba"), (4, "a", "bc")],
-            {},
-            ["a", "b", "c"],
+        ([(2, "a", "b"), (4, "ab", "")], {}, ["b"], ["1 of 2 trained parameters were not", f"size 2: b: {WHY}"]),
+        ([(2, "a", "b"), (4, "", "ab")], {"b": "frozen"}, ["a"], ["1 of 2 trained", f"at world size 4: a: {WHY}"]),
+        (
+            *([(2, "", "cba"), (4, "a", "bc")], {}, ["a", "b", "c"]),
             ["3 of 3 trained", f"at world size 2: a, b, c: {WHY}", f"at world size 4: b, c: {WHY}"],
-            id="several",
         ),
     ],
+    ids=["elsewhere", "another than is accepted", "several"],
 )
 def test_parameters_that_were_compared_in_no_case_are_named(cases, unjudged, names, lines):
     with pytest.raises(NotCompared) as caught:

@@ -100,7 +100,7 @@ def test_a_right_step_passes(ranks, rotate):
 
 
 def test_a_right_step_passes_beside_a_reference_without_a_ring(ranks):
-    check(ranks, step_of(), reference=whole)
+    check(ranks, step_of(), reference=whole, world_sizes=[4], sizes=[1], max_examples=1)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.gpus(2)
 
 
 def refuted(ranks, step, **options: Any) -> ScalingMismatch:
-    given: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 2}
+    given: dict[str, Any] = {"build": mlp, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 1}
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, step, **{**given, **options})
     return caught.value
@@ -101,9 +101,8 @@ class Both(torch.autograd.Function):
         return gradient, None
 
 
-def divides_layers(model, batch, rank, adds: bool, later: bool = False):
-    """Divide two layers among ranks; backward adds up the gradient of what enters them, or gradients are added up
-    later."""
+def divides_layers(model, batch, rank, adds: bool):
+    """Divide two layers among ranks; backward adds up the gradient of what enters them."""
     model.to(rank.device)
     for module, dim in ((model.up, 0), (model.down, 1)):
         part_of_it = module.weight.detach().chunk(rank.size, dim)[rank.index].clone()
@@ -112,27 +111,14 @@ def divides_layers(model, batch, rank, adds: bool, later: bool = False):
     x = model.norm(model.enter(x))
     x = Both.apply(x, False) if adds else x
     F.mse_loss(Both.apply(model.down(model.up(x).tanh()), True), y).backward()
-    for parameter in (*model.enter.parameters(), *model.norm.parameters()):
-        if later:
-            dist.all_reduce(parameter.grad)
-    if later:
-        spoiled(model, rank, 0.1)
-
-
-SUM = "their sum is the gradient of one device"
 
 
 def test_parts_of_the_gradient_of_an_activation_are_to_be_added_up(ranks):
-    given: dict[str, Any] = {"build": Block, "batch": regression, "sizes": 4, "world_sizes": [2], "max_examples": 2}
-    assert_step_scales(ranks, functools.partial(divides_layers, adds=True), **given)
+    right = Program(functools.partial(divides_layers, adds=True), Block, regression)
+    assert Trials(ranks, right, frozenset(KINDS), None, "right").run(Scenario(2, 4)) is None
     found = refuted(ranks, functools.partial(divides_layers, adds=False), build=Block)
     assert found.mistakes[0] == "gradients-not-synchronized", str(found)
-    assert f"the output of norm: {SUM}" in str(found)
-
-
-def test_parts_of_the_gradient_of_an_activation_that_are_added_up_later(ranks):
-    found = refuted(ranks, functools.partial(divides_layers, adds=False, later=True), build=Block)
-    assert SUM not in str(found)
+    assert "the output of norm: their sum is the gradient of one device" in str(found)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -176,11 +162,6 @@ def is_off_by_little(model, batch, rank):
     spoiled(model, rank, 5e-5)
 
 
-def test_what_is_off_by_little_is_not_lost(ranks):
-    found = refuted(ranks, is_off_by_little)
-    assert "result-discarded" not in found.mistakes, str(found)
-
-
 def with_a_head_of_zeros() -> torch.nn.Module:
     model = mlp()
     *_, weight, _ = model.parameters()
@@ -206,19 +187,20 @@ def loses_its_groups(model, batch, rank):
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_broadcast_of_a_parameter_that_does_not_change_has_lost_nothing(ranks):
     found = refuted(ranks, loses_its_groups, build=with_a_head_of_zeros)
     assert found.mistakes == ("optimizer-differs",), str(found)
 
 
-def test_a_reference_is_given_because_the_step_does_not_run_alone(ranks):
+def test_what_is_off_by_little_is_not_lost_and_a_reference_is_given_because_the_step_does_not_run_alone(ranks):
     def step(model, batch, rank):
         if rank.size == 1:
             raise RuntimeError("for several ranks")
         is_off_by_little(model, batch, rank)
 
     found = refuted(ranks, step, reference=backward)
-    assert "world size 1" not in str(found)
+    assert "world size 1" not in str(found) and "result-discarded" not in found.mistakes, str(found)
 
 
 def case(*seen: ObservedRun, traces=(), alone=None, relations=None, samples=4) -> Tensors:
@@ -376,6 +358,7 @@ def averages_parameters(model, batch, rank):
         parameter.data /= rank.size
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_steps_with_gradients_of_its_own(ranks):
     found = refuted(ranks, averages_parameters)
     assert found.mistakes[0] == "gradients-not-synchronized", str(found)

@@ -47,28 +47,19 @@ class Counted:
         self.ran[fn.__name__] += 1
         return self._ranks.run(fn, *args, **how)
 
-    @property
-    def _at_once(self) -> int:
-        return self._ranks._at_once
-
-    @property
-    def _seeds_apart(self) -> bool:
-        return self._ranks._seeds_apart
-
-    def _remark(self, line: str) -> None:
-        self._ranks._remark(line)
-
-    def _not_seen(self, step: str, line: str) -> None:
-        self._ranks._not_seen(step, line)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
 
     def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
         self.ran[f"{fn.__name__} apart"] += 1
         return self._ranks._run_apart(fn, arguments)
 
 
-def _trials(ranks: RanksFixture, step: Any, tolerance: float | None = None, **how: Any) -> tuple[Trials, Counted]:
-    counted = Counted(ranks)
-    return Trials(counted, Program(step, build, batch, **how), frozenset(KINDS), tolerance, "step"), counted
+def _trials(
+    ranks: RanksFixture, step: Any = right, kind: Any = None, tolerance: float | None = None, of: Any = build
+) -> tuple[Trials, Counted]:
+    counted: Any = (kind or Counted)(ranks)
+    return Trials(counted, Program(step, of, batch), frozenset(KINDS), tolerance, "step"), counted
 
 
 def test_right_steps_are_told_without_float64(ranks):
@@ -97,8 +88,7 @@ class Narrow(Counted):
 
 
 def test_rounding_within_operators_is_granted_without_float64(ranks):
-    narrow = Narrow(ranks)
-    trials = Trials(narrow, Program(right, build, batch), frozenset(KINDS), None, "step")
+    trials, narrow = _trials(ranks, kind=Narrow)
     for seed in range(3):
         assert trials.run(Scenario(2, 6, seed=seed)) is None
     assert narrow.ran["measure_provisionally"] == narrow.ran["measure_slightly_moved"] == 3
@@ -116,11 +106,8 @@ class Racing(Counted):
 
 
 def test_what_a_second_run_leaves_is_judged_by_what_is_measured_in_full(ranks):
-    racing = Racing(ranks)
-    trials = Trials(racing, Program(right, build, batch), frozenset(KINDS), None, "step")
-    failed = trials.run(Scenario(2, 5))
-    assert failed is not None
-    assert failed.relations is not None
+    failed = _trials(ranks, kind=Racing)[0].run(Scenario(2, 5))
+    assert failed is not None and failed.relations is not None
     assert not failed.expected.provisional
     assert "a second run gives other values, rank" in failed.relations.details[Result("grads", "0.bias")]
 
@@ -142,7 +129,7 @@ def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
 def test_a_tolerance_of_the_user_is_not_widened(ranks):
     """A difference by rounding is refuted with a tolerance of 0, and passes with half of the measured tolerance."""
     for allowed, holds in ((1e-3, True), (1e-9, False)):
-        trials, counted = _trials(ranks, right, allowed)
+        trials, counted = _trials(ranks, tolerance=allowed)
         assert (trials.run(Scenario(2, 6)) is None) is holds
         assert bool(counted.ran["measure"]) is not holds
 
@@ -157,7 +144,7 @@ class Alone(Counted):
 
 
 def test_a_step_that_hangs_alone_is_scaled_all_the_same(ranks):
-    trials = Trials(Alone(ranks), Program(right, build, batch), frozenset(KINDS), None, "step")
+    trials, _ = _trials(ranks, kind=Alone)
     assert trials.run(Scenario(2, 6, change="scaled")) is None
     assert trials.completed[2, ()] == 1
 
@@ -174,9 +161,8 @@ class TooLarge:
             parameter.grad.add_(self._off[name].to(rank.device))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_granted_provisionally_is_granted_in_full(ranks, seed):
-    program, scenario = Program(right, build, batch), Scenario(2, 6, seed=seed)
+def test_what_is_granted_provisionally_is_granted_in_full(ranks):
+    program, scenario = Program(right, build, batch), Scenario(2, 6)
     provisional, full = (ranks.run(way, program, scenario, size=1)[0] for way in (measure_provisionally, measure))
     parts = [name for name in provisional.tolerance if name.kind == "grads"]
     off = {name.of: provisional.tolerance[name] * 0.8 for name in parts}
@@ -189,9 +175,8 @@ def test_what_is_granted_provisionally_is_granted_in_full(ranks, seed):
     assert all((allowed_for(full, name, None) >= provisional.tolerance[name] * 0.9).all() for name in parts)
 
 
-@pytest.mark.parametrize("step", [right, Training])
-def test_rounding_within_operators_is_granted_in_full_too(ranks, step):
-    program, scenario = Program(step, build, batch), Scenario(2, 6)
+def test_rounding_within_operators_is_granted_in_full_too(ranks):
+    program, scenario = Program(Training, build, batch), Scenario(2, 6)
     provisional, full = (ranks.run(way, program, scenario, size=1)[0] for way in (measure_provisionally, measure))
     errors = rounding_seen(provisional.single, ranks.run(measure_slightly_moved, program, scenario, size=1)[0])
     assert errors.keys() == provisional.tolerance.keys()
@@ -229,24 +214,9 @@ def _large() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, _WIDE), nn.Tanh(), nn.Linear(_WIDE, 3))
 
 
-def _of_large(ranks: RanksFixture, step: Any, **how: Any) -> tuple[Trials, Counted]:
-    counted = Counted(ranks)
-    return Trials(counted, Program(step, _large, batch, **how), frozenset(KINDS), None, "step"), counted
-
-
-def test_ranks_measure_large_steps_together(ranks):
-    trials, counted = _of_large(ranks, right)
-    for seed in range(3):
-        assert trials.run(Scenario(2, 5, seed=seed)) is None
-    assert counted.ran["measure_in_parts apart"] == 2, "all but the first, by which it is known to be large"
-    assert counted.ran["measure_provisionally"] == 1
-    assert not counted.ran["measure"]
-
-
 def test_ranks_do_a_large_step_once_whatever_has_to_be_measured(ranks):
     """If all ranks have the same, one of them sends it."""
-    narrow = Narrow(ranks)
-    trials = Trials(narrow, Program(right, _large, batch), frozenset(KINDS), None, "step")
+    trials, narrow = _trials(ranks, kind=Narrow, of=_large)
     trials._expectations._elements = 0  # one rank does all that is measured, which is what `Narrow` changes
     for seed in range(3):
         assert trials.run(Scenario(2, 6, seed=seed)) is None
@@ -278,7 +248,7 @@ def test_what_ranks_measure_together_is_what_one_measures(ranks):
 
 
 def test_wrong_large_steps_are_refuted(ranks):
-    trials, counted = _of_large(ranks, tutorial)
+    trials, counted = _trials(ranks, tutorial, of=_large)
     for seed in range(2):
         failed = trials.run(Scenario(2, 5, seed=seed))
         assert failed is not None and not failed.expected.provisional
@@ -295,7 +265,7 @@ class Adaptive:
 
 
 def test_one_rank_measures_large_steps_that_ask_for_more_runs(ranks):
-    trials, counted = _of_large(ranks, Adaptive())
+    trials, counted = _trials(ranks, Adaptive(), of=_large)
     for seed in range(2):
         assert trials.run(Scenario(2, 5, seed=seed)) is None
     assert counted.ran["measure_provisionally"] == 2
@@ -311,7 +281,7 @@ class Unstable:
 
 
 def test_what_ranks_cannot_tell_together_is_measured_by_one(ranks):
-    trials, counted = _of_large(ranks, Unstable())
+    trials, counted = _trials(ranks, Unstable(), of=_large)
     for seed in range(3):
         trials.run(Scenario(2, 5, seed=seed))
     assert counted.ran["measure_in_parts apart"] == 1, "and it is not tried again"
@@ -332,8 +302,7 @@ class Crowded(Counted):
 
 
 def test_one_rank_measures_large_steps_where_several_die_of_it(ranks):
-    crowded = Crowded(ranks)
-    trials = Trials(crowded, Program(right, _large, batch), frozenset(KINDS), None, "step")
+    trials, crowded = _trials(ranks, kind=Crowded, of=_large)
     for seed in range(3):
         assert trials.run(Scenario(2, 5, seed=seed)) is None
     assert trials.completed[2, ()] == 3
@@ -347,8 +316,9 @@ def test_a_large_step_that_one_device_refuses_is_not_judged(ranks):
             raise ValueError("batches of this step are even")
         right(model, batch, rank)
 
-    trials, counted = _of_large(ranks, even_only)
+    trials, counted = _trials(ranks, even_only, of=_large)
     for seed, samples in enumerate((6, 5, 6)):
         assert trials.run(Scenario(2, samples, seed=seed)) is None
     assert trials.completed[2, ()] == 2 and trials._refusals.keys() == {(2, ())}
-    assert counted.ran["measure_in_parts apart"] == 2
+    assert counted.ran["measure_in_parts apart"] == 2, "all but the first, by which it is known to be large"
+    assert not counted.ran["measure"]

@@ -63,17 +63,9 @@ def refuted(ranks, step, *mistakes, match, **options):
     return caught.value
 
 
-def test_without_buffers(ranks):
-    agrees(ranks, step, build=plain)
-
-
 def test_buffers_after_the_last_step(ranks):
-    error = refuted(
-        ranks,
-        step,
-        "buffers-drift",
-        match=r"buffer '1\.running_mean' differs on rank 1: element \[\d\] is \S+ on rank 0, \S+ on rank 1",
-    )
+    match = r"buffer '1\.running_mean' differs on rank 1: element \[\d\] is \S+ on rank 0, \S+ on rank 1"
+    error = refuted(ranks, step, "buffers-drift", match=match)
     assert error.ranks == (1,)
     assert "smallest case: world size 2, samples 8, steps 3" in str(error) and "SyncBatchNorm" in str(error)
     agrees(ranks, functools.partial(step, broadcast=True))
@@ -85,15 +77,8 @@ def test_buffers_that_answers_do_not_depend_on(ranks):
 
 def test_parameters(ranks):
     bare = functools.partial(step, wrap=lambda model: model)
-    error = refuted(
-        ranks,
-        bare,
-        "gradients-not-synchronized",
-        build=plain,
-        match=r"parameter '0\.weight' differs on ranks 1-3: element",
-        world_sizes=[4],
-        sizes=[8, 16],
-    )
+    options = {"build": plain, "match": r"parameter '0\.weight' differs on ranks 1-3: element", "world_sizes": [4]}
+    error = refuted(ranks, bare, "gradients-not-synchronized", sizes=[8, 16], **options)
     assert "samples 8" in str(error) and error.ranks == (1, 2, 3)
     refuted(ranks, bare, "gradients-not-synchronized", "buffers-drift", match="parameter")
 
@@ -139,9 +124,8 @@ def test_an_answer_for_each_rank(ranks):
         own = inputs(model, batch)[dist.get_rank() :: dist.get_world_size()]
         return {"scores": [model(own).sum()], "n": 3}
 
-    error = refuted(
-        ranks, step, "evaluation-differs", match=r"answer 'answer\.scores\.0' differs", build=plain, evaluate=share
-    )
+    differs = r"answer 'answer\.scores\.0' differs"
+    error = refuted(ranks, step, "evaluation-differs", match=differs, build=plain, evaluate=share)
     assert "parameters and buffers are equal on all ranks, to the bit" in str(error)
 
     def shape(model, batch):
@@ -168,7 +152,6 @@ class Trainer:
 def test_a_class(ranks):
     options = {"build": plain, "sizes": 8, "world_sizes": [2]}
     agrees(ranks, Trainer, **options)
-    agrees(ranks, functools.partial(Trainer, broken=False), **options)
     broken = functools.partial(Trainer, broken=True)
     error = refuted(ranks, broken, "gradients-not-synchronized", match=r"0\.weight' differs on rank 1", **options)
     assert "samples 8" in str(error)
@@ -232,11 +215,9 @@ def test_rounding(ranks):
         answer = linear(hidden.double(), model[3].weight[:, order].double()).float()
         return answer * (1 + dist.get_rank() * off)
 
-    one_bit = functools.partial(reordered, off=1e-7)
+    one_bit, more = (functools.partial(reordered, off=off) for off in (1e-7, 1e-4))
     agrees(ranks, step, build=plain, evaluate=one_bit)
-    refuted(
-        ranks, step, "evaluation-differs", match="answer", build=plain, evaluate=functools.partial(reordered, off=1e-4)
-    )
+    refuted(ranks, step, "evaluation-differs", match="answer", build=plain, evaluate=more)
 
 
 def test_errors_of_ranks_say_where(ranks):
@@ -256,9 +237,7 @@ def test_errors_of_ranks_say_where(ranks):
         ({"sizes": []}, r"sizes=\[\]; give an int of at least 1, or several"),
         ({"sizes": [8, 0]}, r"sizes=\[8, 0\]"),
         ({"sizes": ["4", 2]}, r"sizes=\['4', 2\]"),
-        ({"sizes": 0}, "sizes=0;"),
         ({"sizes": True}, "sizes=True"),
-        ({"sizes": [True]}, r"sizes=\[True\]"),
         ({"sizes": "divisible"}, "sizes='divisible'"),
         (
             {"evaluate": lambda model, batch: object()},

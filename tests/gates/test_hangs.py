@@ -17,9 +17,15 @@ def entered(name: str, operand: str, line: int, state: str = "inside") -> Record
     return Record((Entered(name, 1, "", "", operand, "", operand, "train.py", line, state),), 1)  # type: ignore[arg-type]
 
 
-def told(name: str, scenario: Scenario, hang: BaseException) -> tuple[Report, list[str]]:
+def account(stacks: str, *records: Record, ended: Finished | None = None) -> Account:
+    """Two ranks of which the first hangs, and the second, too, unless it has `ended`."""
+    ends = {0: Interrupted(5.0, stacks), 1: ended or Interrupted(5.0, stacks)}
+    return Account(ends, Who(2), "run_step", 5.0, dict(enumerate(records)))
+
+
+def report_on(hang: BaseException) -> tuple[Report, list[str]]:
     assert isinstance(hang, RankFailure | RankHang)
-    failure = no_return_of(name, scenario, hang)
+    failure = no_return_of("train_step", Scenario(2, 4), hang)
     return report_of(failure), failure.stacks
 
 
@@ -29,31 +35,22 @@ FAR = entered("all_reduce", "float32[4]", 31)
 @pytest.mark.parametrize(
     ("other", "ended", "mistake", "words"),
     [
+        (entered("broadcast", "float32[4]", 40), None, "decision-per-rank", "not take part in the same"),
+        (entered("all_reduce", "2x float32[9]", 31), None, "uneven-gather", "tensors of different sizes"),
         (
-            entered("broadcast", "float32[4]", 40),
-            Interrupted(5.0, ""),
-            "decision-per-rank",
-            "not take part in the same",
-        ),
-        (entered("all_reduce", "float32[9]", 31), Interrupted(5.0, ""), "uneven-gather", "tensors of different sizes"),
-        (entered("all_reduce", "2x float32[9]", 31), Interrupted(5.0, ""), "uneven-gather", "of different sizes"),
-        (
-            Record((), 0),
-            Interrupted(5.0, ""),
-            "decision-per-rank",
+            *(Record((), 0), None, "decision-per-rank"),
             "within 5 s: rank 0 waits in all_reduce #1 (train.py:31), float32[4]; rank 1 is elsewhere",
         ),
         (Record((), 0), Finished(), "decision-per-rank", "not take part in the same"),
     ],
 )
 def test_what_ranks_have_entered_tells_why_they_hang(other, ended, mistake, words):
-    account = Account({0: Interrupted(5.0, ""), 1: ended}, Who(2), "run_step", 5.0, {0: FAR, 1: other})
-    hang = account.error()
-    report, stacks = told("train_step", Scenario(2, 4), hang)
+    of_both = account("", FAR, other, ended=ended)
+    report, stacks = report_on(of_both.error())
     assert report.mistakes == (mistake,)
     assert words in report.findings[0].evidence
-    assert "did not finish train_step within 5 s" in report.headline and "run_step" in str(hang)
-    assert stacks == account.blocks() != []
+    assert "did not finish train_step within 5 s" in report.headline and "run_step" in str(of_both.error())
+    assert stacks == of_both.blocks() != []
 
 
 def message(name: str, line: int) -> Record:
@@ -86,23 +83,19 @@ Current thread 0x01 (most recent call first):
     ids=["message", "one call", "messages", "nowhere", "backward", "as many", "fewer"],
 )
 def test_of_ranks_that_all_hang_none_is_said_to_wait_for_one_that_waits_too(records, stacks, words):
-    account = Account(
-        {rank: Interrupted(5.0, stacks) for rank in (0, 1)}, Who(2), "run_step", 5.0, dict(enumerate(records))
-    )
-    report, _ = told("train_step", Scenario(2, 4), account.error())
+    report, _ = report_on(account(stacks, *records).error())
     assert report.mistakes == (() if words is None else ("decision-per-rank",))
     assert words is None or words in report.findings[0].evidence
     assert "others wait" not in str(report)
 
 
 def test_who_waits_for_a_rank_that_has_finished_is_named():
-    account = Account({0: Interrupted(5.0, BACKWARD), 1: Finished()}, Who(2), "run_step", 5.0)
-    report, _ = told("train_step", Scenario(2, 4), account.error())
+    report, _ = report_on(account(BACKWARD, ended=Finished()).error())
     assert report.mistakes == ("decision-per-rank",)
     assert report.findings[0].evidence.endswith("rank 0 waits in backward (train.py:50); rank 1 finished")
 
 
 def test_a_hang_of_which_nothing_is_known_is_told_as_it_is():
-    report, stacks = told("train_step", Scenario(2, 3), RankHang("rank 1 is lost\nmore"))
+    report, stacks = report_on(RankHang("rank 1 is lost\nmore"))
     assert report.headline == "train_step does not scale: rank 1 is lost" and stacks == []
     assert report.mistakes == ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -16,13 +18,10 @@ from mgpu_check import (
     ScalingMismatch,
     assert_evaluation_agrees,
     assert_loader_covers,
-    assert_metric_scales,
     assert_resume_continues,
     assert_step_scales,
 )
 from mgpu_check.engine import environments
-from mgpu_check.engine.launcher import LocalLauncher
-from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankFailure
 from mgpu_check.gates.search.hash_seeds import sets_used, with_seeds_apart
 
@@ -72,40 +71,26 @@ def resumed(rank: Any, directory: Any, start: int, stop: int, *, ordered: bool) 
     return {"at": (at + stop - start) % len(order)}
 
 
-GATES = {
-    "assert_step_scales": lambda ranks, ordered: assert_step_scales(
-        ranks, functools.partial(scaled, ordered=ordered), build=build, batch=batch, world_sizes=[2], max_examples=2
-    ),
-    "assert_metric_scales": lambda ranks, ordered: assert_metric_scales(
-        ranks, functools.partial(scaled, ordered=ordered), build=build, batch=batch, world_sizes=[2], max_examples=2
-    ),
-    "assert_loader_covers": lambda ranks, ordered: assert_loader_covers(
-        ranks, functools.partial(loader, ordered=ordered), epochs=1, world_sizes=[2]
-    ),
-    "assert_resume_continues": lambda ranks, ordered: assert_resume_continues(
-        ranks, functools.partial(resumed, ordered=ordered), steps=2, world_sizes=[2]
-    ),
-    "assert_evaluation_agrees": lambda ranks, ordered: assert_evaluation_agrees(
-        ranks, functools.partial(trained, ordered=ordered), build=build, batch=batch, steps=1, world_sizes=[2]
-    ),
+STEPS: dict[str, Any] = {"build": build, "batch": batch, "world_sizes": [2]}
+GATES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "assert_step_scales": (assert_step_scales, scaled, {"max_examples": 1, "sizes": 4, **STEPS}),
+    "assert_loader_covers": (assert_loader_covers, loader, {"epochs": 1, "world_sizes": [2]}),
+    "assert_resume_continues": (assert_resume_continues, resumed, {"steps": 2, "world_sizes": [2]}),
+    "assert_evaluation_agrees": (assert_evaluation_agrees, trained, {"steps": 1, **STEPS}),
 }
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("gate", GATES)
-def test_a_gate_finds_what_depends_on_the_order_of_a_set(ranks, gate):
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_finds_what_depends_on_the_order_of_a_set_and_passes_what_sorts_it(ranks, name):
+    gate, judged, options = GATES[name]
     with pytest.raises(ScalingMismatch) as info:
-        GATES[gate](ranks, False)
+        gate(ranks, functools.partial(judged, ordered=False), **options)
     assert info.value.mistakes == ("set-order",)
     text = str(info.value)
-    assert text.startswith(f"{gate}: ranks with different hash seeds fail, as they have them under torchrun: ")
+    assert text.startswith(f"{name}: ranks with different hash seeds fail, as they have them under torchrun: ")
     assert "sets are used in in_order (" in text and "with one hash seed on all ranks the same case passes" in text
-
-
-@pytest.mark.gpus(2)
-@pytest.mark.parametrize("gate", GATES)
-def test_a_gate_passes_what_sorts_a_set(ranks, gate):
-    GATES[gate](ranks, True)
+    gate(ranks, functools.partial(judged, ordered=True), **options)
 
 
 class Ranks:
@@ -166,26 +151,18 @@ def test_code_without_sets_is_not_tried_and_a_seed_of_the_user_is_told(monkeypat
     assert not ranks.asked
 
 
-def test_ranks_have_one_hash_seed_or_different_ones():
-    pool = RankPool(LocalLauncher(simulate="cpu", hash_seed=environments.FIRST), 3, "cpu", 30.0)
-    try:
+@pytest.mark.gpus(3)
+def test_ranks_have_one_hash_seed_or_different_ones(ranks):
+    def seeds(rank: Any, child: bool = False) -> tuple[int, str | None, str]:
+        line = [sys.executable, "-c", "print(hash('a'))"]
+        return hash("a"), os.environ.get("PYTHONHASHSEED"), subprocess.check_output(line, text=True) if child else ""
 
-        def seen(rank: Any) -> tuple[int, str | None, int]:
-            import subprocess
-            import sys
-
-            dist.barrier()
-            line = [sys.executable, "-c", "print(hash('a'))"]
-            return hash("a"), os.environ.get("PYTHONHASHSEED"), int(subprocess.check_output(line))
-
-        alike = pool.run(seen)
-        assert len({hash_ for hash_, _, _ in alike}) == 1 and {variable for _, variable, _ in alike} == {None}
-        assert len({of_child for _, _, of_child in alike}) == 3  # what a rank starts draws its own, as everywhere
-        apart = pool.run(seen, environment=environments.APART)
-        assert apart[0][0] == apart[2][0] != apart[1][0]
-        assert pool.run(lambda rank: rank.index) == [0, 1, 2]
-    finally:
-        pool.close()
+    alike = ranks.run(seeds, child=True)
+    assert len({own for own, _, _ in alike}) == 1 and {variable for _, variable, _ in alike} == {None}
+    assert len({of_child for _, _, of_child in alike}) == 3  # what a rank starts draws its own, as everywhere
+    apart = ranks.run(seeds, environment=environments.APART)
+    assert apart[0][0] == apart[2][0] != apart[1][0]
+    assert ranks.run(lambda rank: rank.index) == [0, 1, 2]
 
 
 def test_a_seed_of_the_environment_goes_first(monkeypatch):

@@ -1,7 +1,6 @@
-"""Steps whose ranks hold state of their own on purpose: local SGD, federated averaging, gossip, DiLoCo."""
+"""Steps whose ranks hold state of their own on purpose: local SGD, federated averaging, DiLoCo."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.gates.steps import passes, refuted
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.search.scenarios import Scenario
+from tests.gates.single_cases import failures
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -31,14 +32,6 @@ def steps(optimizer, model, x, y):
         optimizer.step()
 
 
-def by_hand(model, x, y):
-    for a, b in zip(x.chunk(INNER), y.chunk(INNER), strict=True):
-        model.zero_grad()
-        F.mse_loss(model(a), b).backward()
-        for p in model.parameters():
-            p.data -= 0.1 * p.grad
-
-
 def parts(batch, rank):
     return (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
 
@@ -47,11 +40,8 @@ class Base:
     wrong = ""
 
     def mean(self, tensor, rank):
-        if self.wrong != "sum":
-            dist.all_reduce(tensor)
-            tensor /= rank.size
-        else:
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+        tensor /= 1 if self.wrong else rank.size
 
 
 class FedAvg(Base):
@@ -71,54 +61,30 @@ class FedAvg(Base):
 
 class RefFedAvg:
     momentum = 0.9
+    keeps = False  # its replicas, and the states of their optimizers
 
     def __init__(self, model):
-        pass
+        self.locals = []
+
+    def inner(self, local):
+        return torch.optim.SGD(local.parameters(), lr=0.1, momentum=self.momentum)
+
+    def replicas(self, model, batch, world_size):
+        if not self.keeps or not self.locals:
+            self.locals = [(local, self.inner(local)) for local in (copy.deepcopy(model) for _ in range(world_size))]
+        parts = batch[0].chunk(world_size), batch[1].chunk(world_size)
+        for (local, optimizer), x, y in zip(self.locals, *parts, strict=True):
+            local.load_state_dict(model.state_dict())
+            steps(optimizer, local, x, y)
+        return zip(model.parameters(), *(local.parameters() for local, _ in self.locals), strict=True)
 
     def __call__(self, model, batch, world_size):
-        replicas = []
-        for x, y in zip(batch[0].chunk(world_size), batch[1].chunk(world_size), strict=True):
-            local = copy.deepcopy(model)
-            steps(torch.optim.SGD(local.parameters(), lr=0.1, momentum=self.momentum), local, x, y)
-            replicas.append(list(local.parameters()))
-        for p, *qs in zip(model.parameters(), *replicas, strict=True):
+        for p, *qs in self.replicas(model, batch, world_size):
             p.data.copy_(sum(q.detach() for q in qs) / world_size)
 
 
-class RefFedAvgOne(RefFedAvg):
-    """One local model and one optimizer, used for each replica in turn."""
-
-    def __init__(self, model):
-        self.local = copy.deepcopy(model)
-
-    def __call__(self, model, batch, world_size):
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        optimizer = torch.optim.SGD(self.local.parameters(), lr=0.1, momentum=0.9)
-        for x, y in zip(batch[0].chunk(world_size), batch[1].chunk(world_size), strict=True):
-            self.local.load_state_dict(model.state_dict())
-            optimizer.state.clear()
-            steps(optimizer, self.local, x, y)
-            for t, q in zip(total, self.local.parameters(), strict=True):
-                t += q.detach() / world_size
-        for p, t in zip(model.parameters(), total, strict=True):
-            p.data.copy_(t)
-
-
-class Persistent(Base):
-    """The local copy and its optimizer live on; each round starts from the model."""
-
-    def __init__(self, model, rank):
-        self.local = copy.deepcopy(model.to(rank.device))
-        self.optimizer = torch.optim.SGD(self.local.parameters(), lr=0.1)
-
-    def __call__(self, model, batch, rank):
-        self.local.load_state_dict(model.state_dict())
-        steps(self.optimizer, self.local, *parts(batch, rank))
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), self.local.parameters(), strict=True):
-                mean = q.detach().clone()
-                self.mean(mean, rank)
-                p.copy_(mean)
+class RefWithoutMomentum(RefFedAvg):
+    momentum = 0
 
 
 class InPlace(Base):
@@ -128,16 +94,7 @@ class InPlace(Base):
         self.optimizer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.1)
 
     def __call__(self, model, batch, rank):
-        steps(self.optimizer, model, *parts(batch, rank))
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            for p in model.parameters():
-                self.mean(p, rank)
-
-
-class InPlaceGradientsLeft(InPlace):
-    def __call__(self, model, batch, rank):
-        steps(self.optimizer, model, *parts(batch, rank))
+        steps(self.optimizer, model, *parts(batch, rank))  # leaves gradients of each rank's own
         with torch.no_grad():
             for p in model.parameters():
                 self.mean(p, rank)
@@ -150,49 +107,8 @@ class InPlaceMomentum(InPlace):
         self.optimizer = torch.optim.SGD(model.to(rank.device).parameters(), lr=0.1, momentum=0.9)
 
 
-class RefInPlaceMomentum:
-    def __init__(self, model):
-        self.replicas = None
-
-    def __call__(self, model, batch, world_size):
-        if self.replicas is None:
-            self.replicas = [copy.deepcopy(model) for _ in range(world_size)]
-            self.optimizers = [torch.optim.SGD(r.parameters(), lr=0.1, momentum=0.9) for r in self.replicas]
-        parts = batch[0].chunk(world_size), batch[1].chunk(world_size)
-        for replica, optimizer, x, y in zip(self.replicas, self.optimizers, *parts, strict=True):
-            replica.load_state_dict(model.state_dict())
-            steps(optimizer, replica, x, y)
-        for p, *qs in zip(model.parameters(), *(r.parameters() for r in self.replicas), strict=True):
-            p.data.copy_(sum(q.detach() for q in qs) / world_size)
-
-
-class InnerByHand(FedAvg):
-    def __call__(self, model, batch, rank):
-        local = copy.deepcopy(model)
-        by_hand(local, *parts(batch, rank))
-        for p, q in zip(model.parameters(), local.parameters(), strict=True):
-            mean = q.detach().clone()
-            self.mean(mean, rank)
-            p.data.copy_(mean)
-
-
-class RefInnerByHand(RefFedAvg):
-    momentum = 0
-
-
-class Gossip(FedAvg):
-    """Replicas train alone and mix over a hypercube; the model is their consensus."""
-
-    def mean(self, tensor, rank):
-        distance = 1
-        while distance < rank.size:
-            partner = rank.index ^ distance
-            other = torch.empty_like(tensor)
-            both = [dist.P2POp(dist.isend, tensor.contiguous(), partner), dist.P2POp(dist.irecv, other, partner)]
-            for request in dist.batch_isend_irecv(both):
-                request.wait()
-            tensor.copy_((tensor + other) / (1 if self.wrong else 2))
-            distance *= 2
+class RefInPlaceMomentum(RefFedAvg):
+    keeps = True
 
 
 class DiLoCo(Base):
@@ -212,23 +128,19 @@ class DiLoCo(Base):
         self.outer.step()
 
 
-class RefDiLoCo:
+class RefDiLoCo(RefFedAvg):
+    keeps = True
+
     def __init__(self, model):
+        super().__init__(model)
         self.outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        self.locals = None
+
+    def inner(self, local):
+        return torch.optim.AdamW(local.parameters(), lr=0.01)
 
     def __call__(self, model, batch, world_size):
-        if self.locals is None:
-            self.locals = [copy.deepcopy(model) for _ in range(world_size)]
-            self.inner = [torch.optim.AdamW(r.parameters(), lr=0.01) for r in self.locals]
-        self.outer.zero_grad()
-        parts = batch[0].chunk(world_size), batch[1].chunk(world_size)
-        for local, inner, x, y in zip(self.locals, self.inner, *parts, strict=True):
-            local.load_state_dict(model.state_dict())
-            steps(inner, local, x, y)
-            for p, q in zip(model.parameters(), local.parameters(), strict=True):
-                part = (p.detach() - q.detach()) / world_size
-                p.grad = part if p.grad is None else p.grad + part
+        for p, *qs in self.replicas(model, batch, world_size):
+            p.grad = sum(p.detach() - q.detach() for q in qs) / world_size
         self.outer.step()
 
 
@@ -265,38 +177,30 @@ class RefLossWeight:
 
 CASES = {
     "fedavg": (FedAvg, RefFedAvg),
-    "fedavg-one": (FedAvg, RefFedAvgOne),
-    "persistent": (Persistent, RefInnerByHand),
-    "in-place": (InPlace, RefInnerByHand),
-    "in-place-left": (InPlaceGradientsLeft, RefInnerByHand),
+    "in-place": (InPlace, RefWithoutMomentum),
     "momentum": (InPlaceMomentum, RefInPlaceMomentum),
-    "by-hand": (InnerByHand, RefInnerByHand),
-    "gossip": (Gossip, RefFedAvg),
     "diloco": (DiLoCo, RefDiLoCo),
     "loss-weight": (LossWeight, RefLossWeight),
     "loss-weight-alone": (LossWeight, None),
 }
+SEVERAL_STEPS = Scenario(2, 8, steps=2)
 
 
-FEW: dict[str, Any] = {"build": build, "batch": batch, "sizes": [8], "world_sizes": [2], "max_examples": 6}
-
-
-def few(*slow: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in CASES]
-
-
-@pytest.mark.parametrize("name", few("fedavg-one", "persistent", "by-hand"))
+@pytest.mark.parametrize("name", CASES)
 def test_state_of_its_own_need_not_agree(ranks, name):
     step, reference = CASES[name]
-    passes(ranks, step, reference=reference, **FEW)
+    program = Program(step, build, batch, reference)
+    assert failures(ranks, program, Scenario(2, 8), SEVERAL_STEPS) == []
 
 
-@pytest.mark.parametrize("name", few(*CASES.keys() - {"fedavg", "diloco", "loss-weight"}))
+@pytest.mark.parametrize("name", CASES)
 def test_the_model_that_ranks_share_must(ranks, name):
     step, reference = CASES[name]
     wrong = type(step.__name__, (step,), {"wrong": "sum"})
-    refuted(ranks, wrong, reference=reference, **FEW)
+    assert failures(ranks, Program(wrong, build, batch, reference), SEVERAL_STEPS) != []
 
 
 def test_a_pattern_may_name_what_is_local(ranks):
-    passes(ranks, FedAvg, reference=RefFedAvg, unjudged={"parameter * of group *": "replicas of a rank"}, **FEW)
+    program = Program(FedAvg, build, batch, RefFedAvg)
+    pattern = {"parameter * of group *": "replicas of a rank"}
+    assert failures(ranks, program, Scenario(2, 8), SEVERAL_STEPS, unjudged=pattern) == []

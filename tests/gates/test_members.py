@@ -61,7 +61,8 @@ def averaged(model: Net, batch: Any, rank: Any) -> None:
 
 @pytest.mark.gpus(2)
 def test_replaced_methods_of_modules_are_not_called(ranks):
-    assert_step_scales(ranks, averaged, build=Net, batch=batch, sizes="divisible")
+    options: dict[str, Any] = {"build": Net, "batch": batch, "sizes": [2], "max_examples": 1}
+    assert_step_scales(ranks, averaged, **options)
     with pytest.raises(ScalingMismatch) as found:
-        assert_step_scales(ranks, summed, build=Net, batch=batch, sizes="divisible")
+        assert_step_scales(ranks, summed, **options)
     assert found.value.mistakes[0] == "world-size-factor"

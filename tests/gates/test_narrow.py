@@ -1,7 +1,6 @@
 """Steps in bfloat16 and float16: right ones pass, and what is lost or doubled shows through their rounding."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -9,17 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check import NotCompared, assert_step_scales
-from mgpu_check.diagnosis.observations import KINDS
+from mgpu_check import NotCompared
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.search.scenarios import Scenario
-from mgpu_check.gates.search.trials import Trials
-from tests.gates.steps import passes, refuted
+from tests.gates.single_cases import failures
 
 pytestmark = pytest.mark.gpus(4)
 
 RATE = 0.5
-FEW: dict[str, Any] = {"sizes": "divisible", "max_examples": 6}
+PLAIN, SEVERAL_STEPS = Scenario(2, 8), Scenario(2, 8, steps=2)
 
 
 def build(dtype=None):
@@ -93,7 +90,6 @@ class Autocast(Plain):
 
 
 STEPS = [Plain, Float16, Buckets, Masters, Autocast]
-FAST = [(Float16, "twice"), (Buckets, "not updated"), (Masters, "twice"), (Autocast, "not synchronized")]
 
 
 def built(step):
@@ -101,20 +97,12 @@ def built(step):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_right_steps_pass(ranks, step):
-    passes(ranks, step, build=built(step), batch=batch, **FEW)
-
-
-@pytest.mark.parametrize(
-    ("step", "wrong"),
-    [
-        pytest.param(step, wrong, marks=() if step is Plain or (step, wrong) in FAST else pytest.mark.slow)
-        for step in STEPS
-        for wrong in ("not updated", "twice", "not synchronized")
-    ],
-)
-def test_lost_and_doubled_updates(ranks, step, wrong):
-    refuted(ranks, type(step.__name__, (step,), {"wrong": wrong}), build=built(step), batch=batch, **FEW)
+def test_right_steps_pass_and_lost_and_doubled_updates_do_not(ranks, step):
+    scaled = Scenario(2, 4, change="scaled")
+    assert failures(ranks, Program(step, built(step), batch), PLAIN, SEVERAL_STEPS, scaled) == []
+    for wrong in ("not updated", "twice", "not synchronized"):
+        program = Program(type(step.__name__, (step,), {"wrong": wrong}), built(step), batch)
+        assert failures(ranks, program, PLAIN) != [], wrong
 
 
 class Cancelling(Plain):
@@ -127,7 +115,7 @@ class Cancelling(Plain):
 
 def test_a_tolerance_that_proves_nothing_says_what_to_give(ranks):
     with pytest.raises(NotCompared, match="give a tolerance with tolerance=, or a reference= that computes in float32"):
-        assert_step_scales(ranks, Cancelling, build=built(Plain), batch=batch, **FEW)
+        failures(ranks, Program(Cancelling, built(Plain), batch), PLAIN, SEVERAL_STEPS)
 
 
 class Compressed(Plain):
@@ -146,5 +134,4 @@ class Compressed(Plain):
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_rounding_of_each_part_of_a_sum_is_granted(ranks, dtype):
     step = type("Compressed", (Compressed,), {"dtype": dtype})
-    trials = Trials(ranks, Program(step, build, batch), frozenset(KINDS), None, "step")
-    assert [seed for seed in range(12) if trials.run(Scenario(4, 9, seed=seed))] == []
+    assert failures(ranks, Program(step, build, batch), *(Scenario(4, 9, seed=seed) for seed in range(6))) == []

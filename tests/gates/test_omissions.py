@@ -20,22 +20,21 @@ from mgpu_check import NotCompared, ScalingMismatch
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.run.measurement import measure
 from mgpu_check.gates.search.scenarios import Scenario
+from tests.gates.single_cases import failures
 from tests.gates.steps import ALL, batch, build, mine, passes, refuted, summed, total
 
 pytestmark = pytest.mark.gpus(4)
 
 
-def test_a_step_that_does_nothing(ranks):
-    with pytest.raises(ValueError, match="leaves no gradient, changes no parameter or buffer, and returns nothing"):
-        passes(ranks, lambda model, batch, rank: None)
+ONE: dict[str, Any] = {"sizes": [2], "max_examples": 1}  # one size, and so nothing to make smaller
 
 
 def test_a_step_on_a_copy(ranks):
     def step(model, batch, rank):
         summed(copy.deepcopy(model).to(rank.device), batch, rank).backward()
 
-    with pytest.raises(ValueError, match="leaves no gradient"):
-        passes(ranks, step)
+    with pytest.raises(ValueError, match="leaves no gradient, changes no parameter or buffer, and returns nothing"):
+        passes(ranks, step, **ONE)
 
 
 def unsynchronized(model, batch, rank):
@@ -47,7 +46,7 @@ def test_large_results_do_not_stand_for_gradients(ranks):
         unsynchronized(model, batch, rank)
         return {"inputs": batch[0].repeat(20, 1)}
 
-    refuted(ranks, step, "gradients-not-synchronized")
+    refuted(ranks, step, "gradients-not-synchronized", sizes=[4], max_examples=1)
 
 
 def test_an_account_under_the_names_of_parameters_does(ranks):
@@ -59,7 +58,7 @@ def test_an_account_under_the_names_of_parameters_does(ranks):
             value /= rank.size
         return account
 
-    passes(ranks, step)
+    assert failures(ranks, Program(step, build, batch), Scenario(2, 5)) == []
 
 
 def test_parts_of_parameters_need_something_to_be_judged_by(ranks):
@@ -69,9 +68,10 @@ def test_parts_of_parameters_need_something_to_be_judged_by(ranks):
     with pytest.raises(
         NotCompared, match=r"at world size 2: 0\.weight: its values before the first step are nowhere"
     ) as e:
-        passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)))
+        passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)), **ONE)
     assert e.value.names == ("0.weight",)
-    passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)), unjudged={"*.weight": "drawn anew by each rank"})
+    program = Program(step, lambda: nn.Sequential(nn.Linear(6, 8)), batch)
+    assert failures(ranks, program, Scenario(2, 2), unjudged={"*.weight": "drawn anew by each rank"}) == []
 
 
 def test_a_reference_alone_decides_how_exact_a_count_must_be(ranks):
@@ -81,7 +81,8 @@ def test_a_reference_alone_decides_how_exact_a_count_must_be(ranks):
     def reference(model, batch):
         return {"tokens": torch.tensor(2051.0 * len(batch[0]))}
 
-    refuted(ranks, step, match="returned tokens", reference=reference)
+    (trial,) = failures(ranks, Program(step, build, batch, reference), Scenario(2, 3))
+    assert trial.relations is not None and [str(name) for name in trial.relations.wrong] == ["returned tokens"]
 
 
 def test_a_class_draws_the_same_numbers_when_it_is_measured_in_float64(ranks):
@@ -112,8 +113,8 @@ def test_complex_numbers(ranks):
         dist.all_reduce(model.weight.grad)
         model.weight.grad *= factor ** (rank.size - 1)
 
-    passes(ranks, step, build=Turn)
-    refuted(ranks, functools.partial(step, factor=2.0), build=Turn)
+    assert failures(ranks, Program(step, Turn, batch), Scenario(2, 5)) == []
+    refuted(ranks, functools.partial(step, factor=2.0), build=Turn, **ONE)
 
 
 def test_names_that_only_one_side_returns(ranks):
@@ -129,21 +130,22 @@ def test_texts(ranks):
     def step(model, batch, rank, odd=lambda rank: False):
         return {"sum": batch[0].sum(), "name": "b" if odd(rank) else "a"}
 
-    passes(ranks, step)
-    refuted(ranks, functools.partial(step, odd=lambda rank: rank.index == 1), match="got 'b', expected 'a', rank 1")
+    assert failures(ranks, Program(step, build, batch), Scenario(2, 2)) == []
+    odd = functools.partial(step, odd=lambda rank: rank.index == 1)
+    refuted(ranks, odd, match="got 'b', expected 'a', rank 1", **ONE)
 
     def none(model, batch, rank):
         return {"sum": batch[0].sum(), **({"name": "a"} if rank.size == 1 else {})}
 
-    refuted(ranks, none, match="got None, expected 'a'")
+    (trial,) = failures(ranks, Program(none, build, batch), Scenario(2, 2))
+    assert trial.relations is not None and "got None, expected 'a'" in str(trial.relations.details)
 
 
-@pytest.mark.parametrize("examples", [1, 6])
-def test_each_world_size_is_tried(ranks, examples):
+def test_each_world_size_is_tried(ranks):
     def step(model, batch, rank):
         return {"sum": batch[0].sum() + (rank.size == 4)}
 
-    refuted(ranks, step, match="world size 4", max_examples=examples, **ALL)
+    refuted(ranks, step, match="world size 4", **ONE, **ALL)
 
 
 def test_a_reference_that_cannot_do_one_world_size(ranks):
@@ -153,7 +155,7 @@ def test_a_reference_that_cannot_do_one_world_size(ranks):
         return {"sum": batch[0].sum()}
 
     with pytest.raises(ValueError, match=r"nothing was compared at world size 4.*not yet"):
-        passes(ranks, total, reference=reference, **ALL)
+        passes(ranks, total, reference=reference, sizes=[4], max_examples=1, **ALL)
 
 
 @dataclasses.dataclass
@@ -168,8 +170,8 @@ def test_numbers_of_other_kinds(ranks):
         total = float(batch[0].sum())
         return Result(complex(total, 1.0), 2**70 + off * (rank.size - 1), (total, [torch.ones(2), off * rank.size]))
 
-    passes(ranks, step)
-    text = refuted(ranks, functools.partial(step, off=1))
+    assert failures(ranks, Program(step, build, batch), Scenario(2, 2)) == []
+    text = refuted(ranks, functools.partial(step, off=1), **ONE)
     assert "returned large" in text and "returned pair.1.1" in text, text
     with pytest.raises(ValueError, match="returned thing of type object; return tensors, numbers or texts"):
         passes(ranks, lambda model, batch, rank: {"thing": object()})
@@ -189,8 +191,8 @@ def test_batches_of_other_kinds(ranks):
     def made(n):
         return Named(torch.randn(n, 3), ["a"] * n)
 
-    passes(ranks, functools.partial(step, split=False), batch=made)
-    refuted(ranks, step, batch=made)
+    assert failures(ranks, Program(functools.partial(step, split=False), build, made), Scenario(2, 2)) == []
+    refuted(ranks, step, batch=made, **ONE)
 
 
 def test_a_step_that_fails_now_and_then(ranks):
@@ -229,9 +231,6 @@ def wide():
 
 def test_rounding_that_decides_the_sign_of_a_step(ranks):
     """Adam takes a whole step in the direction of a gradient that is nothing but rounding errors."""
-    passes(ranks, Narrow, build=wide, sizes="divisible")
-
-
-@pytest.mark.slow
-def test_wrong_labels_in_bfloat16(ranks):
-    refuted(ranks, Mislabelled, sizes="divisible")
+    cases = [Scenario(2, 4), Scenario(2, 8, seed=1), Scenario(2, 4, steps=2)]
+    assert failures(ranks, Program(Narrow, wide, batch), *cases) == []
+    assert failures(ranks, Program(Mislabelled, build, batch), Scenario(2, 4)) != []

@@ -26,8 +26,13 @@ def call(kind, line=7, name="", **details):
     return CallEvent(kind, name or kind, f"train.py:{line}", details)
 
 
-def tensor(**changed):
-    return {"dtype": "float32", "shape": (3,), "layout": (0,)} | changed
+IN_MEMORY = "order of dimensions in memory"
+
+
+def tensors(**changed):
+    """The only tensor of a call on two ranks."""
+    tensor = {"dtype": "float32", "shape": (3,), "layout": (0,)}
+    return [[tensor], [tensor | changed]]
 
 
 def summary(total, norm=2.0, **more):
@@ -40,95 +45,60 @@ def reduced(total, group=None, name="all_reduce", **more):
 
 
 @pytest.mark.parametrize(
-    ("kind", "details", "what", "values"),
+    ("kind", "key", "of_ranks", "what", "values"),
     [
-        ("backward", [{"trained": ("w",)}, {"trained": ()}], "which parameters require gradients", ["(w)", "()"]),
-        ("backward", [{"parameters": {"w": 1.0}}, {"parameters": {"w": 2.0}}], "the sum of w", ["1", "2"]),
-        (
-            "model",
-            [{"training": {"bn": True}}, {"training": {"bn": False}}],
-            "whether bn is in training mode",
-            ["True", "False"],
-        ),
-        ("model", [{"parameters": {"w": 1.0}}, {"parameters": {"w": 1.5}}], "the sum of w", ["1", "1.5"]),
-        ("collective", [{"op": "sum"}, {"op": "max"}], "its operation", ["sum", "max"]),
-        ("collective", [{"src": 0}, {"src": 1}], "its source", ["0", "1"]),
-        ("collective", [{"dst": 0}, {"dst": 1}], "its destination", ["0", "1"]),
-        (
-            "collective",
-            [{"tensors": [tensor()]}, {"tensors": [tensor(dtype="int64")]}],
-            "the dtype of its tensor",
-            ["float32", "int64"],
-        ),
-        (
-            "collective",
-            [{"tensors": [tensor()]}, {"tensors": [tensor(shape=(4,))]}],
-            "the shape of its tensor",
-            ["(3)", "(4)"],
-        ),
-        (
-            "collective",
-            [{"tensors": [tensor()]}, {"tensors": [tensor(layout=(1, 0))]}],
-            "the order of dimensions in memory of its tensor",
-            ["(0)", "(1, 0)"],
-        ),
-        ("clip", [{"norm": 1.0}, {"norm": 2.0}], "the norm that it finds", ["1", "2"]),
-        ("scale", [{"scale": 1024.0}, {"scale": 2048.0}], "the scale", ["1024", "2048"]),
-        ("schedule", [{"metric": 0.5}, {"metric": 0.25}], "the metric that it is given", ["0.5", "0.25"]),
-        ("sampler", [{"seed": 1}, {"seed": 2}], "the seed", ["1", "2"]),
-        ("sampler", [{"samples": 8}, {"samples": 9}], "the number of samples", ["8", "9"]),
-        ("iterate", [{"epoch": 0}, {"epoch": 1}], "the epoch", ["0", "1"]),
-        ("step", [{"rates": (0.1,)}, {"rates": (0.2,)}], "the learning rate", ["(0.1)", "(0.2)"]),
+        ("backward", "trained", [("w",), ()], "which parameters require gradients", ["(w)", "()"]),
+        ("backward", "parameters", [{"w": 1.0}, {"w": 2.0}], "the sum of w", ["1", "2"]),
+        ("model", "training", [{"bn": True}, {"bn": False}], "whether bn is in training mode", ["True", "False"]),
+        ("model", "parameters", [{"w": 1.0}, {"w": 1.5}], "the sum of w", ["1", "1.5"]),
+        ("collective", "op", ["sum", "max"], "its operation", ["sum", "max"]),
+        ("collective", "src", [0, 1], "its source", ["0", "1"]),
+        ("collective", "dst", [0, 1], "its destination", ["0", "1"]),
+        ("collective", "tensors", tensors(dtype="int64"), "the dtype of its tensor", ["float32", "int64"]),
+        ("collective", "tensors", tensors(shape=(4,)), "the shape of its tensor", ["(3)", "(4)"]),
+        ("collective", "tensors", tensors(layout=(1, 0)), f"the {IN_MEMORY} of its tensor", ["(0)", "(1, 0)"]),
+        ("clip", "norm", [1.0, 2.0], "the norm that it finds", ["1", "2"]),
+        ("scale", "scale", [1024.0, 2048.0], "the scale", ["1024", "2048"]),
+        ("schedule", "metric", [0.5, 0.25], "the metric that it is given", ["0.5", "0.25"]),
+        ("sampler", "seed", [1, 2], "the seed", ["1", "2"]),
+        ("sampler", "samples", [8, 9], "the number of samples", ["8", "9"]),
+        ("iterate", "epoch", [0, 1], "the epoch", ["0", "1"]),
+        ("step", "rates", [(0.1,), (0.2,)], "the learning rate", ["(0.1)", "(0.2)"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_detail_of_a_call_is_compared(kind, details, what, values):
-    equal = call(kind, 3, **details[0])
-    found = parting(*([equal, call(kind, 7, **of_rank)] for of_rank in details))
+def test_each_detail_of_a_call_is_compared(kind, key, of_ranks, what, values):
+    equal = call(kind, 3, **{key: of_ranks[0]})
+    found = parting(*([equal, call(kind, 7, **{key: of_rank})] for of_rank in of_ranks))
     assert found == Parting("train.py:7", f"{kind}, {what}", values)
     assert parting([equal], [equal]) is None
     assert parting([equal], [call(kind, 3)]) is None  # not recorded on all ranks
 
 
-@pytest.mark.parametrize(
-    ("ranks", "what", "values"),
-    [
-        pytest.param([reduced(1.0), reduced(1.0)], None, None, id="equal"),
-        pytest.param([reduced(1.0), reduced(2.0)], "the norm of its result", ["2", "2"], id="the sum"),
-        pytest.param([reduced(1.0), reduced(1.0, norm=3.0)], "the norm of its result", ["2", "3"], id="the norm"),
-        pytest.param([reduced(float("nan")), reduced(float("nan"))], None, None, id="NaN is NaN"),
-        pytest.param(
-            [reduced(1.0, values=[1.0]), reduced(2.0, values=[2.0])], "its result", ["1", "2"], id="a number is shown"
-        ),
-        pytest.param(
-            [reduced(3.0, values=[1.0, 2.0]), reduced(4.0, values=[1.0, 3.0])],
-            "its result",
-            ["(1, 2)", "(1, 3)"],
-            id="some numbers are shown",
-        ),
-        pytest.param(
-            [reduced(1.0, values=[0.2] * 5), reduced(2.0, values=[0.4] * 5)],
-            "the norm of its result",
-            ["2", "2"],
-            id="many are not",
-        ),
-        pytest.param(
-            [reduced(1.0, (0, 1)), reduced(2.0, (0, 1))], "the norm of its result", ["2", "2"], id="a group of all"
-        ),
-        pytest.param([reduced(1.0, (0,)), reduced(2.0, (1,))], None, None, id="groups of each its own"),
-        pytest.param([reduced(1.0, (0, 1, 2)), reduced(2.0, (0, 1, 2))], None, None, id="a group of more"),
-        pytest.param([reduced(1.0), call("collective", name="all_reduce")], None, None, id="not recorded on a rank"),
-        pytest.param(
-            [reduced(1.0, name="reduce_scatter"), reduced(2.0, name="reduce_scatter")],
-            None,
-            None,
-            id="results that differ",
-        ),
-    ],
-)
-def test_results_that_all_ranks_get_are_compared(ranks, what, values):
+NORM = "the norm of its result", ["2", "2"]
+RESULTS = {
+    "equal": ([reduced(1.0), reduced(1.0)], None),
+    "the sum": ([reduced(1.0), reduced(2.0)], NORM),
+    "the norm": ([reduced(1.0), reduced(1.0, norm=3.0)], (NORM[0], ["2", "3"])),
+    "NaN is NaN": ([reduced(float("nan")), reduced(float("nan"))], None),
+    "a number is shown": ([reduced(1.0, values=[1.0]), reduced(2.0, values=[2.0])], ("its result", ["1", "2"])),
+    "some numbers are shown": (
+        [reduced(3.0, values=[1.0, 2.0]), reduced(4.0, values=[1.0, 3.0])],
+        ("its result", ["(1, 2)", "(1, 3)"]),
+    ),
+    "many are not": ([reduced(1.0, values=[0.2] * 5), reduced(2.0, values=[0.4] * 5)], NORM),
+    "a group of all": ([reduced(1.0, (0, 1)), reduced(2.0, (0, 1))], NORM),
+    "groups of each its own": ([reduced(1.0, (0,)), reduced(2.0, (1,))], None),
+    "a group of more": ([reduced(1.0, (0, 1, 2)), reduced(2.0, (0, 1, 2))], None),
+    "not recorded on a rank": ([reduced(1.0), call("collective", name="all_reduce")], None),
+    "results that differ": ([reduced(1.0, name="reduce_scatter"), reduced(2.0, name="reduce_scatter")], None),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_results_that_all_ranks_get_are_compared(case):
+    ranks, expected = RESULTS[case]
     found = parting(*([event] for event in ranks))
-    assert found == (None if what is None else Parting("train.py:7", f"all_reduce, {what}", values))
+    assert found == (None if expected is None else Parting("train.py:7", f"all_reduce, {expected[0]}", expected[1]))
 
 
 def test_a_collective_that_gives_ranks_different_results_is_no_mistake_of_the_code():
@@ -148,30 +118,22 @@ def test_a_collective_that_gives_ranks_different_results_is_no_mistake_of_the_co
 A, B, C = (call("iterate", line, name) for line, name in ((1, "a"), (2, "b"), (3, "c")))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "found"),
-    [
-        pytest.param(
-            [[A, B], [A]], Parting("train.py:2", "what they call", ["b (train.py:2)", "nothing more"]), id="the end"
-        ),
-        pytest.param(
-            [[A, B, C], [A, C]],
-            Parting("train.py:2", "what they call", ["b (train.py:2)", "c (train.py:3)"]),
-            id="one more",
-        ),
-        pytest.param(
-            [[C], [A, B, C]],
-            Parting("train.py:1", "what they call", ["c (train.py:3)", "a (train.py:1)"]),
-            id="two more",
-        ),
-        pytest.param(
-            [[A], [B]], Parting("train.py:1", "what they call", ["a (train.py:1)", "b (train.py:2)"]), id="others"
-        ),
-        pytest.param([[A, B, C]], None, id="one rank"),
-    ],
-)
-def test_a_call_that_only_some_ranks_make_is_named(ranks, found):
-    assert parting(*ranks) == found
+CALLS = {
+    "the end": ([[A, B], [A]], 2, ["b (train.py:2)", "nothing more"]),
+    "one more": ([[A, B, C], [A, C]], 2, ["b (train.py:2)", "c (train.py:3)"]),
+    "two more": ([[C], [A, B, C]], 1, ["c (train.py:3)", "a (train.py:1)"]),
+    "others": ([[A], [B]], 1, ["a (train.py:1)", "b (train.py:2)"]),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_only_some_ranks_make_is_named(case):
+    ranks, line, calls = CALLS[case]
+    assert parting(*ranks) == Parting(f"train.py:{line}", "what they call", calls)
+
+
+def test_one_rank_alone_does_not_part():
+    assert parting([A, B, C]) is None
 
 
 def test_parts_of_parameters_may_differ():
@@ -200,43 +162,30 @@ def steps(*values, name=GRADIENT):
     return [ObservedRun(snapshots=[{name: torch.tensor(of_step)} for of_step in of_rank]) for of_rank in values]
 
 
-@pytest.mark.parametrize(
-    ("values", "split", "mistakes", "found"),
-    [
-        pytest.param(
-            ([[1.0, 2.0]], [[1.0, 5.0]]),
-            [GRADIENT],
-            (),
-            Parting("train.py:7", "SGD, element [1] of gradient of w", ["2", "5"]),
-            id="an element",
-        ),
-        pytest.param(
-            ([1.0, 1.0], [1.0, 2.0]),
-            [GRADIENT],
-            (),
-            Parting("train.py:8", "SGD, gradient of w", ["1", "2"]),
-            id="a later step",
-        ),
-        pytest.param(
-            ([[1.0]], [[1.0, 1.0]]),
-            [GRADIENT],
-            (),
-            Parting("train.py:7", "SGD, the shape of gradient of w", ["[1]", "[2]"]),
-            id="a shape",
-        ),
-        pytest.param(([1.0], [2.0]), [], (), None, id="equal in the end"),
-        pytest.param(
-            ([1.0], [2.0]),
-            [],
-            ("gradients-not-synchronized",),
-            Parting("train.py:7", "SGD, gradient of w", ["1", "2"]),
-            id="equal in the end, of a mistake about each step",
-        ),
-    ],
-)
-def test_gradients_at_a_step_are_compared(values, split, mistakes, found):
+def at_step(what, *values, line=7):
+    return Parting(f"train.py:{line}", f"SGD, {what}", [*values])
+
+
+LOCAL = "gradients-not-synchronized"
+STEPS = {
+    "an element": (([[1.0, 2.0]], [[1.0, 5.0]]), [GRADIENT], (), at_step("element [1] of gradient of w", "2", "5")),
+    "a later step": (([1.0, 1.0], [1.0, 2.0]), [GRADIENT], (), at_step("gradient of w", "1", "2", line=8)),
+    "a shape": (([[1.0]], [[1.0, 1.0]]), [GRADIENT], (), at_step("the shape of gradient of w", "[1]", "[2]")),
+    "equal in the end": (([1.0], [2.0]), [], (), None),
+    "equal in the end, of a mistake about each step": (
+        ([1.0], [2.0]),
+        [],
+        (LOCAL,),
+        at_step("gradient of w", "1", "2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_gradients_at_a_step_are_compared(case):
+    values, split, mistakes, expected = STEPS[case]
     events = [call("step", line, "SGD") for line in (7, 8)]
-    assert parting(events, events, seen=steps(*values), mistakes=mistakes, split=split) == found
+    assert parting(events, events, seen=steps(*values), mistakes=mistakes, split=split) == expected
 
 
 def test_results_that_differ_after_equal_calls_are_named_last():
@@ -258,40 +207,37 @@ def stepped(line=7):
 
 
 LEFT = Parting("train.py:5", "backward, the norm of gradient of w, which nothing combines after it", ["1", "2"])
-AT_STEP = Parting("train.py:7", "SGD, gradient of w", ["1", "2"])
+AT_STEP = at_step("gradient of w", "1", "2")
 
 
-@pytest.mark.parametrize(
-    ("calls", "found"),
-    [
-        pytest.param(lambda value: [backward(value), stepped()], LEFT, id="kept"),
-        pytest.param(lambda value: [backward(0.5, 4), backward(value), stepped()], LEFT, id="the last of two"),
-        pytest.param(
-            lambda value: [backward(0.5, 4), A, backward(value), A, stepped()], LEFT, id="other calls between"
-        ),
-        pytest.param(lambda value: [backward(3.0 * value), stepped()], AT_STEP, id="changed since"),
-        pytest.param(lambda _: [backward(1.0), stepped()], AT_STEP, id="equal before"),
-        pytest.param(lambda _: [call("backward", 5), stepped()], AT_STEP, id="not recorded"),
-        pytest.param(lambda _: [stepped()], AT_STEP, id="no backward pass"),
-    ],
-)
-def test_a_gradient_that_nothing_changes_parts_in_its_backward_pass(calls, found):
-    assert parting(calls(1.0), calls(2.0), seen=steps([1.0], [2.0]), split=[GRADIENT]) == found
+BACKWARD = {
+    "kept": (lambda value: [backward(value), stepped()], LEFT),
+    "the last of two": (lambda value: [backward(0.5, 4), backward(value), stepped()], LEFT),
+    "other calls between": (lambda value: [backward(0.5, 4), A, backward(value), A, stepped()], LEFT),
+    "changed since": (lambda value: [backward(3.0 * value), stepped()], AT_STEP),
+    "equal before": (lambda _: [backward(1.0), stepped()], AT_STEP),
+    "not recorded": (lambda _: [call("backward", 5), stepped()], AT_STEP),
+    "no backward pass": (lambda _: [stepped()], AT_STEP),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD)
+def test_a_gradient_that_nothing_changes_parts_in_its_backward_pass(case):
+    calls, expected = BACKWARD[case]
+    assert parting(calls(1.0), calls(2.0), seen=steps([1.0], [2.0]), split=[GRADIENT]) == expected
 
 
 def test_a_gradient_of_an_earlier_step_is_not_that_of_a_later_backward_pass():
     ranks = [[backward(value), stepped(), stepped(8)] for value in (1.0, 2.0)]
     seen = steps([0.0, 1.0], [0.0, 2.0])
-    assert parting(*ranks, seen=seen, split=[GRADIENT]) == Parting("train.py:8", "SGD, gradient of w", ["1", "2"])
+    assert parting(*ranks, seen=seen, split=[GRADIENT]) == at_step("gradient of w", "1", "2", line=8)
     ranks = [[backward(0.5, 4), stepped(6), backward(value), stepped()] for value in (1.0, 2.0)]
     assert parting(*ranks, seen=seen, split=[GRADIENT]) == LEFT
 
 
 def test_a_parameter_parts_at_the_step():
     ranks = [[backward(value), stepped()] for value in (1.0, 2.0)]
-    assert parting(*ranks, seen=steps([1.0], [2.0], name=WEIGHT), split=[WEIGHT]) == Parting(
-        "train.py:7", "SGD, w", ["1", "2"]
-    )
+    assert parting(*ranks, seen=steps([1.0], [2.0], name=WEIGHT), split=[WEIGHT]) == at_step("w", "1", "2")
 
 
 @pytest.mark.parametrize("name", [GRADIENT, Result("returned", "w"), WEIGHT])

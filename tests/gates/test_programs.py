@@ -37,7 +37,7 @@ SOME = ["ddp_of_any_size", "sync_batch_norm", "ShardedOptimizer", "bfloat16_auto
 
 @pytest.mark.gpus(4)
 def test_right_programs_raise_no_alarm(ranks, gate):
-    found = gate.false_alarms(ranks, SOME, 20, seed=0)
+    found = gate.false_alarms(ranks, SOME, 8, seed=0)
     assert found["alarms"] == []
     assert all(found["of each"].values()), found["of each"]
 
@@ -70,7 +70,7 @@ CHOSEN = ("ddp_of_any_size", "tensor_parallel", "data_parallel", "FullyShardedDa
 
 
 @pytest.mark.gpus(4)
-@pytest.mark.parametrize("name", [*CHOSEN[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in CHOSEN[3:])])
+@pytest.mark.parametrize("name", [*CHOSEN[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in CHOSEN[1:])])
 def test_a_flipped_bit_of_the_largest_element_is_caught(ranks, gate, name):
     rows = gate.bit_flips(ranks, [name], flips=0, seed=0)[name]
     assert rows["missed"] == []

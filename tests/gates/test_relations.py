@@ -134,29 +134,28 @@ HALF = torch.zeros(1)
 LOST = "no tensor of a rank is known to hold it"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "skipped"),
-    [
-        pytest.param([run(), run()], {}, id="whole"),
-        pytest.param([run(**AMBIGUOUS), run(**AMBIGUOUS)], {}, id="whole after all"),
-        pytest.param([run({WEIGHT: HALF}), run(**AMBIGUOUS)], {WEIGHT: str(Unplaced.AMBIGUOUS)}, id="a part"),
-        pytest.param([run({STATE: HALF}), run(**AMBIGUOUS)], {STATE: str(Unplaced.AMBIGUOUS)}, id="a part of a state"),
-        pytest.param(
-            [run(), run({STATE: HALF})], {STATE: "it is divided in a way that is not known"}, id="a state alone"
-        ),
-        pytest.param([run({WEIGHT: HALF}), run()], {}, id="a parameter alone is wrong"),
-        pytest.param([run(), run({BUFFER: HALF}, **AMBIGUOUS)], {}, id="buffers are not divided"),
-        pytest.param([run(without=[WEIGHT], **AMBIGUOUS), run(without=[WEIGHT])], {WEIGHT: LOST}, id="lost"),
-        pytest.param([run(without=[WEIGHT]), run(without=[WEIGHT])], {}, id="lost, and all that is there is placed"),
-        pytest.param([run(**AMBIGUOUS), run(without=[WEIGHT])], {}, id="lost on one rank"),
-        pytest.param(
-            [run(unused={"w"}, **AMBIGUOUS), run(unused={"w"})], {WEIGHT: LOST, GRADIENT: LOST}, id="unused on all"
-        ),
-        pytest.param([run(unused={"w"}, **AMBIGUOUS), run()], {}, id="unused on one rank"),
-        pytest.param([run(unused={"w"}), run(unused={"w"})], {}, id="unused, and all that is there is placed"),
-    ],
-)
-def test_a_part_of_unknown_place_is_not_judged(ranks, skipped):
+WHOLE, PLACELESS, WITHOUT = run(), run(**AMBIGUOUS), run(without=[WEIGHT])
+UNUSED = run(unused={"w"})
+PARTS = {
+    "whole": ([WHOLE, WHOLE], {}),
+    "whole after all": ([PLACELESS, PLACELESS], {}),
+    "a part": ([run({WEIGHT: HALF}), PLACELESS], {WEIGHT: str(Unplaced.AMBIGUOUS)}),
+    "a part of a state": ([run({STATE: HALF}), PLACELESS], {STATE: str(Unplaced.AMBIGUOUS)}),
+    "a state alone": ([WHOLE, run({STATE: HALF})], {STATE: "it is divided in a way that is not known"}),
+    "a parameter alone is wrong": ([run({WEIGHT: HALF}), WHOLE], {}),
+    "buffers are not divided": ([WHOLE, run({BUFFER: HALF}, **AMBIGUOUS)], {}),
+    "lost": ([run(without=[WEIGHT], **AMBIGUOUS), WITHOUT], {WEIGHT: LOST}),
+    "lost, and all that is there is placed": ([WITHOUT, WITHOUT], {}),
+    "lost on one rank": ([PLACELESS, WITHOUT], {}),
+    "unused on all": ([run(unused={"w"}, **AMBIGUOUS), UNUSED], {WEIGHT: LOST, GRADIENT: LOST}),
+    "unused on one rank": ([run(unused={"w"}, **AMBIGUOUS), WHOLE], {}),
+    "unused, and all that is there is placed": ([UNUSED, UNUSED], {}),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_of_unknown_place_is_not_judged(case):
+    ranks, skipped = PARTS[case]
     relations = judged(ranks)
     assert relations.skipped == skipped
     assert relations.held.keys() == RIGHT.keys() - skipped.keys()
@@ -167,53 +166,43 @@ NO_ZERO = torch.tensor([3.0, 8.0])
 HOLED = torch.tensor([1.0, float("nan")])
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "held", "wrong", "detail"),
-    [
-        pytest.param(WEIGHT, [run(), run({WEIGHT: OTHER})], (False, False, True), [1], "ratio 2.5", id="one rank"),
-        pytest.param(WEIGHT, [run({WEIGHT: OTHER})] * 2, (False, True, True), [0, 1], "ratio 2.5", id="all ranks"),
-        pytest.param(WEIGHT, [run({WEIGHT: OTHER}), run()], (False, False, True), [0], ", rank 0", id="the first"),
-        pytest.param(
-            WEIGHT, [run({WEIGHT: HALF})] * 2, (False, True, True), [0, 1], "shape [1], expected [2]", id="shape"
-        ),
-        pytest.param(WEIGHT, [run({WEIGHT: HOLED})] * 2, (False, True, False), [0, 1], "nan", id="not a number"),
-        pytest.param(WEIGHT, [run(without=[WEIGHT])] * 2, (False, True, True), [0, 1], "missing", id="missing"),
-        pytest.param(WEIGHT, [run(), run(without=[WEIGHT])], (True, False, True), None, "on rank 1", id="on one"),
-        pytest.param(WEIGHT, [run()], (True, None, True), None, None, id="one rank alone"),
-        pytest.param(
-            WEIGHT,
-            [run({WEIGHT: OTHER}), dataclasses.replace(run({WEIGHT: OTHER}), values={})],
-            (False, True, True),
-            [0, 1],
-            "ratio 2.5",
-            id="a checksum for a large value",
-        ),
-        pytest.param(
-            BUFFER, [run({BUFFER: NO_ZERO})] * 2, (False, True, True), [0, 1], "expected 0; all other", id="zero"
-        ),
-        pytest.param(WEIGHT, [run(gaps={WEIGHT: "half"})] * 2, (False, True, True), [0, 1], "holds half", id="gap"),
-        pytest.param(
-            BUFFER, [run(broadcast={BUFFER}), run({BUFFER: OTHER})], (False, None, True), [1], "got 5", id="broadcast"
-        ),
-        pytest.param(
-            WEIGHT,
-            [run({WEIGHT: OTHER}, own={WEIGHT: torch.tensor([True, False])}), run()],
-            (True, False, True),
-            None,
-            "other values than on rank 0 on rank 1",
-            id="an element of another rank",
-        ),
-        pytest.param(
-            WEIGHT,
-            [run({WEIGHT: OTHER}, own={WEIGHT: torch.tensor([rank == 0, rank == 1])}) for rank in range(2)],
-            (False, True, True),
-            [1],
-            "got 5",
-            id="an element of its own",
-        ),
-    ],
-)
-def test_each_relation_is_judged_by_itself(name, ranks, held, wrong, detail):
+OFF = run({WEIGHT: OTHER})
+APART, ALIKE = (False, False, True), (False, True, True)  # of PARITY, AGREE and FINITE
+BOTH = [0, 1]
+AT_FIRST, AT_LAST = [torch.tensor(at) for at in ([True, False], [False, True])]
+EACH = {
+    "one rank": (WEIGHT, [run(), OFF], APART, [1], "ratio 2.5"),
+    "all ranks": (WEIGHT, [OFF, OFF], ALIKE, BOTH, "ratio 2.5"),
+    "the first": (WEIGHT, [OFF, run()], APART, [0], ", rank 0"),
+    "shape": (WEIGHT, [run({WEIGHT: HALF})] * 2, ALIKE, BOTH, "shape [1], expected [2]"),
+    "not a number": (WEIGHT, [run({WEIGHT: HOLED})] * 2, (False, True, False), BOTH, "nan"),
+    "missing": (WEIGHT, [run(without=[WEIGHT])] * 2, ALIKE, BOTH, "missing"),
+    "on one": (WEIGHT, [run(), run(without=[WEIGHT])], (True, False, True), None, "on rank 1"),
+    "one rank alone": (WEIGHT, [run()], (True, None, True), None, None),
+    "a checksum for a large value": (WEIGHT, [OFF, dataclasses.replace(OFF, values={})], ALIKE, BOTH, "ratio 2.5"),
+    "zero": (BUFFER, [run({BUFFER: NO_ZERO})] * 2, ALIKE, BOTH, "expected 0; all other"),
+    "gap": (WEIGHT, [run(gaps={WEIGHT: "half"})] * 2, ALIKE, BOTH, "holds half"),
+    "broadcast": (BUFFER, [run(broadcast={BUFFER}), run({BUFFER: OTHER})], (False, None, True), [1], "got 5"),
+    "an element of another rank": (
+        WEIGHT,
+        [run({WEIGHT: OTHER}, own={WEIGHT: AT_FIRST}), run()],
+        (True, False, True),
+        None,
+        "other values than on rank 0 on rank 1",
+    ),
+    "an element of its own": (
+        WEIGHT,
+        [run({WEIGHT: OTHER}, own={WEIGHT: at}) for at in (AT_FIRST, AT_LAST)],
+        ALIKE,
+        [1],
+        "got 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_each_relation_is_judged_by_itself(case):
+    name, ranks, held, wrong, detail = EACH[case]
     relations = judged(ranks)
     found = relations.held.pop(name)
     assert tuple(found[relation] for relation in HOLDS) == held

@@ -84,7 +84,12 @@ def by_hand(mistake: str = "", returned: tuple[str, ...] = ("whole", "momentum")
         ("order", ("resharded-wrongly",), "momentum on ranks 0-2: each value was saved, but in another place"),
         ("padding", ("resharded-wrongly",), "with their padding"),
         ("number", ("resharded-wrongly",), "rank 1 loads the part of rank 1, rank 2 loads the part of rank 1"),
-        ("rank 0", ("resharded-wrongly",), "rank 1 loads the part of rank 0, rank 2 loads the part of rank 0"),
+        pytest.param(
+            "rank 0",
+            ("resharded-wrongly",),
+            "rank 1 loads the part of rank 0, rank 2 loads the part of rank 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_shards_by_hand_that_are_divided_wrongly(

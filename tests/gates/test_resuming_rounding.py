@@ -91,6 +91,8 @@ def test_what_differs_between_two_runs(ranks):
     assert_resume_continues(ranks, runs(1e-6, 3e-6))
     refuted(ranks, runs(1e-6, 3e-5), "state-not-restored", match="± 8e-06")
     refuted(ranks, runs(0, 3e-6), "state-not-restored", match="x on")
+    assert_resume_continues(ranks, runs(1e-6, 3e-5), tolerance=1e-5)
+    refuted(ranks, runs(1e-6, 3e-4), "state-not-restored", match="x on", tolerance=1e-5)
 
 
 def test_where_rounding_cannot_be_measured(ranks):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_check.diagnosis import rules
+from mgpu_check.diagnosis import registry, rules
 from mgpu_check.diagnosis.evidence import (
     Accepted,
     ByRank,
@@ -23,18 +23,7 @@ from mgpu_check.diagnosis.evidence import (
     Start,
     UnfinishedCall,
 )
-from mgpu_check.diagnosis.registry import (
-    Precedence,
-    RuleList,
-    known_mistake,
-    mistake,
-    on_calls,
-    on_checkpoint,
-    on_epoch,
-    on_evidence,
-    on_hash_seeds,
-    on_loader,
-)
+from mgpu_check.diagnosis.registry import Precedence, RuleList, known_mistake, mistake
 from mgpu_check.diagnosis.report import Attempts
 from mgpu_check.diagnosis.rules.hangs import waits_for_its_own_group
 from mgpu_check.diagnosis.rules.order import (
@@ -166,7 +155,7 @@ def test_rules_about_tensors_say_nothing_where_there_are_none():
 
 
 def test_each_rule_is_registered():
-    kinds = (on_calls, on_checkpoint, on_epoch, on_evidence, on_hash_seeds, on_loader)
+    kinds = [value for value in vars(registry).values() if isinstance(value, RuleList)]
     registered = {(rule.__module__, rule.__name__) for kind in kinds for rule in kind.ordered()}
     written = {
         (f"{rules.__name__}.{path.stem}", node.name)
@@ -235,7 +224,8 @@ def test_findings_are_made_by_rules_alone():
     makes = {
         path.parent
         for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "Finding(" in (source := path.read_text())
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"
     }
     assert makes == {Path(rules.__file__).parent}

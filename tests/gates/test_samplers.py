@@ -3,6 +3,7 @@ passes."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,11 +17,9 @@ from tests.gates.loaders import numbers, plain, refuted, sampled
 pytestmark = pytest.mark.gpus(4)
 
 
-def test_sampler(ranks):
+def test_a_sampler_that_shuffles_and_one_that_needs_no_set_epoch(ranks):
     assert_loader_covers(ranks, sampled)
 
-
-def test_a_sampler_that_does_not_shuffle_needs_no_set_epoch(ranks):
     def make(rank):
         data = numbers(24)
         return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
@@ -29,9 +28,7 @@ def test_a_sampler_that_does_not_shuffle_needs_no_set_epoch(ranks):
 
 
 def test_padding(ranks):
-    def make(rank):
-        return sampled(rank, 11)
-
+    make = functools.partial(sampled, n=11)
     error = refuted(
         ranks, make, "padding-counted", match="world size 2: epoch 0: 1 of 11 samples too many", world_sizes=[4, 2]
     )
@@ -67,9 +64,7 @@ def test_blanks(ranks):
 
 
 def test_dropping(ranks):
-    def make(rank):
-        return sampled(rank, 27, drop_last=True)
-
+    make = functools.partial(sampled, n=27, drop_last=True)
     error = refuted(ranks, make, "samples-missed", match="world size 2: epoch 0: 1 of 27 samples on no rank")
     assert "dropped=True" in str(error)
     assert_loader_covers(ranks, make, dropped=True)
@@ -108,9 +103,8 @@ def test_every_rank_sees_the_share_of_rank_0(ranks):
 
 
 def test_epochs_in_the_same_order(ranks):
-    error = refuted(
-        ranks, lambda rank: sampled(rank, set_epoch=False), "epochs-not-reshuffled", match="does not shuffle"
-    )
+    make = functools.partial(sampled, set_epoch=False)
+    error = refuted(ranks, make, "epochs-not-reshuffled", match="does not shuffle")
     assert error.ranks == (0, 1) and "all ranks: the same order in each of 2 epochs" in str(error)
 
 
@@ -133,10 +127,13 @@ def test_an_order_that_changes_without_a_sampler(ranks):
 
 
 def test_set_epoch_on_rank_0_only(ranks):
-    def make(rank):
-        return sampled(rank, set_epoch=rank.index == 0)
-
-    error = refuted(ranks, make, "epochs-not-reshuffled", "split-differs-between-ranks", match="epoch 1: ")
+    error = refuted(
+        ranks,
+        lambda rank: sampled(rank, set_epoch=rank.index == 0),
+        "epochs-not-reshuffled",
+        "split-differs-between-ranks",
+        match="epoch 1: ",
+    )
     assert "rank 1 only" in str(error)
 
 
@@ -146,8 +143,7 @@ def test_too_few_samples_to_tell(ranks):
 
 
 def test_a_seed_for_each_rank(ranks):
-    def make(rank):
-        return sampled(rank, seed=rank.index)
-
-    error = refuted(ranks, make, "split-differs-between-ranks", match="on no rank")
+    error = refuted(
+        ranks, lambda rank: sampled(rank, seed=rank.index), "split-differs-between-ranks", match="on no rank"
+    )
     assert "seen several times" in str(error)

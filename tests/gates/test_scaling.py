@@ -15,10 +15,14 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import RankHang, ScalingMismatch, assert_step_scales
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.search.scenarios import Scenario
 from tests.gates.patience import OnTime
+from tests.gates.single_cases import failures
 from tests.gates.steps import ALL, Training, batch, build, mine, passes, refuted, right, row, summed, tutorial
 
 pytestmark = pytest.mark.gpus(4)
+ONE: dict[str, Any] = {"sizes": [2], "max_examples": 1}  # one size, and so nothing to make smaller
 
 
 def test_ddp(ranks):
@@ -31,7 +35,7 @@ def test_ddp_with_as_many_cases_as_users_have(ranks):
 
 
 def test_what_outlives_a_step(ranks):
-    passes(ranks, Training)
+    assert failures(ranks, Program(Training, build, batch), Scenario(2, 5), Scenario(2, 4, steps=2)) == []
 
 
 def test_drawn_batches(ranks):
@@ -41,7 +45,7 @@ def test_drawn_batches(ranks):
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)
 
-    passes(ranks, right, batch=drawn())
+    passes(ranks, right, batch=drawn(), max_examples=2)
 
 
 def test_one_process_for_all_devices(ranks):
@@ -50,7 +54,7 @@ def test_one_process_for_all_devices(ranks):
         net = DataParallel(model.to(rank.device), device_ids=list(range(rank.size)))
         F.cross_entropy(net(x.to(rank.device)), y.to(rank.device)).backward()
 
-    passes(ranks, step, single_process=True)
+    passes(ranks, step, single_process=True, max_examples=1)
 
 
 def test_a_reference_that_goes_shard_by_shard(ranks):
@@ -62,9 +66,8 @@ def test_a_reference_that_goes_shard_by_shard(ranks):
             x, y = batch[0][rank::world_size], batch[1][rank::world_size]
             (F.cross_entropy(model(x), y) / world_size).backward()
 
-    options: dict[str, Any] = {"build": normalized, "sizes": [8], "observe": ("grads",)}
-    passes(ranks, tutorial, reference=reference, **options)
-    refuted(ranks, tutorial, "batch-statistics-per-rank", **options)
+    assert failures(ranks, Program(tutorial, normalized, batch, reference), Scenario(2, 8), kinds=["grads"]) == []
+    refuted(ranks, tutorial, "batch-statistics-per-rank", build=normalized, sizes=[8], observe=("grads",))
 
 
 def test_code_that_cannot_be_alone_has_a_reference(ranks):
@@ -76,9 +79,9 @@ def test_code_that_cannot_be_alone_has_a_reference(ranks):
     def reference(model, batch):
         F.cross_entropy(model(batch[0]), batch[1]).backward()
 
-    passes(ranks, step, reference=reference)
+    passes(ranks, step, reference=reference, **ONE)
     with pytest.raises(ValueError, match="fails on one device"):
-        passes(ranks, step, max_examples=4)
+        passes(ranks, step, **ONE)
 
 
 def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
@@ -90,7 +93,7 @@ def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
         dist.all_gather(parts, part.detach())
         return {"hidden": torch.cat(parts, dim=1)}
 
-    passes(ranks, step)
+    passes(ranks, step, **ONE)
 
 
 # Each relation is a column of the report: one device, agree, finite, repeats, same at 2 and 4, any order.
@@ -106,34 +109,23 @@ def test_one_device(ranks):
     assert row(text, "gradient of 0.weight")[3:8] == ["NO", "yes", "yes", "yes", "NO"], text
 
 
-def test_ranks_agree(ranks):
+def test_ranks_agree_on_finite_values_that_repeat(ranks):
     def step(model, batch, rank):
         right(model, batch, rank)
-        return {"value": float(rank.index)}
-
-    text = refuted(ranks, step, match="first returned value")
-    line = row(text, "returned value")
-    assert line[2:4] == ["NO", "NO"] and "rank 1" in " ".join(line), text
-
-
-def test_finite(ranks):
-    def step(model, batch, rank):
-        return {"mean": batch[0][rank.size - 1 : 1].mean()}
-
-    assert row(refuted(ranks, step), "returned mean")[2:5] == ["NO", "yes", "NO"]
-
-
-def test_repeats(ranks):
-    def step(model, batch, rank):
         noise = torch.tensor(int.from_bytes(os.urandom(4), "little"))
         dist.broadcast(noise, 0)
-        return {"noise": noise if rank.size > 1 else 0}
+        mean = batch[0][rank.size - 1 : 1].mean()
+        return {"value": float(rank.index), "mean": mean, "noise": noise if rank.size > 1 else 0}
 
-    assert row(refuted(ranks, step), "returned noise")[2:6] == ["NO", "yes", "-", "NO"]
+    text = refuted(ranks, step, match="first returned value", **ONE)
+    line = row(text, "returned value")
+    assert line[2:4] == ["NO", "NO"] and "rank 1" in " ".join(line), text
+    assert row(text, "returned mean")[2:5] == ["NO", "yes", "NO"], text
+    assert row(text, "returned noise")[2:6] == ["NO", "yes", "-", "NO"], text
 
 
 def test_any_order(ranks):
-    assert row(refuted(ranks, tutorial, **ALL), "gradient of 0.bias")[8] == "NO"
+    assert row(refuted(ranks, tutorial, sizes=[3], max_examples=1), "gradient of 0.bias")[7] == "NO"
 
 
 def test_terminates_raised(ranks):
@@ -152,7 +144,7 @@ def test_terminates_died(ranks):
         if rank.index == 1:
             os._exit(3)
 
-    refuted(ranks, step, match="rank 1 of 2 died")
+    refuted(ranks, step, match="rank 1 of 2 died", **ONE)
 
 
 def test_terminates_refused(ranks):
@@ -193,7 +185,7 @@ def test_a_loss_that_is_combined_after_backward_cuts_nothing(ranks):
         return loss / rank.size
 
     with pytest.raises(ScalingMismatch) as caught:
-        passes(ranks, step)
+        passes(ranks, step, sizes=[3], max_examples=1)
     assert caught.value.mistakes == ("mean-of-means",), str(caught.value)
 
 
@@ -217,7 +209,7 @@ def test_not_a_number_on_one_device(ranks):
         return {"mean": batch[0][:0].mean()}
 
     with pytest.raises(ValueError, match=r"not a number on one device .returned mean, .*so it was for every batch"):
-        passes(ranks, step)
+        passes(ranks, step, **ONE)
 
 
 def test_random_numbers_that_do_not_repeat(ranks):
@@ -225,7 +217,7 @@ def test_random_numbers_that_do_not_repeat(ranks):
         torch.rand(int.from_bytes(os.urandom(1), "little") if rank.size > 1 else 1)
         return {"sum": batch[0].sum()}
 
-    assert "NO" in row(refuted(ranks, step), "state of the random numbers")
+    assert "NO" in row(refuted(ranks, step, **ONE), "state of the random numbers")
 
 
 def rounded_at_random(by):
@@ -242,11 +234,9 @@ def rounded_at_random(by):
     return step
 
 
-def test_sums_in_no_fixed_order_are_right(ranks):
-    passes(ranks, rounded_at_random(2 * 2.0**-24))
-
-
-def test_more_than_rounding_is_not(ranks):
+def test_sums_in_no_fixed_order_are_right_and_more_than_rounding_is_not(ranks):
+    program = Program(rounded_at_random(2 * 2.0**-24), build, batch)
+    assert failures(ranks, program, Scenario(2, 5), Scenario(2, 4, change="scaled")) == []
     step = rounded_at_random(0.01)
-    text = refuted(ranks, lambda m, b, r: (step if r.size > 1 else right)(m, b, r))
+    text = refuted(ranks, lambda m, b, r: (step if r.size > 1 else right)(m, b, r), **ONE)
     assert any(x.strip().startswith("gradient of") and "NO" in x for x in text.splitlines()), text

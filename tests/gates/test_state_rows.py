@@ -1,15 +1,22 @@
-"""The rows of the gate for checkpoints: an entry of a resumed run beside those of uninterrupted ones."""
+"""The gate for checkpoints: how it takes states apart, and an entry of a resumed run beside those of uninterrupted
+ones."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import functools
+import random
+import threading
 import types
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from mgpu_check.gates.run import states
-from mgpu_check.gates.run.states import StateEntry, compare
+from mgpu_check.gates.run.states import StateEntry, compare, flattened
 
 RANK: Any = types.SimpleNamespace(index=0)
 START, END = torch.tensor([0.0, 0.0]), torch.tensor([1.0, -2.0])
@@ -90,6 +97,8 @@ def test_an_entry_is_as_in_an_uninterrupted_run_or_it_is_said_how_it_differs(tmp
         (torch.tensor([1]), torch.tensor([2]), False),
         (END, END[:1], False),
         (END, END.double(), False),
+        (torch.tensor([1j]), torch.tensor([2j]), False),
+        ("a", "b", False),
         (0.5, 0.5, True),
         (0.5, 0.50001, False),
         (1, 1.0, False),
@@ -135,3 +144,79 @@ def test_a_difference_is_granted_that_is_measured_or_given(tmp_path, off, more, 
 @pytest.mark.parametrize(("earlier", "moved"), [(START, True), (END, False), (ABSENT, True), (END.double(), True)])
 def test_an_entry_has_moved_since_the_earlier_step(tmp_path, earlier, moved):
     assert row(tmp_path, START, earlier=earlier).moved is moved
+
+
+@dataclasses.dataclass
+class State:
+    w: torch.Tensor
+
+
+class Meter:
+    def __init__(self, w):
+        self.w = w
+
+    def __repr__(self):
+        return "Meter"
+
+
+class Slots:
+    __slots__ = ("w",)
+
+    def __init__(self, w):
+        self.w = w
+
+    def __repr__(self):
+        return f"Slots({self.w})"
+
+
+HOLDERS = {
+    "dataclass": State,
+    "object": Meter,
+    "namespace": lambda w: types.SimpleNamespace(w=w),
+    "deque": lambda w: collections.deque([w]),
+    "mapping": lambda w: {"a": (1, [w])},
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_tensors_in_objects(kind):
+    w = torch.arange(3000.0)  # of which repr does not show all
+    parts = flattened(HOLDERS[kind](w), "state")
+    assert [torch.equal(part, w) for part in parts.values() if isinstance(part, torch.Tensor)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        (Slots(START), "state is a Slots, which cannot be taken apart; give it a state_dict"),
+        ({"a": [threading.Lock()]}, r"state\.a\.0 is a lock, which cannot"),
+        ({"a.b": 1, "a": {"b": 1}}, r"there are two entries 'state\.a\.b'"),
+        ({1: 1, "1": 1}, r"there are two entries 'state\.1'"),
+    ],
+    ids=["slots", "lock", "dots", "keys"],
+)
+def test_what_cannot_be_taken_apart(state, match):
+    with pytest.raises(states.Opaque, match=match):
+        flattened(state, "state")
+
+
+NUMPYS, PYTHONS, TORCHS = numpy.random.default_rng(2), random.Random(2), torch.Generator().manual_seed(2)
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (NUMPYS, NUMPYS.random),
+        (PYTHONS, PYTHONS.random),
+        (TORCHS, functools.partial(torch.rand, 3, generator=TORCHS)),
+    ],
+    ids=["numpy", "python", "torch"],
+)
+def test_generators_by_their_state(generator, draw):
+    def numbers():
+        return [value.tolist() if isinstance(value, torch.Tensor) else value for value in flattened(generator).values()]
+
+    before = numbers()
+    assert numbers() == before
+    draw()
+    assert numbers() != before

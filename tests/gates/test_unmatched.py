@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check import ScalingMismatch, assert_resume_continues, assert_step_scales
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.search.scenarios import Scenario
+from tests.gates.single_cases import failures
 
 pytestmark = pytest.mark.gpus(4)
 
@@ -129,13 +132,9 @@ def test_a_collective_that_others_do_not_match_is_named(ranks, step):
     assert info.value.mistakes == ("decision-per-rank",)
 
 
-@pytest.mark.parametrize(
-    "step", [Ddp, *[pytest.param(step, marks=pytest.mark.slow) for step in (Fsdp, Dtensor)], Subgroups]
-)
+@pytest.mark.parametrize("step", STEPS)
 def test_ranks_that_call_alike_are_not_accused(ranks, step):
-    assert_step_scales(
-        ranks, step, build=build, batch=batch, reference=reference, sizes=4, world_sizes=[4], max_examples=3
-    )
+    assert failures(ranks, Program(step, build, batch, reference), Scenario(4, 4, steps=2)) == []
 
 
 class Experts(nn.Module):
@@ -173,11 +172,13 @@ def test_a_gradient_of_which_a_rank_has_no_part_is_named(ranks, call_all):
         model.call_all = call_all
         return model
 
-    with nullcontext() if call_all else pytest.raises(ScalingMismatch) as info:
+    if call_all:
+        assert failures(ranks, Program(Mixture, mixture, batch), Scenario(4, 4), Scenario(4, 4, steps=2)) == []
+        return
+    with pytest.raises(ScalingMismatch) as info:
         assert_step_scales(ranks, Mixture, build=mixture, batch=batch, sizes=[4], world_sizes=[4], max_examples=3)
-    if not call_all:
-        assert "gradient of experts.0.weight, gradient of experts.0.bias: of ranks 0-3" in str(info.value)
-        assert info.value.mistakes == ("decision-per-rank",)
+    assert "gradient of experts.0.weight, gradient of experts.0.bias: of ranks 0-3" in str(info.value)
+    assert info.value.mistakes == ("decision-per-rank",)
 
 
 def test_training_that_is_resumed_is_compared_before_its_state_is_gathered(ranks):
@@ -191,9 +192,8 @@ def test_training_that_is_resumed_is_compared_before_its_state_is_gathered(ranks
         assert_resume_continues(ranks, train, world_sizes=[2])
 
 
-@pytest.mark.parametrize("odd", [True, False])
-def test_a_message_without_a_receiver_is_named(ranks, odd):
-    def step(model, batch, rank):
+def test_a_message_without_a_receiver_is_named(ranks):
+    def step(model, batch, rank, odd):
         one = torch.ones(4, device=rank.device)
         if rank.index == 0 and rank.size > 1:
             dist.send(one, 1)
@@ -206,8 +206,8 @@ def test_a_message_without_a_receiver_is_named(ranks, odd):
     def ones(model, batch):
         return {"one": torch.ones(4)}
 
-    with nullcontext() if not odd else pytest.raises(ScalingMismatch) as info:
-        assert_step_scales(ranks, step, build=build, batch=batch, reference=ones, world_sizes=[4], max_examples=3)
-    if odd:
-        assert "rank 2 of 4 has sent float32[4] to rank 3 in isend" in str(info.value)
-        assert info.value.mistakes == ("decision-per-rank",)
+    matched, odd = (functools.partial(step, odd=odd) for odd in (False, True))
+    assert failures(ranks, Program(matched, build, batch, ones), Scenario(4, 4)) == []
+    with pytest.raises(ScalingMismatch, match=r"rank 2 of 4 has sent float32\[4\] to rank 3 in isend") as info:
+        assert_step_scales(ranks, odd, build=build, batch=batch, reference=ones, world_sizes=[4], sizes=[4])
+    assert info.value.mistakes == ("decision-per-rank",)

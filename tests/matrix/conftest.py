@@ -106,11 +106,7 @@ def _run(situation: str, names: Sequence[str] | None, directory: Path, template:
     }
     shared = directory / f"{situation}.names"
     shared.touch()
-    environment |= {
-        "PYTHONPATH": str(INNER),
-        MARK: mark,
-        "MGPU_MATRIX_NAMES": str(shared),
-    }
+    environment |= {"PYTHONPATH": str(INNER), MARK: mark, "MGPU_MATRIX_NAMES": str(shared)}
     common = ["--simulate", f"--rank-timeout={TIMEOUT}", "--hypothesis-seed=0", f"--record={record}"]
     common += [f"--basetemp={directory / situation}"]
     if names is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SOURCE = (Path(__file__).parent / "inner" / "faults.py").read_text().splitlines()
+from tests.matrix.conftest import INNER
+
+SOURCE = (INNER / "faults.py").read_text().splitlines()
 LINES = {
     marker: number
     for number, line in enumerate(SOURCE, 1)
@@ -79,16 +80,35 @@ def alone(where: str, place: str) -> Told:
     return Told(LATE, (f"rank 1 is in {where}", stack, FINISHED, STACKS[0]))
 
 
+ERRORS = {
+    "raises": "ValueError: planted",
+    "sys-exit": "SystemExit: 3",
+    "keyboard-interrupt": "KeyboardInterrupt",
+    "overflow": "RecursionError: maximum recursion depth exceeded",
+    "memory": "MemoryError",
+    "memory-of-torch": "RuntimeError: .*can't allocate memory",
+    "memory-used-up": "MemoryError",
+    "prints-50-mb": "ValueError: printed",
+}
+ENDS = {
+    "exit-0": "exit code 0",
+    "sigkill": "signal SIGKILL",
+    "sigterm": "signal SIGTERM",
+    "sigkill-with-shared-memory": "signal SIGKILL",
+    "cpu-limit": "signal SIGXCPU",
+    "exit-of-a-thread": "exit code 9",
+    "closes-all-files": "(exit code 70|signal SIGABRT)",  # the second by a thread of gloo, whose sockets are gone
+}
+CRASHES = {"sigsegv": "signal SIGSEGV", "abort": "signal SIGABRT"}  # with their stacks
+CLOSED = "its connection to the pytest process was closed"
+
 # In a call: in the body, in setup, in teardown, while shrinking, under -n 2.
 IN_A_CALL = {
-    "raises": raised("ValueError: planted", "raises"),
-    "sys-exit": raised("SystemExit: 3", "sys-exit"),
-    "keyboard-interrupt": raised("KeyboardInterrupt", "keyboard-interrupt"),
-    "overflow": raised("RecursionError: maximum recursion depth exceeded", "overflow"),
-    "memory": raised("MemoryError", "memory"),
-    "memory-of-torch": raised("RuntimeError: .*can't allocate memory", "memory-of-torch"),
-    "memory-used-up": raised("MemoryError", "memory-used-up"),
-    "prints-50-mb": raised("ValueError: printed", "prints-50-mb"),
+    **{name: raised(error, name) for name, error in ERRORS.items()},
+    **{name: died(end) for name, end in ENDS.items()},
+    **{
+        name: died(end, "rank 1: stacks at the end", f"faults.py:{{{name}}} in {name}") for name, end in CRASHES.items()
+    },
     "unpicklable-result": Told(
         r"rank 1 of 3 raised TypeError: the result, of type lock, cannot be sent to the pytest process: cannot pickle",
         (FINISHED, "last collective of ranks 0-2: all_reduce #1 (faults.py:{meeting})"),
@@ -110,17 +130,10 @@ IN_A_CALL = {
         r"rank 1 of 3 has sent int32\[2\] to rank 0 in gather \(.*\), where rank 0 has received float32\[2\] in gather",
         ("faults.py:{gather-to-0}",),
     ),
-    "exit-0": died("exit code 0"),
     "exit-7-after-the-last-collective": Told(
         r"rank 1 of 3 died: exit code 7",
         ("last collective of rank 1: all_reduce #2 (faults.py:{exit-7-after-the-last-collective})",),
     ),
-    "sigkill": died("signal SIGKILL"),
-    "sigsegv": died("signal SIGSEGV", "rank 1: stacks at the end", "faults.py:{sigsegv} in sigsegv"),
-    "sigterm": died("signal SIGTERM"),
-    "abort": died("signal SIGABRT", "rank 1: stacks at the end", "faults.py:{abort} in abort"),
-    "sigkill-with-shared-memory": died("signal SIGKILL"),
-    "cpu-limit": died("signal SIGXCPU"),
     # Gloo ends whichever rank notices; the shapes say which is the odd one.
     "gathers-another-shape": Told(
         r"rank \d of 3 died: signal SIGABRT",
@@ -130,10 +143,8 @@ IN_A_CALL = {
             "faults.py:{gather} in _gather",
         ),
     ),
-    "exit-of-a-thread": died("exit code 9"),
-    "closes-its-connection": broke("its connection to the pytest process was closed"),
-    "shuts-its-connection-down": broke("its connection to the pytest process was closed"),
-    "closes-all-files": died("(exit code 70|signal SIGABRT)"),  # the second by a thread of gloo, whose sockets are gone
+    "closes-its-connection": broke(CLOSED),
+    "shuts-its-connection-down": broke(CLOSED),
     "garbage": no_answer(".* is not a message"),
     "a-few-bytes-of-garbage": no_answer(".* is not a message"),
     "garbage-as-a-message": no_answer("it cannot be unpickled"),
@@ -182,7 +193,7 @@ ARMED = "after all_reduce #1 (faults.py:{arming})"
 
 def uncaught(error: str, place: str) -> Told:
     """The main loop of a rank has no use for an exception from a signal handler."""
-    return Told(f"{AFTERWARDS}: exit code 70", (f"faults.py:{{{place}}}, in", error))
+    return Told(f"{AFTERWARDS}: exit code 70", (f"faults.py:{{{place}}}, in", re.compile(error)))
 
 
 def unasked(cause: str) -> Told:
@@ -195,29 +206,15 @@ def idly(where: str, place: str, armed: bool = False) -> Told:
 
 
 WHILE_IDLE = {
-    "raises": uncaught("ValueError: planted", "raises"),
-    "sys-exit": uncaught("SystemExit: 3", "sys-exit"),
-    "keyboard-interrupt": uncaught("KeyboardInterrupt", "keyboard-interrupt"),
-    "overflow": uncaught("RecursionError", "overflow"),
-    "memory": uncaught("MemoryError", "memory"),
-    "memory-of-torch": uncaught("can't allocate memory", "memory-of-torch"),
-    "memory-used-up": uncaught("MemoryError", "memory-used-up"),
-    "prints-50-mb": uncaught("ValueError: printed", "prints-50-mb"),
+    **{name: uncaught(error, name) for name, error in ERRORS.items()},
     "unpicklable-error": uncaught("Difficult", "unpicklable-error"),
-    "exit-0": Told(f"{AFTERWARDS}: exit code 0"),
-    "sigkill": Told(f"{AFTERWARDS}: signal SIGKILL"),
-    "sigkill-with-shared-memory": Told(f"{AFTERWARDS}: signal SIGKILL"),
-    "sigsegv": Told(f"{AFTERWARDS}: signal SIGSEGV", ("faults.py:{sigsegv} in sigsegv",)),
-    "sigterm": Told(f"{AFTERWARDS}: signal SIGTERM"),
-    "abort": Told(f"{AFTERWARDS}: signal SIGABRT", ("faults.py:{abort} in abort",)),
-    "cpu-limit": Told(f"{AFTERWARDS}: signal SIGXCPU"),
-    "exit-of-a-thread": Told(f"{AFTERWARDS}: exit code 9"),
-    "closes-its-connection": Told(f"{AFTERWARDS}: its connection to the pytest process was closed"),
+    **{name: Told(f"{AFTERWARDS}: {end}") for name, end in ENDS.items()},
+    **{name: Told(f"{AFTERWARDS}: {end}", (f"faults.py:{{{name}}} in {name}",)) for name, end in CRASHES.items()},
+    "closes-its-connection": Told(f"{AFTERWARDS}: {CLOSED}"),
     # To the rank it looks as if the pytest process had done it, and it ends; on a loaded machine, a moment later.
     "shuts-its-connection-down": Told(
         f"{AFTERWARDS}: (exit code 0|it has closed its connection to the pytest process, and still ran)"
     ),
-    "closes-all-files": Told(f"{AFTERWARDS}: (exit code 70|signal SIGABRT)"),
     "garbage": unasked(".* is not a message"),
     "a-few-bytes-of-garbage": unasked("half a message"),
     "garbage-as-a-message": unasked("it cannot be unpickled"),
@@ -247,14 +244,13 @@ WHILE_IDLE = {
     "half-a-message": Told(f"({AFTERWARDS}: it has written an invalid message .*: half a message|{NOT_AT_REST})"),
 }
 
+UNUSED = "while no test used it"
 BETWEEN = {
-    "sigkill": Told("rank 1 of 3 died while no test used it: signal SIGKILL"),
-    "sigsegv": Told("rank 1 of 3 died while no test used it: signal SIGSEGV"),
-    "sigterm": Told("rank 1 of 3 died while no test used it: signal SIGTERM"),
-    "abort": Told("rank 1 of 3 died while no test used it: signal SIGABRT"),
-    "cpu-limit": Told("rank 1 of 3 died while no test used it: signal SIGXCPU"),
-    "kills-the-fork-server": Told("rank 1 of 3 died while no test used it: the fork server ended: killed by SIGKILL"),
-    "sigstop": Told("rank 1 of 3 did not run any more while no test used it: stopped by a signal"),
+    name: Told(f"rank 1 of 3 died {UNUSED}: {(ENDS | CRASHES)[name]}")
+    for name in ("sigkill", "sigsegv", "sigterm", "abort", "cpu-limit")
+} | {
+    "kills-the-fork-server": Told(f"rank 1 of 3 died {UNUSED}: the fork server ended: killed by SIGKILL"),
+    "sigstop": Told(f"rank 1 of 3 did not run any more {UNUSED}: stopped by a signal"),
 }
 
 # Put back in the rank, or, where that cannot be, by a rank that takes its place: then a remark says what was left.
@@ -262,30 +258,15 @@ STATE = {
     "thread": "threads that still run: left",
     "group": "",
     "destroyed-group": "the default process group was destroyed",
-    "dtype": "",
-    "device": "",
-    "seed": "",
     "environment": "",
-    "directory": "",
     "vanished-directory": "",
-    "grad-mode": "",
-    "deterministic": "",
-    "threads-of-torch": "",
-    "module-path": "",
-    "signal-handler": "",
-    "blocked-signals": "",
-    "alarm-clock": "",
-    "file-mask": "",
-    "resource-limit": "",
+    "settings-of-torch": "",
+    "signals": "",
     "hard-resource-limit": "lowered resource limits",
-    "recursion-limit": "",
-    "collector": "",
-    "replaced-output": "",
     "closed-output": "a closed stdout",
     "at-exit": "",
     "huge-result": "",
     "children": "processes that still run: sleep",
-    "children-in-their-own-session": "processes that still run: sleep",
     "orphans": "processes that still run: ",
     "modes-of-torch": "",
     "settings-of-python": "",
@@ -303,15 +284,7 @@ STATE = {
 }
 
 # What other rows tell as well is tried in the body and while idle only.
-VARIATIONS = {
-    *("memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"),
-    *("closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"),
-    *("message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"),
-    *("modes-of-torch", "settings-of-python", "user", "replaced-functions", "hook-of-all-modules", "thread-of-c"),
-    *("another-default-group", "open-file", "replaced-input", "all-signal-handlers", "timer-of-faulthandler"),
-    *("group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"),
-    *("shared-memory-with-names", "sigkill-with-shared-memory"),
-}
+VARIATIONS = (INNER / "variations.txt").read_text().split()
 IN_EVERY_CALL = {name: told for name, told in IN_A_CALL.items() if name not in VARIATIONS}
 IN_TEARDOWN = (
     *("raises", "sys-exit", "unpicklable-result", "exit-0", "sigkill"),
@@ -347,13 +320,20 @@ WHERE = {
     "teardown": ("test_fault", "teardown"),
 }
 
-# Where a call is made makes a difference to how it is told, and hardly to what becomes of it: of each kind, these show
-# it.
-SHOWN_EVERYWHERE = {
-    *("raises", "unpicklable-argument", "unpicklable-result", "sigkill", "kills-the-fork-server", "garbage", "sleeps"),
-    *("other-collective", "sigstop", "thread", "destroyed-group", "environment", "children"),
+# Where a call is made makes a difference to how it is told, and hardly to what becomes of it: one of each kind shows it.
+SHOWN_EVERYWHERE = ("raises", "sigkill", "garbage", "sleeps", "destroyed-group", "environment")
+# And what differs there from a call in the body.
+SHOWN_IN = {
+    "setup": ("unpicklable-argument",),
+    "xdist": ("kills-the-fork-server", "shared-memory-with-names"),
+    "idle": (
+        *("buffer-of-no-message", "message-of-another-kind", "message-that-cannot-be-loaded", "half-a-message"),
+        *("closes-its-connection", "shuts-its-connection-down", "sigsegv", "collective-alone", "sigstop"),
+        *("kills-the-fork-server", "shared-memory-with-names"),
+    ),
+    "teardown": ("unpicklable-result",),
+    "between": ("kills-the-fork-server", "sigstop"),
 }
-IN_PART = ("setup", "shrinking", "xdist")
 
 CASES = [(situation, name, True) for situation, faults in RED.items() for name in faults]
 CASES += [(situation, name, False) for situation, faults in GREEN.items() for name in faults]
@@ -384,13 +364,17 @@ def check_example(kind: str, text: str) -> None:
         assert "    n=2,\n" in text
 
 
+def shown_quickly(situation: str, name: str) -> bool:
+    return situation == "body" or name in SHOWN_EVERYWHERE or name in SHOWN_IN.get(situation, ())
+
+
 @pytest.mark.parametrize(
     ("situation", "name", "red"),
     [
         pytest.param(
             *(situation, name, red),
             id=f"{situation}-{name}",
-            marks=[pytest.mark.slow] if situation in IN_PART and name not in SHOWN_EVERYWHERE else [],
+            marks=[] if shown_quickly(situation, name) else [pytest.mark.slow],
         )
         for situation, name, red in CASES
     ],

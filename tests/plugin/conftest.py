@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
@@ -20,6 +21,14 @@ MARK = "MGPU_TEST_RUN"
 def processes_with(value: str) -> list[int]:
     """Processes whose environment has `value` for the variable that marks a run."""
     return list(started_with(MARK, value))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait: the fork server needs a moment after the end of pytest."""
+    deadline = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
 
 
 @pytest.fixture

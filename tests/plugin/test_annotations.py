@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from mgpu_check.annotations import annotation, wanted
 from tests.plugin.test_markdown import GPUS
 
@@ -26,7 +24,8 @@ TESTS = """
     from training import step
 
     def test_step(ranks):
-        assert_step_scales(ranks, step, build=lambda: nn.Linear(3, 1), batch=lambda n: torch.randn(n, 3))
+        build, batch = lambda: nn.Linear(3, 1), lambda n: torch.randn(n, 3)
+        assert_step_scales(ranks, step, build=build, batch=batch, max_examples=2)
 
     @pytest.mark.ranks(2)
     def test_rank(rank):
@@ -62,19 +61,17 @@ def test_the_format(tmp_path, monkeypatch):
     assert read(annotation("a", "b", "..train/a.py:4", here))[0]["file"] == "..train/a.py"
 
 
-@pytest.mark.parametrize(
-    ("choice", "there", "written"),
-    [(None, "true", True), (None, "", False), ("none", "true", False), ("github", "", True)],
-)
-def test_where_they_are_written(choice, there, written):
-    assert wanted(choice, {"GITHUB_ACTIONS": there}) is written
+def test_where_they_are_written():
+    cases = ((None, "true", True), (None, "", False), ("none", "true", False), ("github", "", True))
+    for choice, there, written in cases:
+        assert wanted(choice, {"GITHUB_ACTIONS": there}) is written
 
 
 def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
     pytester.makepyfile(training=TRAINING, test_it=TESTS)
-    result = run(*GPUS, "-n2")  # as reports of another process
+    result = run(*GPUS, "-n1")  # as reports of another process
     result.assert_outcomes(failed=3)
     found = [read(line) for line in result.outlines if line.startswith("::")]
     assert len(found) == 2  # the test without ranks has none
@@ -82,7 +79,7 @@ def test_each_failure_is_at_the_line_that_it_is_about(run, pytester, monkeypatch
     assert (step["file"], step["line"]) == ("training.py", "8")
     assert step["title"].startswith("wrong-reduction: ")
     assert "ScalingMismatch: step does not scale" in about and " -m pytest --gpus=2" in about
-    assert (rank["file"], rank["line"], rank["title"]) == ("test_it.py", "12", "test_it.py::test_rank")
+    assert (rank["file"], rank["line"], rank["title"]) == ("test_it.py", "13", "test_it.py::test_rank")
     assert "rank 1 of 2 raised AssertionError" in message
 
 

@@ -22,6 +22,7 @@ def test_a_skipped_check_has_no_examples(run):
     )
     (skipped,) = (line for line in result.outlines if " skipped " in line and "allreduce" in line)
     assert " 0  -  " in skipped
+    assert "2 checks of 2 properties" in result.stdout.str()  # also under plain pytest
 
 
 def test_a_file_that_cannot_be_imported_has_no_row():
@@ -47,32 +48,19 @@ def test_examples_of_a_packaged_check_are_no_copies_of_each_other():
     assert different() < 50, "Hypothesis does not copy examples any more"
 
 
+SCATTER = "mgpu_check.suite.scatter.test_scatter"
+
+
 @pytest.mark.parametrize(
     ("module", "error", "simulated", "advice"),
     [
-        (
-            "mgpu_check.suite.scatter.test_scatter",
-            RankFailure("wrong"),
-            False,
-            "or a GPU or link; to find a faulty part",
-        ),
-        ("mgpu_check.suite.scatter.test_scatter", RankHang("late"), False, ""),
-        (
-            "mgpu_check.suite.scatter.test_scatter",
-            RankFailure("wrong"),
-            True,
-            "or the machine below the simulated GPUs",
-        ),
-        (
-            "mgpu_check.suite.scatter.test_scatter",
-            ExceptionGroup("two", [RankFailure("a"), RankFailure("b")]),
-            False,
-            "run",
-        ),
-        ("mgpu_check.suite.scatter.test_scatter", StartupFailure("no memory"), False, ""),
-        ("mgpu_check.suite.scatter.test_scatter", ExceptionGroup("two", [StartupFailure("no memory")]), False, ""),
+        (SCATTER, RankFailure("wrong"), False, "or a GPU or link; to find a faulty part"),
+        (SCATTER, RankHang("late"), False, ""),
+        (SCATTER, RankFailure("wrong"), True, "or the machine below the simulated GPUs"),
+        (SCATTER, ExceptionGroup("two", [RankFailure("a"), RankFailure("b")]), False, "run"),
+        (SCATTER, ExceptionGroup("two", [StartupFailure("no memory")]), False, ""),
         ("mgpu_check.acceptance.memory.test_memory", RankFailure("wrong"), False, ""),
-        ("mgpu_check.suite.scatter.test_scatter", None, False, ""),
+        (SCATTER, None, False, ""),
         ("test_of_a_user", RankFailure("wrong"), False, ""),
     ],
 )

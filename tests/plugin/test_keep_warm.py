@@ -26,6 +26,7 @@ def own_directory(pytester, monkeypatch):
     kill_keepers("XDG_RUNTIME_DIR", directory)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.usefixtures("own_directory")
 def test_the_next_run_finds_the_imports(run, pytester):
     pytester.makepyfile(test_ranks=RANKS)
@@ -33,13 +34,14 @@ def test_the_next_run_finds_the_imports(run, pytester):
     first = run(*given, "--gpu-keep-warm", "test_ranks.py")  # which is no value of the option
     first.assert_outcomes(passed=1)
     first.stdout.fnmatch_lines(["mgpu-check *; imports kept warm from now on, for 300 s"])
-    last = run(*given, "--gpu-keep-warm=0", "-n2")
+    last = run(*given, "--gpu-keep-warm=0", "-n1")
     last.assert_outcomes(passed=1)
     match = re.search(r"; imports kept warm by process (\d+)$", last.stdout.str(), re.MULTILINE)
     assert match is not None, last.stdout.str()
     assert ended(int(match[1]))
 
 
+@pytest.mark.unmeasured
 def test_an_unsafe_directory_is_wrong_usage(run, pytester, monkeypatch):
     directory = pytester.mkdir("run")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))

@@ -110,11 +110,11 @@ TESTS = """
 """
 
 
-def test_ranks_have_what_test_files_set(run, pytester):
+@pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "importlib"])
+def test_ranks_have_what_test_files_set(run, pytester, mode):
     pytester.makepyfile(script=SCRIPT, late=LATE, test_it=TESTS)
     pytester.makeconftest(CONFTEST)
-    for mode in ("prepend", "importlib"):
-        run(*GPUS, f"--import-mode={mode}", "-opythonpath=.").assert_outcomes(passed=5)
+    run(*GPUS, f"--import-mode={mode}", "-opythonpath=.").assert_outcomes(passed=5)
 
 
 BESIDE = """

@@ -7,43 +7,23 @@ import sys
 
 import pytest
 
-
-@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
-def test_a_wrong_number_of_gpus_is_a_usage_error(run, value):
-    result = run(f"--gpus={value}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: mgpu-check: --gpus: '{value}' is not valid; choose a whole number*'all'*"])
+from tests.plugin.test_markdown import cells, sections
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("ini", "arguments", "message"),
     [
-        (["--rank-timeout=0", "--gpus=2"], "--rank-timeout: '0' is not valid; choose a number of seconds above 0*"),
-        (["--simulate=gpu", "--gpus=2"], "--simulate: 'gpu' is not valid; choose 'cpu', or*cuda:0*"),
-        (["--simulate"], "--simulate: say how many devices to simulate*--gpus=4 --simulate*"),
-        (["--simulate", "--gpus=all"], "--gpus: 'all' has no meaning on a simulated node*--gpus=4*"),
+        ("", ["--rank-timeout=0"], "--rank-timeout: '0' is not valid; choose a number of seconds above 0*"),
+        ("", ["--gpu-report=out.md.txt"], "--gpu-report: 'out.md.txt' is not valid; choose a file*ends in .md"),
+        ("gpus = many", [], "gpus in the ini file: 'many' is not valid*"),
     ],
 )
-def test_usage_errors_name_option_value_and_remedy(run, arguments, message):
+def test_usage_errors_name_option_value_and_remedy(run, pytester, ini, arguments, message):
+    """`test_settings.py` has all of them."""
+    pytester.makeini(f"[pytest]\n{ini}\n")
     result = run(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: mgpu-check: {message}"])
-
-
-def test_a_wrong_ini_value_names_the_ini_file(run, pytester):
-    pytester.makeini("[pytest]\ngpus = many\n")
-    result = run()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: mgpu-check: gpus in the ini file: 'many' is not valid*"])
-
-
-def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
-    monkeypatch.setenv("MGPU_CHECK_RANK_TIMEOUT", "soon")
-    result = run()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: mgpu-check: environment variable MGPU_CHECK_RANK_TIMEOUT: 'soon' is not valid*"]
-    )
 
 
 def test_an_unknown_variable_is_a_warning_with_the_likely_name(run, monkeypatch, pytester):
@@ -52,12 +32,6 @@ def test_an_unknown_variable_is_a_warning_with_the_likely_name(run, monkeypatch,
     result = run()
     result.assert_outcomes(passed=1, warnings=1)
     result.stdout.fnmatch_lines(["*MGPU_CHECK_GPU is unknown and has no effect; did you mean MGPU_CHECK_GPUS?*"])
-
-
-def test_an_unknown_variable_of_the_ini_file_is_pytests_own_warning(run, pytester):
-    pytester.makeini("[pytest]\nrank_timeouts = 5\n")
-    pytester.makepyfile("def test_nothing(): pass")
-    run().stdout.fnmatch_lines(["*Unknown config option: rank_timeouts*"])
 
 
 def test_command_line_over_environment_over_ini(run, pytester, monkeypatch):
@@ -83,18 +57,12 @@ def test_more_gpus_than_there_are_ends_with_what_to_do(run, pytester, monkeypatc
     )
 
 
-def test_simulate_before_a_path_does_not_swallow_it(run, pytester):
-    pytester.makepyfile(test_a="def test_a(gpus): assert len(gpus) == 2", test_b="def test_b(): pass")
-    run("--gpus=2", "--simulate", "test_a.py").assert_outcomes(passed=1)
-
-
 def test_conftests_above_the_root_stay_unread(run, pytester):
     pytester.makeconftest("raise SystemExit('the conftest above was read')")
     repo = pytester.mkdir("repo")
     repo.joinpath("pytest.ini").write_text("[pytest]\n")
     repo.joinpath("sub").mkdir()
     repo.joinpath("sub", "test_x.py").write_text("def test_x(): pass")
-    run("--rootdir=repo", "-c", "repo/pytest.ini", "repo/sub").assert_outcomes(passed=1)
     result = run("--rootdir=repo", "-c", "repo/pytest.ini", "--gpus=2", "--simulate", "repo/sub")
     result.assert_outcomes(passed=1)
 
@@ -105,8 +73,8 @@ def test_simulated_stands_in_the_last_line_of_a_run_that_stops_early(run, pytest
     result.stdout.fnmatch_lines(["*1 failed*2 SIMULATED GPUs*"])
 
 
-def test_output_of_ranks_on_a_terminal_of_another_encoding(run, pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+def test_output_of_ranks_on_a_terminal_of_another_encoding(run, pytester):
+    pytester.makeconftest("import sys\nsys.stdout.reconfigure(encoding='ascii')")  # as by PYTHONIOENCODING
     pytester.makepyfile("def test_a(ranks): ranks.run(lambda: __import__('os').write(1, 'é\\n'.encode()), size=1)")
     result = run("--gpus=2", "--simulate", "-s")
     result.assert_outcomes(passed=1)
@@ -116,8 +84,12 @@ def test_output_of_ranks_on_a_terminal_of_another_encoding(run, pytester, monkey
 def test_without_gpus_nothing_is_asked_for(run, pytester):
     """Inert until used: a test that needs GPUs is skipped with the reason, and the header is silent."""
     pytester.makepyfile("def test_a(gpus): pass\ndef test_b(): pass")
-    result = run("-rs")
+    result = run("-rs", "--gpu-report=summary.md")
     result.assert_outcomes(passed=1, skipped=1)
+    page = pytester.path.joinpath("summary.md").read_text()
+    assert page.startswith("# mgpu-check: passed\n")
+    assert "no GPUs were requested" in page and "SIMULATED" not in page
+    assert cells(sections(page)["Skipped, or expected to fail"])[0][1].startswith("needs GPUs")
     result.stdout.no_fnmatch_line("mgpu-check 0*")
     result.stdout.fnmatch_lines(
         [
@@ -142,13 +114,12 @@ def test_strict_gpus_fails_what_would_be_skipped(run, pytester):
         def test_all_of_them(gpus): assert len(gpus) == 2
         """
     )
-    run("--gpus=2", "--simulate").assert_outcomes(passed=1, skipped=2)
     result = run("--gpus=2", "--simulate", "--strict-gpus")
     result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(["needs 3 GPUs, --gpus=2 (--strict-gpus)"])
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--collect-only", "-q"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["--collect-only", "-q", "--gpu-report=out.md"], ["--help"]])
 def test_looking_around_imports_no_torch_and_starts_nothing(pytester, arguments):
     pytester.makepyfile("import pytest\n@pytest.mark.ranks(2, 4)\ndef test_a(rank): pass\ndef test_b(gpus): pass")
     pytester.makepyfile(
@@ -166,8 +137,5 @@ def test_looking_around_imports_no_torch_and_starts_nothing(pytester, arguments)
         [sys.executable, "watch.py", "--gpus=4", "--simulate", *arguments], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_the_plugin_can_be_left_out(run, pytester):
-    pytester.makepyfile("def test_a(): pass")
-    run("-p", "no:mgpu_check").assert_outcomes(passed=1)
+    assert not pytester.path.joinpath("out.md").exists()
+    assert ("::test_a[ranks=2]\n" in ran.stdout) == ("--collect-only" in arguments)

@@ -3,8 +3,6 @@ name."""
 
 from __future__ import annotations
 
-import pytest
-
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=30")
 
 TESTS = """
@@ -146,7 +144,6 @@ def test_ranks_that_are_asked_for_by_name_make_a_test_as_any_other(run, pytester
     )
 
 
-@pytest.mark.parametrize("options", [(), GPUS])
-def test_a_run_without_ranks_is_left_alone(run, pytester, options):
+def test_a_run_without_ranks_is_left_alone(run, pytester):
     pytester.makepyfile("def test_it(monkeypatch): monkeypatch.setenv('A', 'b')")
-    run(*options).assert_outcomes(passed=1)
+    run(*GPUS).assert_outcomes(passed=1)

@@ -17,7 +17,7 @@ TESTS = """
         log.debug("not at this level")
         assert False
 
-    @pytest.mark.ranks(2, timeout=3)
+    @pytest.mark.ranks(2, timeout=1)
     def test_hang(rank):
         log.info("before")
         if rank.index:

@@ -18,29 +18,10 @@ def test_the_first_place_that_says_something_wins():
         {"gpus": "3"}, {"MGPU_CHECK_GPUS": "2", "MGPU_CHECK_SIMULATE": "1"}, {"gpus": "x", "strict_gpus": "yes"}
     )
     assert (settings.gpus, settings.simulate, settings.strict_gpus) == (3, "cpu", True)
-    assert settings.origins == {
+    assert {name: origin for name, origin in settings.origins.items() if origin != "default"} == {
         "gpus": "--gpus",
         "simulate": "environment variable MGPU_CHECK_SIMULATE",
-        "rank_timeout": "default",
         "strict_gpus": "strict_gpus in the ini file",
-        "agent_timeout": "default",
-        "agent_key_file": "default",
-        "trust_network": "default",
-        "gpu_keep_warm": "default",
-        "gpu_report": "default",
-        "gpu_annotations": "default",
-        "gpu_level": "default",
-        "adapt_torch_tests": "default",
-        "accept_for": "default",
-        "accept_memory": "default",
-        "accept_baseline": "default",
-        "accept_record_baseline": "default",
-        "accept_report": "default",
-        "accept_evidence": "default",
-        "accept_policy": "default",
-        "accept_dcgm": "default",
-        "accept_verdict_file": "default",
-        "accept_plant": "default",
     }
 
 
@@ -52,24 +33,29 @@ def test_all_is_counted_later():
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "texts", "remedy"),
     [
-        ("gpus", "0"),
-        ("gpus", "four"),
-        ("simulate", "cuda"),
-        ("rank_timeout", "nan"),
-        ("rank_timeout", "-1"),
-        ("strict_gpus", "maybe"),
-        ("gpu_annotations", "gitlab"),
-        ("gpu_keep_warm", "-1"),
-        ("gpu_report", "report.txt"),
+        ("gpus", ("0", "-1", "four", "1.5", ""), "choose a whole number.*'all'"),
+        ("simulate", ("cuda", "gpu"), "choose 'cpu', or.*cuda:0"),
+        ("rank_timeout", ("nan", "-1", "0"), "choose a number of seconds above 0"),
+        ("strict_gpus", ("maybe",), "choose"),
+        ("gpu_annotations", ("gitlab",), "choose"),
+        ("gpu_keep_warm", ("-1",), "choose"),
+        ("gpu_report", ("report.txt", "out", "", "out.md.html"), "choose a file.*ends in .md"),
     ],
 )
-def test_errors_name_origin_value_and_valid_set(name, text):
-    with pytest.raises(
-        ValueError, match=rf"environment variable MGPU_CHECK_{name.upper()}: '{text}' is not valid; choose"
-    ):
-        resolve({}, {f"MGPU_CHECK_{name.upper()}": text}, {})
+def test_errors_name_origin_value_and_valid_set(name, texts, remedy):
+    variable = f"MGPU_CHECK_{name.upper()}"
+    for text in texts:
+        with pytest.raises(ValueError, match=f"environment variable {variable}: '{text}' is not valid; {remedy}"):
+            resolve({}, {variable: text}, {})
+
+
+def test_a_simulated_node_needs_a_number_of_devices():
+    with pytest.raises(ValueError, match=r"--simulate: say how many devices to simulate.*--gpus=4 --simulate"):
+        resolve({"simulate": "cpu"}, {}, {})
+    with pytest.raises(ValueError, match=r"--gpus: 'all' has no meaning on a simulated node.*--gpus=4"):
+        resolve({"simulate": "cpu", "gpus": "all"}, {}, {})
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("true", 300.0), ("0", 0.0), ("2.5", 2.5), ("no", None), ("", None)])

@@ -61,7 +61,7 @@ def start(pytester):
         ("pytest", *GPUS, "-n1"),
         ("mgpu_check", *GPUS),
         ("mgpu_check", "devices"),
-        ("mgpu_check", "selftest", "test_scatter.py"),
+        pytest.param(("mgpu_check", "selftest", "test_scatter.py"), marks=pytest.mark.slow),
     ],
 )
 def test_without_torch_one_line_says_so(start, pytester, words):

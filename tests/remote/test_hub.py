@@ -48,20 +48,9 @@ def connect(connections: Connections, key: Key = KEY) -> socket.socket:
 
 def join(connections: Connections, rank: int, **told: Any) -> socket.socket:
     connection = connect(connections)
-    description = {
-        "rank": rank,
-        "local_rank": rank,
-        "local_size": 1,
-        "node": rank,
-        "host": f"host{rank}",
-        "launcher": "torchrun",
-        "final": False,
-        "address": "127.0.0.1",
-        "port": 1,
-        "devices": 0,
-        "versions": VERSIONS,
-    }
-    connection.sendall(line({"agent": {**description, **told}}))
+    place = {"rank": rank, "local_rank": rank, "local_size": 1, "node": rank, "host": f"host{rank}", "devices": 0}
+    launch = {"launcher": "torchrun", "final": False, "address": "127.0.0.1", "port": 1, "versions": VERSIONS}
+    connection.sendall(line({"agent": {**place, **launch, **told}}))
     return connection
 
 
@@ -153,20 +142,6 @@ def test_strangers_are_not_heard(connections: Connections, said: bytes):
             agent.close()
 
 
-def test_strangers_that_say_nothing_do_not_use_up_the_hub(connections: Connections):
-    strangers = [socket.create_connection(("127.0.0.1", connections.port)) for _ in range(200)]
-    agents = [join(connections, 0), join(connections, 1)]
-    assert len(gather(connections).hosts) == 2
-    for one in [*strangers, *agents]:
-        one.close()
-
-
-def test_a_wrong_key_is_refused(connections: Connections):
-    with pytest.raises((Stranger, OSError)):
-        connect(connections, Key(new_secret(), "elsewhere"))
-    assert connections.agents == {}
-
-
 def test_an_agent_refuses_another_driver():
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -206,17 +181,35 @@ def test_other_versions_are_named(connections: Connections):
         gather(connections)
 
 
-def test_two_hosts_of_one_name_are_told_apart(connections: Connections):
-    with join(connections, 0, host="same"), join(connections, 1, host="same"):
-        assert [host.name for host in gather(connections).hosts] == ["same (node 0)", "same (node 1)"]
+NOWHERE = {"node": None, "local_rank": None, "host": "same"}
+BOOTS = {"boot": "1f0c9a3e-6c1d"}, {"boot": "77aa0b1c-0000"}
 
 
-def test_without_node_indices_hosts_go_by_name(connections: Connections):
-    nowhere = {"node": None, "local_rank": None}
-    with join(connections, 0, host="same", **nowhere), join(connections, 1, host="same", **nowhere):
+@pytest.mark.parametrize(
+    ("places", "ranks", "names"),
+    [
+        (({"host": "same"}, {"host": "same"}), [(0,), (1,)], ["same (node 0)", "same (node 1)"]),
+        # Containers of one machine.
+        (
+            ({"host": "same", **BOOTS[0]}, {"host": "same", **BOOTS[0]}),
+            [(0,), (1,)],
+            ["same (node 0)", "same (node 1)"],
+        ),
+        ((NOWHERE, NOWHERE), [(0, 1)], [""]),  # one machine
+        (
+            ({**NOWHERE, **BOOTS[0]}, {**NOWHERE, **BOOTS[1]}),
+            *([(0,), (1,)], ["same (boot 1f0c9a3e)", "same (boot 77aa0b1c)"]),
+        ),
+    ],
+    ids=["by node", "by node on one machine", "one by name", "by boot"],
+)
+def test_hosts_of_one_name_are_told_apart(
+    connections: Connections, places: tuple[dict[str, Any], ...], ranks: list[tuple[int, ...]], names: list[str]
+):
+    with join(connections, 0, **places[0]), join(connections, 1, **places[1]):
         launcher = gather(connections)
-        assert [host.ranks for host in launcher.hosts] == [(0, 1)]
-        assert launcher.host_name(0) == ""  # one machine
+        assert [host.ranks for host in launcher.hosts] == ranks
+        assert [launcher.host_name(host) for host in range(len(ranks))] == names
 
 
 def test_an_agent_has_several_slots_and_neighbours_are_in_different_agents(connections: Connections):
@@ -224,21 +217,6 @@ def test_an_agent_has_several_slots_and_neighbours_are_in_different_agents(conne
         launcher = gather(connections)
         assert launcher.place(2) == [Slot(0, device) for device in range(4)]
         assert [launcher._rank_at[Slot(0, device)] for device in range(4)] == [0, 1, 0, 1]
-
-
-def test_hosts_of_one_name_are_told_apart_by_their_boot_ids(connections: Connections):
-    nowhere = {"node": None, "local_rank": None, "host": "same"}
-    with join(connections, 0, boot="1f0c9a3e-6c1d", **nowhere), join(connections, 1, boot="77aa0b1c-0000", **nowhere):
-        launcher = gather(connections)
-        assert [host.ranks for host in launcher.hosts] == [(0,), (1,)]
-        assert [launcher.host_name(host) for host in (0, 1)] == ["same (boot 1f0c9a3e)", "same (boot 77aa0b1c)"]
-
-
-@pytest.mark.parametrize("boot", ["", "1f0c9a3e"])
-def test_containers_of_one_machine_are_told_apart_by_their_place(connections: Connections, boot: str):
-    with join(connections, 0, host="same", boot=boot), join(connections, 1, host="same", boot=boot):
-        launcher = gather(connections)
-        assert [launcher.host_name(host) for host in (0, 1)] == ["same (node 0)", "same (node 1)"]
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(1, (0, 1)), (2, (1, 2)), (8, (1, 2))])

@@ -62,63 +62,19 @@ def test_of_many_that_come_at_once_one_makes_it(path: Path):
     assert os.listdir(path.parent) == [path.name]
 
 
-def world_writable(path: Path) -> None:
-    path.parent.chmod(0o777)
-
-
-def group_writable(path: Path) -> None:
-    path.parent.chmod(0o770)
-
-
-def above_is_writable(path: Path) -> None:
-    path.parent.parent.chmod(0o777)
-
-
-def readable(path: Path) -> None:
-    path.chmod(0o604)
-
-
-def group_readable(path: Path) -> None:
-    path.chmod(0o640)
-
-
-def link(path: Path) -> None:
+def replaced_by_a_link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-def fifo(path: Path) -> None:
+def replaced_by_a_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path, 0o600)
 
 
-def directory(path: Path) -> None:
+def replaced_by_a_directory(path: Path) -> None:
     path.unlink()
     path.mkdir(mode=0o700)
-
-
-def empty(path: Path) -> None:
-    path.write_text("")
-
-
-def short(path: Path) -> None:
-    path.write_text("0123456789abcdef")
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(64))
-
-
-def long(path: Path) -> None:
-    path.write_bytes(b" " + os.urandom(1 << 20))  # what is stripped makes it no shorter
-
-
-def of_another_user(path: Path) -> None:
-    os.chown(path, NOBODY, NOBODY)
-
-
-def in_a_directory_of_another_user(path: Path) -> None:
-    os.chown(path.parent, NOBODY, NOBODY)
 
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -127,22 +83,21 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (world_writable, "others can write to .* chmod go-w"),
-        (group_writable, "others can write to"),
-        (above_is_writable, "others can write to"),
-        (readable, "open to others .mode 604.*remove it"),
-        (group_readable, "open to others .mode 640"),
-        (link, "is a symbolic link; name the file"),
-        (fifo, "is not a regular file"),
-        (directory, "is not a regular file"),
-        (empty, "holds no key"),
-        (short, "holds no key"),
-        (zeros, "holds no key"),
-        (long, "holds no key"),
-        pytest.param(of_another_user, f"belongs to user {NOBODY}", marks=AS_ROOT),
-        pytest.param(in_a_directory_of_another_user, f"belongs to user {NOBODY}", marks=AS_ROOT),
+        (lambda path: path.parent.chmod(0o777), "others can write to .* chmod go-w"),
+        (lambda path: path.parent.chmod(0o770), "others can write to"),
+        (lambda path: path.parent.parent.chmod(0o777), "others can write to"),
+        (lambda path: path.chmod(0o604), "open to others .mode 604.*remove it"),
+        (lambda path: path.chmod(0o640), "open to others .mode 640"),
+        (replaced_by_a_link, "is a symbolic link; name the file"),
+        (replaced_by_a_fifo, "is not a regular file"),
+        (replaced_by_a_directory, "is not a regular file"),
+        (lambda path: path.write_text(""), "holds no key"),
+        (lambda path: path.write_text("0123456789abcdef"), "holds no key"),
+        (lambda path: path.write_bytes(bytes(64)), "holds no key"),
+        (lambda path: path.write_bytes(b" " + os.urandom(1 << 20)), "holds no key"),  # stripped, it is as long
+        pytest.param(lambda path: os.chown(path, NOBODY, NOBODY), f"belongs to user {NOBODY}", marks=AS_ROOT),
+        pytest.param(lambda path: os.chown(path.parent, NOBODY, NOBODY), f"belongs to user {NOBODY}", marks=AS_ROOT),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_others_may_know_or_replace_is_refused(spoil, words: str, tmp_path: Path):
     path = tmp_path / "above" / "own" / "agent-key"

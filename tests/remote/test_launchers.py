@@ -26,7 +26,7 @@ def test_places(ranks):
     assert ranks.run(place) == EXPECTED
 
 
-@pytest.mark.ranks(timeout=3)
+@pytest.mark.ranks(timeout=1)
 def test_hangs(rank):
     if rank.index == 1:
         time.sleep(60)

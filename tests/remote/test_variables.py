@@ -38,15 +38,11 @@ def test_of_torchrun():
     assert launched_process_of(TORCHRUN) == launched
 
 
-@pytest.mark.parametrize(("name", "value", "attribute"), [("TORCHELASTIC_USE_AGENT_STORE", "False", "has_store")])
-def test_torchrun_may_keep_its_store_for_itself(name, value, attribute):
-    launched = launched_process_of({**TORCHRUN, name: value})
-    assert launched is not None and getattr(launched, attribute) is False
-
-
-def test_torchrun_without_restarts_is_final():
+def test_torchrun_may_keep_its_store_for_itself_and_is_final_without_restarts():
+    launched = launched_process_of({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert launched is not None and not launched.has_store and not launched.final
     launched = launched_process_of({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})
-    assert launched is not None and launched.final
+    assert launched is not None and launched.has_store and launched.final
 
 
 def test_runs_of_one_user_are_told_apart():

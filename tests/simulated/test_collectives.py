@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from mgpu_check.simulated import simulated_node
 
@@ -150,10 +148,11 @@ def beyond_gloo(rank, size):
     half = dist.split_group(split_ranks=[[0], [1]], pg_options=options)
     dist.all_reduce(x, group=half)
     seen["split"] = dist.get_world_size(half), dist.get_backend(half), x.tolist()
+    seen["in place"] = in_place()
     return seen
 
 
-def in_place(rank, size):
+def in_place():
     """Dimensions of one element may have any stride; and what NCCL writes is no operation of autograd's."""
     x = torch.ones(4, device="cuda").as_strided((1, 1, 1, 2), (2, 1, 2, 1))
     before = x._version
@@ -161,10 +160,6 @@ def in_place(rank, size):
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     return x.flatten().tolist(), x._version - before
-
-
-def test_a_tensor_is_reduced_where_it_is(on_ranks):
-    assert on_ranks(in_place) == [([4, 4], 0)] * 2
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -181,6 +176,7 @@ def test_what_gloo_does_not_have(on_ranks):
             "bool": [True, False],
             "float8": [1, 1, 1, 1],
             "split": (1, "nccl", [9, 9]),
+            "in place": ([4, 4], 0),
         }
 
 
@@ -259,35 +255,9 @@ def test_results_are_poison_until_waited_for(on_ranks):
         assert seen == (True, [3, 3], [3, 3], True, [2 - rank] * 2, True, 2, [6, 6], [[1, 1], [2, 2]])
 
 
-def meshes(rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cuda", (size,))
-    sharded: Any = distribute_tensor(torch.arange(8.0, device="cuda").reshape(4, 2), mesh, [Shard(0)])
-    doubled = (sharded * 2).full_tensor()
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    net: Any = copy.deepcopy(reference).to(rank)
-    fully_shard(net, mesh=mesh)
-    x = torch.randn(4, 4)
-    net(x[rank * 2 : rank * 2 + 2].cuda()).square().mean().backward()
-    reference(x).square().mean().backward()
-    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad)
-    return sharded.to_local().tolist(), doubled.get_device(), doubled.cpu().sum().item()
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_tensors_are_hashed_as_the_most_talkative_debug_level_logs_them():
     with simulated_node(1):
         numbers = torch.ones(3, device="cuda"), torch.ones(3, device="cuda", dtype=torch.bfloat16)
         one, other = (torch._C._distributed_c10d._hash_tensors([number]) for number in numbers)
         assert one == torch._C._distributed_c10d._hash_tensors([torch.ones(3)]) != other
-
-
-def test_device_mesh_tensor_parallel_and_fully_shard(on_ranks):
-    first, second = on_ranks(meshes)
-    assert first == ([[0, 1], [2, 3]], 0, 56)
-    assert second == ([[4, 5], [6, 7]], 1, 56)

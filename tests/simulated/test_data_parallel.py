@@ -138,10 +138,6 @@ def buffers_averaged(rank, size):
     return net.running_mean.tolist()
 
 
-def test_a_hook_for_buffers(on_ranks):
-    assert on_ranks(buffers_averaged) == [[3, 3]] * 2
-
-
 def joined(rank, size):
     from torch.distributed.algorithms.join import Join
 
@@ -156,10 +152,6 @@ def joined(rank, size):
     return seen
 
 
-def test_ranks_with_uneven_inputs_join(on_ranks):
-    assert on_ranks(joined) == [[1, 1], [0.5, 1]]
-
-
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -172,10 +164,6 @@ def trained_under_a_mode(rank, size):
     return ddp.module.weight.grad.item()
 
 
-def test_distributed_data_parallel_under_a_mode(on_ranks):
-    assert on_ranks(trained_under_a_mode) == [1.5, 1.5]
-
-
 def restored(rank, size):
     ddp = DistributedDataParallel(nn.Linear(2, 2).to(rank), device_ids=[rank])
     F.mse_loss(ddp(torch.ones(1, 2)), torch.ones(1, 2).cuda()).backward()
@@ -185,6 +173,10 @@ def restored(rank, size):
     return ddp.module.weight is weight, weight.device.index, weight.tolist()
 
 
-def test_a_wrapped_module_loads_a_checkpoint(on_ranks):
-    for rank, seen in enumerate(on_ranks(restored)):
-        assert seen == (True, rank, [[5, 5], [5, 5]])
+def of_small_modules(rank, size):
+    return [body(rank, size) for body in (buffers_averaged, joined, trained_under_a_mode, restored)]
+
+
+def test_buffers_uneven_inputs_modes_and_checkpoints_of_wrapped_modules(on_ranks):
+    for rank, found in enumerate(on_ranks(of_small_modules)):
+        assert found == [[3, 3], [[1, 1], [0.5, 1]][rank], 1.5, (True, rank, [[5, 5], [5, 5]])]

@@ -117,10 +117,6 @@ def on_the_host(rank, size):
     return host.dtype, host.cuda().to_local().get_device()
 
 
-def test_distributed_tensors_move_to_the_host(on_ranks):
-    assert on_ranks(on_the_host) == [(torch.float64, 0), (torch.float64, 1)]
-
-
 def pending_results(rank, size):
     from torch.distributed import _functional_collectives as functional
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
@@ -153,11 +149,6 @@ def pending_results(rank, size):
     )
 
 
-def test_pending_results_are_waited_for_where_they_move(on_ranks):
-    kinds = ["cpu", "cpu", "cpu", "cuda", "cpu", "cuda"]
-    assert on_ranks(pending_results) == [([[2, 2, 2]] * 6, kinds, [4, 4, 4], [6, 6])] * 2
-
-
 def wrappers(rank, size):
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -166,6 +157,15 @@ def wrappers(rank, size):
     return [(str(one.device), str(one.a.device), one.a.tolist()) for one in moved]
 
 
-def test_wrappers_move_with_what_they_wrap(on_ranks):
-    places = [["cpu", "cpu", "cuda:0", "cuda:1"], ["cpu", "cpu", "cuda:1", "cuda:0"]]
-    assert on_ranks(wrappers) == [[(place, place, [1, 1]) for place in some] for some in places]
+def moves(rank, size):
+    return on_the_host(rank, size), pending_results(rank, size), wrappers(rank, size)
+
+
+def test_distributed_tensors_pending_results_and_wrappers_move_with_what_they_have(on_ranks):
+    kinds = ["cpu", "cpu", "cpu", "cuda", "cpu", "cuda"]
+    for rank, found in enumerate(on_ranks(moves)):
+        assert found == (
+            (torch.float64, rank),
+            ([[2, 2, 2]] * 6, kinds, [4, 4, 4], [6, 6]),
+            [(place, place, [1, 1]) for place in ("cpu", "cpu", f"cuda:{rank}", f"cuda:{1 - rank}")],
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
 
@@ -107,6 +108,17 @@ def test_the_device_type_stays_itself_for_others():
         assert isinstance(real("cpu"), torch.device)
         assert torch.device == real and hash(torch.device) == hash(real)
         assert torch.device("cuda", 1) == real("cuda", 1)
+
+
+def test_a_checkpoint_names_its_device_to_who_reads_it_without_a_node():
+    file = io.BytesIO()
+    with simulated_node(4):
+        torch.save(torch.arange(3.0, device="cuda:3"), file)
+    file.seek(0)
+    assert torch.load(file, map_location="cpu").tolist() == [0, 1, 2]
+    file.seek(0)
+    with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
+        torch.load(file)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -93,18 +93,6 @@ def test_packed_sequences_are_padded_on_their_device(kind, ordered):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_attention_and_embedding():
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    table = nn.Embedding(10, 8, padding_idx=0)
-    tokens = torch.randint(0, 10, (2, 5))
-    x = table(tokens)
-    want, _ = attention(x, x, x)
-    attention.to("cuda:2"), table.to("cuda:2")  # while the graph of `want` holds their parameters
-    y = table(tokens.cuda(2))
-    got, _ = attention(y, y, y)
-    torch.testing.assert_close(got.cpu(), want)
-
-
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "sgd foreach": lambda p: torch.optim.SGD(p, 0.1, foreach=True),
@@ -160,7 +148,7 @@ def test_scatter_and_gather(n, shapes):
     assert back.get_device() == 2 and torch.equal(back.cpu(), batch)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 10])
+@pytest.mark.parametrize("n", [1, 7])
 def test_data_parallel(n):
     reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     net = nn.DataParallel(copy.deepcopy(reference), device_ids=[0, 1, 2]).to("cuda:0")

@@ -40,17 +40,6 @@ def test_what_nccl_refuses(on_ranks):
         }
 
 
-def one_device(rank, size):
-    torch.cuda.set_device(0)
-    return refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda")))
-
-
-def test_two_ranks_on_one_device_are_refused(on_ranks):
-    for kind, words in on_ranks(one_device):
-        assert kind == "DistBackendError"
-        assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in words
-
-
 def placed_wrongly(rank, size):
     """Each on a group of its own: the first collective makes the communicator."""
     from torch.distributed import _functional_collectives as functional
@@ -58,6 +47,7 @@ def placed_wrongly(rank, size):
     torch.cuda.set_device(0)
     one = torch.ones(1, device="cuda")
     ways = {
+        "all_reduce": lambda group: dist.all_reduce(one, group=group),
         "ddp": lambda group: DistributedDataParallel(nn.Linear(2, 2).cuda(), process_group=group),
         "ddp without init_sync": lambda group: DistributedDataParallel(
             nn.Linear(2, 2).cuda(), process_group=group, init_sync=False
@@ -73,7 +63,7 @@ def placed_wrongly(rank, size):
 
 def test_whatever_comes_first_refuses_two_ranks_on_one_device(on_ranks):
     for seen in on_ranks(placed_wrongly):
-        assert len(seen) == 7
+        assert len(seen) == 8
         for name, found in seen.items():
             assert found is not None, name
             assert found[0] == "DistBackendError", name

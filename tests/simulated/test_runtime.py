@@ -101,16 +101,6 @@ def test_a_side_stream_is_waited_for_through_the_current_one():
     assert late[0] == 1
 
 
-def test_events_measure_time():
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    end.record()
-    torch.cuda.synchronize()
-    assert start.elapsed_time(end) >= 0 and end.query()
-    with pytest.raises(ValueError, match="enable_timing=True"):
-        torch.cuda.Event().elapsed_time(end)
-
-
 def test_pinned_memory():
     x = torch.ones(3)
     assert not x.is_pinned() and x.pin_memory().is_pinned() and x.pin_memory()[1:].is_pinned()
@@ -133,16 +123,6 @@ def test_seeds_rule_the_devices_and_leave_the_host_alone():
     assert torch.equal(draw, torch.randn(3, device="cuda:1"))
     with torch.random.fork_rng(devices=[1]):
         torch.randn(3, device="cuda:1")
-
-
-def test_generators():
-    generator = torch.Generator(device="cuda:1")
-    assert generator.device == torch.device("cuda:1") and isinstance(generator, torch.Generator)
-    generator.manual_seed(1)
-    one = torch.randn(2, device="cuda:1", generator=generator)
-    generator.manual_seed(1)
-    assert torch.equal(one, torch.randn(2, device="cuda:1", generator=generator))
-    assert isinstance(torch.Generator(), torch.Generator) and torch.Generator().device.type == "cpu"
 
 
 def test_a_forked_child_may_not_use_devices_that_the_parent_used():

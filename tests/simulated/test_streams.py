@@ -54,6 +54,8 @@ def test_a_stream_that_sleeps_is_busy_and_events_are_reached_in_turn():
     assert not side.query()
     with pytest.raises(RuntimeError, match="Both events must be completed before calculating elapsed time"):
         start.elapsed_time(end)
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        torch.cuda.Event().elapsed_time(end)
     side.synchronize()
     assert end.query() and start.elapsed_time(end) >= 1000
     torch.cuda._sleep(10_000_000)

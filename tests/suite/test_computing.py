@@ -14,7 +14,7 @@ from mgpu_check.oracles import arithmetic, products
 from mgpu_check.oracles import device_cases as compute
 from mgpu_check.oracles.arithmetic import OPERATIONS
 from mgpu_check.oracles.device_cases import ComputeCase
-from mgpu_check.oracles.generated_data import digest, digests, integers
+from mgpu_check.oracles.generated_data import digest, integers
 from mgpu_check.oracles.operations import DTYPES, CaseUnsupported, bits, digests_of_pieces, evidence_of
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def looked_at(case):
     return entry, ballot
 
 
-@pytest.mark.parametrize(("size", "seed"), [(32, 0), (48, 1), (77, 2)])
+@pytest.mark.parametrize(("size", "seed"), [(32, 0), pytest.param(48, 1, marks=pytest.mark.slow), (77, 2)])
 def test_right_results_pass_and_give_the_same_ballot_again(size, seed):
     seen = [looked_at(case) for case in cases(size, seed, repeats=3)]
     assert {str(entry) for entry, _ in seen if entry.outcome != "passed"} == set()
@@ -198,13 +198,6 @@ def test_normal_numbers_are_spread_as_they_should_be(spoil):
 @pytest.mark.parametrize("size", [35, 49, 70])
 def test_counts_are_right_in_rows_of_any_length(size):
     assert looked_at(ComputeCase("count", "int64", size, 1))[0].outcome == "passed"
-
-
-def test_digests_see_the_highest_bits():
-    one = torch.ones(8, dtype=torch.float64)
-    other = one.clone()
-    other[[2, 5]] *= -1
-    assert digest(one) != digest(other) and digests([one]).tolist() != digests([other]).tolist()
 
 
 def test_evidence_has_the_shape_of_what_is_wrong():

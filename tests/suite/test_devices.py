@@ -34,9 +34,9 @@ def test_a_sound_node_passes(node: Devices) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "uint8", "bool"])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4, 5)])
-def test_computing_with_every_kind_of_data(node: Devices, dtype: str, shape: tuple[int, ...]) -> None:
-    checks.assert_device_computes(node[1], TensorSpec(shape, dtype, values="exact").build())
+def test_computing_with_every_kind_of_data(node: Devices, dtype: str) -> None:
+    for shape in ((), (0,), (3,), (2, 0, 3), (2, 3, 4, 5)):
+        checks.assert_device_computes(node[1], TensorSpec(shape, dtype, values="exact").build())
 
 
 @pytest.mark.parametrize(

@@ -128,18 +128,6 @@ def test_planters_change_arguments_and_results_of_a_function(context, result):
     assert dict(vars(Owner)) == before
 
 
-def test_planters_keep_static_methods_and_change_several_functions():
-    seen: list[str] = []
-
-    def change(real, *args):
-        seen.append(real.__name__)
-        return NotImplemented
-
-    with around(Owner, "plus", "doubled")(change):
-        assert Owner().doubled([Owner().plus(1)]) == [4]
-    assert seen == ["plus", "doubled"]
-
-
 def test_rows_are_faults_of_the_property_of_their_module(monkeypatch):
     monkeypatch.setattr(registry, "_faults", {})
     module, even = "mgpu_check.suite.loading.faults", When("even", lambda self, number: number % 2 == 0)

@@ -19,55 +19,27 @@ SAME = "Expected all tensors to be on the same device, but "
 # Messages of CUDA builds of torch, each with its devices.
 GENUINE = [
     (SAME + "found at least two devices, cuda:0 and cpu!", "cuda:0", "cpu"),
-    (
-        SAME + "got mat2 is on cpu, different from other tensors on cuda:0 "
-        "(when checking argument in method wrapper_CUDA_mm)",
-        "cpu",
-        "cuda:0",
-    ),
-    (
-        SAME + "found at least two devices, cuda:1 and cuda:0! "
-        "(when checking argument for argument mat1 in method wrapper_CUDA_addmm)",
-        "cuda:0",
-        "cuda:1",
-    ),
+    (SAME + "got mat2 is on cpu, different from other tensors on cuda:0 (when checking argument in method wrapper_CUDA_mm)",
+     "cpu", "cuda:0"),
+    (SAME + "found at least two devices, cuda:1 and cuda:0! (when checking argument for argument mat1 in method "
+     "wrapper_CUDA_addmm)", "cuda:0", "cuda:1"),
     ("Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same", "cuda:3", "cpu"),
-    (
-        "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same or input should be "
-        "a MKLDNN tensor and weight is a dense tensor",
-        "cpu",
-        "cuda:0",
-    ),
+    ("Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same or input should be "
+     "a MKLDNN tensor and weight is a dense tensor", "cpu", "cuda:0"),
     ("Input type (torch.cuda.HalfTensor) and bias type (torch.HalfTensor) should be the same", "cpu", "cuda:0"),
-    (
-        "Expected tensor for argument #1 'input' to have the same device as tensor for argument #2 'weight'; but "
-        "device 0 does not equal 1 (while checking arguments for cudnn_convolution)",
-        "cuda:0",
-        "cuda:1",
-    ),
+    ("Expected tensor for argument #1 'input' to have the same device as tensor for argument #2 'weight'; but "
+     "device 0 does not equal 1 (while checking arguments for cudnn_convolution)", "cuda:0", "cuda:1"),
     ("indices should be either on cpu or on the same device as the indexed tensor (cpu)", "cpu", "cuda:0"),
     ("indices should be either on cpu or on the same device as the indexed tensor (cuda:1)", "cuda:1", "cuda:0"),
-    (
-        "module must have its parameters and buffers on device cuda:0 (device_ids[0]) but found one of them on device: "
-        "cuda:1",
-        "cuda:0",
-        "cuda:1",
-    ),
+    ("module must have its parameters and buffers on device cuda:0 (device_ids[0]) but found one of them on device: "
+     "cuda:1", "cuda:0", "cuda:1"),
     ("Cannot compare two tensors on different devices. Got: cuda:0 and cpu", "cpu", "cuda:0"),
     ("expected self and mask to be on the same device, but got mask on cpu and self on cuda:0", "cpu", "cuda:0"),
-    (
-        "Input and parameter tensors are not at the same device, found input tensor at cpu and parameter tensor "
-        "at cuda:0",
-        "cuda:0",
-        "cpu",
-    ),
-    (
-        "Expected query, key, and value to have the same device type, but got query.device: cuda:0 key.device: cuda:1 "
-        "and value.device: cuda:1 instead.",
-        "cuda:0",
-        "cuda:1",
-    ),
-]
+    ("Input and parameter tensors are not at the same device, found input tensor at cpu and parameter tensor at cuda:0",
+     "cuda:0", "cpu"),
+    ("Expected query, key, and value to have the same device type, but got query.device: cuda:0 key.device: cuda:1 "
+     "and value.device: cuda:1 instead.", "cuda:0", "cuda:1"),
+]  # fmt: skip
 # Errors that are not about the two devices, or do not say which.
 VACUOUS = [
     (SAME + "but one of them is on cuda:0", "cuda:0", "cuda:1"),
@@ -151,28 +123,27 @@ def test_devices_named(message: str, named: set[str]) -> None:
     assert devices_named(message) == named
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_operands_fit_together_on_one_device(operator: str) -> None:
-    for rows in (1, 2, 3, 4):
-        OPERATORS[operator].build(Operands(torch.device("cpu"), torch.device("cpu"), rows, seed=rows))()
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_operands_fit_together_on_one_device(rows: int) -> None:
+    for operator in OPERATORS.values():
+        operator.build(Operands(torch.device("cpu"), torch.device("cpu"), rows, seed=rows))()
 
 
 PAIRS = [("cpu", "cuda:1"), ("cuda:2", "cpu"), ("cuda:0", "cuda:1"), ("cuda:2", "cuda:0")]
 
 
 @pytest.mark.usefixtures("node")
-@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_the_rules_hold_on_a_simulated_node(operator: str, first: str, second: str) -> None:
-    case = OperatorCase(operator, first, second)
-    if case.must_raise:
-        checks.assert_refused(case)
-        with pytest.raises(DeviceMismatch, match="must work, but raised"):
-            checks.assert_works(case)
-    else:
-        checks.assert_works(case)
-        with pytest.raises(DeviceMismatch, match="raised nothing"):
+def test_the_rules_hold_on_a_simulated_node(first: str, second: str) -> None:
+    for case in (OperatorCase(operator, first, second) for operator in OPERATORS):
+        if case.must_raise:
             checks.assert_refused(case)
+            with pytest.raises(DeviceMismatch, match="must work, but raised"):
+                checks.assert_works(case)
+        else:
+            checks.assert_works(case)
+            with pytest.raises(DeviceMismatch, match="raised nothing"):
+                checks.assert_refused(case)
 
 
 @pytest.mark.usefixtures("node")

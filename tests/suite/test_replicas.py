@@ -122,30 +122,22 @@ def _across(rank: Rank, kind: str) -> tuple[str, tuple[int, ...]]:
     return "", ()
 
 
-@pytest.mark.parametrize("kind", ["equal", "empty"])
-def test_equal_ranks_pass(pool, kind) -> None:
-    assert pool.run(_across, kind) == [("", ())] * 4
+KINDS = {  # what differs -> the odd rank, and what is said of it
+    "equal": (None, ""),
+    "empty": (None, ""),
+    "value": (2, "rank 2 of 4 differs from rank 0: 'bias' is not that of rank 0: element [1]: got 1.5, expected 1"),
+    "first": (0, "rank 0 of 4 differs from rank 1: 'weight' is not that of rank 1: element [4, 2]"),
+    "shape": (1, "1 of 4 differs from rank 0 in names, shapes or dtypes; here: weight (5, 3) float32, bias (4,)"),
+    "name": (3, "here: weight (5, 3) float32, scale (3,) float32"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "odd", "text"),
-    [
-        (
-            "value",
-            2,
-            "model: rank 2 of 4 differs from rank 0: 'bias' is not that of rank 0: element [1]: got 1.5, expected 1",
-        ),
-        ("first", 0, "model: rank 0 of 4 differs from rank 1: 'weight' is not that of rank 1: element [4, 2]"),
-        (
-            "shape",
-            1,
-            "model: rank 1 of 4 differs from rank 0 in names, shapes or dtypes; here: weight (5, 3) float32, bias (4,)",
-        ),
-        ("name", 3, "here: weight (5, 3) float32, scale (3,) float32"),
-    ],
-)
-def test_the_odd_rank_is_named(pool, kind, odd, text) -> None:
-    results = pool.run(_across, kind)
-    assert text in results[odd][0]
-    assert results[odd][1] == (odd,)
-    assert all(result == ("", ()) for index, result in enumerate(results) if index != odd)
+def _of_all_kinds(rank: Rank) -> list[tuple[str, tuple[int, ...]]]:
+    return [_across(rank, kind) for kind in KINDS]
+
+
+def test_equal_ranks_pass_and_the_odd_one_is_named(pool) -> None:
+    for (kind, (odd, text)), results in zip(KINDS.items(), zip(*pool.run(_of_all_kinds), strict=True), strict=True):
+        assert [ranks for _, ranks in results] == [(index,) if index == odd else () for index in range(4)], kind
+        assert [bool(said) for said, _ in results] == [index == odd for index in range(4)], kind
+        assert odd is None or (results[odd][0].startswith("model: rank") and text in results[odd][0]), kind

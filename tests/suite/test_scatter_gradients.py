@@ -24,10 +24,10 @@ def node() -> Iterator[list[torch.device]]:
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda:0", "cuda:2"])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_torch_passes(node: list[torch.device], source: str, dim: int) -> None:
-    checks.assert_scatter_differentiable(X.build(source), WEIGHTS.build(), node, dim)
-    checks.assert_gather_differentiable(WEIGHTS.build(), node, source, dim)
+def test_torch_passes(node: list[torch.device], source: str) -> None:
+    for dim in (0, 1, -1):
+        checks.assert_scatter_differentiable(X.build(source), WEIGHTS.build(), node, dim)
+        checks.assert_gather_differentiable(WEIGHTS.build(), node, source, dim)
     checks.assert_scalars_stacked([1.0, 2.0, 3.0], node, source)
 
 

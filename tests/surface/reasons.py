@@ -65,8 +65,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         _of(_DIST, "*"), "timeout group_desc mesh_dim_names fallback_rank"),
     LeftOut("a name of a group in an older form, beside the group itself", _of(_FUNCTIONAL, "*"), "tag"),
     LeftOut("it accepts strided tensors only, the default", "torch.distributed.tensor.[a-z]*", "layout"),
-    LeftOut("it accepts meshes of one dimension only", "torch.distributed.tensor.parallel.parallelize_module",
-        "device_mesh", "mesh?of?2"),
     LeftOut("the acceptance reads it from the driver", _of(_CUDA, "temperature power_draw utilization clock_rate "
         "memory_usage device_memory_used list_gpu_processes")),
     LeftOut("it replaces the allocator of the process, or its memory, which the simulated node refuses",
@@ -112,8 +110,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("an interface whose method the returned object replaces", _DIST + "fsdp.UnshardHandle.wait"),
     LeftOut("it needs a process group of torch's C++ that only C++ makes", _of(_CUDA, "nccl.*"), "comms"),
     LeftOut("another name of a parameter that is drawn", _of(_CUDA, "nccl.reduce"), "outputs"),
-    LeftOut("its backward pass has sums only, and raises for others",
-        _of(_FUNCTIONAL, "reduce_scatter_*_autograd"), "reduceOp"),
     LeftOut("with a backward pass in two parts torch receives in another order than it sends: pytorch#178815",
         _of(_DIST, "pipelining.Schedule*"), "defer_pp_recv"),
     LeftOut("an experimental overlap, whose hooks are in no public module",

@@ -6,6 +6,7 @@ Functions, constructors and methods are replaced by wrappers, for the time of a 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import inspect
 import json
@@ -17,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.engine.rank_side.rank import current_rank
+import torch
+
 from mgpu_check.torch_hooks.patches import Patches
-from tests.surface.classes import classes_of
 from tests.surface.demands import CALLED, Call
 from tests.surface.names import Callee, SurfaceParameter, entries
 
@@ -46,12 +47,9 @@ class _CallRecorder:
             return
         self._here.busy = True  # to sort a value calls operators
         try:
-            rank = current_rank()
-            place = (None, 0) if rank is None else (rank.index, rank.size)
             self.seen.add((path, "", CALLED))
             for parameter, value in bound(parameters, args, kwargs):
-                for found in classes_of(parameter, value, *place):
-                    self.seen.add((path, parameter.name, found))
+                self.seen |= {(path, parameter.name, name) for name in classes_of(parameter, value)}
         finally:
             self._here.busy = False
 
@@ -148,6 +146,22 @@ def bound(
             yield parameter, parameter.default
     for name, value in left.items():
         yield SurfaceParameter(name), value
+
+
+def classes_of(parameter: SurfaceParameter, value: Any) -> set[str]:
+    """Return the classes of an argument: whether it is the default, and the value of an option that has few."""
+    found = set()
+    if parameter.optional:
+        found.add("default" if _same(value, parameter.default) else "not the default")
+    name = value.name if isinstance(value, enum.Enum) else repr(value) if type(value) is str else str(value)
+    return found | ({name} & parameter.domain) if parameter.domain else found
+
+
+def _same(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    plain = (bool, int, float, str, tuple, frozenset, type(None), torch.dtype, enum.Enum)
+    return type(value) is type(default) and isinstance(value, plain) and bool(value == default)
 
 
 def _current(entry: Callee, up: int = 0) -> Any:

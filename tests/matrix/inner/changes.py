@@ -73,31 +73,9 @@ def destroyed_group() -> None:
 
 
 @_change
-def dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-
-
-@_change
-def device() -> None:
-    torch.set_default_device("cuda:2")
-    torch.cuda.set_device(2)
-
-
-@_change
-def seed() -> None:
-    torch.manual_seed(12345)
-    random.seed(12345)
-
-
-@_change
 def environment() -> None:
     os.environ["LEFT"] = "1"
     os.environ.pop("RANK", None)
-
-
-@_change
-def directory() -> None:
-    os.chdir("/")
 
 
 @_change
@@ -107,70 +85,9 @@ def vanished_directory() -> None:
 
 
 @_change
-def grad_mode() -> None:
-    torch.set_grad_enabled(False)
-
-
-@_change
-def deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
-
-
-@_change
-def threads_of_torch() -> None:
-    torch.set_num_threads(7)
-
-
-@_change
-def module_path() -> None:
-    sys.path.insert(0, "/nowhere")
-
-
-@_change
-def signal_handler() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@_change
-def blocked_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
-
-
-@_change
-def alarm_clock() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 3600)
-
-
-@_change
-def file_mask() -> None:
-    os.umask(0o777)
-
-
-@_change
-def resource_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-
-
-@_change
 def hard_resource_limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-
-
-@_change
-def recursion_limit() -> None:
-    sys.setrecursionlimit(150)
-
-
-@_change
-def collector() -> None:
-    gc.disable()
-
-
-@_change
-def replaced_output() -> None:
-    sys.stdout = io.StringIO()
 
 
 @_change
@@ -191,11 +108,6 @@ def huge_result() -> object:
 @_change
 def children() -> None:
     subprocess.Popen(["sleep", "3600"])
-
-
-@_change
-def children_in_their_own_session() -> None:
-    subprocess.Popen(["sleep", "3600"], start_new_session=True)
 
 
 @_change
@@ -221,7 +133,28 @@ def modes_of_torch() -> None:
 
 
 @_change
+def settings_of_torch() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("cuda:2")
+    torch.cuda.set_device(2)
+    torch.manual_seed(12345)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(7)
+
+
+@_change
+def signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
+    signal.setitimer(signal.ITIMER_REAL, 3600)
+
+
+@_change
 def settings_of_python() -> None:
+    random.seed(12345)
+    sys.path.insert(0, "/nowhere")
+    gc.disable()
     gc.set_threshold(1, 1, 1)
     socket.setdefaulttimeout(0.01)
     sys.settrace(lambda *_: None)
@@ -235,6 +168,10 @@ def settings_of_python() -> None:
     logging.disable()
     os.nice(3)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    sys.stdout = io.StringIO()
+    os.umask(0o777)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    sys.setrecursionlimit(150)
 
 
 @_change

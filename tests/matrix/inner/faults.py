@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -51,15 +52,7 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-VARIATIONS = frozenset(
-    {"memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"}
-    | {"closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"}
-    | {"message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"}
-    | {"modes-of-torch", "settings-of-python", "user", "replaced-functions", "hook-of-all-modules", "thread-of-c"}
-    | {"another-default-group", "open-file", "replaced-input", "all-signal-handlers", "timer-of-faulthandler"}
-    | {"group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"}
-    | {"shared-memory-with-names", "sigkill-with-shared-memory"}
-)
+VARIATIONS = Path(__file__).with_name("variations.txt").read_text().split()
 """Ways to do what others here do as well: they are tried in the body and while idle, and not in each situation."""
 
 
