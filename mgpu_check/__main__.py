@@ -83,8 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str, arguments: Sequence[str]) -> int:
     try:
-        command = importlib.import_module(f"mgpu_check.cli.{name}")
-        return int(command.main(arguments))
+        if name == "pytest":
+            import pytest
+
+            return int(pytest.main(list(arguments)))
+        return int(importlib.import_module(f"mgpu_check.cli.{name}").main(arguments))
     except SystemExit as stop:  # of an argument parser
         return int(stop.code or 0)
     except Exception as error:

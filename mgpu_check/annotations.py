@@ -11,11 +11,7 @@ from collections.abc import Mapping
 
 
 def wanted(choice: str | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether to write annotations.
-
-    Args:
-        choice: "github" or "none"; None for "github" in a workflow of GitHub.
-    """
+    """Return whether to write annotations. `choice`: "github" or "none"; None for "github" in a workflow of GitHub."""
     return choice == "github" or (choice is None and environment.get("GITHUB_ACTIONS") == "true")
 
 

@@ -12,6 +12,17 @@ Depth = Literal["quick", "standard", "long"]
 """How much a check does at a level; see `Settings.depth`."""
 
 
+_ON, _OFF = ("true", "yes", "on"), ("", "false", "no", "off")
+
+
+def _number(text: str) -> float:
+    """Return a number, or NaN for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def gpus(text: str) -> int | None:
     if text == "all":
         return None
@@ -21,9 +32,9 @@ def gpus(text: str) -> int | None:
 
 
 def simulate(text: str) -> str | None:
-    if text.lower() in ("", "0", "false", "no", "off"):
+    if text.lower() in ("0", *_OFF):
         return None
-    if text.lower() in ("1", "true", "yes", "on"):
+    if text.lower() in ("1", *_ON):
         return "cpu"
     if re.fullmatch(r"cpu|cuda:\d+", text):
         return text
@@ -31,13 +42,9 @@ def simulate(text: str) -> str | None:
 
 
 def seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
+    if not 0 < (number := _number(text)) < math.inf:
         raise ValueError("choose a number of seconds above 0, such as 60 or 2.5")
-    return seconds
+    return number
 
 
 KEPT_WARM = 300.0
@@ -45,14 +52,13 @@ KEPT_WARM = 300.0
 
 
 def keep_warm(text: str) -> float | None:
-    if text.lower() in ("", "false", "no", "off"):
+    if text.lower() in _OFF:
         return None
-    if text.lower() in ("true", "yes", "on"):
+    if text.lower() in _ON:
         return KEPT_WARM
-    try:
-        return 0.0 if float(text) == 0 else seconds(text)
-    except ValueError:
-        raise ValueError("choose seconds, such as 600; 0 to end the keeper after this run; no for none") from None
+    if not 0 <= (number := _number(text)) < math.inf:
+        raise ValueError("choose seconds, such as 600; 0 to end the keeper after this run; no for none")
+    return number
 
 
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -73,20 +79,15 @@ def depth_of(level: Level) -> Depth:
 
 
 def level(text: str) -> Level:
-    for one in LEVELS:
-        if one == text:
-            return one
+    if (one := next((one for one in LEVELS if one == text), None)) is not None:
+        return one
     raise ValueError(f"choose one of {', '.join(LEVELS)}")
 
 
 def share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 1:
+    if not 0 < (number := _number(text)) < 1:
         raise ValueError("choose a share of the free memory, above 0 and below 1, such as 0.9")
-    return share
+    return number
 
 
 def lines(text: str) -> tuple[str, ...]:
@@ -111,8 +112,8 @@ def annotation_format(text: str) -> str:
 
 
 def switch(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
+    if text.lower() in ("1", *_ON):
         return True
-    if text.lower() in ("", "0", "false", "no", "off"):
+    if text.lower() in ("0", *_OFF):
         return False
     raise ValueError("choose true or false")

@@ -33,74 +33,50 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart.
+    """A line of a chart."""
 
-    Attributes:
-        label: its name in the legend; "" for a line without an entry there.
-        points: x and y in the order of x; a y that is None or not finite leaves a gap.
-        look: its classes, see the style sheet.
-        mark: form of the mark at each point: "circle", "cross", "triangle", or "" for no marks.
-    """
-
-    label: str
+    label: str  # its name in the legend; "" for a line without an entry there
+    # x and y in the order of x; a y that is None or not finite leaves a gap
     points: Sequence[tuple[float, float | None]]
-    look: str
-    mark: str = ""
+    look: str  # its classes, see the style sheet
+    mark: str = ""  # form of the mark at each point: "circle", "cross", "triangle", or "" for no marks
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One vertical axis with its lines.
+    """One vertical axis with its lines."""
 
-    Attributes:
-        title: quantity and unit of the axis.
-        note: words at the right of the title.
-        logarithmic: values that are not positive leave a gap.
-    """
-
-    title: str
+    title: str  # quantity and unit of the axis
     lines: Sequence[Line]
-    note: str = ""
-    logarithmic: bool = False
+    note: str = ""  # words at the right of the title
+    logarithmic: bool = False  # values that are not positive leave a gap
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A span of the horizontal axis, in a row of its own above the panels.
-
-    Attributes:
-        start, end: of the span; None for a row without a bar.
-        words: what its tooltip says.
-    """
+    """A span of the horizontal axis, in a row of its own above the panels."""
 
     label: str
+    # start, end: of the span; None for a row without a bar
     start: float | None
     end: float
     look: str
-    words: str
+    words: str  # what its tooltip says
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over a common horizontal axis.
+    """Lines over a common horizontal axis."""
 
-    Attributes:
-        title: what the picture shows, for those who cannot see it.
-        across: quantity and unit of the horizontal axis.
-        span: first and last value of the horizontal axis.
-        marked: values of the horizontal axis to mark with a vertical line, with their words or "".
-        whole: the horizontal axis has integers only.
-        tall: height of a panel in pixels.
-    """
-
-    title: str
-    across: str
-    span: tuple[float, float]
+    title: str  # what the picture shows, for those who cannot see it
+    across: str  # quantity and unit of the horizontal axis
+    span: tuple[float, float]  # first and last value of the horizontal axis
     panels: Sequence[Panel]
     bars: Sequence[Bar] = ()
+    # values of the horizontal axis to mark with a vertical line, with their words or ""
     marked: Sequence[tuple[float, str]] = ()
-    whole: bool = False
-    tall: int = 130
+    whole: bool = False  # the horizontal axis has integers only
+    tall: int = 130  # height of a panel in pixels
 
 
 def require(what: str) -> None:
@@ -161,16 +137,13 @@ def svg(chart: Chart) -> str:
         panels.append(_drawn_panel(panel, scale, top, chart.tall, x))
         top += chart.tall
     marked = [{"x": x(at), "words": words, "left": at - start < (end - start) / 2} for at, words in chart.marked]
-    drawn = {
-        "keys": keys,
-        "bars": bars,
-        "panels": panels,
-        "marked": marked,
-        "first": first,
-        "bottom": top,
+    drawn = {"keys": keys, "bars": bars, "panels": panels, "marked": marked, "first": first, "bottom": top}
+    drawn |= {
         "left": left,
+        "ticks": [(x(value), text) for value, text in ticks],
+        "width": _WIDTH,
+        "right": _WIDTH - _RIGHT,
     }
-    drawn |= {"ticks": [(x(value), text) for value, text in ticks], "width": _WIDTH, "right": _WIDTH - _RIGHT}
     return Markup(_environment().get_template("chart.html").render(chart=chart, **drawn))
 
 
@@ -242,15 +215,10 @@ def _legend(chart: Chart) -> tuple[list[dict[str, Any]], float]:
     named = {line.label: line for panel in chart.panels for line in panel.lines if line.label}
     cell = 46 + _CHARACTER * max(map(len, named), default=1)
     columns = max(1, int(_WIDTH // cell))
-    keys = [
-        {
-            "x": 4 + cell * (number % columns),
-            "y": 12 + 19 * (number // columns),
-            "line": line,
-            "mark": _MARKS.get(line.mark),
-        }
-        for number, line in enumerate(named.values())
-    ]
+    keys = []
+    for number, line in enumerate(named.values()):
+        place = {"x": 4 + cell * (number % columns), "y": 12 + 19 * (number // columns)}
+        keys.append({**place, "line": line, "mark": _MARKS.get(line.mark)})
     return keys, 19.0 * math.ceil(len(keys) / columns) + 8
 
 

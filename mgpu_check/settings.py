@@ -27,7 +27,6 @@ DEFAULT_LEVEL: Level = "quick"
 
 _OPTION = "option"
 _DEFAULT = "default"  # the origin of a value that was not given
-SWITCH = {"action": "store_const", "const": "true"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,12 @@ def option_field(
     return field(default=value, metadata={_OPTION: (parse, help, default, command_line, repeats)})
 
 
+def switch_field(help: str, default: str, repeats: bool = True) -> Any:
+    """Return a field of an option that is off, and on without a value; `default` says what off means."""
+    switch = {"action": "store_const", "const": "true"}
+    return option_field(False, option_values.switch, help, default, switch, repeats)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of this run. Each field made by `option_field` is an option, with its help.
@@ -135,12 +140,9 @@ class Settings:
         "mgpu-check/agent-key in $XDG_CONFIG_HOME, or in ~/.config",
         {"metavar": "FILE"},
     )
-    trust_network: bool = option_field(
-        False,
-        option_values.switch,
+    trust_network: bool = switch_field(
         "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
         "use the key file",
-        SWITCH,
     )
     gpu_keep_warm: float | None = option_field(
         None,
@@ -149,12 +151,8 @@ class Settings:
         f"import in each run; --gpu-keep-warm alone: {option_values.KEPT_WARM:g}",
         {"metavar": "SECONDS", "nargs": "?", "const": "true"},
     )
-    strict_gpus: bool = option_field(
-        False,
-        option_values.switch,
-        "fail, instead of skip, a test that needs more GPUs than --gpus gives",
-        "skip, with counts",
-        SWITCH,
+    strict_gpus: bool = switch_field(
+        "fail, instead of skip, a test that needs more GPUs than --gpus gives", "skip, with counts"
     )
     gpu_report: tuple[str, ...] = option_field(
         (),
@@ -180,12 +178,9 @@ class Settings:
         f"{DEFAULT_LEVEL}; accept and selftest: standard",
         {"metavar": "|".join(option_values.LEVELS)},
     )
-    adapt_torch_tests: bool = option_field(
-        False,
-        option_values.switch,
+    adapt_torch_tests: bool = switch_field(
         "run classes on torch's MultiProcessTestCase and MultiProcContinuousTest on forked ranks",
         "run them in their own harness",
-        SWITCH,
     )
     applications: Mapping[type[Any], Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mgpu_check import option_values
 from mgpu_check.applications import Application
-from mgpu_check.settings import SWITCH, Settings, option_field
+from mgpu_check.settings import Settings, option_field, switch_field
 
 DEFAULT_MEMORY_SHARE = 0.9
 
@@ -21,15 +22,16 @@ def _reports(text: str) -> tuple[str, ...]:
     raise ValueError(f"choose a file whose name ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
 
 
+def _file(help: str, metavar: str = "FILE", repeats: bool = True) -> Any:
+    """Return an option that names a file."""
+    return option_field(None, option_values.file, f"acceptance: {help}", "none", {"metavar": metavar}, repeats)
+
+
 @dataclass(frozen=True)
 class AcceptanceSettings:
-    """The options of an acceptance.
+    """The options of an acceptance."""
 
-    Attributes:
-        accept_for: seconds of load after the checks; None if nothing was said.
-        accept_memory: share of the free memory of each GPU that is written and read back.
-    """
-
+    # seconds of load after the checks; None if nothing was said
     accept_for: float | None = option_field(
         None,
         option_values.duration,
@@ -37,6 +39,7 @@ class AcceptanceSettings:
         "no soak; at --gpu-level=long: 10m",
         {"metavar": "TIME"},
     )
+    # share of the free memory of each GPU that is written and read back
     accept_memory: float = option_field(
         DEFAULT_MEMORY_SHARE,
         option_values.share,
@@ -44,20 +47,11 @@ class AcceptanceSettings:
         f"{DEFAULT_MEMORY_SHARE}",
         {"metavar": "SHARE"},
     )
-    accept_baseline: str | None = option_field(
-        None,
-        option_values.file,
-        "acceptance: hold facts and speed of the GPUs against this file, which --accept-record-baseline has written",
-        "none",
-        {"metavar": "FILE"},
+    accept_baseline: str | None = _file(
+        "hold facts and speed of the GPUs against this file, which --accept-record-baseline has written"
     )
-    accept_record_baseline: str | None = option_field(
-        None,
-        option_values.file,
-        "acceptance: write facts and speed of the GPUs to this file, unless something was wrong",
-        "none",
-        {"metavar": "FILE"},
-        repeats=False,
+    accept_record_baseline: str | None = _file(
+        "write facts and speed of the GPUs to this file, unless something was wrong", repeats=False
     )
     accept_report: tuple[str, ...] = option_field(
         (),
@@ -68,35 +62,19 @@ class AcceptanceSettings:
         {"metavar": "FILE", "action": "append"},
         repeats=False,
     )
-    accept_evidence: bool = option_field(
-        False,
-        option_values.switch,
+    accept_evidence: bool = switch_field(
         "acceptance: keep every observation and sample in JSON reports, which are ten times as large then",
         "like observations are joined",
-        SWITCH,
         repeats=False,
     )
-    accept_policy: str | None = option_field(
-        None,
-        option_values.file,
-        "acceptance: what each kind of finding means for the verdict, accept, warn or reject, from this TOML file",
-        "none",
-        {"metavar": "FILE"},
+    accept_policy: str | None = _file(
+        "what each kind of finding means for the verdict, accept, warn or reject, from this TOML file"
     )
-    accept_dcgm: str | None = option_field(
-        None,
-        option_values.file,
-        "acceptance: take the results of DCGM's diagnostic from this file into the verdict: dcgmi diag -r 3 -j > FILE",
-        "none",
-        {"metavar": "FILE.json"},
+    accept_dcgm: str | None = _file(
+        "take the results of DCGM's diagnostic from this file into the verdict: dcgmi diag -r 3 -j > FILE", "FILE.json"
     )
-    accept_verdict_file: str | None = option_field(
-        None,
-        option_values.file,
-        "acceptance: write the verdict to this file: its word, the exit code, and the verdict of each host",
-        "none",
-        {"metavar": "FILE"},
-        repeats=False,
+    accept_verdict_file: str | None = _file(
+        "write the verdict to this file: its word, the exit code, and the verdict of each host", repeats=False
     )
     accept_plant: tuple[str, ...] = option_field(
         (),

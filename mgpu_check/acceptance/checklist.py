@@ -17,27 +17,20 @@ from mgpu_check.option_values import Depth, Level, depth_of
 
 @dataclass(frozen=True)
 class Check:
-    """Static properties of a check.
+    """Static properties of a check."""
 
-    Attributes:
-        least: least number of operations for each subject at the levels quick, standard and long; None if its floor
-            does not count operations.
-        glance: the same at the level glance; 0 if this level does not have the check.
-        alone: its ranks neither wait for each other nor exchange data.
-        over_the_host: its data cross the link between host and GPU, so a bad link to the host makes it fail, too.
-        of_driver: it reports what the driver says; an observation of a GPU accuses that GPU, however many have one.
-        of_facts: it compares facts; an observation of the host accuses the host, and explains no failure of another
-            check.
-        counts: what an operation of a subject is, if each is an independent chance to see a fault that is rare.
-    """
-
+    # least number of operations for each subject at the levels quick, standard and long; None if its floor does not
+    # count operations
     least: tuple[int, int, int] | None = None
-    glance: int = 0
-    alone: bool = False
+    glance: int = 0  # the same at the level glance; 0 if this level does not have the check
+    alone: bool = False  # its ranks neither wait for each other nor exchange data
+    # its data cross the link between host and GPU, so a bad link to the host makes it fail, too
     over_the_host: bool = False
+    # it reports what the driver says; an observation of a GPU accuses that GPU, however many have one
     of_driver: bool = False
+    # it compares facts; an observation of the host accuses the host, and explains no failure of another check
     of_facts: bool = False
-    counts: str = ""
+    counts: str = ""  # what an operation of a subject is, if each is an independent chance to see a fault that is rare
 
 
 CHECKLIST: Mapping[str, Check] = {
@@ -59,17 +52,10 @@ CHECKS = tuple(CHECKLIST)
 
 
 _SHARE_OF_MEMORY = 0.75
-"""Share of the requested memory that must be tested.
-
-Other programs may have allocated some of it since it was counted.
-"""
-
+"""Share of the requested memory that must be tested: other programs may have allocated some since it was counted."""
 _PASSES = (1, 2, 8)
-
-_HOST_MEMORY = 1 << 20
-"""Bytes of host memory; a host with little free memory tests little of it."""
-_RESULTS_OF_CORES = (20, 200, 2000)
-"""A core has 20 results in a round."""
+_HOST_MEMORY = 1 << 20  # bytes; a host with little free memory tests little of it
+_RESULTS_OF_CORES = (20, 200, 2000)  # a core has 20 results in a round
 
 
 def floors(
@@ -86,10 +72,8 @@ def floors(
     least_work: dict[str, dict[Subject, Work]] = {}
     for name, check in CHECKLIST.items():
         if check.least is not None:
-            subjects = _ways(gpus) if name == "links" else each
-            least_work[name] = dict.fromkeys(
-                subjects, Work(operations=check.glance if glance else check.least[depth_index])
-            )
+            least = Work(operations=check.glance if glance else check.least[depth_index])
+            least_work[name] = dict.fromkeys(_ways(gpus) if name == "links" else each, least)
     least_work["memory"] = {
         subject: Work(bytes=int(gpu.memory * memory_share * _SHARE_OF_MEMORY * _PASSES[depth_index]))
         for subject, gpu in zip(each, gpus, strict=True)
@@ -105,11 +89,11 @@ def floors(
 
 
 def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
-    ways = [Subject(direction, (gpu.number,)) for gpu in gpus for direction in ("upload", "download")]
-    for source, target in itertools.permutations(gpus, 2):
-        if source.host == target.host:
-            ways.append(Subject("copy", (source.number, target.number)))
-    return ways
+    pairs = (pair for pair in itertools.permutations(gpus, 2) if pair[0].host == pair[1].host)
+    return [
+        *(Subject(direction, (gpu.number,)) for gpu in gpus for direction in ("upload", "download")),
+        *(Subject("copy", (source.number, target.number)) for source, target in pairs),
+    ]
 
 
 def check_runs(
@@ -131,19 +115,14 @@ def check_runs(
         outcomes.setdefault(entry.check, set()).add(entry.outcome)
         if entry.outcome == "unknown":
             reasons.setdefault(entry.check, []).append(f"{entry.subject}: {entry.seen}")
-        for subject in _counted(entry.subject):
+        members = entry.subject.members if entry.subject.kind == "group" else ()
+        for subject in (entry.subject, *(Subject("gpu", (member,)) for member in members)):
             key = (entry.check, subject)
             done[key] = done.get(key, Work()) + entry.work
     return {
         check: _check_run(check, times(check), subjects, done, outcomes[check], reasons.get(check, []))
         for check, subjects in needed.items()
     }
-
-
-def _counted(subject: Subject) -> list[Subject]:
-    return (
-        [subject, *(Subject("gpu", (member,)) for member in subject.members)] if subject.kind == "group" else [subject]
-    )
 
 
 def _check_run(
@@ -155,37 +134,30 @@ def _check_run(
     reasons: Sequence[str],
 ) -> CheckRun:
     work_by_subject = {subject: done.get((check, subject)) for subject in subjects}
-    short = [subject for subject, floor in subjects.items() if not _reached(work_by_subject[subject], floor)]
+    gaps = {subject: gap for subject, floor in subjects.items() if (gap := _gap(work_by_subject[subject], floor))}
     floor = next(iter(subjects.values()), Work())
-    least = min(
-        (work or Work() for work in work_by_subject.values()),
-        key=lambda work: (work.operations, work.bytes),
-        default=Work(),
-    )
+    works = (work or Work() for work in work_by_subject.values())
+    least = min(works, key=lambda work: (work.operations, work.bytes), default=Work())
     if "failed" in outcomes:
         return CheckRun(check, *when, "failed", floor, least)
     explanation = reasons[0] + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else "") if reasons else ""
-    if short:
-        named = ", ".join(map(str, short[:3])) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
-        gap = _gap(work_by_subject[short[0]], subjects[short[0]])
-        reason = f"{check} did less than its least work on {named}: {gap}" + (f"; {explanation}" if explanation else "")
+    if gaps:
+        short = [*map(str, gaps)]
+        named = ", ".join(short[:3]) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
+        reason = f"{check} did less than its least work on {named}: {next(iter(gaps.values()))}"
+        reason += f"; {explanation}" if explanation else ""
         return CheckRun(check, *when, "unknown", floor, least, reason)
     if "unknown" in outcomes:
         return CheckRun(check, *when, "unknown", floor, least, f"{check}: {explanation}")
     return CheckRun(check, *when, "passed" if "passed" in outcomes else "skipped", floor, least)
 
 
-def _reached(work: Work | None, floor: Work) -> bool:
-    if work is None:
-        return False
-    return work.bytes >= floor.bytes and work.operations >= floor.operations and work.seconds >= floor.seconds
-
-
 def _gap(work: Work | None, floor: Work) -> str:
-    work = work or Work()
+    """Return what is missing to the floor, or "" if nothing is."""
+    done = work or Work()
     shortfalls = [
-        f"{getattr(work, name):g} of {getattr(floor, name):g} {name}"
+        f"{getattr(done, name):g} of {getattr(floor, name):g} {name}"
         for name in ("bytes", "operations", "seconds")
-        if getattr(work, name) < getattr(floor, name)
+        if getattr(done, name) < getattr(floor, name)
     ]
-    return ", ".join(shortfalls) or "nothing was checked"
+    return ", ".join(shortfalls) or ("" if work else "nothing was checked")

@@ -76,11 +76,8 @@ def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:
     Args:
         spreads: for each subject the MAD and the number of its repeats. All subjects are assumed to scatter alike.
     """
-    errors = [
-        spread / _SMALL.get(repeats, 1 / NORMAL) * _MEDIAN / math.sqrt(repeats)
-        for spread, repeats in spreads
-        if repeats > 2
-    ]
+    enough = ((spread, repeats) for spread, repeats in spreads if repeats > 2)
+    errors = [spread / _SMALL.get(n, 1 / NORMAL) * _MEDIAN / math.sqrt(n) for spread, n in enough]
     # The median of few spreads is small by chance, so use the mean; limit it to twice the median, because one may be an
     # outlier.
     return min(sum(errors) / len(errors), 2 * median(errors)) if errors else 0.0
@@ -91,15 +88,10 @@ Pair = tuple[int, int]
 
 @dataclass
 class LinkClass:
-    """Links that should have one speed.
+    """Links that should have one speed."""
 
-    Attributes:
-        pairs: source and destination of each link.
-        reference: the links of `pairs` whose speed the others should reach.
-    """
-
-    pairs: set[Pair]
-    reference: set[Pair]
+    pairs: set[Pair]  # source and destination of each link
+    reference: set[Pair]  # the links of `pairs` whose speed the others should reach
 
 
 def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> list[LinkClass]:
@@ -128,9 +120,8 @@ def modes(speeds: Mapping[Pair, float], least: float, topology_known: bool) -> l
             continue
         link_class = classes[-1]
         link_class.pairs |= mode
-        if topology_known and len(link_class.reference) < majority * (
-            majority - 1
-        ):  # a few fast links are not a reference for all
+        # A few fast links are not a reference for all.
+        if topology_known and len(link_class.reference) < majority * (majority - 1):
             link_class.reference |= mode
             fast |= mode
     for better, worse in pairwise(list(classes)):
@@ -185,23 +176,15 @@ Against = Literal["peers", "itself", "baseline", "floor"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one value with one reference.
-
-    Attributes:
-        reference: the reference in the unit of the measurement; None without a reference.
-        missing: the share of the reference's speed that is missing, negative if the value is faster.
-        limit: the share that may be missing.
-        why: why the outcome is unknown, or else the origin of the reference, in one line.
-        numbers: further figures for the JSON report.
-    """
+    """The comparison of one value with one reference."""
 
     against: Against
     outcome: Outcome
-    reference: float | None = None
-    missing: float | None = None
-    limit: float | None = None
-    why: str = ""
-    numbers: Mapping[str, Any] | None = None
+    reference: float | None = None  # the reference in the unit of the measurement; None without a reference
+    missing: float | None = None  # the share of the reference's speed that is missing, negative if the value is faster
+    limit: float | None = None  # the share that may be missing
+    why: str = ""  # why the outcome is unknown, or else the origin of the reference, in one line
+    numbers: Mapping[str, Any] | None = None  # further figures for the JSON report
 
     def as_json(self) -> dict[str, Any]:
         mine = {"against": self.against, "outcome": self.outcome, "reference": self.reference, "missing": self.missing}
@@ -246,12 +229,8 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
         noise: the standard deviation of `value`, estimated from its own repeats.
     """
     if len(others) < LEAST_PEERS:
-        alone = (
-            "there is no other of its kind"
-            if not others
-            else "there is only one other, and two values do not show which is right"
-        )
-        return Comparison("peers", "unknown", why=alone)
+        two = "there is only one other, and two values do not show which is right"
+        return Comparison("peers", "unknown", why=two if others else "there is no other of its kind")
     middle = median(others)
     scatter = max(deviation(others), noise)
     limit = max(least, DEVIATIONS * scatter / middle)
@@ -280,17 +259,11 @@ def useless(measurement: Measurement) -> str:
 
 @dataclass(frozen=True)
 class Vote:
-    """The result of a vote without agreement among the GPUs of one model.
+    """The result of a vote without agreement among the GPUs of one model."""
 
-    Attributes:
-        voters: numbers of the GPUs that voted.
-        odd: GPUs that differ from the majority; all voters if there is no majority.
-        usual: the value of more than half of the voters; None if there is no majority.
-    """
-
-    voters: tuple[int, ...]
-    odd: tuple[int, ...]
-    usual: Hashable | None
+    voters: tuple[int, ...]  # numbers of the GPUs that voted
+    odd: tuple[int, ...]  # GPUs that differ from the majority; all voters if there is no majority
+    usual: Hashable | None  # the value of more than half of the voters; None if there is no majority
 
     @property
     def decided(self) -> bool:

@@ -31,16 +31,10 @@ Spread = Annotated[float, msgspec.Meta(ge=0, lt=1e300, description="a finite num
 Content = TypeVar("Content")
 _ABSENT = object()
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-_EXACT = 2.0**53
-"""Up to here each integer is a float of its own."""
-_WORDS = {
-    int: "an integer",
-    float: "a number",
-    Number: "a number",
-    str: "a text",
-    bool: "true or false",
-    NoneType: "null",
-}
+_SCHEMA_OF_NUMBER = {"anyOf": [{"type": "number"}, {"enum": [*_NOT_FINITE]}]}
+_EXACT = 2.0**53  # up to here each integer is a float of its own
+_WORDS = {int: "an integer", str: "a text", bool: "true or false", NoneType: "null"}
+_WORDS |= dict.fromkeys((float, Number), "a number")
 
 
 def read_document(path: Path) -> Any:
@@ -115,19 +109,13 @@ class DocumentType(Generic[Content]):
 
     def schema(self, title: str) -> dict[str, Any]:
         """Return the JSON schema of the file. The docstrings of the dataclasses are its descriptions."""
-        (_,), kinds = msgspec.json.schema_components((self.content,), schema_hook=_schema_of_number)
+        (_,), kinds = msgspec.json.schema_components((self.content,), schema_hook=lambda _: dict(_SCHEMA_OF_NUMBER))
         for definition in kinds.values():
             _describe(definition)
         root = kinds.pop(self.content.__name__)
         head = {"format": {"const": self.name}, "version": {"const": self.version}}
-        return {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            **root,
-            "title": title,
-            "properties": {**head, **root["properties"]},
-            "required": [*head, *root["required"]],
-            "$defs": kinds,
-        }
+        own = {"properties": {**head, **root["properties"]}, "required": [*head, *root["required"]], "$defs": kinds}
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "title": title, **own}
 
 
 def _describe(definition: dict[str, Any]) -> None:
@@ -163,10 +151,6 @@ def _number(number_type: Any, value: Any) -> Any:
     if value not in _NOT_FINITE and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError  # msgspec turns it into a ValidationError
     return number_type(value)
-
-
-def _schema_of_number(number_type: Any) -> dict[str, Any]:
-    return {"anyOf": [{"type": "number"}, {"enum": list(_NOT_FINITE)}]}
 
 
 # Messages: msgspec names a type for a value that does not fit; users need the value and the valid values as well.

@@ -1,8 +1,10 @@
-"""Register defects of hardware, and parse their names on the command line."""
+"""Register defects of hardware, parse their names on the command line, and plant them in simulated nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import importlib
 import re
 import time
@@ -10,23 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.devices.observations import Part
+from mgpu_check.devices.observations import Part, PartKind
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.sources import Override
 from mgpu_check.simulated.defects.parameters import PATTERNS, UNITS, Parameters, Value
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 if TYPE_CHECKING:
-    from mgpu_check.simulated.hardware import Defect
+    from mgpu_check.simulated.hardware import Defect, Hardware
 
-PLANTER = "mgpu_check.acceptance.planting:hardware_planted"
-"""The function that plants what `hardware_text` returns: ranks import it, because it imports torch."""
+PLANTER = f"{__name__}:hardware_planted"
+"""The function that plants what `hardware_text` returns, in a rank: it imports torch."""
 
 MEMORY = 16 << 20
 """Bytes of memory of a GPU with simulated hardware. Small, so that checks of all of it are fast."""
-
-MODULES = ("memory", "compute", "links", "collectives", "performance", "health", "inventory", "machine")
-"""`mgpu_check.acceptance.<module>.faults` holds the faults of each check."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "path": ("any", "engine", "kernel"),
@@ -46,29 +45,21 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class HardwareFault:
-    """A defect of hardware that can be planted.
-
-    Attributes:
-        defaults: its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes),
-            "probability" (per operation), "every" (affects every n-th operation), "after" (seconds since the start),
-            "factor", ...
-        parts: the parts that the verdict must accuse.
-        caught_by: the checks that must detect it.
-        level: the lowest level that must detect it.
-        defect: makes the defect of the simulated node; None if the fault shows in telemetry only.
-        telemetry: makes the overrides of telemetry; empty by default.
-        of_host: fields of the simulated host that differ.
-    """
+    """A defect of hardware that can be planted."""
 
     name: str
     summary: str
+    # its parameters with their defaults: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per
+    # operation), "every" (affects every n-th operation), "after" (seconds since the start), "factor", ...
     defaults: Parameters
-    parts: Callable[[Parameters], tuple[Part, ...]]
-    caught_by: tuple[str, ...]
-    level: str = "quick"
+    parts: Callable[[Parameters], tuple[Part, ...]]  # the parts that the verdict must accuse
+    caught_by: tuple[str, ...]  # the checks that must detect it
+    level: str = "quick"  # the lowest level that must detect it
+    # makes the defect of the simulated node; None if the fault shows in telemetry only
     defect: Callable[[Parameters], Defect] | None = None
+    # makes the overrides of telemetry; empty by default
     telemetry: Callable[[Parameters], Sequence[Override]] = field(default=lambda parameters: ())
-    of_host: Mapping[str, Any] = field(default_factory=dict)
+    of_host: Mapping[str, Any] = field(default_factory=dict)  # fields of the simulated host that differ
 
 
 @dataclass(frozen=True)
@@ -106,20 +97,13 @@ def made_by(name: str, **arguments: Any) -> Callable[[Parameters], Defect]:
     return make
 
 
-def gpu(parameters: Parameters) -> tuple[Part, ...]:
-    return (Part("gpu", (int(parameters["device"]),)),)
+def _accused(kind: PartKind, *names: str) -> Callable[[Parameters], tuple[Part, ...]]:
+    """Return a function that returns the part of the GPUs in these parameters, or of the only host."""
+    return lambda parameters: (Part(kind, tuple(int(parameters[name]) for name in names) or (0,)),)
 
 
-def host(_: Parameters) -> tuple[Part, ...]:
-    return (Part("host", (0,)),)
-
-
-def link(parameters: Parameters) -> tuple[Part, ...]:
-    return (Part("link", (int(parameters["device"]), int(parameters["peer"]))),)
-
-
-def host_link(parameters: Parameters) -> tuple[Part, ...]:
-    return (Part("host-link", (int(parameters["device"]),)),)
+gpu, host = _accused("gpu", "device"), _accused("host")
+link, host_link = _accused("link", "device", "peer"), _accused("host-link", "device")
 
 
 _faults: dict[str, HardwareFault] = {}
@@ -134,8 +118,7 @@ def hardware_fault(fault: HardwareFault) -> HardwareFault:
 
 def all_hardware_faults() -> dict[str, HardwareFault]:
     """Return every fault by name. Imports no torch."""
-    for name in MODULES:
-        importlib.import_module(f"mgpu_check.acceptance.{name}.faults")
+    importlib.import_module("mgpu_check.acceptance.hardware_faults")
     return dict(_faults)
 
 
@@ -146,9 +129,8 @@ def planted_from(text: str) -> Planted:
     if name not in faults:
         close = difflib.get_close_matches(name, faults, n=3, cutoff=0.4)
         nearest = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(
-            f"{name!r} is not a hardware fault; {nearest}mgpu-check accept --plant=list lists all {len(faults)}"
-        )
+        listed = f"mgpu-check accept --plant=list lists all {len(faults)}"
+        raise ValueError(f"{name!r} is not a hardware fault; {nearest}{listed}")
     fault = faults[name]
     parameters = dict(fault.defaults)
     for pair in filter(None, assignments.split(",")):
@@ -160,7 +142,7 @@ def planted_from(text: str) -> Planted:
 
 
 def hardware_text(faults: Sequence[Planted]) -> str:
-    """Return the name of these faults for `planting.hardware_planted`; hardware without defects if `faults` is empty.
+    """Return the name of these faults for `hardware_planted`; hardware without defects if `faults` is empty.
 
     The text begins with the time: the parameter ``after`` counts from it.
     """
@@ -175,3 +157,27 @@ def _value(name: str, key: str, text: str, default: Value) -> Value:
     if not re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", text):
         raise ValueError(f"{name}: {key}={text!r} is not a number; its default is {default}")
     return int(text) if isinstance(default, int) else float(text)
+
+
+def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that gives the simulated node of this process the hardware of a text of `hardware_text`.
+
+    Counters and time of the hardware continue from one context to the next.
+    """
+    from mgpu_check.simulated.hardware import planted
+
+    return planted(_hardware(text))
+
+
+@functools.lru_cache(maxsize=1)
+def _hardware(text: str) -> Hardware:
+    from mgpu_check.simulated.hardware import Hardware
+
+    started, _, fault_texts = text.partition(";")
+    defects = []
+    for planted in map(planted_from, filter(None, fault_texts.split(";"))):
+        if planted.fault.defect is not None:
+            defect = planted.fault.defect(planted.parameters)
+            defect.since = float(started) + float(planted.parameters.get("after", 0))
+            defects.append(defect)
+    return Hardware(defects, MEMORY)

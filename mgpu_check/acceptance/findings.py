@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from mgpu_check.acceptance.documents import convert
 from mgpu_check.devices.observations import Observation, PartKind, Ruling, Subject
-from mgpu_check.devices.telemetry.fields import field_of
+from mgpu_check.devices.telemetry.fields import peer_of
 from mgpu_check.processes.rank_lists import grouped
 
 Severity = Literal["warn", "config", "reset", "isolate", "replace"]
@@ -43,32 +43,21 @@ class FindingKind:
     """A kind of finding, and the observations that are of it.
 
     An observation matches if each attribute of the last group that is not empty has its value.
-
-    Attributes:
-        action: what automation should do first.
-        ruling: what the finding means for the verdict, unless a policy says otherwise.
-        meaning: what is wrong, as a sentence.
-        evidence: what the observation's evidence and text contain.
-        do: what a person should do.
-        do_for_host: the same if all GPUs of a host have it; "" if it is `do`.
-        fields: telemetry fields, by the evidence "field"; a pair field without its peer.
-        kinds: kinds of trouble, by the evidence "kind".
-        key: a key of the evidence.
     """
 
     id: str
     severity: Severity
-    action: Action
-    ruling: Ruling
-    meaning: str
-    evidence: str
-    do: str
-    do_for_host: str = ""
+    action: Action  # what automation should do first
+    ruling: Ruling  # what the finding means for the verdict, unless a policy says otherwise
+    meaning: str  # what is wrong, as a sentence
+    evidence: str  # what the observation's evidence and text contain
+    do: str  # what a person should do
+    do_for_host: str = ""  # the same if all GPUs of a host have it; "" if it is `do`
     checks: tuple[str, ...] = ()
     subjects: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    key: str = ""
+    fields: tuple[str, ...] = ()  # telemetry fields, by the evidence "field"; a pair field without its peer
+    kinds: tuple[str, ...] = ()  # kinds of trouble, by the evidence "kind"
+    key: str = ""  # a key of the evidence
 
     def matches(self, entry: Observation) -> bool:
         pairs = (
@@ -83,10 +72,7 @@ class FindingKind:
 
 def _field(entry: Observation) -> str:
     name = str(entry.evidence.get("field", ""))
-    try:
-        return field_of(name).name
-    except KeyError:
-        return name
+    return name if peer_of(name) is None else name.rpartition("_")[0]
 
 
 def _read() -> dict[str, FindingKind]:
@@ -123,7 +109,7 @@ class ReportedFinding:
 
 
 def identify(entry: Observation) -> FindingKind:
-    return next(finding_kind for finding_kind in KINDS.values() if finding_kind.matches(entry))
+    return next(kind for kind in KINDS.values() if kind.matches(entry))
 
 
 def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
@@ -133,9 +119,9 @@ def judged(entry: Observation, policy: Mapping[str, Ruling]) -> Observation:
     """
     if entry.outcome != "failed":
         return entry
-    finding_kind = identify(entry)
-    ruling = policy.get(finding_kind.id, finding_kind.ruling)
-    return replace(entry, finding=finding_kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
+    kind = identify(entry)
+    ruling = policy.get(kind.id, kind.ruling)
+    return replace(entry, finding=kind.id, ruling=ruling, outcome="failed" if ruling == "reject" else "passed")
 
 
 _SUITED: Mapping[PartKind, Mapping[Action, Action]] = {
@@ -155,39 +141,23 @@ def suited(action: Action, component_kind: PartKind) -> Action:
 def listed(observations: Iterable[Observation]) -> list[ReportedFinding]:
     """Return the findings of a run, the most severe first."""
     findings = []
-    for (name, subject), entries in grouped(
-        ((observation.finding, observation.subject), observation) for observation in observations if observation.finding
-    ):
-        finding_kind, earliest = KINDS[name], entries[0]
-        do = finding_kind.do_for_host if finding_kind.do_for_host and subject.kind == "host" else finding_kind.do
-        advice = str(earliest.evidence.get("advice") or do)
-        action = suited(finding_kind.action, "host") if subject.kind == "host" else finding_kind.action
-        times, ruling = sum(entry.times for entry in entries), earliest.ruling or finding_kind.ruling
-        findings.append(
-            ReportedFinding(name, finding_kind.severity, action, ruling, subject, times, earliest.seen, advice)
-        )
+    pairs = (((entry.finding, entry.subject), entry) for entry in observations if entry.finding)
+    for (name, subject), entries in grouped(pairs):
+        kind, earliest, host = KINDS[name], entries[0], subject.kind == "host"
+        advice = str(earliest.evidence.get("advice") or (host and kind.do_for_host) or kind.do)
+        action = suited(kind.action, "host") if host else kind.action
+        times, ruling = sum(entry.times for entry in entries), earliest.ruling or kind.ruling
+        findings.append(ReportedFinding(name, kind.severity, action, ruling, subject, times, earliest.seen, advice))
     return sorted(findings, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.id, finding.subject))
 
 
 def table() -> str:
     head = ("id", "severity", "action", "verdict", "means", "evidence", "do")
-    rows = [
-        (
-            f"`{finding_kind.id}`",
-            finding_kind.severity,
-            finding_kind.action,
-            finding_kind.ruling,
-            finding_kind.meaning,
-            finding_kind.evidence,
-            _for_page(finding_kind),
-        )
-        for finding_kind in KINDS.values()
-    ]
+    rows = []
+    for kind in KINDS.values():
+        do = f"{kind.do}. For a host: {kind.do_for_host}" if kind.do_for_host else kind.do
+        rows.append((f"`{kind.id}`", kind.severity, kind.action, kind.ruling, kind.meaning, kind.evidence, do))
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows]) + "\n"
-
-
-def _for_page(finding_kind: FindingKind) -> str:
-    return f"{finding_kind.do}. For a host: {finding_kind.do_for_host}" if finding_kind.do_for_host else finding_kind.do
 
 
 if __name__ == "__main__":

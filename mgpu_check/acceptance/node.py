@@ -1,16 +1,20 @@
-"""The GPUs of an acceptance run: call checks on them and record the observations.
+"""The GPUs of an acceptance run: call checks on them, within the limits of the level, and record the observations.
 
 The error of a call without results becomes observations, too: failed if a GPU is at fault, else unknown.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 from mgpu_check.acceptance.checklist import CHECKLIST
-from mgpu_check.acceptance.levels import seconds_for_a_call, slowdown
 from mgpu_check.acceptance.run_report import RepeatableCall
 from mgpu_check.devices.observations import (
     MeasuredKind,
@@ -27,6 +31,7 @@ from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.option_values import Depth, depth_of
 from mgpu_check.processes.child_processes import FROM_OUTSIDE
 from mgpu_check.processes.rank_lists import grouped
+from mgpu_check.settings import active
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.machine.checks import KernelFacts
@@ -37,24 +42,69 @@ if TYPE_CHECKING:
     from mgpu_check.engine.rank_side.rank import Rank
 
 
+SEEDS = st.integers(0, 2**16).filter(bool)
+"""Seeds of data, except 0.
+
+Hypothesis tries the simplest value first, so a property with one example would always draw 0.
+"""
+
+_SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
+
+
+def drawn(*, quick: int, standard: int, long: int) -> settings:
+    """Make Hypothesis settings for a property, with the given number of examples at each level.
+
+    Examples are not shrunk: each covers all GPUs and records its failures, and second looks find the GPU at fault.
+    There is no deadline, because ranks have their own; and no example database, because a run leaves no files in its
+    directory.
+    """
+    return settings(
+        max_examples={"quick": quick, "standard": standard, "long": long}[active().depth],
+        phases=(Phase.explicit, Phase.generate),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def slowdown(most: float = math.inf) -> float:
+    """Return how many processes share a core here, from 1 to `most`: ranks that wait for a core answer later."""
+    return min(most, max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
+
+
+def seconds_for_a_call() -> float:
+    """Return the seconds that a call on all GPUs may take: more on a busy host, at most ``--rank-timeout`` if given."""
+    own = _SECONDS[active().depth] * slowdown(3.0)
+    return min(own, active().rank_timeout) if active().given("rank_timeout") else own
+
+
 _OF_GROUPS = "DistBackendError"
 _OF_DEVICES = ("AcceleratorError", _OF_GROUPS, "DeferredCudaCallError")
 """Errors of torch that report a failed device, or failed communication between devices."""
 
-_REFUSALS = ("DeviceRefused", *_OF_DEVICES)
-"""Causes of a failed start of a rank that put its device at fault."""
+_REFUSALS = ("DeviceRefused", *_OF_DEVICES)  # causes of a failed start of a rank that put its device at fault
 
 
 @dataclass
 class ErrorObservations:
-    """The observations that follow from an error.
+    """The observations that follow from an error of a check on some GPUs."""
 
-    Attributes:
-        lost: GPUs that no longer answer.
-    """
-
+    check: str
+    gpus: Sequence[int]
     observations: list[Observation] = field(default_factory=list)
-    lost: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # GPUs that no longer answer
+
+    def add(self, rank: int, message: str, ended: str, outcome: Outcome = "failed", lost: bool = False) -> None:
+        """Add the observation of a rank; for `NODE` that of the group, or of each GPU if it is unknown."""
+        if rank != NODE:
+            subjects = [Subject("gpu", (self.gpus[rank],))]
+            self.lost |= {self.gpus[rank]} if lost else set()
+        elif outcome == "failed":
+            subjects = [Subject("group", tuple(self.gpus))]
+        else:
+            subjects = [Subject("gpu", (number,)) for number in self.gpus]
+        for subject in subjects:
+            self.observations.append(Observation(self.check, subject, outcome, message, evidence={"ended": ended}))
 
 
 def observations_of(error: BaseException, check: str, call_name: str, gpus: Sequence[int]) -> ErrorObservations | None:
@@ -64,9 +114,12 @@ def observations_of(error: BaseException, check: str, call_name: str, gpus: Sequ
         call_name: name of the function that was called.
         gpus: GPUs of the ranks in their order, or all GPUs that the node process sees.
     """
-    trouble = ErrorObservations()
+    trouble = ErrorObservations(check, gpus)
     if isinstance(error, StartupFailure):
-        _refused(trouble, check, error, gpus)
+        for rank in error.ranks or [NODE]:
+            at_fault = error.cause in _REFUSALS and rank != NODE  # only a device that refuses every process
+            outcome: Outcome = "failed" if at_fault else "unknown"
+            trouble.add(rank, str(error).splitlines()[0], "refused", outcome, lost=at_fault)
         return trouble
     account = getattr(error, "account", None)
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
@@ -79,86 +132,42 @@ def observations_of(error: BaseException, check: str, call_name: str, gpus: Sequ
         whose = "its process" if alone else Who(len(gpus))([rank])
         if died.exit_code is not None and -died.exit_code in FROM_OUTSIDE:
             message = f"{whose} was ended from outside in {call_name}: {died.cause}"
-            _add(trouble, check, rank, gpus, message, "ended", outcome="unknown")
+            trouble.add(rank, message, "ended", "unknown")
             continue
         message = f"{whose} died in {call_name}: {died.cause}"
-        _add(trouble, check, rank if alone else NODE, gpus, message, "died", lost=alone)
+        trouble.add(rank if alone else NODE, message, "died", lost=alone)
     for rank, raised in account.raised.items():
         failure = raised.failure
         error_type = failure.type.rpartition(".")[2]
         if error_type in _OF_DEVICES:
             mine = alone or error_type != _OF_GROUPS
             message = f"{call_name} raised {failure.headline}"
-            _add(trouble, check, rank if mine else NODE, gpus, message, "raised", lost=error_type == "AcceleratorError")
+            trouble.add(rank if mine else NODE, message, "raised", lost=error_type == "AcceleratorError")
         else:
-            _add(
-                trouble,
-                check,
-                rank,
-                gpus,
-                f"{call_name} could not run: {failure.headline}",
-                "raised",
-                outcome="unknown",
-            )
+            trouble.add(rank, f"{call_name} could not run: {failure.headline}", "raised", "unknown")
     if account.hung is not None:
         late = f"{call_name} did not end within {account.hung:g} s"
-        if (
-            alone and len(gpus) > 1 and not account.finished
-        ):  # no GPU shows that the time suffices: the host may be busy
-            _add(trouble, check, NODE, gpus, f"{late} on any GPU", "hung", outcome="unknown")
+        # No GPU shows that the time suffices: the host may be busy.
+        if alone and len(gpus) > 1 and not account.finished:
+            trouble.add(NODE, f"{late} on any GPU", "hung", "unknown")
         else:
             for rank in account.interrupted if alone else [NODE]:
-                _add(trouble, check, rank, gpus, late, "hung", lost=alone)
+                trouble.add(rank, late, "hung", lost=alone)
     if not trouble.observations:
-        message = f"{call_name} could not run: {str(error).splitlines()[0]}"
-        _add(trouble, check, NODE, gpus, message, "raised", outcome="unknown")
+        trouble.add(NODE, f"{call_name} could not run: {str(error).splitlines()[0]}", "raised", "unknown")
     return trouble
-
-
-def _refused(trouble: ErrorObservations, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
-    """Add observations for ranks that did not start: only a device that refuses every process is at fault."""
-    message = str(error).splitlines()[0]
-    for rank in error.ranks or [NODE]:
-        at_fault = error.cause in _REFUSALS and rank != NODE
-        _add(trouble, check, rank, gpus, message, "refused", outcome="failed" if at_fault else "unknown", lost=at_fault)
-
-
-def _add(
-    trouble: ErrorObservations,
-    check: str,
-    rank: int,
-    gpus: Sequence[int],
-    message: str,
-    ended: str,
-    *,
-    outcome: Outcome = "failed",
-    lost: bool = False,
-) -> None:
-    if rank != NODE:
-        subjects = [Subject("gpu", (gpus[rank],))]
-        trouble.lost |= {gpus[rank]} if lost else set()
-    elif outcome == "failed":
-        subjects = [Subject("group", tuple(gpus))]
-    else:
-        subjects = [Subject("gpu", (number,)) for number in gpus]
-    for subject in subjects:
-        trouble.observations.append(Observation(check, subject, outcome, message, evidence={"ended": ended}))
 
 
 _HURRY = 4
 
-_PROBE = 10.0
-"""Time limit in seconds for one addition on a GPU, on an idle host. A GPU that exceeds it counts as lost."""
+_PROBE = 10.0  # time limit in seconds for one addition on a GPU, on an idle host. A GPU that exceeds it counts as lost.
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A telemetry snapshot between two tests.
+    """A telemetry snapshot between two tests."""
 
-    Attributes:
-        check, test: the test that had just ended; empty before the first test.
-    """
-
+    # check, test: the test that had just ended; empty before the first test
     check: str
     test: str
     snapshot: Snapshot
@@ -222,16 +231,12 @@ class Node:
     @property
     def fabric(self) -> dict[int, str]:
         """Number of each host with an active InfiniBand port -> the name of the port."""
-        facts = {host.number: self.kernel_before.get((host.name, host.boot), {}) for host in self.hosts_of_run}
-        ports = {
-            host: [
-                component.name
-                for component in components.values()
-                if component.kind == "infiniband" and component.is_up
-            ]
-            for host, components in facts.items()
-        }
-        return {host: port_names[0] for host, port_names in ports.items() if port_names}
+        ports: dict[int, str] = {}
+        for host in self.hosts_of_run:
+            for component in self.kernel_before.get((host.name, host.boot), {}).values():
+                if component.kind == "infiniband" and component.is_up:
+                    ports.setdefault(host.number, component.name)
+        return ports
 
     @property
     def hosts(self) -> dict[int, list[int]]:
@@ -262,20 +267,12 @@ class Node:
             return []
 
         def call() -> list[Any]:
-            return self._pool.run(
-                fn, *args, devices=chosen, environment=environment, timeout=timeout or self._patience(check)
-            )
+            # The time limit is shorter once a call of this check has hung.
+            patience = timeout or seconds_for_a_call() / (_HURRY if check in self._hung else 1)
+            return self._pool.run(fn, *args, devices=chosen, environment=environment, timeout=patience)
 
         repeatable = RepeatableCall(check, fn, args, tuple(chosen), timeout, environment or {})
-        return self._looked(
-            check,
-            fn,
-            chosen,
-            call,
-            lambda index: self._translated(chosen, self.gpus[chosen[index]].host),
-            lambda: self.repeat(repeatable, chosen[::-1]),
-            repeatable,
-        )
+        return self._looked(repeatable, call, lambda: self.repeat(repeatable, chosen[::-1]))
 
     def repeat(
         self, call: RepeatableCall, gpus: Sequence[int], environment: Mapping[str, str] | None = None
@@ -332,10 +329,7 @@ class Node:
                 environment=repeatable.environment,
             )
 
-        translation = self._translated(repeatable.gpus, host)
-        return self._looked(
-            repeatable.check, repeatable.fn, repeatable.gpus, call, lambda _: translation, measure, repeatable
-        )
+        return self._looked(repeatable, call, measure)
 
     def measurements(self) -> list[Measurement]:
         return list(self._log.measurements())
@@ -349,9 +343,7 @@ class Node:
         Returns:
             The new measurements. They are in the log, too.
         """
-        calls = dict.fromkeys(
-            self._measuring[measurement.kind] for measurement in slow if measurement.kind in self._measuring
-        )
+        calls = dict.fromkeys(self._measuring[speed.kind] for speed in slow if speed.kind in self._measuring)
         before = len(self.measurements())
         for call in calls:
             if not until():
@@ -367,20 +359,14 @@ class Node:
         self._log.add(results)
 
     def _looked(
-        self,
-        check: str,
-        fn: Callable[..., Any],
-        gpus: Sequence[int],
-        call: Callable[[], list[Any]],
-        translation: Callable[[int], Callable[[Any], Any]],
-        measure: Callable[[], object],
-        repeatable: RepeatableCall,
+        self, repeatable: RepeatableCall, call: Callable[[], list[Any]], measure: Callable[[], object]
     ) -> list[Any]:
         """Make a call and record its results.
 
         Args:
             measure: measures the same again. Of several calls that measure a quantity, the last one is kept.
         """
+        check, fn, gpus = repeatable.check, repeatable.fn, repeatable.gpus
         try:
             results = call()
         except BaseException as error:
@@ -389,22 +375,20 @@ class Node:
                 raise
             self._log.add(trouble.observations)
             self.lost |= trouble.lost
-            has_failed = isinstance(error, StartupFailure) or any(
-                observation.outcome == "failed" for observation in trouble.observations
-            )
             if isinstance(error, RankHang):
                 self._hung.add(check)
-            if (has_failed or isinstance(error, RankHang)) and not self._probing:
+            has_failed = any(entry.outcome == "failed" for entry in trouble.observations)
+            if (has_failed or isinstance(error, StartupFailure | RankHang)) and not self._probing:
                 self._probe(check)
             return []
-        translated = [translation(index)(result) for index, result in enumerate(results)]
+        alone = repeatable.host is not None
+        hosts = [repeatable.host or 0] * len(results) if alone else [self.gpus[number].host for number in gpus]
+        translated = [_translated(result, gpus, host) for result, host in zip(results, hosts, strict=False)]
         failed: list[Observation] = []
         for result in translated:
             new = _subject_results(result)
             self._log.add(new, repeatable)
-            self._measuring.update(
-                {measurement.kind: measure for measurement in new if isinstance(measurement, Measurement)}
-            )
+            self._measuring |= {speed.kind: measure for speed in new if isinstance(speed, Measurement)}
             failed += [entry for entry in new if isinstance(entry, Observation) and entry.outcome == "failed"]
         if failed and not self._controlling:
             self._controlling = True
@@ -413,10 +397,6 @@ class Node:
             finally:
                 self._controlling = False
         return translated
-
-    def _patience(self, check: str) -> float:
-        """Return the time limit of a call, which is shorter once a call of this check has hung."""
-        return seconds_for_a_call() / (_HURRY if check in self._hung else 1)
 
     def _probe(self, check: str) -> None:
         """Find the GPUs that still answer, one at a time: an error in a group does not name the GPU at fault."""
@@ -428,15 +408,23 @@ class Node:
         finally:
             self._probing = False
 
-    def _translated(self, gpus: Sequence[int], host: int) -> Callable[[Any], Any]:
-        def translate(result: Any) -> Any:
-            if isinstance(result, SubjectResult):
-                return result.on(gpus, host)
-            if isinstance(result, (list, tuple)) and any(isinstance(item, SubjectResult) for item in result):
-                return [translate(item) for item in result]
-            return result
 
-        return translate
+def _translated(result: Any, gpus: Sequence[int], host: int) -> Any:
+    """Return a result with numbers of GPUs in place of positions."""
+    if isinstance(result, SubjectResult):
+        return result.on(gpus, host)
+    if isinstance(result, (list, tuple)) and any(isinstance(item, SubjectResult) for item in result):
+        return [_translated(item, gpus, host) for item in result]
+    return result
+
+
+T = TypeVar("T")
+
+
+def of_type(kind: type[T], gpus: Sequence[int], results: Sequence[Iterable[Any] | None]) -> dict[int, T]:
+    """Return the value of a type among the results of each GPU, without GPUs that have none."""
+    each = zip(gpus, results, strict=False)
+    return {gpu: value for gpu, values in each for value in values or () if isinstance(value, kind)}
 
 
 def _subject_results(result: Any) -> list[SubjectResult]:

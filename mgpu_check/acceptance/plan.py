@@ -30,18 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of checks by the command line.
+    """The selection of checks by the command line."""
 
-    Attributes:
-        keyword: expression of ``-k``; "" selects all.
-        mark: expression of ``-m``.
-        left_out: prefixes of ``--deselect``.
-        files: files of the acceptance, or checks in them: "test_memory.py", "test_links.py::test_speed".
-    """
-
-    keyword: str = ""
-    mark: str = ""
-    left_out: tuple[str, ...] = ()
+    keyword: str = ""  # expression of ``-k``; "" selects all
+    mark: str = ""  # expression of ``-m``
+    left_out: tuple[str, ...] = ()  # prefixes of ``--deselect``
+    # files of the acceptance, or checks in them: "test_memory.py", "test_links.py::test_speed"
     files: tuple[str, ...] = ()
 
     @classmethod
@@ -52,12 +46,8 @@ class Selection:
             path, separator, test_name = os.fspath(word).partition("::")
             if path.endswith(".py") and package in Path(path).absolute().parents:
                 files.append(Path(path).name + separator + test_name)
-        return cls(
-            config.getoption("keyword", None) or "",
-            config.getoption("markexpr", None) or "",
-            tuple(config.getoption("deselect", None) or ()),
-            tuple(files),
-        )
+        keyword, mark, left_out = (config.getoption(name, None) for name in ("keyword", "markexpr", "deselect"))
+        return cls(keyword or "", mark or "", tuple(left_out or ()), tuple(files))
 
     def narrowed(self, checks: Iterable[str]) -> Selection:
         wanted = " or ".join(checks)
@@ -75,29 +65,21 @@ DEFAULT_SOAK = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The validated settings of an acceptance run.
-
-    Attributes:
-        memory_share: share of the free memory of each GPU to be written and read back.
-        soak: seconds of load after the checks; None for no soak.
-        simulate: backing device of simulated GPUs; None on real ones.
-        record: baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record
-            nothing.
-        policy: rulings on findings that differ from the defaults, by id.
-        evidence: whether JSON reports keep every observation and sample.
-    """
+    """The validated settings of an acceptance run."""
 
     level: Level
-    memory_share: float
-    soak: float | None
-    simulate: str | None
+    memory_share: float  # share of the free memory of each GPU to be written and read back
+    soak: float | None  # seconds of load after the checks; None for no soak
+    simulate: str | None  # backing device of simulated GPUs; None on real ones
     planted: tuple[Planted, ...] = ()
     baseline: Baseline | None = None
     reports: tuple[Path, ...] = ()
+    # baseline file to add the facts and speeds of the GPUs to, unless something failed; None to record nothing
     record: Path | None = None
     verdict_file: Path | None = None
+    # rulings on findings that differ from the defaults, by id
     policy: Mapping[str, Ruling] = field(default_factory=dict)
-    evidence: bool = False
+    evidence: bool = False  # whether JSON reports keep every observation and sample
     dcgm: Diagnostic | None = None
 
     @classmethod
@@ -110,10 +92,8 @@ class Plan:
             for planted_fault in planted:
                 _check_places(planted_fault, settings.gpus or 0)
                 if planted_fault.fault.defect is not None and settings.simulate != "cpu":
-                    raise ValueError(
-                        f"{planted_fault.text}: hardware is simulated on the CPU only, not on {settings.simulate}; "
-                        "give --simulate"
-                    )
+                    where = f"on the CPU only, not on {settings.simulate}"
+                    raise ValueError(f"{planted_fault.text}: hardware is simulated {where}; give --simulate")
             option = "accept_baseline"
             baseline = read_baseline(Path(options.accept_baseline)) if options.accept_baseline else None
             option = "accept_report"
@@ -126,7 +106,7 @@ class Plan:
             option = "accept_dcgm"
             dcgm = read_diagnostic(Path(options.accept_dcgm)) if options.accept_dcgm else None
             option = "accept_record_baseline"
-            record = _new_baseline(options.accept_record_baseline)
+            record = _new_baseline(options.accept_record_baseline) if options.accept_record_baseline else None
         except ValueError as error:
             raise ValueError(f"{settings.origins.get(option, all_options()[option].flag)}: {error}") from None
         return cls(
@@ -150,9 +130,7 @@ def soak_of(settings: Settings) -> float | None:
     return settings.of(AcceptanceSettings).accept_for or (DEFAULT_SOAK if settings.gpu_level == "long" else None)
 
 
-def _new_baseline(name: str | None) -> Path | None:
-    if name is None:
-        return None
+def _new_baseline(name: str) -> Path:
     path = Path(name)
     check_place(path)
     if path.exists():
@@ -181,9 +159,8 @@ def read_policy(path: Path) -> dict[str, Ruling]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error.strerror or error}. Give a TOML file with {_EXAMPLE}"
-        ) from error
+        why = error.strerror or error
+        raise ValueError(f"{path} cannot be read: {why}. Give a TOML file with {_EXAMPLE}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}. Give a TOML file with {_EXAMPLE}") from error
     if unknown_keys := sorted(set(document) - {_TABLE}):

@@ -117,12 +117,10 @@ class Baseline:
             gpu_names = sorted({f"{entry.name} ({entry.memory} B)" for entry in self.entries})
             return None, f"{self.file} has no {gpu.name} ({gpu.memory} B), only {', '.join(gpu_names) or 'nothing'}"
         differences = [_differences(entry.software, software) for entry in entries]
-        for entry, difference in zip(entries, differences, strict=True):
-            if not difference:
-                return entry, ""
-        return None, f"{self.file} was recorded with other software: " + min(
-            differences, key=lambda text: text.count(",")
-        )
+        if "" in differences:
+            return entries[differences.index("")], ""
+        nearest = min(differences, key=lambda text: text.count(","))
+        return None, f"{self.file} was recorded with other software: {nearest}"
 
     def expected(self, gpus: Sequence[Gpu], software: Mapping[str, str] | None = None) -> tuple[dict[str, Value], str]:
         """Return the facts that the GPUs of one host should have and "", or no facts and the reason.
@@ -164,26 +162,21 @@ class Baseline:
         same = [r for r in entry.measurements if (r.subject, r.quantity, r.unit, r.size) == key]
         recorded = next((r for r in same if position in r.places), next(iter(same), None))
         if recorded is None:
-            return Comparison(
-                "baseline", "unknown", why=f"{self.file} has no {measurement.quantity} of size {measurement.size}"
-            )
+            reason = f"{self.file} has no {measurement.quantity} of size {measurement.size}"
+            return Comparison("baseline", "unknown", why=reason)
         least = least_shortfall(measurement.kind)
         scatter = DEVIATIONS * NORMAL * recorded.spread / recorded.value
         at_place = recorded.places.get(position)
         if at_place is None and (scatter > UNUSABLE or subject.kind == "group"):
-            return Comparison(
-                "baseline", "unknown", why=f"{self.file} has no {subject.kind} at {position}, and its others differ"
-            )
+            reason = f"{self.file} has no {subject.kind} at {position}, and its others differ"
+            return Comparison("baseline", "unknown", why=reason)
         reference = recorded.value if at_place is None else at_place
         # A value at the same place has no scatter between places; the least share covers the noise of a run.
         limit = least if at_place is not None else max(least, scatter)
         missing = shortfall(measurement.value, reference, measurement.unit)
         reason = f"recorded at {entry.recorded}" + ("" if at_place is None else f" at {position}")
-        numbers = {
-            "recorded": recorded.value,
-            "spread": recorded.spread,
-            "place": position if at_place is not None else None,
-        }
+        place = None if at_place is None else position
+        numbers = {"recorded": recorded.value, "spread": recorded.spread, "place": place}
         outcome: Any = "failed" if missing > limit else "passed"
         return Comparison("baseline", outcome, reference, missing, limit, reason, numbers)
 
@@ -239,16 +232,13 @@ def entries_of(
         mine = [gpu for gpu in gpus if model[gpu.number] == (name, memory)]
         numbers = {gpu.number for gpu in mine}
         hosts = {gpu.host for gpu in mine}
-        usable = [
-            m for m in measurements if m.subject.kind != "host" and set(m.subject.members) <= numbers and not useless(m)
-        ]
-        is_complete = visible is None or all(
-            visible.get(host) == sum(gpu.host == host for gpu in gpus) for host in hosts
-        )
+        own = (m for m in measurements if m.subject.kind != "host" and set(m.subject.members) <= numbers)
+        usable = [m for m in own if not useless(m)]
+        of_hosts = {host: sum(gpu.host == host for gpu in gpus) for host in hosts}
+        is_complete = visible is None or all(visible.get(host) == count for host, count in of_hosts.items())
         count = max(sum(gpu.host == host for gpu in mine) for host in hosts) if is_complete else 0
         versions = {fact: value for fact, value in software.items() if fact in SOFTWARE and value}
-        facts = _facts(mine)
-        entries.append(Entry(name, memory, recorded, count, facts, _recorded(usable, by_number), versions))
+        entries.append(Entry(name, memory, recorded, count, _facts(mine), _recorded(usable, by_number), versions))
     return entries
 
 
@@ -260,11 +250,8 @@ def _facts(gpus: Sequence[Gpu]) -> dict[str, Value]:
             values[name].append(gpu.facts.get(name))
         for name in names("pair"):
             values[name] += [gpu.facts.get(pair_field(name, peer)) for peer in numbers - {gpu.number}]
-    facts: dict[str, Value] = {}
-    for name, several in values.items():
-        if several and several[0] is not None and all(value == several[0] for value in several):
-            facts[name] = several[0]
-    return facts
+    equal = {name: several for name, several in values.items() if several and several.count(several[0]) == len(several)}
+    return {name: several[0] for name, several in equal.items() if several[0] is not None}
 
 
 def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> tuple[Recorded, ...]:
@@ -294,8 +281,7 @@ def record(path: Path, entries: Sequence[Entry]) -> None:
 def write(path: Path, baseline: Baseline) -> None:
     ordered = sorted(baseline.entries, key=lambda entry: entry.key)
     document = {"format": FORM.name, "version": FORM.version, "entries": [asdict(entry) for entry in ordered]}
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    write_whole(path, text)
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 TABLE = "floors_of_skus.json"

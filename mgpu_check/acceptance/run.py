@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -124,16 +125,14 @@ class Run:
         self.node.kernel_before = self._kernel
         # Simulated telemetry numbers slots over all hosts, and simulated torch on each.
         self.node.slots = self._slots if not plan.simulate or len(self.hosts) == 1 else {}
-        self.node.past_xids = {
-            gpu.number: mine for gpu in self.node.gpus if (mine := self._past_xids(gpu)) and not plan.simulate
-        }
+        past = {gpu.number: self._past_xids(gpu) for gpu in self.node.gpus if not plan.simulate}
+        self.node.past_xids = {number: xids for number, xids in past.items() if xids}
 
     def _watch(self, gpus: Sequence[Gpu]) -> Watch:
         simulated = None
         if self.plan.simulate:
-            overrides = [
-                override for planted in self.plan.planted for override in planted.fault.telemetry(planted.parameters)
-            ]
+            planted = self.plan.planted
+            overrides = [override for one in planted for override in one.fault.telemetry(one.parameters)]
             simulated = SimulatedTelemetry({"memory": gpus[0].memory, "name": gpus[0].name}, overrides)
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         return Watch(gpus, self.session.pool, simulated, interval, self.log.zero)
@@ -263,9 +262,8 @@ class Run:
         needed = checklist.floors(gpus, plan.level, plan.memory_share, plan.soak, plan.dcgm is not None)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
         done = checklist.check_runs(observations, wanted, self.log.times)
-        verdict = self._verdict(
-            observations, done, partial=tuple(sorted(self.selected)) if set(needed) - self.selected else ()
-        )
+        partial = tuple(sorted(self.selected)) if set(needed) - self.selected else ()
+        verdict = self._verdict(observations, done, partial)
         return RunReport(
             started=self._started,
             seconds=self.log.now(),
@@ -345,32 +343,23 @@ class Run:
 
     def _arm(self, component: Part, failed: Sequence[Observation]) -> str:
         mine = {id(entry) for entry in failed}
-        return found_about(
-            component, [call for entry, call in self.log.failed_calls() if id(entry) in mine], self.looks
-        )
+        calls = [call for entry, call in self.log.failed_calls() if id(entry) in mine]
+        return found_about(component, calls, self.looks)
 
     def _repeat(self, failed: Sequence[Observation]) -> str:
         # The check of performance judges measurements that other checks made, so repeat those as well.
-        checks = dict.fromkeys(
-            check for entry in failed for check in (entry.evidence.get("measured_by", entry.check), entry.check)
-        )
+        both = ((entry.evidence.get("measured_by", entry.check), entry.check) for entry in failed)
+        checks = dict.fromkeys(itertools.chain.from_iterable(both))
         seed = "" if self.seed is None else f" --hypothesis-seed={self.seed}"
         return self.selection.narrowed(checks).added_to(self.command) + seed
 
     def _of_host(self, verdict: Verdict, host: Host, gpus: Sequence[Gpu]) -> Verdict:
         mine = {gpu.number for gpu in gpus if gpu.host == host.number}
-        accusations = tuple(
-            accusation
-            for accusation in verdict.accusations
-            if (
-                accusation.part.members == (host.number,)
-                if accusation.part.kind == "host"
-                else mine & set(accusation.part.members)
-            )
-        )
-        verdict_kind: Kind = (
-            "REJECTED" if accusations else "INCONCLUSIVE" if verdict.unknown or verdict.unexplained else "ACCEPTED"
-        )
+        part_of_host = {"host": {host.number}}
+        pairs = ((accusation, accusation.part) for accusation in verdict.accusations)
+        accusations = tuple(one for one, part in pairs if part_of_host.get(part.kind, mine) & set(part.members))
+        open_ = verdict.unknown or verdict.unexplained
+        verdict_kind: Kind = "REJECTED" if accusations else "INCONCLUSIVE" if open_ else "ACCEPTED"
         return dataclasses.replace(verdict, kind=verdict_kind, accusations=accusations)
 
 

@@ -178,20 +178,15 @@ class RunReport:
 
 @dataclass(frozen=True, eq=False)
 class RepeatableCall:
-    """A call ``fn(rank, *args)`` on ranks, or in a node process, that returned results and can be repeated.
-
-    Attributes:
-        gpus: numbers of the GPUs, in the order of the ranks.
-        environment: variables that the ranks start with.
-        host: the host whose node process made the call ``fn(devices, *args)``; None for a call on ranks.
-    """
+    """A call ``fn(rank, *args)`` on ranks, or in a node process, that returned results and can be repeated."""
 
     check: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    gpus: tuple[int, ...]
+    gpus: tuple[int, ...]  # numbers of the GPUs, in the order of the ranks
     timeout: float | None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that the ranks start with
+    # the host whose node process made the call ``fn(devices, *args)``; None for a call on ranks
     host: int | None = None
 
     @property
@@ -202,19 +197,15 @@ class RepeatableCall:
 
 @dataclass
 class Section:
-    """The results of one test.
+    """The results of one test."""
 
-    Attributes:
-        check: the check that the test belongs to.
-        calls: for each result the call that returned it; None if no call can be repeated.
-        started, ended: seconds since the start of the run.
-    """
-
-    check: str
+    check: str  # the check that the test belongs to
     test: str
+    # started, ended: seconds since the start of the run
     started: float
     ended: float = 0.0
     results: list[SubjectResult] = field(default_factory=list)
+    # for each result the call that returned it; None if no call can be repeated
     calls: list[RepeatableCall | None] = field(default_factory=list)
 
     @property

@@ -27,22 +27,16 @@ SLOW_NODE = "MGPU-NODE-SLOW"
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is too slow compared with the others.
+    """A node that is too slow compared with the others."""
 
-    Attributes:
-        host: its number in the report; `name` is its name.
-        value: the median over the measured subjects of this node.
-        nodes: number of other nodes in the comparison.
-    """
-
-    host: int
+    host: int  # its number in the report; `name` is its name
     name: str
     quantity: str
     unit: str
     size: int
-    value: float
+    value: float  # the median over the measured subjects of this node
     comparison: Comparison
-    nodes: int
+    nodes: int  # number of other nodes in the comparison
 
     def __str__(self) -> str:
         return f"{self.name}: {self.seen}"
@@ -67,14 +61,10 @@ class Outlier:
 
 @dataclass(frozen=True)
 class AmongNodes:
-    """The result of `among_nodes`.
-
-    Attributes:
-        unknown: a line for each node, or quantity of one, that could not be compared, with the reason.
-    """
+    """The result of `among_nodes`."""
 
     outliers: tuple[Outlier, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...]  # a line for each node, or quantity of one, that could not be compared, with the reason
 
 
 def among_nodes(report: RunReport) -> AmongNodes:
@@ -105,11 +95,8 @@ def among_nodes(report: RunReport) -> AmongNodes:
         standing, reasons = _stand_out(host_names, group)
         outliers += standing
         undecided.update(dict.fromkeys(reasons))
-    lines = [
-        f"{name}: fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
-        for name in alone
-    ]
-    return AmongNodes(tuple(outliers), (*lines, *undecided))
+    few = f"fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
+    return AmongNodes(tuple(outliers), (*(f"{name}: {few}" for name in alone), *undecided))
 
 
 def _stand_out(
@@ -127,18 +114,7 @@ def _stand_out(
         if comparison.outcome == "unknown":
             reasons.append(f"{name}: {label}: {comparison.why}")
         if comparison.outcome == "failed":
-            outliers.append(
-                Outlier(
-                    host,
-                    name,
-                    measured_kind.quantity,
-                    measured_kind.unit,
-                    measured_kind.size,
-                    value,
-                    comparison,
-                    len(others),
-                )
-            )
+            outliers.append(Outlier(host, name, *measured_kind[:3], value, comparison, len(others)))
     if 2 * len(outliers) < len(group):
         return outliers, [] if outliers else reasons  # a named node explains why the others scatter
     half = ", ".join(outlier.name for outlier in outliers)

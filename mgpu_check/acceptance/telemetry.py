@@ -111,8 +111,7 @@ class Watch:
         return samples
 
     def _keep_busy(self, node: Node, check: str, seconds: float) -> None:
-        numbers = node.numbers
-        guests = {}
+        numbers, guests = node.numbers, {}
         for gpus in self._of.values():
             index = next((numbers.index(number) for number, _ in gpus if number in numbers), None)
             if index is not None:
@@ -137,7 +136,7 @@ class Watch:
         self._visited[host] = self.now()
         try:
             (result,) = self._pool.run_in_node_process(
-                _look, gpus, self._made_of(), self.interval, full, host=host, timeout=2 * _PATIENCE
+                visit, gpus, self._made_of(), self.interval, full, host=host, timeout=2 * _PATIENCE
             )
         except (RankFailure, RankHang) as error:
             reason = f"telemetry could not be read: {str(error).splitlines()[0]}"
@@ -159,27 +158,17 @@ class Watch:
         return replace(host_visit.snapshot, at=self.now())
 
 
-def _look(gpus: Sequence[tuple[int, str]], simulated: SimulatedTelemetry | None, interval: float, full: bool) -> Visit:
-    return visit(gpus, simulated, interval, full=full)
-
-
 def busy_and_listening(rank: Rank, seconds: float, guests: Mapping[int, tuple[Any, ...]]) -> Visit | None:
     """Keep the GPU of a rank busy; on the ranks in `guests`, sample telemetry at the same time and return it."""
     if rank.index in guests:
-        return visit(*guests[rank.index], meanwhile=lambda: keep_busy(rank, seconds))
+        gpus, simulated, interval = guests[rank.index]
+        return visit(gpus, simulated, interval, meanwhile=lambda: keep_busy(rank, seconds))
     keep_busy(rank, seconds)
     return None
 
 
 def _joined(base: Snapshot, addition: Snapshot) -> Snapshot:
-    if addition.absent:  # on one host only
-        addition = replace(addition, absent="")
-    return replace(
-        base,
-        facts={**base.facts, **addition.facts},
-        counters={**base.counters, **addition.counters},
-        gauges={**base.gauges, **addition.gauges},
-        unknown={**base.unknown, **addition.unknown},
-        missing={**base.missing, **addition.missing},
-        identity={**base.identity, **addition.identity},
-    )
+    """Return the telemetry of the hosts of both; `addition` is of one host only, so its `absent` does not count."""
+    maps = ("facts", "counters", "gauges", "unknown", "missing", "identity")
+    joined: dict[str, Any] = {name: {**getattr(base, name), **getattr(addition, name)} for name in maps}
+    return replace(base, **joined)

@@ -60,11 +60,7 @@ def smallest_sets(
         return [frozenset()]
     # A failure with more suspects than another one, and among them all of the other, adds nothing.
     distinct = sorted(set(explaining), key=len)
-    needed = [
-        suspects
-        for number, suspects in enumerate(distinct)
-        if not any(smaller < suspects for smaller in distinct[:number])
-    ]
+    needed = [suspects for suspects in distinct if not any(smaller < suspects for smaller in distinct)]
     search = _Search(price, alike)
     try:
         search.extend(frozenset(), 0.0, needed, frozenset())
@@ -143,27 +139,22 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of the search.
+    """The result of the search."""
 
-    Attributes:
-        parts: the parts at fault, each with the indices of the failed observations that it explains.
-        unexplained: indices of the other failed observations.
-        shared: indices of observations that several of `parts` explain: one of them is enough.
-        rivals: sets of parts that explain what is unexplained equally well, if there are several; else empty.
-    """
-
+    # the parts at fault, each with the indices of the failed observations that it explains
     parts: Mapping[Part, tuple[int, ...]]
-    unexplained: tuple[int, ...]
-    shared: tuple[int, ...] = ()
+    unexplained: tuple[int, ...]  # indices of the other failed observations
+    shared: tuple[int, ...] = ()  # indices of observations that several of `parts` explain: one of them is enough
+    # sets of parts that explain what is unexplained equally well, if there are several; else empty
     rivals: tuple[tuple[Part, ...], ...] = ()
 
     def others(self, component: Part) -> dict[int, list[Part]]:
         """Return, for each shared observation of a part, the other parts that explain it."""
-        mine = [number for number in self.parts[component] if number in self.shared]
         same = {component, Part(component.kind, component.members[::-1])}
         return {
             number: [rival for rival in self.parts if rival not in same and number in self.parts[rival]]
-            for number in mine
+            for number in self.parts[component]
+            if number in self.shared
         }
 
 
@@ -200,22 +191,17 @@ def explain(
     shared: list[int] = []
     for key, numbers in keys.items():
         explaining = [suspect for suspect in sorted(named) if suspect.explains(key, hosts)]
-        for component in (
-            component for suspect in explaining for component in suspect.components if _explains(component, *key, hosts)
-        ):
-            explained.setdefault(component, []).extend(numbers)
+        for component in (component for suspect in explaining for component in suspect.components):
+            if _explains(component, *key, hosts):
+                explained.setdefault(component, []).extend(numbers)
         unexplained += numbers if not explaining else ()
         shared += numbers if len(explaining) > 1 else ()
+    rivals = [{component for suspect in chosen - named for component in suspect.components} for chosen in sets]
     return Explanation(
         {component: tuple(sorted(numbers)) for component, numbers in explained.items()},
         tuple(sorted(unexplained)),
         tuple(sorted(shared)),
-        tuple(
-            tuple(sorted({component for suspect in chosen - named for component in suspect.components}))
-            for chosen in sets
-        )
-        if sets[1:]
-        else (),
+        tuple(tuple(sorted(rival)) for rival in rivals) if sets[1:] else (),
     )
 
 
@@ -251,13 +237,8 @@ def _explains(
         return CHECKLIST[check].over_the_host and subject.kind in ("gpu", "group") and component.members[0] in members
     if subject.kind == "copy":
         return members == component.members
-    both = set(component.members) <= set(members)
-    return (
-        subject.kind == "group"
-        and exchanged
-        and both
-        and (not suspects or bool(set(suspects) & set(component.members)))
-    )
+    apart = bool(suspects) and not set(suspects) & set(component.members)
+    return subject.kind == "group" and exchanged and set(component.members) <= set(members) and not apart
 
 
 class _Candidates:
@@ -270,18 +251,13 @@ class _Candidates:
     def sets(self) -> list[frozenset[Suspect]]:
         """Return every smallest set of candidates that explains all failures; none if there are too many to try."""
         candidates = self.candidates
-        explained = [
-            frozenset(candidate for candidate in candidates if candidate.explains(key, self.hosts))
-            for key in self.failed
-        ]
+        explained = [frozenset(one for one in candidates if one.explains(key, self.hosts)) for key in self.failed]
         price = {candidate: self._price(candidate) for candidate in candidates}
         for link in (candidate for candidate in candidates if len(candidate.components) == 2):
             pair = link.components[0].members
             ends = {(Part("gpu", (member,)),) for member in pair}
             if not self._controlled(pair):
-                price[link] = max(
-                    price[link], min(price[candidate] for candidate in candidates if candidate.components in ends)
-                )
+                price[link] = max(price[link], min(price[other] for other in candidates if other.components in ends))
         for suspect in (candidate for candidate in candidates if candidate.components[0].kind == "host"):
             if failing := self._all_that_fail(suspect.components[0].members[0]):
                 together = sum(price[candidate] for candidate in candidates if candidate.components in failing)
@@ -331,9 +307,8 @@ class _Candidates:
         # A failed group does not show which direction of the link is wrong.
         both = {pair: cost for pair, cost in groups.items() if not copies & {pair, pair[::-1]}}
         both |= {pair: _BOTH_WAYS for pair in copies if pair < pair[::-1] and pair[::-1] in copies}
-        return sorted(
-            [*alone, *(Suspect((Part("link", pair), Part("link", pair[::-1])), cost) for pair, cost in both.items())]
-        )
+        links = (Suspect((Part("link", pair), Part("link", pair[::-1])), cost) for pair, cost in both.items())
+        return sorted([*alone, *links])
 
     def _price(self, suspect: Suspect) -> float:
         """Return the cost of a suspect, with a surcharge for the share of its observations that passed."""
@@ -359,21 +334,14 @@ _ARMS_FROM = ("standard", "long")
 
 @dataclass(frozen=True)
 class Look:
-    """The result of a second look at one case.
-
-    Attributes:
-        group: the smallest group that failed.
-        seen: the findings, a line each.
-        follows_rank: the fault stays with a rank when the rank gets another device.
-        needs_history: the case fails in the processes of the run, and passes in fresh ones on the same GPUs.
-    """
+    """The result of a second look at one case."""
 
     case: str
     check: str
-    group: tuple[int, ...]
-    seen: tuple[str, ...]
-    follows_rank: bool = False
-    needs_history: bool = False
+    group: tuple[int, ...]  # the smallest group that failed
+    seen: tuple[str, ...]  # the findings, a line each
+    follows_rank: bool = False  # the fault stays with a rank when the rank gets another device
+    needs_history: bool = False  # the case fails in the processes of the run, and passes in fresh ones on the same GPUs
 
 
 def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monotonic) -> Iterator[Look]:
@@ -393,9 +361,8 @@ def look_again(node: Node, log: RunLog, clock: Callable[[], float] = time.monoto
         try:
             look = _SecondRun(node, call, lambda: clock() > until).look()
         except _TimeIsOver:
-            message = (
-                f"a second look did not end: the time for all of them, {LOCALISATION_SECONDS[node.depth]:g} s, was over"
-            )
+            limit = f"{LOCALISATION_SECONDS[node.depth]:g} s"
+            message = f"a second look did not end: the time for all of them, {limit}, was over"
             look = Look(call.case, call.check, call.gpus, (message,))
         finally:
             section.ended = log.now()
@@ -430,12 +397,9 @@ class _TimeIsOver(Exception):
 def found_about(component: Part, calls: Iterable[RepeatableCall], looks: Iterable[Look]) -> str:
     """Return in one line the findings of the repeats that concern `component` or calls that it explains."""
     cases = {(call.check, call.case) for call in calls}
-    related = [
-        look
-        for look in looks
-        if (look.check, look.case) in cases and (component.kind == "host" or set(component.members) <= set(look.group))
-    ]
-    return "; ".join(dict.fromkeys(line for look in related for line in look.seen))
+    mine = [look for look in looks if (look.check, look.case) in cases]
+    about = [look for look in mine if component.kind == "host" or set(component.members) <= set(look.group)]
+    return "; ".join(dict.fromkeys(line for look in about for line in look.seen))
 
 
 class _SecondRun:
@@ -529,14 +493,11 @@ class _SecondRun:
         return _FOLLOWS_RANK if set.intersection(*ranks) else "follows neither the device nor the rank"
 
     def _arms(self, group: tuple[int, ...]) -> list[str]:
-        findings = []
+        findings = ["only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1"]
         if self._fails(group, _NO_PEERS):
-            findings.append("fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too")
-        else:
-            findings.append("only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1")
-        if self.node.depth in _ARMS_FROM:
-            for name, environment in _ARMS.items():
-                findings.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
+            findings = ["fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too"]
+        for name, environment in _ARMS.items() if self.node.depth in _ARMS_FROM else ():
+            findings.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
         return findings
 
 
@@ -605,9 +566,8 @@ def of_symptoms(
         if finding.ruling != "reject" or own or finding.severity == "config":
             yield finding
             continue
-        mine = {
-            n for n, entry in enumerate(observations) if (entry.finding, entry.subject) == (finding.id, finding.subject)
-        }
+        about = finding.id, finding.subject
+        mine = {number for number, entry in enumerate(observations) if (entry.finding, entry.subject) == about}
         causes = [str(accusation.part) for accusation in accusations if mine & set(accusation.observations)]
         advice = f"see the verdict on {' and '.join(causes)}, which explains it" if causes else finding.advice
         yield replace(finding, severity="isolate", action="inspect-node", advice=advice)

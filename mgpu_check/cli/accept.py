@@ -26,7 +26,7 @@ from mgpu_check.acceptance.report.summary import headline
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.acceptance.run_report import EXIT_CODES, RunReport
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE, Parser
-from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
+from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, refuse_workers, run
 from mgpu_check.engine.remote import launched_process
 from mgpu_check.settings import all_options
 
@@ -50,15 +50,8 @@ def _merge_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE.json", help="a report of `mgpu-check accept --report=FILE.json`"
     )
-    parser.add_argument(
-        "--report",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help=f"write a report of all nodes; the suffix is the format: {', '.join(SUFFIXES)}; can be given "
-        "several times",
-    )
+    text = f"write a report of all nodes; the suffix is the format: {', '.join(SUFFIXES)}; can be given several times"
+    parser.add_argument("--report", action="append", default=[], type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -100,8 +93,7 @@ _OWN = {
 }
 """Options of this command that the plugin calls ``--accept-...``, each with an example value."""
 
-_OWN_SWITCHES = ("--evidence",)
-"""Options of this command that the plugin calls ``--accept-...``, without a value."""
+_OWN_SWITCHES = ("--evidence",)  # options of this command that the plugin calls `--accept-...`, without a value
 
 _OURS = {*_OWN, *_OWN_SWITCHES}
 
@@ -167,11 +159,8 @@ def main(argv: Sequence[str]) -> int:
     if ending.interrupted:
         return INTERRUPTED
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        print(
-            f"mgpu-check accept: no check was selected; checks are {', '.join(CHECKS)}: select some with -k, such as "
-            "-k 'memory or links'",
-            file=sys.stderr,
-        )
+        hint = f"checks are {', '.join(CHECKS)}: select some with -k, such as -k 'memory or links'"
+        print(f"mgpu-check accept: no check was selected; {hint}", file=sys.stderr)
         return WRONG_USAGE
     return INTERNAL_ERROR if ending.broken else code
 
@@ -183,11 +172,7 @@ class _Ending:
     broken = False
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        if config.getoption("dist", "no") != "no":
-            raise pytest.UsageError(
-                f"mgpu-check accept: the command uses all GPUs at once, and runs in one process: leave out -n "
-                f"{config.getoption('numprocesses', None) or ''}".rstrip()
-            )
+        refuse_workers(config, "mgpu-check accept: the command uses all GPUs at once, and runs in one process")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self.broken = excinfo.type is not KeyboardInterrupt

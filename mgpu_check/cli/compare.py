@@ -50,10 +50,8 @@ def of_files(options: argparse.Namespace, files: Sequence[str], parser: argparse
     refuse(options, OF_RUNS, reason, parser)
     reference, candidate = (_read(Path(file), parser) for file in files)
     print(f"mgpu-check compare: {files[1]} ({_told(candidate)}) with {files[0]} ({_told(reference)})", flush=True)
-    plan = ComparisonPlan(
-        [], shlex.join(files), candidate.world, {}, {}, "", 0.0, None, unjudged=dict(options.unjudged)
-    )
-    return _judge(options, ScriptComparison(plan), reference, candidate)
+    plan = ComparisonPlan([], shlex.join(files), candidate.world, {}, {}, "", 0.0, None)
+    return _judge(options, ScriptComparison(replace(plan, unjudged=dict(options.unjudged))), reference, candidate)
 
 
 def _read(path: Path, parser: argparse.ArgumentParser) -> RecordedRun:
@@ -111,10 +109,8 @@ def _recordings(
     try:
         if options.against:
             revision = undo.enter_context(checked_out(options.against))
-            root, own = str(revision.root), revision.own
-            reference = RunRecording(
-                revision.name, ScriptComparison(revision.plan(plan)), values, root=root, foreign=own
-            )
+            made, root = ScriptComparison(revision.plan(plan)), str(revision.root)
+            reference = RunRecording(revision.name, made, values, root=root, foreign=revision.own)
             candidate = RunRecording("the working tree", ScriptComparison(plan), values, rounding=False)
             return reference, candidate, revision.notes
         reference = RunRecording("--a", ScriptComparison(_with(plan, "--a", options.a)), values)
@@ -256,33 +252,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_options(parser, "compare", f"{_LIMIT} of ranks and one device, else all")
     add = parser.add_argument
-    add(
-        "--unjudged",
-        type=_accepted,
-        action="append",
-        default=[],
-        metavar="PATTERN=REASON",
-        help="parameters that need not be compared, and the reason, which the report repeats (may be given several "
-        "times)",
-    )
-    add(
-        "--html",
-        type=_page,
-        metavar="FILE",
-        help="write a page with the curves of loss and deviation, and a picture of where the runs differ; requires "
-        + pages.INSTALL,
-    )
+    text = "parameters that need not be compared, and the reason, which the report repeats (may be given several times)"
+    add("--unjudged", type=_accepted, action="append", default=[], metavar="PATTERN=REASON", help=text)
+    text = "write a page with the curves of loss and deviation, and a picture of where the runs differ; requires "
+    add("--html", type=_page, metavar="FILE", help=text + pages.INSTALL)
     add("--json", type=writable, metavar="FILE", help="write the verdict and the compared values as JSON")
-    add(
-        "--against",
-        type=_word,
-        metavar="COMMIT",
-        help="compare the run of the working tree with the run of a commit, which git checks out temporarily",
-    )
+    text = "compare the run of the working tree with the run of a commit, which git checks out temporarily"
+    add("--against", type=_word, metavar="COMMIT", help=text)
     for flag in ("--a", "--b"):
-        add(
-            flag, type=_word, metavar="ARGUMENTS", help="compare two runs whose scripts have these additional arguments"
-        )
+        text = "compare two runs whose scripts have these additional arguments"
+        add(flag, type=_word, metavar="ARGUMENTS", help=text)
     add("--golden", type=writable, metavar="FILE", help="compare the run with the trace in FILE")
     add("--update-golden", action="store_true", help="write the trace of the run to the FILE of --golden")
     return parser

@@ -35,8 +35,6 @@ def main(argv: Sequence[str]) -> int:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         print("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
     for device in inventory.devices:
-        capability = ".".join(map(str, device.capability))
-        print(
-            f"cuda:{device.index}  {device.name}  {device.memory / 2**30:.1f} GiB  compute {capability}  {device.uuid}"
-        )
+        capability, memory = ".".join(map(str, device.capability)), f"{device.memory / 2**30:.1f} GiB"
+        print(f"cuda:{device.index}  {device.name}  {memory}  compute {capability}  {device.uuid}")
     return 0

@@ -42,54 +42,32 @@ _PORT_OF_TORCHRUN = 29500
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs, as one process sees them.
+    """The GPUs, as one process sees them."""
 
-    Attributes:
-        inventory: the devices, and the state of their driver.
-        nccl: version of NCCL; "" without it.
-        cuda: version of CUDA, or of ROCm, that torch was built for; "" for a CPU build.
-        driver: version of NVIDIA's driver; "" if it is unknown.
-        separate_pairs: pairs of devices that cannot read each other's memory directly.
-    """
-
-    inventory: Inventory
-    nccl: str = ""
-    cuda: str = ""
-    driver: str = ""
-    separate_pairs: tuple[tuple[int, int], ...] = ()
+    inventory: Inventory  # the devices, and the state of their driver
+    nccl: str = ""  # version of NCCL; "" without it
+    cuda: str = ""  # version of CUDA, or of ROCm, that torch was built for; "" for a CPU build
+    driver: str = ""  # version of NVIDIA's driver; "" if it is unknown
+    separate_pairs: tuple[tuple[int, int], ...] = ()  # pairs of devices that cannot read each other's memory directly
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """The facts about a host.
+    """The facts about a host."""
 
-    Attributes:
-        versions: package -> version; "" if the package is missing.
-        plugin: pytest loads the plugin by its entry point.
-        cores: processors that this process may use.
-        memory: available bytes of memory; None if unknown.
-        shared_memory: free bytes of /dev/shm; None without it.
-        temporary: directory for temporary files -> its free bytes; None if it cannot be written.
-        open_files: the soft limit of open files per process; None if unlimited.
-        processes: the limit of processes and threads; None if unlimited.
-        address: the host's name resolves to this address; "" if it does not.
-        interfaces: names of the network interfaces.
-        port: where torchrun's ranks would meet, if another process listens there; None if it is free.
-    """
-
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  # package -> version; "" if the package is missing
     python: str
-    plugin: bool
-    cores: int
-    memory: int | None
-    shared_memory: int | None
-    temporary: tuple[str, int | None]
-    open_files: int | None
-    processes: int | None
+    plugin: bool  # pytest loads the plugin by its entry point
+    cores: int  # processors that this process may use
+    memory: int | None  # available bytes of memory; None if unknown
+    shared_memory: int | None  # free bytes of /dev/shm; None without it
+    temporary: tuple[str, int | None]  # directory for temporary files -> its free bytes; None if it cannot be written
+    open_files: int | None  # the soft limit of open files per process; None if unlimited
+    processes: int | None  # the limit of processes and threads; None if unlimited
     host: str
-    address: str
-    interfaces: tuple[str, ...]
-    port: int | None
+    address: str  # the host's name resolves to this address; "" if it does not
+    interfaces: tuple[str, ...]  # names of the network interfaces
+    port: int | None  # where torchrun's ranks would meet, if another process listens there; None if it is free
     environment: Mapping[str, str] = field(repr=False)
 
 
@@ -99,9 +77,7 @@ def of_host() -> HostFacts:
     return HostFacts(
         versions={name: _version(name) for name in PACKAGES},
         python=platform.python_version(),
-        plugin=any(
-            point.value.startswith("mgpu_check.") for point in importlib.metadata.entry_points(group="pytest11")
-        ),
+        plugin=any(it.value.startswith("mgpu_check.") for it in importlib.metadata.entry_points(group="pytest11")),
         cores=len(os.sched_getaffinity(0)),
         memory=available_memory(),
         shared_memory=_free(Path("/dev/shm")),
@@ -124,13 +100,9 @@ def of_devices() -> GpuFacts:
     count = len(inventory.devices)
     pairs = [(source, target) for source in range(count) for target in range(count) if source != target]
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return GpuFacts(
-        inventory,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
-        cuda=torch.version.cuda or torch.version.hip or "",
-        driver=_driver(),
-        separate_pairs=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
-    )
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+    separate = tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+    return GpuFacts(inventory, version, torch.version.cuda or torch.version.hip or "", _driver(), separate)
 
 
 def _version(name: str) -> str:
@@ -184,9 +156,7 @@ def _address(host: str) -> str:
 
 _GIB, _MIB = 2**30, 2**20
 _LEAST_TORCH = (2, 11)
-_MEMORY_OF_RANK = (
-    300 * _MIB
-)  # private memory of a rank that has run DistributedDataParallel, and room for a small model
+_MEMORY_OF_RANK = 300 * _MIB  # private, of a rank that has run DistributedDataParallel, and room for a small model
 _SHARED_OF_RANK = 64 * _MIB  # batches of loader workers, and NCCL's shared-memory transport
 _FILES = 1024
 _THREADS_OF_RANK = 64  # gloo, autograd and loader threads
@@ -207,17 +177,12 @@ _HAZARDS = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of one fact.
+    """The judgement of one fact."""
 
-    Attributes:
-        state: "bad" if ranks cannot run, or if results are wrong; "warn" if they may fail, or be slow.
-        advice: what to do; "" if nothing.
-    """
-
-    state: State
+    state: State  # "bad" if ranks cannot run, or if results are wrong; "warn" if they may fail, or be slow
     subject: str
     fact: str
-    advice: str = ""
+    advice: str = ""  # what to do; "" if nothing
 
 
 def _versions(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
@@ -233,18 +198,13 @@ def _versions(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judg
 
 def _plugin(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     if facts.environment.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
-        yield Judgement(
-            "warn",
-            "pytest",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, so pytest does not load the plugin",
-            "pytest -p mgpu_check",
-        )
+        fact = "PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, so pytest does not load the plugin"
+        yield Judgement("warn", "pytest", fact, "pytest -p mgpu_check")
     elif facts.plugin:
         yield Judgement("ok", "pytest", "loads the plugin")
     else:
-        yield Judgement(
-            "bad", "pytest", "the plugin has no entry point in this environment", "install mgpu-check again with pip"
-        )
+        fact = "the plugin has no entry point in this environment"
+        yield Judgement("bad", "pytest", fact, "install mgpu-check again with pip")
 
 
 def _gpus(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
@@ -261,53 +221,42 @@ def _gpus(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement
         driver = f", with driver {devices.driver}" if devices.driver else ""
         fact = f"{len(inventory.devices)} x {models}{driver}{masked}; torch is built for {devices.cuda}"
         yield Judgement("ok", "GPUs", fact)
-        if not devices.nccl:
-            yield Judgement("bad", "NCCL", "this build of torch has no NCCL", "install a CUDA build of torch from PyPI")
-        else:
+        if devices.nccl:
             yield Judgement("ok", "NCCL", devices.nccl)
+        else:
+            yield Judgement("bad", "NCCL", "this build of torch has no NCCL", "install a CUDA build of torch from PyPI")
 
 
 def _peers(_facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     if devices.separate_pairs:
         pairs = ", ".join(f"{source} to {target}" for source, target in devices.separate_pairs[:6])
         remainder = f" and {len(devices.separate_pairs) - 6} more" if len(devices.separate_pairs) > 6 else ""
-        yield Judgement(
-            "warn",
-            "peer access",
-            f"copies go through the host: {pairs}{remainder}",
-            "expected on GPUs without NVLink or behind different PCIe roots; else look at nvidia-smi topo -m, and at "
-            "ACS in the firmware",
-        )
+        advice = "expected on GPUs without NVLink or behind different PCIe roots; else look at nvidia-smi topo -m"
+        fact = f"copies go through the host: {pairs}{remainder}"
+        yield Judgement("warn", "peer access", fact, f"{advice}, and at ACS in the firmware")
 
 
 def _memory(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgement]:
     if facts.memory is None:
         return
     needed = gpus * _MEMORY_OF_RANK
-    state: State = "ok" if facts.memory >= needed else "warn"
-    yield Judgement(
-        state,
-        "memory",
-        f"{facts.memory / _GIB:.1f} GiB available; {gpus} ranks need about {needed / _GIB:.1f} GiB",
-        "" if state == "ok" else "the kernel may kill ranks: use fewer GPUs, or end other programs",
-    )
+    fact = f"{facts.memory / _GIB:.1f} GiB available; {gpus} ranks need about {needed / _GIB:.1f} GiB"
+    if facts.memory >= needed:
+        yield Judgement("ok", "memory", fact)
+    else:
+        yield Judgement("warn", "memory", fact, "the kernel may kill ranks: use fewer GPUs, or end other programs")
 
 
 def _shared_memory(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgement]:
-    needed = gpus * _SHARED_OF_RANK
-    if facts.shared_memory is None:
-        yield Judgement(
-            "bad", "/dev/shm", "is missing, or cannot be written", "mount it, or run the container with --ipc=host"
-        )
-    elif facts.shared_memory < needed:
-        yield Judgement(
-            "warn",
-            "/dev/shm",
-            f"{facts.shared_memory / _MIB:.0f} MiB free; {gpus} ranks with loaders need about {needed / _MIB:.0f} MiB",
-            "run the container with --shm-size=1g or --ipc=host",
-        )
+    needed, free = gpus * _SHARED_OF_RANK, facts.shared_memory
+    if free is None:
+        advice = "mount it, or run the container with --ipc=host"
+        yield Judgement("bad", "/dev/shm", "is missing, or cannot be written", advice)
+    elif free < needed:
+        fact = f"{free / _MIB:.0f} MiB free; {gpus} ranks with loaders need about {needed / _MIB:.0f} MiB"
+        yield Judgement("warn", "/dev/shm", fact, "run the container with --shm-size=1g or --ipc=host")
     else:
-        yield Judgement("ok", "/dev/shm", f"{facts.shared_memory / _GIB:.1f} GiB free")
+        yield Judgement("ok", "/dev/shm", f"{free / _GIB:.1f} GiB free")
 
 
 def _temporary(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
@@ -315,9 +264,8 @@ def _temporary(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Jud
     if free is None:
         yield Judgement("bad", "temporary files", f"{directory} cannot be written", "set TMPDIR to another directory")
     elif free < 100 * _MIB:
-        yield Judgement(
-            "warn", "temporary files", f"{directory} has {free / _MIB:.0f} MiB free", "make room, or set TMPDIR"
-        )
+        fact = f"{directory} has {free / _MIB:.0f} MiB free"
+        yield Judgement("warn", "temporary files", fact, "make room, or set TMPDIR")
     else:
         yield Judgement("ok", "temporary files", f"{directory}, {free / _GIB:.1f} GiB free")
 
@@ -327,12 +275,8 @@ def _limits(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgeme
         yield Judgement("warn", "open files", f"at most {facts.open_files} per process", f"ulimit -n {_FILES}")
     needed = gpus * _THREADS_OF_RANK
     if facts.processes is not None and facts.processes < needed:
-        yield Judgement(
-            "warn",
-            "processes",
-            f"at most {facts.processes} processes and threads; {gpus} ranks may need {needed}",
-            "raise ulimit -u, or pids.max of the container (--pids-limit)",
-        )
+        fact = f"at most {facts.processes} processes and threads; {gpus} ranks may need {needed}"
+        yield Judgement("warn", "processes", fact, "raise ulimit -u, or pids.max of the container (--pids-limit)")
     if facts.cores < 2:
         yield Judgement("warn", "processors", "one processor: ranks run in turns, and timeouts may be reached early")
     else:
@@ -341,24 +285,16 @@ def _limits(facts: HostFacts, _devices: GpuFacts, gpus: int) -> Iterator[Judgeme
 
 def _network(facts: HostFacts, devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
     if not facts.address:
-        yield Judgement(
-            "warn",
-            "network",
-            f"the host name {facts.host!r} has no address, and gloo may not find one",
-            "add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME",
-        )
+        fact = f"the host name {facts.host!r} has no address, and gloo may not find one"
+        yield Judgement("warn", "network", fact, "add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME")
     for variable in ("GLOO_SOCKET_IFNAME", *["NCCL_SOCKET_IFNAME"] * bool(devices.inventory.devices)):
         value = facts.environment.get(variable, "")
         wanted = [name.lstrip("=") for name in value.split(",") if name and not value.startswith("^")]
         # NCCL takes prefixes of names, and a port after a colon.
         missing = [name for name in wanted if not any(have.startswith(name.split(":")[0]) for have in facts.interfaces)]
         if missing:
-            yield Judgement(
-                "bad",
-                "network",
-                f"{variable}={value}, but the interfaces are {', '.join(facts.interfaces)}",
-                f"unset {variable}, or name one of them",
-            )
+            fact = f"{variable}={value}, but the interfaces are {', '.join(facts.interfaces)}"
+            yield Judgement("bad", "network", fact, f"unset {variable}, or name one of them")
 
 
 def _ports(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Judgement]:
@@ -377,17 +313,8 @@ def _variables(facts: HostFacts, _devices: GpuFacts, _gpus: int) -> Iterator[Jud
 
 
 PROBES: tuple[Callable[[HostFacts, GpuFacts, int], Iterator[Judgement]], ...] = (
-    _versions,
-    _plugin,
-    _gpus,
-    _peers,
-    _memory,
-    _shared_memory,
-    _temporary,
-    _limits,
-    _network,
-    _ports,
-    _variables,
+    *(_versions, _plugin, _gpus, _peers, _memory, _shared_memory),
+    *(_temporary, _limits, _network, _ports, _variables),
 )
 
 
@@ -396,8 +323,7 @@ def examine(facts: HostFacts, devices: GpuFacts, gpus: int) -> list[Judgement]:
     return [judgement for probe in PROBES for judgement in probe(facts, devices, gpus)]
 
 
-_SIMULATED = 4
-"""Number of simulated GPUs to plan for, on a machine without GPUs."""
+_SIMULATED = 4  # number of simulated GPUs to plan for, on a machine without GPUs
 
 _TIMEOUT = "120"  # seconds; the first rank imports torch
 
@@ -421,11 +347,7 @@ def main(argv: Sequence[str]) -> int:
     judgements = [*examine(facts, devices, options.gpus or len(devices.inventory.devices) or _SIMULATED), *tried]
     bad = any(judgement.state == "bad" for judgement in judgements)
     if options.json:
-        print(
-            json.dumps(
-                {"works": not bad, "judgements": [dataclasses.asdict(judgement) for judgement in judgements]}, indent=2
-            )
-        )
+        print(json.dumps({"works": not bad, "judgements": list(map(dataclasses.asdict, judgements))}, indent=2))
     else:
         width = max(len(judgement.subject) for judgement in judgements)
         for judgement in judgements:
@@ -449,9 +371,8 @@ def _try_ranks(gpus: int | None) -> tuple[GpuFacts, list[Judgement]]:
         judgements += _sum(simulated, "2 simulated ranks")
     count = len(devices.inventory.devices)
     if gpus is not None and 0 < count < gpus:
-        judgements.append(
-            Judgement("bad", "GPUs", f"{count} of {gpus} are visible", f"use --gpus={count}, or --simulate")
-        )
+        advice = f"use --gpus={count}, or --simulate"
+        judgements.append(Judgement("bad", "GPUs", f"{count} of {gpus} are visible", advice))
     if count:
         with contextlib.closing(_session(gpus=str(min(gpus or count, count)))) as real:
             try:

@@ -38,24 +38,12 @@ _CONSOLE = re.compile(r"""(?:[\s"',=:()\[\]]|#.*)*+([\w.-]+)\s*=\s*([\w.]+:[\w.]
 
 @dataclass(frozen=True)
 class Command:
-    """A command that starts a script.
+    """A command that starts a script."""
 
-    Attributes:
-        location: file and line, as "README.md:85".
-        script: path of the script, relative to the repository.
-        arguments: of the script, with spaces between them.
-        prominent: where users look first: the README of the repository, a Makefile or a shell script.
-    """
-
-    location: str
-    script: Path
-    arguments: str
-    prominent: bool
-
-
-def is_document(name: str) -> bool:
-    """Return whether a file of this name may have commands."""
-    return _DOCUMENT.fullmatch(name) is not None
+    location: str  # file and line, as "README.md:85"
+    script: Path  # path of the script, relative to the repository
+    arguments: str  # of the script, with spaces between them
+    prominent: bool  # where users look first: the README of the repository, a Makefile or a shell script
 
 
 def text_of(path: Path) -> str:
@@ -188,34 +176,22 @@ _LIKELY_NAME = re.compile(r"(^|[_-])(pre|fine)?[_-]?(train|main|run|tune)", re.I
 
 @dataclass(frozen=True)
 class TrainingScript:
-    """A script that trains.
+    """A script that trains."""
 
-    Attributes:
-        path: relative to the repository.
-        started: what a test starts: the path, "-m package.module", or the name of an installed program.
-        needs: the package that must be installed, because the script cannot import it from its place; else empty.
-        parallel: what it uses on several devices, such as "DistributedDataParallel"; empty for one device.
-        options: its arguments: of its parser once it has run, else of Hydra's configuration, and variables that the
-            command line sets.
-        divided: names that the code divides by the number of ranks, in lower case.
-        parses: its code has a parser of the command line.
-        hydra: Hydra reads its arguments.
-        autocast: it computes in narrower dtypes than float32, at least if arguments say so.
-        documented: the commands of the repository that start it.
-        rank: how likely it is the script that the user means; the highest comes first.
-    """
-
-    path: Path
-    started: str
-    needs: str
+    path: Path  # relative to the repository
+    started: str  # what a test starts: the path, "-m package.module", or the name of an installed program
+    needs: str  # the package that must be installed, because the script cannot import it from its place; else empty
+    # what it uses on several devices, such as "DistributedDataParallel"; empty for one device
     parallel: tuple[str, ...]
+    # its arguments: of its parser once it has run, else of Hydra's configuration, and variables that the command line
+    # sets
     options: tuple[ScriptArgument, ...]
-    divided: frozenset[str]
-    parses: bool
-    hydra: bool
-    autocast: bool
-    documented: tuple[Command, ...]
-    rank: int
+    divided: frozenset[str]  # names that the code divides by the number of ranks, in lower case
+    parses: bool  # its code has a parser of the command line
+    hydra: bool  # Hydra reads its arguments
+    autocast: bool  # it computes in narrower dtypes than float32, at least if arguments say so
+    documented: tuple[Command, ...]  # the commands of the repository that start it
+    rank: int  # how likely it is the script that the user means; the highest comes first
 
     @property
     def required(self) -> tuple[ScriptArgument, ...]:
@@ -237,19 +213,12 @@ class TrainingScript:
 
 @dataclass(frozen=True)
 class Survey:
-    """The scripts of a repository that train.
+    """The scripts of a repository that train."""
 
-    Attributes:
-        files: number of files that were read.
-        entries: the scripts, the likeliest first.
-        named: the script that the user named, if the repository has it.
-        unread: number of files that Python cannot parse.
-    """
-
-    files: int
-    entries: tuple[TrainingScript, ...]
-    named: TrainingScript | None = None
-    unread: int = 0
+    files: int  # number of files that were read
+    entries: tuple[TrainingScript, ...]  # the scripts, the likeliest first
+    named: TrainingScript | None = None  # the script that the user named, if the repository has it
+    unread: int = 0  # number of files that Python cannot parse
 
 
 def survey(root: Path, named: str = "") -> Survey:
@@ -270,9 +239,8 @@ def survey(root: Path, named: str = "") -> Survey:
         else:
             unread += 1
     modules = {".".join(path.with_suffix("").parts): path for path in files}
-    repository = _Repository(
-        root, files, modules, console_scripts(root, modules), list(commands(root, documents, modules))
-    )
+    documented = list(commands(root, documents, modules))
+    repository = _Repository(root, files, modules, console_scripts(root, modules), documented)
     entries = [repository.entry(path) for path in files if repository.is_entry(path)]
     order = {command.script: index for index, command in reversed([*enumerate(repository.documented)])}
     entries.sort(key=lambda it: (-it.rank, -len(it.documented), order.get(it.path, 0), str(it.path)))
@@ -291,16 +259,11 @@ def _files(root: Path) -> Iterator[Path]:
     """Yield the Python files of a repository, and the documents that may show how to start them."""
     count = 0
     for directory, folders, file_names in os.walk(root):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in _NO_CODE_OF_THE_USER
-            and not Path(directory, name, "pyvenv.cfg").exists()
-        )
+        own = (name for name in folders if not name.startswith(".") and name not in _NO_CODE_OF_THE_USER)
+        folders[:] = sorted(name for name in own if not Path(directory, name, "pyvenv.cfg").exists())
         for name in sorted(file_names):
             path = Path(directory, name)
-            wanted = (name.endswith(".py") or is_document(name)) and path.is_file()
+            wanted = (name.endswith(".py") or _DOCUMENT.fullmatch(name)) and path.is_file()
             if wanted and path.stat().st_size <= _MOST_BYTES and count < _MOST_FILES:
                 count += 1
                 yield path.relative_to(root)
@@ -322,13 +285,12 @@ class _Repository:
 
     def named(self, name: str) -> TrainingScript | None:
         """Return the script of a name that the user gave, whether or not it seems to train."""
+        matches: list[Path] = []
+        installed = [path for path, program in self.programs.items() if program == name]
         if name.startswith("-m "):
-            module = name[3:]
-            matches = [path for end in ("", ".__main__") if (path := self.modules.get(f"{module}{end}"))]
-            installed = [path for end in ("", ".__main__") if (path := self.modules.get(f"src.{module}{end}"))]
-        else:
-            matches = []
-            installed = [path for path, program in self.programs.items() if program == name]
+            names = (name[3:], f"{name[3:]}.__main__")
+            matches = [path for module in names if (path := self.modules.get(module))]
+            installed = [path for module in names if (path := self.modules.get(f"src.{module}"))]
         for path in [*matches, *installed]:
             return replace(self.entry(path), started=name, needs="" if matches else _top(path))
         path = Path(os.path.relpath(self.root / name, self.root))
@@ -352,12 +314,13 @@ class _Repository:
         parallel = dict.fromkeys(shown for name, shown in _PARALLEL.items() if name in foreign)
         documented = tuple(command for command in self.documented if command.script == path)
         started, needs = self._started(path)
+        options = [ScriptArgument(key, integer=value.isdecimal()) for key, value in self._configuration(path)]
         return TrainingScript(
             path,
             started,
             needs,
             tuple(parallel),
-            tuple(script.variables or self._configured(path)),
+            tuple(script.variables or options),
             frozenset().union(*(self.files[used_path].divided for used_path in distances)),
             parses=any(not self.files[used_path].calls.isdisjoint(_PARSERS) for used_path in distances),
             hydra=script.configuration is not None,
@@ -371,9 +334,6 @@ class _Repository:
             - ("spawn" in script.calls)
             - len(path.parts),
         )
-
-    def _configured(self, path: Path) -> list[ScriptArgument]:
-        return [ScriptArgument(key, integer=value.isdecimal()) for key, value in self._configuration(path)]
 
     def _configuration(self, path: Path) -> list[tuple[str, str]]:
         configuration = self.files[path].configuration
@@ -398,9 +358,8 @@ class _Repository:
                 imported, import_root = self._resolved(at, name)
                 if imported is not None and imported not in distances:
                     # A package that is installed is a library of the script: only its first files are near.
-                    heappush(
-                        waiting, (away + (1 if import_root == Path() or import_root in at.parents else 2), imported)
-                    )
+                    farther = 1 if import_root == Path() or import_root in at.parents else 2
+                    heappush(waiting, (away + farther, imported))
         return distances
 
     def _resolved(self, path: Path, name: str) -> tuple[Path | None, Path]:
@@ -487,8 +446,7 @@ _MICRO_BATCHES = _Fit(
     "{2*W}",
     "{} is divided by the number of ranks: each has two micro-batches, which share the samples of one device",
 )
-_SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)
-"""The rows that set the size of the global batch."""
+_SIZES = (_BATCH, _GLOBAL_BATCH, _ACCUMULATION)  # the rows that set the size of the global batch
 
 _DEVICES = _Fit(r"(n_?|num_)?(devices|gpus)", "{W}", "{} is the number of ranks", integer=True)
 _ROWS = (
@@ -525,10 +483,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{parsed.output} exists; remove it, or name another file with --output=FILE")
     script, arguments = _named_script(program)
     surveyed = survey(Path.cwd(), script)
-    print(
-        f"mgpu-check init: {surveyed.files} Python files"
-        + (f", {surveyed.unread} not readable" if surveyed.unread else "")
-    )
+    unread = f", {surveyed.unread} not readable" if surveyed.unread else ""
+    print(f"mgpu-check init: {surveyed.files} Python files{unread}")
     if script and surveyed.named is None:
         parser.error(f"there is no script {script} in {Path.cwd()}; give its path, with its arguments")
     entry = surveyed.named or next(iter(surveyed.entries), None)
@@ -615,7 +571,8 @@ def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tu
         user_arguments: the user's arguments, which are kept.
     """
     sizes = [] if entry.training_arguments else _sizes(entry, user_arguments)
-    words, assumed, fits = list(user_arguments), [], [*sizes, *_others(entry)]
+    others = [(option, row) for row in _ROWS if (option := _fitting(row, entry.options)) is not None]
+    words, assumed, fits = list(user_arguments), [], [*sizes, *others]
     for option, row in fits:
         if not option.is_in(user_arguments) and (option.name.startswith("--") or entry.hydra):
             words.append(f"{option.name}={row.value}")
@@ -629,13 +586,10 @@ def fitted_arguments(entry: TrainingScript, user_arguments: Sequence[str]) -> tu
         words += ["--output_dir=out", f"--per_device_train_batch_size={_DIVIDED}"]
         assumed.append(f"TrainingArguments reads the arguments; {_SAMPLES} samples are divided among all ranks")
     elif not any(row in _SIZES for _, row in fits):
-        reason = "its code does so" if any(map(_divides, entry.divided)) else "no argument for its size was found"
+        divides = any(re.fullmatch(_GLOBAL_BATCH.name, variable) for variable in entry.divided)
+        reason = "its code does so" if divides else "no argument for its size was found"
         assumed.append(f"the script itself divides a global batch among its ranks: {reason}")
     return words, assumed
-
-
-def _divides(variable: str) -> bool:
-    return re.fullmatch(_GLOBAL_BATCH.name, variable) is not None
 
 
 def _sizes(entry: TrainingScript, user_arguments: Sequence[str]) -> list[tuple[ScriptArgument, _Fit]]:
@@ -652,11 +606,6 @@ def _sizes(entry: TrainingScript, user_arguments: Sequence[str]) -> list[tuple[S
         (_fitting(_GLOBAL_BATCH, entry.options), _GLOBAL_BATCH),
     ]
     return [(option, row) for option, row in fits if option is not None][:1]
-
-
-def _others(entry: TrainingScript) -> list[tuple[ScriptArgument, _Fit]]:
-    fits = [(_fitting(row, entry.options), row) for row in _ROWS]
-    return [(option, row) for option, row in fits if option is not None]
 
 
 def _fitting(row: _Fit, options: Sequence[ScriptArgument]) -> ScriptArgument | None:
@@ -711,10 +660,9 @@ def _example(entry: TrainingScript) -> str:
 def _missing(entry: TrainingScript, user_arguments: Sequence[str]) -> list[str]:
     """Return the names of the arguments that the script needs, and that were not given."""
     positional = sum(not word.startswith("-") for word in user_arguments)
-    options = [
-        option.name for option in entry.required if option.name.startswith("-") and not option.is_in(user_arguments)
-    ]
-    return options + [option.name for option in entry.required if not option.name.startswith("-")][positional:]
+    flags = [option for option in entry.required if option.name.startswith("-")]
+    missing = [option.name for option in flags if not option.is_in(user_arguments)]
+    return missing + [option.name for option in entry.required if option not in flags][positional:]
 
 
 def _test(started: str, words: Sequence[str], assumed: Sequence[str], autocast: bool) -> str:

@@ -34,20 +34,13 @@ _RANKS = re.compile(r"world|n_?gpus?|num_gpus|nprocs|num_processes|replicas|rank
 
 @dataclass(frozen=True)
 class ScriptArgument:
-    """An argument of a script, such as "--batch-size", or "data.batch_size" of Hydra.
-
-    Attributes:
-        required: the script does not start without it.
-        integer: its values are integers.
-        names: all its names, as "-b" and "--batch-size".
-        subcommand: it is the name of a subcommand, which has further arguments.
-    """
+    """An argument of a script, such as "--batch-size", or "data.batch_size" of Hydra."""
 
     name: str
-    required: bool = False
-    integer: bool = False
-    names: tuple[str, ...] = ()
-    subcommand: bool = False
+    required: bool = False  # the script does not start without it
+    integer: bool = False  # its values are integers
+    names: tuple[str, ...] = ()  # all its names, as "-b" and "--batch-size"
+    subcommand: bool = False  # it is the name of a subcommand, which has further arguments
 
     def is_in(self, words: Sequence[str]) -> bool:
         """Return whether a command line sets this argument."""
@@ -117,17 +110,13 @@ def facts(source: bytes) -> SourceFile:
                 source_file.divided.add(_name(numerator).rpartition(".")[2].lower())
         guarded |= scope == "main"
     source_file.imports.discard("")
-    source_file.starts = guarded or (
-        trains(source_file.calls) and not outside.isdisjoint({*own, "backward", "fit", "train"})
-    )
+    called = not outside.isdisjoint({*own, "backward", "fit", "train"})
+    source_file.starts = guarded or (trains(source_file.calls) and called)
     if "exec" in source_file.calls:  # sets module variables from the command line, as nanoGPT's configurator
-        source_file.variables += [
-            ScriptArgument(f"--{name.id}")
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.BinOp))
-            for name in node.targets
-            if isinstance(name, ast.Name)
-        ]
+        assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+        plain = (node for node in assigned if isinstance(node.value, (ast.Constant, ast.BinOp)))
+        names = (name for node in plain for name in node.targets if isinstance(name, ast.Name))
+        source_file.variables += [ScriptArgument(f"--{name.id}") for name in names]
     return source_file
 
 
@@ -168,14 +157,9 @@ _TIMEOUT = 60.0  # seconds: imports from a cold disk take long
 
 
 def learned(started: str, arguments: Sequence[str]) -> tuple[tuple[ScriptArgument, ...], str]:
-    """Run a script up to its first parser.
+    """Run a script up to its first parser: "train.py", "-m package.train" or an installed program.
 
-    Args:
-        started: the script, as "train.py", "-m package.train" or an installed program.
-        arguments: its arguments.
-
-    Returns:
-        The arguments that its parser takes; and why they are unknown, or "".
+    Return the arguments that its parser takes; and why they are unknown, or "".
     """
     words = shlex.split(started) if started.startswith("-m ") else [started]
     launched = {name: text.format(rank=0, world=1) for name, text in VARIABLES["torchrun"].items()}

@@ -53,18 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     add_run_options(parser, "record")
     add = parser.add_argument
     add("--out", type=writable, metavar="FILE", help="the trace to write; an existing file is replaced")
-    add(
-        "--values",
-        type=_size,
-        metavar="SIZE",
-        help="keep values of gradients and parameters, of the first steps, up to this size (default: 256MB); requires "
-        + INSTALL,
-    )
-    add(
-        "--no-rounding",
-        action="store_true",
-        help="do not run the script once more to measure what rounding moves",
-    )
+    text = "keep values of gradients and parameters, of the first steps, up to this size (default: 256MB); requires "
+    add("--values", type=_size, metavar="SIZE", help=text + INSTALL)
+    text = "do not run the script once more to measure what rounding moves"
+    add("--no-rounding", action="store_true", help=text)
     return parser
 
 

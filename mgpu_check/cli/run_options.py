@@ -77,33 +77,18 @@ def add_run_options(parser: argparse.ArgumentParser, steps: str, default: str = 
     add("--gpus", type=number(1, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
     simulate.add_simulate(parser)
     add("--steps", type=_steps, metavar="N", help=f"{steps} N optimizer steps, or all (default: {default})")
-    add(
-        "--timeout",
-        type=_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="end a run if no rank makes progress for this time (default: 300)",
-    )
-    add(
-        "--fresh-directory",
-        action="store_true",
-        help="start each run in a fresh copy of the current directory; large files are links to the originals",
-    )
-    add(
-        "--float32",
-        action="store_true",
-        help="turn autocast and GradScaler off in all runs: the rounding of narrower dtypes masks differences",
-    )
+    text = "end a run if no rank makes progress for this time (default: 300)"
+    add("--timeout", type=_seconds, default=300.0, metavar="SECONDS", help=text)
+    text = "start each run in a fresh copy of the current directory; large files are links to the originals"
+    add("--fresh-directory", action="store_true", help=text)
+    text = "turn autocast and GradScaler off in all runs: the rounding of narrower dtypes masks differences"
+    add("--float32", action="store_true", help=text)
 
 
 def refuse(
     options: argparse.Namespace, attributes: Sequence[str], reason: str, parser: argparse.ArgumentParser
 ) -> None:
-    """Refuse options that would have no effect.
-
-    Args:
-        attributes: attributes of `options`.
-    """
+    """Refuse options, by their attributes of `options`, that would have no effect."""
     if conflicting := [name for name in attributes if getattr(options, name) != parser.get_default(name)]:
         parser.error(f"{', '.join('--' + name.replace('_', '-') for name in conflicting)}: {reason}")
 
@@ -119,15 +104,12 @@ def launched_by(program: Sequence[str]) -> tuple[list[str], str]:
         return [], "torchrun"
     row = _LAUNCHERS.get(name, "torchrun")
     modules = ("-m", "--module") if row == "torchrun" else ()  # other launchers have another option -m
-    indices = [i for i in range(max(module, 1) + bool(module), len(program)) if _starts(program[i], modules)]
+    # A script may start with a Python file, a Python, or an option of a module.
+    words = [word in modules or word.endswith(".py") or is_python(Path(word).name) for word in program]
+    indices = [i for i in range(max(module, 1) + bool(module), len(program)) if words[i]]
     while len(indices) > 1 and _is_value(program, indices[0], indices[1]):
         del indices[0]
     return list(program[: next(iter(indices), len(program))]), row
-
-
-def _starts(word: str, modules: Sequence[str]) -> bool:
-    """Return whether a script may start with a word: a Python file, a Python, or an option of a module."""
-    return word in modules or word.endswith(".py") or is_python(Path(word).name)
 
 
 def _is_value(program: Sequence[str], index: int, following: int) -> bool:
@@ -206,9 +188,8 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
 
     several = dict(os.environ)
     mask_variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
-    visible = next(
-        (several[name] for name in mask_variables if name in several), "0"
-    )  # the first variable that is set takes effect
+    # The first variable that is set takes effect.
+    visible = next((several[name] for name in mask_variables if name in several), "0")
     return {**several, mask_variables[0]: visible.split(",")[0]}, several
 
 
@@ -258,11 +239,7 @@ def counted(
 
 
 def plan_of(options: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> ComparisonPlan:
-    """Return the plan of runs.
-
-    Args:
-        count: number of devices; 0: torch sees none.
-    """
+    """Return the plan of runs. `count`: number of devices; 0: torch sees none."""
     single, several = (
         {**own, FLOAT32: "1"} if options.float32 else own for own in _environments(options.gpus, options.simulate)
     )

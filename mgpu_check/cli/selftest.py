@@ -18,7 +18,7 @@ import pytest
 
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
-from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, run
+from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, refuse_workers, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang, UnexpectedError
 from mgpu_check.plugin import private_names
 from mgpu_check.plugin.planting import Planting
@@ -30,28 +30,22 @@ from mgpu_check.suite.common.faults.registry import FAULTS, PLANTER, PROPERTIES,
 CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 ALONE = "X"
 """In the table, in place of `CAUGHT`: caught by this check and by no other."""
-_OF_SEEDS = 19, 20
-"""A check must catch each of its faults on at least 19 of 20 seeds."""
+_OF_SEEDS = 19, 20  # a check must catch each of its faults on at least 19 of 20 seeds
 
 
 @dataclass
 class PropertyMatrix:
-    """The faults and checks of one property, and the outcomes of each pair that was tried.
-
-    Attributes:
-        checks: the checks that have run, in their order.
-        cells: (fault, check) -> the outcome of each try: `CAUGHT`, `PASSED`, `SKIPPED` or `ERROR`.
-        complete: whether all faults of the property are planted, so that each check must catch at least one.
-        deselected: pairs of (fault, check) that were deselected, as by ``-k``.
-        all_pairs: whether each fault is tried on all checks, so that each check must catch one that no other catches.
-    """
+    """The faults and checks of one property, and the outcomes of each pair that was tried."""
 
     name: str
     faults: Sequence[Fault]
-    checks: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)  # the checks that have run, in their order
+    # (fault, check) -> the outcome of each try: `CAUGHT`, `PASSED`, `SKIPPED` or `ERROR`
     cells: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    complete: bool = True
+    complete: bool = True  # whether all faults of the property are planted, so that each check must catch at least one
+    # pairs of (fault, check) that were deselected, as by ``-k``
     deselected: set[tuple[str, str]] = field(default_factory=set)
+    # whether each fault is tried on all checks, so that each check must catch one that no other catches
     all_pairs: bool = False
 
     def add(self, fault: str, check: str, outcome: str) -> None:
@@ -141,8 +135,7 @@ def of_properties(
 
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
-_SHARE = 15
-"""`--quick` plants one fault in 15: enough to notice a broken check, in a fraction of the time."""
+_SHARE = 15  # `--quick` plants one fault in 15: enough to notice a broken check, in a fraction of the time
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
 _HELP = """\
@@ -166,16 +159,7 @@ exit codes:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plant each fault for the checks that must catch it, and run every check without a fault.
-
-    ``--quick`` plants always the same 1/15 of the faults. ``--all-pairs`` tries each fault on all checks of its
-    property, and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with
-    the seeds 0 to N-1, and requires that 19 of 20 catch the fault.
-
-    Returns:
-        0 if every check catches all its faults, has at least one, and passes without a fault; 1 if not; 4 for a wrong
-        option; pytest's own exit code if the run itself failed.
-    """
+    """Plant each fault for the checks that must catch it, and run every check without a fault; see ``--help``."""
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0
@@ -245,11 +229,7 @@ class Selftest:
 
         config.stash[SESSION].preload += FAULTS
         self.collects_only = config.getoption("collectonly")
-        if config.getoption("dist", "no") != "no":
-            raise pytest.UsageError(
-                f"mgpu-check selftest: the command plants faults in one process, and cannot use several: leave out "
-                f"-n {config.getoption('numprocesses', None) or ''}".rstrip()
-            )
+        refuse_workers(config, "mgpu-check selftest: the command plants faults in one process, and cannot use several")
 
     def pytest_collection(self) -> None:
         for matrix in self.matrices.values():
@@ -392,10 +372,8 @@ class Selftest:
         if self.out_of_reach:
             most = max(fault.least_gpus for fault in self.out_of_reach)
             fault_names = ", ".join(fault.name for fault in self.out_of_reach)
-            print(
-                f"left out, because they occur in larger worlds only: {fault_names}; "
-                f"plant them with --gpus={most} --simulate"
-            )
+            hint = f"plant them with --gpus={most} --simulate"
+            print(f"left out, because they occur in larger worlds only: {fault_names}; {hint}")
         planted, every = sum(len(matrix.planted) for matrix in tried), len(self.faults)
         fault_count = f"{every} faults" if planted == every else f"{planted} of {every} faults"
         counts = f"{fault_count}, {sum(len(matrix.checks) for matrix in tried)} checks"

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mgpu_check.cli.codes import WRONG_USAGE, Parser, number
 from mgpu_check.processes.python_environment import simulating
@@ -50,24 +51,17 @@ def _parser() -> argparse.ArgumentParser:
         "A simulated run proves code, never hardware.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--gpus", type=number(1, "number of GPUs"), default=2, metavar="N", help="number of simulated GPUs (default: 2)"
-    )
+    text = "number of simulated GPUs (default: 2)"
+    parser.add_argument("--gpus", type=number(1, "number of GPUs"), default=2, metavar="N", help=text)
     add_simulate(parser, default="cpu")
     return parser
 
 
 def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add ``--simulate[=DEVICE]``, with the syntax of the pytest option: without a device it means the CPU."""
-    parser.add_argument(
-        "--simulate",
-        type=backing_device,
-        nargs="?",
-        const="cpu",
-        default=default,
-        metavar="DEVICE",
-        help="simulate the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware",
-    )
+    text = "simulate the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware"
+    kind: dict[str, Any] = {"type": backing_device, "nargs": "?", "const": "cpu", "metavar": "DEVICE"}
+    parser.add_argument("--simulate", default=default, help=text, **kind)
 
 
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -106,19 +100,16 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hin
     if program[0].startswith("-"):
         parser.error(f"unknown option {program[0]!r}; options of the program come after its name")
     path = Path(program[0])
+    # The programs of this environment come first.
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (path / "__main__.py").exists() if path.is_dir() else path.exists():
         # Keep the name as given, for `sys.argv`.
         command = [str(path.absolute())] if _runs_by_itself(path) else [sys.executable, program[0]]
-    elif executable := shutil.which(program[0], path=_search_path()):
+    elif executable := shutil.which(program[0], path=search_path):
         command = [executable] if _runs_by_itself(Path(executable)) else [sys.executable, executable]
     else:
         parser.error(f"no such script: {program[0]}{hint}")
     return [*command, *program[1:]]
-
-
-def _search_path() -> str:
-    """Return the PATH, with the programs of this environment first."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _runs_by_itself(path: Path) -> bool:
@@ -140,9 +131,8 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     own, program = split_program(argv, ("--gpus",))
     options = parser.parse_args(own)
-    command = program_command(
-        program, parser, "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
-    )
+    hint = "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
+    command = program_command(program, parser, hint)
     notice = f"mgpu-check: SIMULATED node, {options.gpus} GPUs on {options.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
     with tempfile.TemporaryFile() as entered:

@@ -58,9 +58,7 @@ def on_all_gpus(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` with ``--gpus`` set to all GPUs, unless the user has set the number."""
     if asks_for_gpus(arguments):
         return list(arguments)
-    driver = (
-        launched_process.driver()
-    )  # it knows the number of launched ranks, so this also works with simulated devices
+    driver = launched_process.driver()  # knows the number of launched ranks, so that simulated devices work, too
     return ["--gpus=all" if driver is None else f"--gpus={driver.size}", *arguments]
 
 
@@ -120,14 +118,10 @@ def _gives(name: str, arguments: Sequence[str]) -> bool:
     return present or option.variable in os.environ
 
 
-_VALUED = {
-    "-k": ", such as -k memory",
-    **{
-        option.flag: f": {option.flag}={option.command_line['metavar']}"
-        for option in all_options().values()
-        if "metavar" in option.command_line and "nargs" not in option.command_line
-    },
-}
+_VALUED = {"-k": ", such as -k memory"}
+for _option in all_options().values():
+    if "metavar" in _option.command_line and "nargs" not in _option.command_line:
+        _VALUED[_option.flag] = f": {_option.flag}={_option.command_line['metavar']}"
 """Options that need a value, each with the end of the message that asks for it."""
 
 _SWITCHES = {option.flag for option in all_options().values() if "metavar" not in option.command_line}
@@ -159,6 +153,13 @@ def misuse(arguments: Sequence[str], own: Mapping[str, str] | None = None, own_s
     return ""
 
 
+def refuse_workers(config: pytest.Config, reason: str) -> None:
+    """Raise UsageError if pytest-xdist is to run the tests of a command that needs them in one process."""
+    if config.getoption("dist", "no") != "no":
+        workers = config.getoption("numprocesses", None) or ""
+        raise pytest.UsageError(f"{reason}: leave out -n {workers}".rstrip())
+
+
 def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool:
     """Return whether an argument names a file of the package, or a check in it: ``test_scatter.py::test_name``."""
     return argument.partition("::")[0] in files(package)
@@ -170,18 +171,13 @@ def files(package: ModuleType = mgpu_check.suite) -> list[str]:
 
 
 def _paths(package: ModuleType) -> dict[str, Path]:
-    return {path.name: path for path in _directory(package).glob("*/test_*.py")}
-
-
-def _directory(package: ModuleType) -> Path:
-    return Path(package.__path__[0])
+    return {path.name: path for path in Path(package.__path__[0]).glob("*/test_*.py")}
 
 
 def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = mgpu_check.suite) -> int:
     """Run pytest on a package of tests, quietly. Do not read configuration from, or write to, the current directory."""
-    ini = _directory(package) / "pytest.ini"
     # The plugin is named explicitly, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set.
-    ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider"]
+    ours = ["-q", "-c", str(Path(package.__path__[0], "pytest.ini")), "-p", "mgpu_check", "-p", "no:cacheprovider"]
     paths = _paths(package)
     chosen = [
         word.replace(file, str(paths[file]), 1)

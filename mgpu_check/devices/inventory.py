@@ -8,24 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """A visible GPU.
+    """A visible GPU."""
 
-    Attributes:
-        index: as in ``cuda:<index>``, after ``CUDA_VISIBLE_DEVICES``.
-        memory: total, in bytes.
-        capability: compute capability, such as (9, 0).
-        uuid: identifies the GPU independently of its index; "" if torch does not report it.
-        mask: the environment variable that selects the visible GPUs for this driver.
-        pci: PCI bus id, as NVIDIA's management library writes it; "" if torch does not report it.
-    """
-
-    index: int
+    index: int  # as in ``cuda:<index>``, after ``CUDA_VISIBLE_DEVICES``
     name: str
-    memory: int
-    capability: tuple[int, int]
-    uuid: str
-    mask: str = "CUDA_VISIBLE_DEVICES"
-    pci: str = ""
+    memory: int  # total, in bytes
+    capability: tuple[int, int]  # compute capability, such as (9, 0)
+    uuid: str  # identifies the GPU independently of its index; "" if torch does not report it
+    mask: str = "CUDA_VISIBLE_DEVICES"  # the environment variable that selects the visible GPUs for this driver
+    pci: str = ""  # PCI bus id, as NVIDIA's management library writes it; "" if torch does not report it
 
 
 def visible_devices() -> list[Device]:
@@ -64,16 +55,11 @@ def _mask() -> str:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The devices of a machine, and the state of its driver.
+    """The devices of a machine, and the state of its driver."""
 
-    Attributes:
-        devices: the visible GPUs; empty if there is trouble.
-        trouble: why the GPUs cannot be used, and the remedy, in lines; "" if nothing is wrong.
-        mask: the environment variable that selects the visible GPUs for this machine's driver.
-    """
-
-    devices: tuple[Device, ...]
-    trouble: str = ""
+    devices: tuple[Device, ...]  # the visible GPUs; empty if there is trouble
+    trouble: str = ""  # why the GPUs cannot be used, and the remedy, in lines; "" if nothing is wrong
+    # the environment variable that selects the visible GPUs for this machine's driver
     mask: str = "CUDA_VISIBLE_DEVICES"
 
 
@@ -89,23 +75,13 @@ def take_inventory() -> Inventory:
         return Inventory((), _trouble(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__), mask)
     if devices:
         return Inventory(devices, mask=mask)
-    accelerator = _other_accelerator()
-    if accelerator:
-        return Inventory(
-            (),
-            f"the accelerator that torch {torch.__version__} has here is {accelerator!r}: mgpu-check runs on GPUs by "
-            "CUDA or ROCm, and in software",
-        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "cuda":
+        what = f"the accelerator that torch {torch.__version__} has here is {accelerator.type!r}"
+        return Inventory((), f"{what}: mgpu-check runs on GPUs by CUDA or ROCm, and in software")
     # Without NVML, torch reports a driver that fails to initialize as no GPU at all.
     sick = torch.version.cuda is not None and _driver_code() not in (None, *_NO_DEVICE)
     return Inventory((), _trouble("torch finds no GPU") if sick else "", mask)
-
-
-def _other_accelerator() -> str:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "" if accelerator is None or accelerator.type == "cuda" else accelerator.type
 
 
 _NO_DEVICE = (0, 100)

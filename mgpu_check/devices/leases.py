@@ -76,15 +76,10 @@ def machine_directory() -> Path:
 
 @dataclass
 class Lease:
-    """Devices that are held until `give_back`, or until this process ends.
+    """Devices that are held until `give_back`, or until this process ends."""
 
-    Attributes:
-        indices: of the devices among those of the run, ascending.
-        waited: seconds between the request and the lease.
-    """
-
-    indices: tuple[int, ...]
-    waited: float
+    indices: tuple[int, ...]  # of the devices among those of the run, ascending
+    waited: float  # seconds between the request and the lease
     _locks: contextlib.ExitStack
     _pid: int = field(default_factory=os.getpid)
 
@@ -185,9 +180,8 @@ class DeviceLeases:
         try:
             lock.acquire(timeout=self._patience, poll_interval=_SHORTEST_POLL)
         except Timeout:
-            raise LeaseError(
-                f"{lock.lock_file} is held by a process that does not release it; end that process"
-            ) from None
+            text = f"{lock.lock_file} is held by a process that does not release it; end that process"
+            raise LeaseError(text) from None
         try:
             yield
         finally:
@@ -252,9 +246,8 @@ class DeviceLeases:
             if progress:
                 moved, pause = now, _SHORTEST_POLL
             elif now - moved > self._patience:
-                raise LeaseError(
-                    f"nothing has moved for {now - moved:.0f} s while {self._state(request, directory, now - begun)}"
-                )
+                state = self._state(request, directory, now - begun)
+                raise LeaseError(f"nothing has moved for {now - moved:.0f} s while {state}")
             if now - begun > word:
                 self._on_wait(self._state(request, directory, now - begun))
                 word *= 4
@@ -273,10 +266,8 @@ class DeviceLeases:
 
 def _tickets(directory: Path) -> dict[int, Path]:
     """Return the tickets that exist, by number, in order."""
-    tickets = {
-        int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(r"ticket-(\d+)", path.name))
-    }
-    return dict(sorted(tickets.items()))
+    named = ((re.fullmatch(r"ticket-(\d+)", path.name), path) for path in directory.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def _lock(path: Path) -> FileLock:
@@ -286,11 +277,9 @@ def _lock(path: Path) -> FileLock:
 def _try(lock: FileLock) -> bool:
     try:
         lock.acquire(blocking=False)
-    except Timeout:
+        return True
+    except (Timeout, PermissionError):  # or another user has just created the file, and not yet made it accessible
         return False
-    except PermissionError:
-        return False  # another user has just created the file, and not yet made it accessible to all
-    return True
 
 
 def _is_done(ticket: Path) -> bool:

@@ -8,15 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """The place where one rank can run: a device of a host.
+    """The place where one rank can run: a device of a host."""
 
-    Attributes:
-        host: index of the host, 0 on one machine.
-        index: index of the device among those that the run uses on this host.
-    """
-
-    host: int
-    index: int
+    host: int  # index of the host, 0 on one machine
+    index: int  # index of the device among those that the run uses on this host
 
 
 class WorldSize(int):
@@ -75,9 +70,8 @@ def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int
     for host, count in enumerate(size.per_host):
         local_slots = sorted(slot for slot in available if slot.host == host)
         if count > len(local_slots):
-            raise ValueError(
-                f"size={size!r}: host {host} has {len(local_slots)} devices, too few for {count} ranks; choose fewer"
-            )
+            short = f"host {host} has {len(local_slots)} devices, too few for {count} ranks"
+            raise ValueError(f"size={size!r}: {short}; choose fewer")
         slots += local_slots[:count]
     return tuple(slots)
 
@@ -98,14 +92,10 @@ def _slots_of(devices: Sequence[int], size: int | None, available: Sequence[Slot
 
 @dataclass(frozen=True)
 class Mask:
-    """The devices that are visible to a process.
+    """The devices that are visible to a process."""
 
-    Attributes:
-        environment: the variables that hide all other devices.
-        uuids: UUIDs of the visible devices, in order, for the process to verify; empty if they are unknown.
-    """
-
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # the variables that hide all other devices
+    # UUIDs of the visible devices, in order, for the process to verify; empty if they are unknown
     uuids: tuple[str, ...] = ()
 
 

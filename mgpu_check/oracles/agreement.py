@@ -54,26 +54,19 @@ def named_wrong(
     others = [device for device in devices if device not in faulty]
     text = f"{_who(odd, devices, alone=len(faulty) == 1)} wrong in {fewest[0].case}: "
     if len(faulty) > len(odd):  # in other cases, so the devices of this one are not the only suspects
-        named = ", ".join(map(str, odd))
-        text = (
-            f"{_who([device for device in devices if device in faulty], devices)} wrong, {named} in {fewest[0].case}: "
-        )
+        who = _who([device for device in devices if device in faulty], devices)
+        text = f"{who} wrong, {', '.join(map(str, odd))} in {fewest[0].case}: "
     if len({wrong_case.description for wrong_case in fewest}) == 1:
         text += fewest[0].description
     else:
         text += "; ".join(f"{wrong_case.device}: {wrong_case.description}" for wrong_case in fewest)
     if others:
-        text += (
-            f"; the other {len(others)} agree with {reference}"
-            if len(others) > 1
-            else f"; {others[0]} agrees with {reference}"
-        )
+        agree = f"the other {len(others)} agree" if len(others) > 1 else f"{others[0]} agrees"
+        text += f"; {agree} with {reference}"
     for device in dict.fromkeys(wrong_case.device for wrong_case in wrong_cases):
         case_names = list(dict.fromkeys(wrong_case.case for wrong_case in wrong_cases if wrong_case.device == device))
         if len(case_names) > 1 or len(by_case) > 1:
-            listed = ", ".join(f"[{name}]" for name in case_names[:_LISTED]) + (
-                ", …" if len(case_names) > _LISTED else ""
-            )
+            listed = ", ".join(f"[{name}]" for name in case_names[:_LISTED]) + ", …" * (len(case_names) > _LISTED)
             text += f"\n{device}: {len(case_names)} of {cases} cases are wrong: {listed}"
     return DeviceMismatch(text, ranks=indices_of(*(wrong_case.device for wrong_case in wrong_cases)))
 
@@ -97,11 +90,9 @@ def difference(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> s
     if mask is None or not bool(mask.any()):
         return ""
     count, flat = int(mask.sum()), int(mask.reshape(-1).to(torch.int8).argmax())
-    values = [_shown(tensor.reshape(-1)[flat], comparison) for tensor in (reference, actual)]
-    return (
-        f"{count} of {actual.numel()} elements, the first {list(index_of(flat, actual.shape))}: expected {values[0]}, "
-        f"got {values[1]}"
-    )
+    should, shown = (_shown(tensor.reshape(-1)[flat], comparison) for tensor in (reference, actual))
+    at = f"{count} of {actual.numel()} elements, the first {list(index_of(flat, actual.shape))}"
+    return f"{at}: expected {should}, got {shown}"
 
 
 def _wrong(got: torch.Tensor, expected: torch.Tensor, comparison: Kind) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ Each operation is prepared by the function that its row in `COMPUTATIONS` names.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import random
 import time
 from collections.abc import Sequence
@@ -22,23 +22,19 @@ from mgpu_check.oracles.operations import (
     CaseUnsupported,
     Prepare,
     Prepared,
+    Stopwatch,
     bits,
     differing,
     digests_of_pieces,
     evidence_of,
     length_of_piece,
+    measured,
 )
-from mgpu_check.oracles.timing import Stopwatch, measured
 from mgpu_check.torch_hooks import switches
 
-
-def _found(location: str) -> Prepare:
-    module, _, name = location.partition(":")
-    prepare: Prepare = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-    return prepare
-
-
-OPERATIONS: dict[str, Prepare] = {name: _found(row.prepare) for name, row in COMPUTATIONS.items()}
+OPERATIONS: dict[str, Prepare] = {
+    name: pkgutil.resolve_name(f"{__package__}.{row.prepare}") for name, row in COMPUTATIONS.items()
+}
 """Name of an operation -> function that makes its operands."""
 
 
@@ -122,10 +118,9 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     entry = Observation("compute", subject, outcome, tally.summary, str(case), work, tally.evidence)
     rate: list[SubjectResult] = []
     if len(tally.laps) >= _LEAST_LAPS:
-        name, counted = f"{case.operation}, {case.dtype}", prepared.operations
-        unit: Unit = "FLOP/s" if counted else "s"
-        size = case.size if counted else reference.nbytes
-        rate += measured("compute", subject, name, unit, counted, tally.laps, size)
+        unit: Unit = "FLOP/s" if prepared.operations else "s"
+        size, name = case.size if prepared.operations else reference.nbytes, f"{case.operation}, {case.dtype}"
+        rate += measured("compute", subject, name, unit, prepared.operations, tally.laps, size)
     return [entry, *rate, Ballot(case, digest(reference))]
 
 

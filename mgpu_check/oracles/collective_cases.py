@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -104,8 +105,6 @@ class CollectiveCall:
 
 
 _BITWISE = ("BAND", "BOR", "BXOR")
-
-
 _LAYOUTS_WITHOUT_GLOO = {
     ("all_to_all", "uneven"): "gloo takes lists of tensors of one size only",
     ("all_gather", "uneven"): "gloo takes lists of tensors of one size only",
@@ -185,9 +184,8 @@ class Message:
 
     def __str__(self) -> str:
         source = f"rank {self.source}" if self.source >= 0 else "any rank"
-        return (
-            f"message {self.number} of {source} to rank {self.target}, tag {self.tag}, {self.elements} x {self.dtype}"
-        )
+        content = f"tag {self.tag}, {self.elements} x {self.dtype}"
+        return f"message {self.number} of {source} to rank {self.target}, {content}"
 
 
 def messages_between(
@@ -202,16 +200,13 @@ def messages_between(
     messages: list[Message] = []
     dtypes = COPIED if placement == "device" else REDUCED
     sizes = (1, 0, 4097, 33, 65537, 700)
-    for source in range(size):
-        for target in range(size):
-            if source == target and not own:
-                continue
-            for turn in range(2):
-                number = len(messages) + 2 * seed
-                tag = (number * 7 + turn) % 5 if tags else 0
-                selector = number // 2 + seed if alike else number
-                dtype, elements = dtypes[selector * 5 % len(dtypes)], sizes[selector % len(sizes)]
-                messages.append(Message(source, target, tag, dtype, elements, number))
+    for source, target, turn in itertools.product(range(size), range(size), range(2)):
+        if source != target or own:
+            number = len(messages) + 2 * seed
+            tag = (number * 7 + turn) % 5 if tags else 0
+            selector = number // 2 + seed if alike else number
+            dtype, elements = dtypes[selector * 5 % len(dtypes)], sizes[selector % len(sizes)]
+            messages.append(Message(source, target, tag, dtype, elements, number))
     return messages
 
 

@@ -38,12 +38,10 @@ class WrongResult:
     ) -> WrongResult:
         """Describe the wrong elements of a vector; `mismatches` is their mask."""
         index = int(mismatches.nonzero()[0])
-        text = f"{label}: " if label else ""
-        text += f"element {index}: got {got[index].item()!r}, expected {expected[index].item()!r}; "
-        text += (
-            f"{int(mismatches.sum())} of {got.numel()} elements of {str(got.dtype).removeprefix('torch.')} are wrong"
-        )
-        return cls(call, f"{text}; {looks}" if looks else text)
+        text = f"element {index}: got {got[index].item()!r}, expected {expected[index].item()!r}"
+        dtype = str(got.dtype).removeprefix("torch.")
+        count = f"{int(mismatches.sum())} of {got.numel()} elements of {dtype} are wrong"
+        return cls(call, f"{label}: " * bool(label) + "; ".join(filter(None, (text, count, looks))))
 
 
 def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> None:
@@ -91,7 +89,5 @@ def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, 
             most = max(ranks.values(), key=len)
             tied = sum(len(same) == len(most) for same in ranks.values()) > 1
             others = sorted(rank for same in ranks.values() if same is not most for rank in same)
-            raise CollectiveMismatch(
-                f"{label}: ranks disagree about the bits of the result: {named(others)} against {named(most)}",
-                ranks=sorted([*most, *others]) if tied else others,
-            )
+            text = f"{label}: ranks disagree about the bits of the result: {named(others)} against {named(most)}"
+            raise CollectiveMismatch(text, ranks=sorted([*most, *others]) if tied else others)

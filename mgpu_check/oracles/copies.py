@@ -82,7 +82,8 @@ def _examine(ways: Sequence[_Direction], devices: Sequence[torch.device], case: 
     for way in ways:
         descriptions[way.tag(case.seed)] = f"the data of the copy {way}"
         descriptions[way.tag(case.seed, before=True)] = f"the data from before the copy {way}"
-    free = _free(devices)
+    torch.cuda.empty_cache()
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
     if case.reach > free // 4:
         case = replace(case, reach=1 << max(1, free // 4).bit_length() - 1)
     largest = _largest(free, case, copies=max(1, len(devices) - 1) if case.together else 1)
@@ -106,12 +107,6 @@ def _largest(free: int, case: Copies, copies: int) -> int:
     each = 2 if case.path == "strided" else 1
     needed = copies * (each + max(each, 2 if case.path == "casting" else 1)) if copies > 1 else 2
     return max(1, int(free * _SHARE - _CHUNKS * _chunk(free)) // needed - 4 * _GUARD)
-
-
-def _free(devices: Sequence[torch.device]) -> int:
-    """Return the least number of free bytes on any device."""
-    torch.cuda.empty_cache()
-    return min(torch.cuda.mem_get_info(device)[0] for device in devices)
 
 
 def _chunk(free: int) -> int:
@@ -140,16 +135,16 @@ class _GuardedCopy:
         self._tag, self._before = way.tag(case.seed), way.tag(case.seed, before=True)
         self._step = 2 if case.path == "strided" else 1
         self._dtype = torch.int16 if case.path == "casting" else torch.uint8
-        self._begin = _GUARD + case.destination + case.reach // self._dtype.itemsize
+        self._width = self._dtype.itemsize
+        self._begin = _GUARD + case.destination + case.reach // self._width
         self._chunk = chunk
         length = self._step * size
         source = self._memory(case.reach + case.source + length, ends[0])
         self._fill(source, self._tag)
         self._source = source[case.reach + case.source :: self._step]
-        width = self._dtype.itemsize
-        memory = self._memory((self._begin + length + _GUARD) * width, ends[1])
+        memory = self._memory((self._begin + length + _GUARD) * self._width, ends[1])
         self._fill(memory, self._before)
-        self._whole: torch.Tensor | None = memory.view(self._dtype)
+        self._whole = memory.view(self._dtype)
 
     def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self._case.pinned:
@@ -162,43 +157,30 @@ class _GuardedCopy:
 
     def start(self) -> None:
         """Start the copy, on its own streams if others run at the same time."""
-        assert self._whole is not None
         target = self._whole[self._begin : self._begin + self._step * self.size : self._step]
-        with self._streams():
-            for into, out in zip(
-                *(tensor.tensor_split(self._case.pieces) for tensor in (target, self._source)), strict=True
-            ):
-                into.copy_(out, non_blocking=self._case.pinned)
-
-    @contextlib.contextmanager
-    def _streams(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
+        pieces = (tensor.tensor_split(self._case.pieces) for tensor in (target, self._source))
+        with contextlib.ExitStack() as streams:
             for device in self.devices if self._case.together else ():
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-            yield
+                streams.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            for into, out in zip(*pieces, strict=True):
+                into.copy_(out, non_blocking=self._case.pinned)
 
     def check(self, descriptions: Mapping[int, str]) -> None:
         """Compare the destination and the memory around it, on its device, and free it."""
-        assert self._whole is not None
-        width = self._dtype.itemsize
-        windows = _windows(self._whole.numel(), self._case.reach // width)
+        windows = _windows(self._whole.numel(), self._case.reach // self._width)
         for low, end in ((at, stop) for start, stop in windows for at in range(start, stop, self._chunk)):
             high = min(low + self._chunk, end)
-            expected = self._expected(low, high)
-            mismatch = compare(
-                self._whole[low:high].view(torch.uint8), expected.view(torch.uint8), descriptions, start=low * width
-            )
-            if mismatch is not None:
+            got, expected = (part.view(torch.uint8) for part in (self._whole[low:high], self._expected(low, high)))
+            if (mismatch := compare(got, expected, descriptions, start=low * self._width)) is not None:
                 self.wrong.append(mismatch)
-                self.outside |= not self._copied(mismatch.first // width)
-        self._whole = None
-        del self._source
+                index, between = divmod(mismatch.first // self._width - self._begin, self._step)
+                self.outside |= between != 0 or not 0 <= index < self.size
+        del self._whole, self._source
 
     def _expected(self, low: int, high: int) -> torch.Tensor:
         """Return the right elements from `low` to `high` of the destination's memory."""
-        assert self._whole is not None
-        device, width = self._whole.device, self._dtype.itemsize
-        expected = bytes_of_content(self._before, low * width, high * width, device).view(self._dtype)
+        device = self._whole.device
+        expected = bytes_of_content(self._before, low * self._width, high * self._width, device).view(self._dtype)
         begin, end = (min(self.size, max(0, -(-(at - self._begin) // self._step))) for at in (low, high))
         if begin < end:
             start = self._case.reach + self._case.source
@@ -207,20 +189,14 @@ class _GuardedCopy:
             expected[at : at + (end - begin - 1) * self._step + 1 : self._step] = content[:: self._step]
         return expected
 
-    def _copied(self, element: int) -> bool:
-        index, between = divmod(element - self._begin, self._step)
-        return between == 0 and 0 <= index < self.size
-
     @property
     def seen(self) -> str:
         earliest = self.wrong[0]
-        count = sum(mismatch.count for mismatch in self.wrong)
-        width = self._dtype.itemsize
-        total = self.size * width
+        count, total = sum(mismatch.count for mismatch in self.wrong), self.size * self._width
         if self.outside:
             around = f"in and around the destination of {total} bytes"
             return f"{count} bytes {around} are wrong, some outside: {earliest.looks}"
-        at = (earliest.first // width - self._begin) // self._step * width
+        at = (earliest.first // self._width - self._begin) // self._step * self._width
         return f"{count} of {total} bytes are wrong, from byte {at} on: {earliest.looks}"
 
 
@@ -250,7 +226,8 @@ def _observation(way: _Direction, copies: Sequence[_GuardedCopy], case: Copies) 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:
     for device in devices:
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 _HOST = torch.device("cpu")
@@ -287,19 +264,14 @@ def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more:
         *examine_host_copies(devices, Copies("strided", (_MIDDLE,), pinned=True, seed=seed)),
         *examine_host_copies(devices, Copies("strided", (_MIDDLE - 2,), pinned=False, seed=seed)),
     ]
-    observations = [observation for observation in results if isinstance(observation, Observation)]
-    failures = [observation for observation in observations if observation.outcome == "failed"]
+    observations = [(_way(entry, devices), entry) for entry in results if isinstance(entry, Observation)]
+    failures = [(way, entry) for way, entry in observations if entry.outcome == "failed"]
     if failures:
-        ways = dict.fromkeys(_way(observation, devices) for observation in failures)
-        others = len({_way(observation, devices) for observation in observations}) - len(ways)
-        lines = [
-            f"{_way(observation, devices)}: {observation.case}: {observation.seen}" for observation in failures[:6]
-        ]
-        count = f"{len(ways)} of {len(ways) + others} ways copy wrong data ({', '.join(ways)}), the others are right"
-        raise DeviceMismatch(
-            "\n".join([f"the copy {lines[0]}", count, *lines[1:]]),
-            ranks=sorted({devices[member].index for observation in failures for member in observation.subject.members}),
-        )
+        ways, everything = dict.fromkeys(way for way, _ in failures), {way for way, _ in observations}
+        lines = [f"{way}: {entry.case}: {entry.seen}" for way, entry in failures[:6]]
+        count = f"{len(ways)} of {len(everything)} ways copy wrong data ({', '.join(ways)}), the others are right"
+        ranks = sorted({devices[member].index for _, entry in failures for member in entry.subject.members})
+        raise DeviceMismatch("\n".join([f"the copy {lines[0]}", count, *lines[1:]]), ranks=ranks)
 
 
 def _way(observation: Observation, devices: Sequence[torch.device]) -> str:
@@ -341,9 +313,7 @@ def _repeated(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _unwaited(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     copy = x.to(device, non_blocking=True)
-    for end in (x.device, device):
-        if end.type == "cuda":
-            torch.cuda.synchronize(end)
+    _synchronize((x.device, device))
     return copy
 
 
@@ -402,15 +372,17 @@ Found = list[tuple[tuple[torch.device, torch.device], str, str]]
 """Source and target of a copy, the case, and a description of the error."""
 
 
-def _names(errors: Found, devices: Sequence[torch.device], cases: int) -> DeviceMismatch:
-    """Return an error that names the only device common to all wrong copies, or else the target of each."""
+def _require_none(errors: Found, devices: Sequence[torch.device], cases: int) -> None:
+    """Raise an error that names the only device common to all wrong copies, or else the target of each."""
+    if not errors:
+        return
     common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in errors))
     (common_device,) = common if len(common) == 1 else (None,)
     named = [
         WrongCase(common_device or (pair[1] if pair[1].type == "cuda" else pair[0]), case, message)
         for pair, case, message in errors
     ]
-    return named_wrong(named, devices, cases, "the source")
+    raise named_wrong(named, devices, cases, "the source")
 
 
 def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -429,10 +401,9 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None
                 key = source, dtype, layout
                 if key not in sources:
                     sources[key] = _laid_out(data, layout, source)
-                case = f"{name} of {_WORDS[layout]}{name_of(dtype)} from {source} to {target}"
-                if message := _arrived(
-                    call, sources[key], target, data.view(sources[key].shape), kept=name in _PRESERVING
-                ):
+                expected = data.view(sources[key].shape)
+                if message := _arrived(call, sources[key], target, expected, kept=name in _PRESERVING):
+                    case = f"{name} of {_WORDS[layout]}{name_of(dtype)} from {source} to {target}"
                     errors.append(((source, target), case, message))
                 count += 1
     for source, target in _pairs(devices):
@@ -444,8 +415,7 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None
                 if message and not (message == _SIGN_LOST and _is_known(name, tensor, target)):
                     errors.append(((source, target), f"{name} of {description} from {source} to {target}", message))
                 count += 1
-    if errors:
-        raise _names(errors, devices, count)
+    _require_none(errors, devices, count)
 
 
 def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
@@ -532,14 +502,11 @@ def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
         at = {device: _laid_out(data, layout, device) for device in (_HOST, *devices)}
         for turn, (source, target) in enumerate(_pairs(devices), number + seed):
             for name, call in _casting(target_dtype, turn).items():
-                case = (
-                    f"{name} of {_WORDS[layout]}{name_of(dtype)} to {name_of(target_dtype)} from {source} to {target}"
-                )
                 if message := _arrived(call, at[source], target, expected, kept=name in _PRESERVING):
-                    errors.append(((source, target), case, message))
+                    dtypes = f"{_WORDS[layout]}{name_of(dtype)} to {name_of(target_dtype)}"
+                    errors.append(((source, target), f"{name} of {dtypes} from {source} to {target}", message))
                 count += 1
-    if errors:
-        raise _names(errors, devices, count)
+    _require_none(errors, devices, count)
 
 
 def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -553,16 +520,13 @@ def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) 
                 count += 1
                 if text:
                     errors.append(((_HOST, device), f"{step}, {elements} elements of float32", text))
-    if errors:
-        raise _names(errors, devices, count)
+    _require_none(errors, devices, count)
 
 
 def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield the name of each step with a description of its error, or ""."""
-    yield (
-        "pin_memory",
-        "" if pinned.is_pinned() and not data.is_pinned() else "the copy is not pinned, or its source is",
-    )
+    is_pinned = pinned.is_pinned() and not data.is_pinned()
+    yield "pin_memory", "" if is_pinned else "the copy is not pinned, or its source is"
     yield "pin_memory", difference(pinned, data, "bits")
     upload = pinned.to(device, non_blocking=True)
     # Without a wait: work that is queued behind the copy must see the data.
@@ -611,8 +575,7 @@ _TWINS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
 
 
 def _waited(module: nn.Module) -> nn.Module:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
+    _synchronize(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return module
 
 
@@ -628,16 +591,17 @@ def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
     errors: list[WrongCase] = []
     ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
     for source, target in ways:
+        messages: dict[str, str] = {}
         for name, move in (_MOVES | _TWINS).items():
             module, expected = _Holding(seed).to(source), _Holding(seed)
             if name in _TWINS:
                 expected.zero_grad()
-            if message := _lost(move(module, target), expected, target):
-                named = target if target.type == "cuda" else source
-                errors.append(WrongCase(named, f"{name} from {source} to {target}", message))
-        if message := _disordered(source, target, seed):
-            named = target if target.type == "cuda" else source
-            errors.append(WrongCase(named, f"PackedSequence.to from {source} to {target}", message))
+            messages[name] = _lost(move(module, target), expected, target)
+        messages["PackedSequence.to"] = _disordered(source, target, seed)
+        named = target if target.type == "cuda" else source
+        errors += [
+            WrongCase(named, f"{name} from {source} to {target}", text) for name, text in messages.items() if text
+        ]
     moves = len(ways) * (len(_MOVES | _TWINS) + 1)
     if errors:
         raise named_wrong(errors, devices, moves, "the source")
@@ -681,9 +645,8 @@ def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
         return "a parameter with two names has become two"
     if module.state_dict().keys() != expected.state_dict().keys():
         return f"its state dict has {', '.join(module.state_dict())}; expected {', '.join(expected.state_dict())}"
-    if [submodule.training for submodule in module.modules()] != [
-        submodule.training for submodule in expected.modules()
-    ]:
+    modes, expected_modes = ([part.training for part in whole.modules()] for whole in (module, expected))
+    if modes != expected_modes:
         return "the training modes of its parts have changed"
     return ""
 

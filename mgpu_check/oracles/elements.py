@@ -42,6 +42,12 @@ def _patterns(case: ComputeCase, number: int, device: torch.device) -> torch.Ten
     return (words >> 64 - width).to(getattr(torch, f"int{width}")).view(dtype)
 
 
+def _fractions(case: ComputeCase, device: torch.device, low: float, high: float) -> list[torch.Tensor]:
+    """Return the same numbers on the device and on the host."""
+    options: dict[str, Any] = {"seed": seeded(case, 0), "dtype": DTYPES[case.dtype], "low": low, "high": high}
+    return [fractions(_shape(case), device=location, **options) for location in (device, _HOST)]
+
+
 def _same(expected: torch.Tensor) -> Judge:
     """Judge by the host's result: the same bits, or NaN in both, because no standard fixes the bits of NaN."""
 
@@ -59,13 +65,10 @@ def _same(expected: torch.Tensor) -> Judge:
 def exact(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the operators of the table that have the name of the operation."""
     require(case.dtype, device)
-    rows = [
-        (row, count) for rows, count in ((BINARY, 2), (UNARY, 1)) for row in rows if row.operation == case.operation
-    ]
+    rows = [(row, count) for table, count in ((BINARY, 2), (UNARY, 1)) for row in table]
+    rows = [(row, count) for row, count in rows if row.operation == case.operation]
     calls = [(row.call, count) for row, count in rows]
-    reference_calls = [
-        (row.reference if row.reference and device.type == "cuda" else row.call, count) for row, count in rows
-    ]
+    reference_calls = [((device.type == "cuda" and row.reference) or row.call, count) for row, count in rows]
     on_device, on_host = ([_patterns(case, number, location) for number in range(2)] for location in (device, _HOST))
     return Prepared(lambda: _called(calls, on_device), _same(_called(reference_calls, on_host)))
 
@@ -86,10 +89,7 @@ def conversion(case: ComputeCase, device: torch.device) -> Prepared:
         kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
         return torch.cat([x.to(dtype).double() for dtype in kinds])
 
-    on_device, on_host = (
-        fractions(_shape(case), seed=seeded(case, 0), device=location, dtype=DTYPES[case.dtype], low=-6e4, high=6e4)
-        for location in (device, _HOST)
-    )
+    on_device, on_host = _fractions(case, device, -6e4, 6e4)
     return Prepared(lambda: converted(on_device), _same(converted(on_host)))
 
 
@@ -121,17 +121,12 @@ def bounded(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare the function of the table that has the name of the operation."""
     require(case.dtype, device)
     row = FUNCTIONS[case.operation]
-    low, high = row.arguments
-    on_device, on_host = (
-        fractions(_shape(case), seed=seeded(case, 0), device=location, dtype=DTYPES[case.dtype], low=low, high=high)
-        for location in (device, _HOST)
-    )
+    on_device, on_host = _fractions(case, device, *row.arguments)
     # The bounds are NVIDIA's, so GPUs of other makers are only compared with each other.
     judge = within(case.operation, case.dtype, on_host) if torch.version.hip is None else None
     return Prepared(lambda: row.call(on_device), judge)
 
 
-_LARGEST_TERM = 7
 _TERMS = 8
 
 
@@ -142,9 +137,7 @@ def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch
     """
     half = (case.size - _TERMS) // 2
     x, y = (
-        integers(
-            (case.size, width), -_LARGEST_TERM, _LARGEST_TERM, seed=seeded(case, i), device=device, dtype=torch.float64
-        )
+        integers((case.size, width), -7, 7, seed=seeded(case, i), device=device, dtype=torch.float64)
         for i, width in enumerate((half, case.size - 2 * half))
     )
     sums = y[:, 0].clone()
@@ -158,11 +151,10 @@ def sums(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     matrix, sums = rows_with_known_sums(case, device)
     dtype = DTYPES[case.dtype]
-    rows = matrix.to(torch.int64).to(dtype) if dtype == torch.uint8 else matrix.to(dtype)
+    rows, sums = (x.to(torch.int64).to(dtype) if dtype == torch.uint8 else x.to(dtype) for x in (matrix, sums))
     columns = rows.t().contiguous()
-    expected = (sums.to(torch.int64).to(dtype) if dtype == torch.uint8 else sums.to(dtype)).repeat(2)
     return Prepared(
-        lambda: torch.cat([rows.sum(dim=1, dtype=dtype), columns.sum(dim=0, dtype=dtype)]), exactly(expected)
+        lambda: torch.cat([rows.sum(dim=1, dtype=dtype), columns.sum(dim=0, dtype=dtype)]), exactly(sums.repeat(2))
     )
 
 
@@ -322,15 +314,11 @@ def transpose(case: ComputeCase, device: torch.device) -> Prepared:
     positions = torch.arange(case.size, device=device)
     turned = counted((case.size**2,), seeded(case, 0), device)[positions[None, :] * case.size + positions[:, None]]
 
-    def narrowed(x: torch.Tensor) -> torch.Tensor:
-        return (x & 127).to(dtype)
-
-    matrix = narrowed(words)
-    expected = torch.cat([narrowed(turned), narrowed(words[(positions - 3) % case.size])])
+    matrix, turned, rolled = ((x & 127).to(dtype) for x in (words, turned, words[(positions - 3) % case.size]))
+    expected = torch.cat([turned, rolled])
     return Prepared(lambda: torch.cat([matrix.t().contiguous(), torch.roll(matrix, 3, dims=0)]), exactly(expected))
 
 
-_MOST_DRAWN = 1 << 20
 _UNLIKELY = 1e-12
 
 
@@ -356,26 +344,19 @@ def spread(case: ComputeCase) -> Judge:
         most = math.sqrt(math.log(2 * 64 / _UNLIKELY) / (2 * len(words)))
         shares = [float((words >> bit & 1).double().mean()) for bit in range(64)]
         odd = {str(bit): share for bit, share in enumerate(shares) if abs(share - 0.5) > most}
-        return (
-            {"errors": len(odd), "elements": 64, "what": "bits are set too often or too seldom", "shares": odd}
-            if odd
-            else {}
-        )
+        text = "bits are set too often or too seldom"
+        return {"errors": len(odd), "elements": 64, "what": text, "shares": odd} if odd else {}
 
     return judge
 
 
 def random_bits(case: ComputeCase, device: torch.device) -> Prepared:
-    count = min(case.size**2, _MOST_DRAWN) // 2
+    count = min(case.size**2, _MOST) // 2
 
     def call() -> torch.Tensor:
         generator = _generator(case, device)
-        return torch.cat(
-            [
-                torch.empty(count, dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
-                for _ in range(2)
-            ]
-        )
+        blocks = [torch.empty(count, dtype=torch.int64, device=device) for _ in range(2)]
+        return torch.cat([block.random_(-(2**63), None, generator=generator) for block in blocks])
 
     return Prepared(call, spread(case))
 
@@ -389,7 +370,7 @@ def normal_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     """
 
     def call() -> torch.Tensor:
-        size = min(case.size**2, _MOST_DRAWN)
+        size = min(case.size**2, _MOST)
         return torch.randn(size, generator=_generator(case, device), device=device, dtype=DTYPES[case.dtype])
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
@@ -409,7 +390,7 @@ def normal_numbers(case: ComputeCase, device: torch.device) -> Prepared:
 
 def permutation(case: ComputeCase, device: torch.device) -> Prepared:
     """Prepare a permutation, which must contain each number once."""
-    count = min(case.size**2, _MOST_DRAWN)
+    count = min(case.size**2, _MOST)
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         values = got.cpu()

@@ -32,6 +32,7 @@ MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEP = 0x9E3779B97F4A7C15
 _SHIFTS = (32, 29)
+_LOW = 0xFFFFFFFF
 
 
 def signed(word: int) -> int:
@@ -111,7 +112,6 @@ def fractions(
     return words.to(torch.float64).mul_(2.0**-53).add_(0.5).mul_(high - low).add_(low).to(dtype)
 
 
-_NARROW = (1 << 32) - 1
 _BLOCK = 1 << 24
 """Elements to mix at once; a limit, because mixing needs many times their memory."""
 
@@ -145,19 +145,16 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of the elements as int64 in [0, 2^32); an element of 64 bits gives two of them."""
     flat = tensor.contiguous().reshape(-1)
     size = min(flat.element_size(), 4)
-    return flat.view(INTEGER_OF_SIZE[size]).long().bitwise_and_(_NARROW >> (32 - 8 * size))
+    return flat.view(INTEGER_OF_SIZE[size]).long().bitwise_and_(_LOW >> (32 - 8 * size))
 
 
 def _halves(tensor: torch.Tensor) -> int:
     return max(1, tensor.element_size() // 4)
 
 
-def _dtypes(dtype_names: Sequence[str]) -> tuple[torch.dtype, ...]:
-    return tuple(getattr(torch, name) for name in dtype_names)
-
-
-ALL = _dtypes((*operators.NUMBERS, "bool", "complex64", "complex128"))
-
+ALL: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name) for name in (*operators.NUMBERS, "bool", "complex64", "complex128")
+)
 _CPU = torch.device("cpu")
 _PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -225,11 +222,7 @@ HOST = 63
 
 _PLACES = 64
 _SEEDS = 1 << 10
-_ODD = 0x9E3779B97F4A7C15
-_OTHER_ODD = 0xBF58476D1CE4E5B9
-_INVERSE, _OTHER_INVERSE = (pow(odd, -1, 1 << 64) for odd in (_ODD, _OTHER_ODD))
-_MASK = (1 << 64) - 1
-_LOW = 0xFFFFFFFF
+_INVERSE, _OTHER_INVERSE = (pow(odd, -1, 1 << 64) for odd in (_STEP, _FIRST))
 _WORD = 8
 CHUNK = 1 << 18
 """Least number of bytes to make and compare at once; the work needs four times as much memory."""
@@ -251,22 +244,13 @@ def tag_of(source: int, destination: int, seed: int, *, before: bool = False) ->
     return tag ^ 0xA5 if before else tag
 
 
-def _signed(number: int) -> int:
-    number &= _MASK
-    return number - (1 << 64) if number >> 63 else number
-
-
-def _tagged_words(start: int, count: int, tag: int, device: torch.device) -> torch.Tensor:
-    words = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    # (place << 24 | tag) * ODD, by two operations in place of three
-    words.mul_(_signed(_ODD << 24)).add_(_signed(tag * _ODD))
-    return words.bitwise_xor_((words >> 32).bitwise_and_(_LOW)).mul_(_signed(_OTHER_ODD))
-
-
 def bytes_of_content(tag: int, start: int, end: int, device: torch.device) -> torch.Tensor:
     """Return the bytes `start` to `end` of the content of `tag`, as uint8."""
     first_word = start // _WORD
-    words = _tagged_words(first_word, -(-end // _WORD) - first_word, tag, device)
+    words = torch.arange(first_word, -(-end // _WORD), dtype=torch.int64, device=device)
+    # (place << 24 | tag) * _STEP, by two operations in place of three
+    words.mul_(signed(_STEP << 24 & MASK)).add_(signed(tag * _STEP & MASK))
+    words.bitwise_xor_((words >> 32).bitwise_and_(_LOW)).mul_(signed(_FIRST))
     return words.view(torch.uint8)[start - first_word * _WORD : end - first_word * _WORD]
 
 
@@ -322,7 +306,8 @@ def compare(
         "got": bytes(actual[earliest - begin :][:_EVIDENCE].tolist()).hex(),
         "expected": bytes(should[earliest - begin :][:_EVIDENCE].tolist()).hex(),
         "bits": bytes(xor.tolist()).hex(),
-        "period": _period(places),
+        # The greatest common divisor of the distances between wrong bytes; 0 for a single one.
+        "period": math.gcd(*(places[1:] - places[:-1]).tolist()),
     }
     return WrongBytes(count, start + earliest, start + last, looks, evidence)
 
@@ -331,10 +316,8 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, n
     """Describe the wrong bytes at `positions`."""
     bad = got[positions]
     if torch.equal(bad, expected[positions]):
-        return (
-            "the device finds it wrong, but the host reads it right: it has changed, or the copy to the host hides "
-            "the error"
-        )
+        text = "the device finds it wrong, but the host reads it right"
+        return f"{text}: it has changed, or the copy to the host hides the error"
     if len(bad) >= _WORD and not bool(bad.any()):
         return "it holds zeros"
     if len(bad) >= _WORD and bool((bad == 0xFF).all()):
@@ -344,10 +327,8 @@ def _looks(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor, n
     flips = (bad ^ expected[positions]).unique().tolist()
     if len(flips) == 1 and len(positions) < len(got):
         bits = [str(bit) for bit in range(8) if flips[0] >> bit & 1]
-        return (
-            f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {'a byte is' if len(positions) == 1 else 'bytes are'} "
-            "inverted"
-        )
+        which = "a byte is" if len(positions) == 1 else "bytes are"
+        return f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {which} inverted"
     return "it holds other data"
 
 
@@ -380,12 +361,7 @@ def _read(memory: torch.Tensor, at: int) -> tuple[int, int] | None:
     if at + _WORD > memory.numel():
         return None
     word = int.from_bytes(bytes(memory[at : at + _WORD].tolist()), "little")
-    word = word * _OTHER_INVERSE & _MASK
+    word = word * _OTHER_INVERSE & MASK
     word ^= word >> 32 & _LOW
-    number = word * _INVERSE & _MASK
+    number = word * _INVERSE & MASK
     return number & 0xFFFFFF, number >> 24
-
-
-def _period(places: torch.Tensor) -> int:
-    """Return the greatest common divisor of the distances between wrong bytes; 0 for a single wrong byte."""
-    return math.gcd(*(places[1:] - places[:-1]).tolist()) if len(places) > 1 else 0

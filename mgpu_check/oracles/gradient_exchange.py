@@ -43,19 +43,14 @@ def ring_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flat = tensor.detach().reshape(-1).clone()
     pieces = chunks(flat.numel(), size)
+    right, left = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
-        received = _shift(flat, pieces[(rank - step) % size], pieces[(rank - step - 1) % size], group)
-        flat[pieces[(rank - step - 1) % size]] += received
+        out, into = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
+        flat[into] += _exchange(flat, out, right, into, left, group)
     for step in range(size - 1):
-        received = _shift(flat, pieces[(rank - step + 1) % size], pieces[(rank - step) % size], group)
-        flat[pieces[(rank - step) % size]] = received
+        out, into = pieces[(rank - step + 1) % size], pieces[(rank - step) % size]
+        flat[into] = _exchange(flat, out, right, into, left, group)
     tensor.detach().copy_(flat.reshape(tensor.shape))
-
-
-def _shift(flat: torch.Tensor, out: slice, into: slice, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Send the chunk `out` to the right neighbour, and return the chunk `into` received from the left one."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return _exchange(flat, out, (rank + 1) % size, into, (rank - 1) % size, group)
 
 
 def _exchange(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mgpu_check.asserts.findings import Findings
@@ -20,9 +20,8 @@ from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.steps import MeasuredStep, Step, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.oracles import models
 from mgpu_check.oracles import training_steps as steps
-from mgpu_check.oracles.gradient_cases import TrainingSpec
+from mgpu_check.oracles.training_cases import TrainingSpec
 
-Divide = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 _PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
 
 
@@ -31,9 +30,6 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
 
     With BatchNorm the run on one device processes each batch in the shards of DataParallel, because the samples of a
     shard are normalised together. Statistics must be those of the first shard, because the other replicas drop theirs.
-
-    Raises:
-        GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
     """
     home = devices[0]
     with full_precision():
@@ -44,7 +40,7 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
             steps.train_step(model, optimizer, inputs.to(home), labels.to(home))
         shards = len(torch.arange(training.batch).chunk(len(devices)))
         measured = _measured(training, steps.as_inputs(start, batches), home, shards, torch.chunk)
-        got = steps.observed(model.module) | _statistics(model.module, 0)
+        got = steps.observed(model.module) | _statistics(model.module, " of rank 0")
         _assert_as_measured(
             got,
             measured,
@@ -63,17 +59,13 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
     with full_precision():
         start, batches = training.initial(), training.batches()
 
-        def by_module(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            logits: torch.Tensor = functional_call(start, dict(parameters), (inputs,))
-            return logits
-
         replicas = steps.replicate(dict(start.named_parameters()), devices)
         for inputs, labels in batches:
             for replica in replicas:
                 steps.clear(replica)
-            forward = models.lenet if training.model == "lenet" else by_module
+            forward = models.lenet if training.model == "lenet" else steps.forward_of(start)
             steps.train_batch(forward, replicas, inputs, labels, training.rate)
-        results = [_with_gradients(replica) for replica in replicas]
+        results = [steps.observed(replica) for replica in replicas]
         assert_replicas_agree(results, what=f"step by hand on {len(devices)} devices")
         measured = _measured(training, steps.as_inputs(start, batches), devices[0], len(devices), steps.split)
         _assert_as_measured(
@@ -103,14 +95,9 @@ def assert_distributed_agrees(training: TrainingSpec, rank: Rank, *, evaluation:
         gathered = {} if evaluation else _gather_statistics(model, rank)
         assert_replicas_agree(results, group=rank.group, what=f"DDP after {_steps(training.steps)}")
         if evaluation:
-            before = _statistics(start, None)
-            assert_gradients_agree(
-                _statistics(model, None),
-                before,
-                tolerance=dict.fromkeys(before, 0.0),
-                rank=rank.index,
-                what="evaluation",
-            )
+            before, after = _statistics(start), _statistics(model)
+            exactly = dict.fromkeys(before, 0.0)
+            assert_gradients_agree(after, before, tolerance=exactly, rank=rank.index, what="evaluation")
         if rank.index:
             return
         inputs = steps.as_inputs(start, training.batches())
@@ -125,11 +112,7 @@ def assert_distributed_agrees(training: TrainingSpec, rank: Rank, *, evaluation:
 
 
 def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> None:
-    """Assert, on every rank, that DDP keeps all parameters equal bit for bit, from the start on. A collective.
-
-    Raises:
-        ReplicaMismatch: on the ranks whose parameters differ from those of most others.
-    """
+    """Assert, on every rank, that DDP keeps all parameters equal bit for bit, from the start on. A collective."""
 
     with Findings() as findings:
 
@@ -162,17 +145,9 @@ def _train(
     return own, training.initial()
 
 
-class Measure(Protocol):
-    """Measures a step on one device, provisionally or in full."""
-
-    def provisionally(self) -> MeasuredStep[str]: ...
-
-    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> MeasuredStep[str]: ...
-
-
 @dataclass(frozen=True)
-class _OfStep:
-    """See `measure_step` for the attributes."""
+class _Measure:
+    """Measures a step on one device, provisionally or in full; see `measure_step` for the attributes."""
 
     step: Step
     inputs: Mapping[str, torch.Tensor]
@@ -181,8 +156,8 @@ class _OfStep:
     def provisionally(self) -> MeasuredStep[str]:
         return measure_step_provisionally(self.step, self.inputs, self.singles[-1])
 
-    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> MeasuredStep[str]:
-        return measure_step(self.step, self.inputs, singles=self.singles, pairs=pairs, seed=seed, magnified=magnified)
+    def in_full(self, **options: Any) -> MeasuredStep[str]:
+        return measure_step(self.step, self.inputs, singles=self.singles, **options)
 
 
 def _within(got: Mapping[str, torch.Tensor], measured: MeasuredStep[str]) -> bool:
@@ -197,34 +172,24 @@ def _measured(
     inputs: Mapping[str, torch.Tensor],
     device: torch.device,
     shards: int,
-    divide: Divide,
+    divide: steps.Split,
     *,
     evaluation: bool = False,
-) -> Measure:
+) -> _Measure:
     """Run on one device; return an object that measures the results and their tolerances in float32."""
-
-    def run(count: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        return steps.on_one_device(
-            training.build,
-            training.steps,
-            rate=training.rate,
-            momentum=training.momentum,
-            shards=count,
-            divide=divide,
-            evaluation=evaluation,
-        )
-
+    options: dict[str, Any] = {"rate": training.rate, "momentum": training.momentum, "divide": divide}
+    run = partial(steps.on_one_device, training.build, training.steps, evaluation=evaluation, **options)
     placed = {name: value.to(device) for name, value in inputs.items()}
     # With BatchNorm, samples of a shard affect each other, so only the run in shards is the same computation.
     together = training.model in ("convnet", "resnet18") and not evaluation
-    undivided, sharded = run(shards if together else 1), run(shards)
+    undivided, sharded = run(shards=shards if together else 1), run(shards=shards)
     singles = [sharded(placed)] if together or shards == 1 else [undivided(placed), sharded(placed)]
-    return _OfStep(undivided, inputs, singles)
+    return _Measure(undivided, inputs, singles)
 
 
 def _assert_as_measured(
     got: Mapping[str, torch.Tensor],
-    measure: Measure,
+    measure: _Measure,
     leave_out: Callable[[str], bool] = lambda name: False,
     **kwargs: Any,
 ) -> None:
@@ -248,23 +213,17 @@ def _assert_as_measured(
 
 
 def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
+    return f"{count} step{'s' * (count != 1)}"
 
 
-def _with_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    gradients = {f"gradient of {name}": value.grad for name, value in parameters.items() if value.grad is not None}
-    return gradients | {name: value.detach() for name, value in parameters.items()}
-
-
-def _statistics(model: nn.Module, rank: int | None) -> dict[str, torch.Tensor]:
-    suffix = "" if rank is None else f" of rank {rank}"
+def _statistics(model: nn.Module, suffix: str = "") -> dict[str, torch.Tensor]:
     return {name + suffix: value.clone() for name, value in model.named_buffers() if value.is_floating_point()}
 
 
 def _gather_statistics(model: nn.Module, rank: Rank) -> dict[str, torch.Tensor]:
     """Gather the statistics of all ranks on each rank. A collective."""
     gathered: dict[str, torch.Tensor] = {}
-    for name, value in _statistics(model, None).items():
+    for name, value in _statistics(model).items():
         rows = [torch.empty_like(value) for _ in range(rank.size)]
         dist.all_gather(rows, value)
         gathered |= {f"{name} of rank {index}": row for index, row in enumerate(rows)}

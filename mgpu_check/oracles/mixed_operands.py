@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from mgpu_check.oracles.operators import F, nn, torch
 from mgpu_check.oracles.tensors import TensorSpec
-from mgpu_check.oracles.torch_later import F, nn, torch
 
 Call = Callable[[], object]
 Builder = Callable[["Operands"], Call]
@@ -91,9 +92,6 @@ class Operands:
         steps = torch.arange(self.rows, device="cpu")
         return ((steps * 5 + self.seed) % below).to(self._device(operand))
 
-    def mask(self, operand: int, *shape: int) -> torch.Tensor:
-        return self.on(operand, *shape, dtype="bool")
-
     def module(self, operand: int, module: nn.Module) -> nn.Module:
         """Move `module` in place to the device of `operand`, 0 or 1, and return it."""
         return module.to(self._device(operand))
@@ -102,12 +100,24 @@ class Operands:
         return (self.first, self.second)[operand]
 
 
+Operand = tuple[int, ...] | Callable[[Operands], Any]
+"""An operand of a case: (0 or 1 for its device, *shape), or a function that makes it."""
+
+
 def _named(name: str, tensor: torch.Tensor, *others: torch.Tensor) -> object:
     return getattr(tensor, name)(*others) if name.endswith("_") else getattr(torch, name)(tensor, *others)
 
 
-def _of(function: Callable[..., object] | str, *operands: tuple[int, ...]) -> Builder:
-    """Return a case that applies `function` to tensors, each given as (operand, *shape).
+def _mask(operand: int, *shape: int) -> Operand:
+    return lambda at: at.on(operand, *shape, dtype="bool")
+
+
+def _index(at: Operands) -> torch.Tensor:
+    return at.index(1, 4)
+
+
+def _of(function: Callable[..., object] | str, *operands: Operand) -> Builder:
+    """Return a case that applies `function` to operands.
 
     `function` must look up the operator at the time of the call: ``lambda a, b: torch.add(a, b)``. Or it is the name of
     a function of torch, or of a method that ends in "_".
@@ -115,108 +125,40 @@ def _of(function: Callable[..., object] | str, *operands: tuple[int, ...]) -> Bu
     call = partial(_named, function) if isinstance(function, str) else function
 
     def build(at: Operands) -> Call:
-        tensors = [at.on(operand, *shape) for operand, *shape in operands]
-        return lambda: call(*tensors)
+        made = [operand(at) if callable(operand) else at.on(*operand) for operand in operands]
+        return lambda: call(*made)
 
     return build
 
 
-def _indexing(function: Callable[..., object], *shape: int) -> Builder:
-    """Return a case of `function` on a tensor of `shape` on the first device and indices below 4 on the second."""
-
-    def build(at: Operands) -> Call:
-        x, index = at.on(0, *shape), at.index(1, 4)
-        return lambda: function(x, index)
-
-    return build
+def _module(make: Callable[[], nn.Module], x: Operand) -> Builder:
+    """Return a case with a module on the first device, and its input."""
+    return _of(lambda module, x: module(x), lambda at: at.module(0, make()), x)
 
 
-def _weighing(loss: Callable[..., object]) -> Builder:
-    """Return a case with scores and classes on the first device, and the weights of the classes on the second."""
-
-    def build(at: Operands) -> Call:
-        scores, classes, weights = at.on(0, N, 4), at.index(0, 4), at.on(1, 4)
-        return lambda: loss(scores, classes, weights)
-
-    return build
-
-
-def _masking(function: Callable[..., object], *mask: int) -> Builder:
-    """Return a case of `function` on a matrix on the first device and a mask of the given shape on the second."""
-
-    def build(at: Operands) -> Call:
-        x, booleans = at.on(0, N, 3), at.mask(1, *mask)
-        return lambda: function(x, booleans)
-
-    return build
-
-
-def _module(make: Callable[[], nn.Module], *shape: int) -> Builder:
-    """Return a case with a module on the first device, and its input of (N, *shape) on the second."""
-
-    def build(at: Operands) -> Call:
-        module, x = at.module(0, make()), at.on(1, N, *shape)
-        return lambda: module(x)
-
-    return build
-
-
-def _where(at: Operands) -> Call:
-    condition, a, b = at.mask(0, N, 3), at.on(0, N, 3), at.on(1, N, 3)
-    return lambda: torch.where(condition, a, b)
-
-
-def _embedding_module(at: Operands) -> Call:
-    module, index = at.module(0, nn.Embedding(4, 3)), at.index(1, 4)
-    return lambda: module(index)
-
-
-def _layers_apart(at: Operands) -> Call:
-    """Return a case with two layers on different devices, without a copy between them."""
-    net = nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
-    x = at.on(0, N, 3)
-    return lambda: net(x)
+def _layers_apart(at: Operands) -> nn.Module:
+    """Return two layers on different devices, without a copy between them."""
+    return nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
 
 
 def _index_put(*value: int) -> Builder:
     """Return a case of x[index] = value, where the value has the given shape and is on the second device."""
 
-    def build(at: Operands) -> Call:
-        x, index, values = at.on(0, 8, 3), torch.arange(at.rows, device=at.first), at.on(1, *value)
+    def put(x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        x[index] = values
+        return x
 
-        def call() -> torch.Tensor:
-            x[index] = values
-            return x
-
-        return call
-
-    return build
+    return _of(put, (0, 8, 3), lambda at: torch.arange(at.rows, device=at.first), (1, *value))
 
 
-def _slice_assignment(at: Operands) -> Call:
-    a, b = at.on(0, at.rows + 2, 3), at.on(1, N, 3)
-
-    def call() -> torch.Tensor:
-        a[1:-1] = b
-        return a
-
-    return call
+def _assigned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a[1:-1] = b
+    return a
 
 
-def _to(at: Operands) -> Call:
-    a = at.on(0, N, 3)
-    return lambda: a.to(at.second)
-
-
-def _load_state_dict(at: Operands) -> Call:
-    module = at.module(0, nn.Linear(3, 2, bias=False))
-    state = {"weight": at.on(1, 2, 3)}
-
-    def call() -> torch.Tensor:
-        module.load_state_dict(state)
-        return module.state_dict()["weight"]  # type: ignore[no-any-return]
-
-    return call
+def _loaded(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    module.load_state_dict({"weight": weight})
+    return module.state_dict()["weight"]  # type: ignore[no-any-return]
 
 
 def _foreach_mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -226,13 +168,15 @@ def _foreach_mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 _MATRICES = (0, N, 3), (1, N, 3)
 _FACTORS = (0, N, 3), (1, 3, 2)
+_WEIGHED: tuple[Operand, ...] = (0, N, 4), lambda at: at.index(0, 4), (1, 4)
+"""Scores and classes, and the weights of the classes on the second device."""
 
 OPERATORS: Mapping[str, OperatorRow] = {
     "add": OperatorRow(_of("add", *_MATRICES)),
     "mul": OperatorRow(_of("mul", *_MATRICES)),
     "maximum": OperatorRow(_of("maximum", *_MATRICES)),
     "eq": OperatorRow(_of("eq", *_MATRICES)),
-    "where": OperatorRow(_where),
+    "where": OperatorRow(_of(lambda c, a, b: torch.where(c, a, b), _mask(0, N, 3), *_MATRICES)),
     "addcmul": OperatorRow(_of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3))),
     "addcmul third": OperatorRow(_of(lambda a, b, c: torch.addcmul(a, b, c), (0, N, 3), (0, N, 3), (1, N, 3))),
     "lerp": OperatorRow(_of(lambda a, b: torch.lerp(a, b, 0.5), *_MATRICES)),
@@ -263,7 +207,7 @@ OPERATORS: Mapping[str, OperatorRow] = {
     "hstack third": OperatorRow(_of(lambda a, b: torch.hstack((a, a, b)), *_MATRICES)),
     "linear": OperatorRow(_of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3))),
     "linear bias": OperatorRow(_of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2))),
-    "embedding": OperatorRow(_indexing(lambda weight, index: F.embedding(index, weight), 4, 3)),
+    "embedding": OperatorRow(_of(lambda weight, index: F.embedding(index, weight), (0, 4, 3), _index)),
     "layer_norm": OperatorRow(_of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3))),
     "batch_norm": OperatorRow(_of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3))),
     "attention": OperatorRow(
@@ -275,26 +219,30 @@ OPERATORS: Mapping[str, OperatorRow] = {
     ),
     "mse_loss": OperatorRow(_of(lambda a, b: F.mse_loss(a, b), *_MATRICES)),
     "l1_loss": OperatorRow(_of(lambda a, b: F.l1_loss(a, b), *_MATRICES)),
-    "nll_loss": OperatorRow(_indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4)),
-    "nll_loss weight": OperatorRow(_weighing(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"))),
-    "cross_entropy": OperatorRow(_indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4)),
+    "nll_loss": OperatorRow(_of(lambda scores, classes: F.nll_loss(scores, classes), (0, N, 4), _index)),
+    "nll_loss weight": OperatorRow(_of(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum"), *_WEIGHED)),
+    "cross_entropy": OperatorRow(_of(lambda scores, classes: F.cross_entropy(scores, classes), (0, N, 4), _index)),
     "cross_entropy weight": OperatorRow(
-        _weighing(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum"))
+        _of(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum"), *_WEIGHED)
     ),
-    "index_select": OperatorRow(_indexing(lambda x, index: torch.index_select(x, 0, index), 4, 3)),
-    "gather": OperatorRow(_indexing(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), N, 4)),
-    "masked_fill": OperatorRow(_masking(lambda x, mask: torch.masked_fill(x, mask, 1.0), N, 3)),
+    "index_select": OperatorRow(_of(lambda x, index: torch.index_select(x, 0, index), (0, 4, 3), _index)),
+    "gather": OperatorRow(_of(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), (0, N, 4), _index)),
+    "masked_fill": OperatorRow(_of(lambda x, mask: torch.masked_fill(x, mask, 1.0), (0, N, 3), _mask(1, N, 3))),
     "index_put values": OperatorRow(_index_put(N, 3)),
     "equal": OperatorRow(_of(lambda a, b: torch.equal(a, b), *_MATRICES)),
-    "index": OperatorRow(_indexing(lambda x, index: x[index], 4, 3), Rule(UNLESS_SECOND_ON_CPU, names="indexed")),
-    "index by mask": OperatorRow(_masking(lambda x, mask: x[mask], N), Rule(UNLESS_SECOND_ON_CPU, names="indexed")),
-    "Linear": OperatorRow(_module(lambda: nn.Linear(3, 2), 3), group="modules"),
-    "Embedding": OperatorRow(_embedding_module, group="modules"),
-    "BatchNorm2d": OperatorRow(_module(lambda: nn.BatchNorm2d(2), 2, 3, 3), group="modules"),
-    "LayerNorm": OperatorRow(_module(lambda: nn.LayerNorm(3), 3), group="modules"),
-    "GRU": OperatorRow(_module(lambda: nn.GRU(3, 2), 3), group="modules"),
-    "Sequential": OperatorRow(_layers_apart, group="modules"),
-    "Conv2d": OperatorRow(_module(lambda: nn.Conv2d(1, 2, 2), 1, 4, 4), Rule(names="types"), group="modules"),
+    "index": OperatorRow(
+        _of(lambda x, index: x[index], (0, 4, 3), _index), Rule(UNLESS_SECOND_ON_CPU, names="indexed")
+    ),
+    "index by mask": OperatorRow(
+        _of(lambda x, mask: x[mask], (0, N, 3), _mask(1, N)), Rule(UNLESS_SECOND_ON_CPU, names="indexed")
+    ),
+    "Linear": OperatorRow(_module(lambda: nn.Linear(3, 2), (1, N, 3)), group="modules"),
+    "Embedding": OperatorRow(_module(lambda: nn.Embedding(4, 3), _index), group="modules"),
+    "BatchNorm2d": OperatorRow(_module(lambda: nn.BatchNorm2d(2), (1, N, 2, 3, 3)), group="modules"),
+    "LayerNorm": OperatorRow(_module(lambda: nn.LayerNorm(3), (1, N, 3)), group="modules"),
+    "GRU": OperatorRow(_module(lambda: nn.GRU(3, 2), (1, N, 3)), group="modules"),
+    "Sequential": OperatorRow(_of(lambda net, x: net(x), _layers_apart, (0, N, 3)), group="modules"),
+    "Conv2d": OperatorRow(_module(lambda: nn.Conv2d(1, 2, 2), (1, N, 1, 4, 4)), Rule(names="types"), group="modules"),
     # A 0-dim tensor on the CPU counts as a number, unless it is written to. On a GPU it is an ordinary tensor.
     "add 0-dim": OperatorRow(_of("add", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
     "eq 0-dim": OperatorRow(_of("eq", (0, N, 3), (1,)), Rule(UNLESS_SECOND_ON_CPU), group="scalars"),
@@ -309,9 +257,15 @@ OPERATORS: Mapping[str, OperatorRow] = {
     # index_put_ accepts a 0-dim value on any device.
     "index_put 0-dim value": OperatorRow(_index_put(), Rule(NOWHERE), group="scalars"),
     "copy_": OperatorRow(_of(lambda a, b: a.copy_(b), *_MATRICES), Rule(NOWHERE), group="copies"),
-    "slice assignment": OperatorRow(_slice_assignment, Rule(NOWHERE), group="copies"),
-    "to": OperatorRow(_to, Rule(NOWHERE, result=1), group="copies"),
-    "load_state_dict": OperatorRow(_load_state_dict, Rule(NOWHERE), group="copies"),
+    "slice assignment": OperatorRow(
+        _of(_assigned, lambda at: at.on(0, at.rows + 2, 3), (1, N, 3)), Rule(NOWHERE), group="copies"
+    ),
+    "to": OperatorRow(
+        _of(lambda a, device: a.to(device), (0, N, 3), lambda at: at.second), Rule(NOWHERE, result=1), group="copies"
+    ),
+    "load_state_dict": OperatorRow(
+        _of(_loaded, lambda at: at.module(0, nn.Linear(3, 2, bias=False)), (1, 2, 3)), Rule(NOWHERE), group="copies"
+    ),
 }
 """Name of an operator -> its row."""
 

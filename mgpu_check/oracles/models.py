@@ -25,11 +25,9 @@ LENET_SHAPES = {
 """Shapes of the parameters of `lenet`, as in the chapter on multiple GPUs of *Dive into Deep Learning*."""
 
 
-def mlp(features: int = 6, hidden: int = 16, classes: int = 4) -> nn.Sequential:
+def mlp(features: int = 6, classes: int = 4) -> nn.Sequential:
     """Build an MLP with two hidden layers and ReLU: (batch, features) -> (batch, classes)."""
-    return nn.Sequential(
-        nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
-    )
+    return nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, classes))
 
 
 def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
@@ -62,16 +60,10 @@ class LeNet(nn.Module):
         return lenet(images, {name: getattr(self, name) for name in LENET_SHAPES})
 
 
-def small_convnet(channels: int = 4, classes: int = 10) -> nn.Sequential:
+def small_convnet(classes: int = 10) -> nn.Sequential:
     """Build a network with one convolution and BatchNorm: (batch, 1, height, width) -> (batch, classes)."""
-    return nn.Sequential(
-        nn.Conv2d(1, channels, 3, stride=2, padding=1),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(4 * channels, classes),
-    )
+    before = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU()
+    return nn.Sequential(*before, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, classes))
 
 
 class _Residual(nn.Module):
@@ -93,25 +85,22 @@ class _Residual(nn.Module):
         return result
 
 
-def resnet18(
-    classes: int = 10, in_channels: int = 1, width: int = 64, activation: Callable[[], nn.Module] = nn.ReLU
-) -> nn.Sequential:
-    """Build ResNet-18 for images of up to about 28x28: (batch, in_channels, height, width) -> (batch, classes).
+def resnet18(classes: int = 10, width: int = 64, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Build ResNet-18 for images of up to about 28x28: (batch, 1, height, width) -> (batch, classes).
 
     The variant of *Dive into Deep Learning*, without the large first kernel, stride and pooling. `width` is the number
     of channels of the first block; each of the next three doubles it. 64 gives 11 million parameters.
     """
 
-    def block(inside: int, outside: int, *, keeps_size: bool = False) -> nn.Sequential:
-        return nn.Sequential(
-            _Residual(inside, outside, 1 if keeps_size else 2, activation), _Residual(outside, outside, 1, activation)
-        )
+    def block(inside: int, outside: int, stride: int = 2) -> nn.Sequential:
+        head = _Residual(inside, outside, stride, activation)
+        return nn.Sequential(head, _Residual(outside, outside, 1, activation))
 
     return nn.Sequential(
-        nn.Conv2d(in_channels, width, 3, padding=1),
+        nn.Conv2d(1, width, 3, padding=1),
         nn.BatchNorm2d(width),
         activation(),
-        block(width, width, keeps_size=True),
+        block(width, width, stride=1),
         block(width, 2 * width),
         block(2 * width, 4 * width),
         block(4 * width, 8 * width),

@@ -1,12 +1,13 @@
-"""Define an operation of the check of arithmetic, and describe where and how its results are wrong.
+"""Define an operation of the check of arithmetic, describe where and how its results are wrong, and measure its time.
 
-An operation is its call and the judge of its first result. Results are compared on the device that made them.
+An operation is its call and the judge of its first result. Results are compared on the device that made them. Time is
+that of the device's own clock.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from mgpu_check.asserts.collectives import index_of
+from mgpu_check.devices.observations import Measurement, Subject, Unit, median_and_spread
+from mgpu_check.oracles import operators
 from mgpu_check.oracles.device_cases import ComputeCase
 from mgpu_check.oracles.generated_data import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
@@ -72,26 +75,19 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Ten
     values = [bits(tensor)[selection].tolist() for tensor in (expected, got)]
     mask = (1 << 8 * got.element_size()) - 1
     pairs = [(expected_word & mask, got_word & mask) for expected_word, got_word in zip(*values, strict=True)]
-    counts: Counter[int] = Counter()
-    for expected_word, got_word in pairs:
-        counts.update(bit for bit in range(64) if (expected_word ^ got_word) >> bit & 1)
+    flips = [expected_word ^ got_word for expected_word, got_word in pairs]
+    counts = Counter(bit for flip in flips for bit in range(64) if flip >> bit & 1)
     odd = got.reshape(-1)[selection]
-    finite = (
-        torch.isfinite(odd.float()) if odd.dtype.is_floating_point else torch.ones_like(selection, dtype=torch.bool)
-    )
+    infinite = float((~torch.isfinite(odd.float())).double().mean()) if odd.dtype.is_floating_point else 0.0
     indices = [index_of(position, got.shape) for position in places]
-    period = 0
-    for previous, following in pairwise(places):
-        period = gcd(period, following - previous)
     width = got.element_size() * 2 + 2
     return evidence | {
         "indices": [list(index) for index in indices[:_LISTED]],
         "values": [[f"{value:#0{width}x}" for value in pair] for pair in pairs[:_LISTED]],
         "bits": {str(bit): times for bit, times in counts.most_common()},
-        "share of single bits": sum((expected_word ^ got_word).bit_count() == 1 for expected_word, got_word in pairs)
-        / len(pairs),
-        "share of NaN": 1 - float(finite.double().mean()),
-        "period": period,
+        "share of single bits": sum(flip.bit_count() == 1 for flip in flips) / len(flips),
+        "share of NaN": infinite,
+        "period": gcd(*(following - previous for previous, following in pairwise(places))),
         "lanes": len({position % 32 for position in places}),
         "box": [[min(axis), max(axis)] for axis in zip(*indices, strict=True)],
     }
@@ -109,15 +105,9 @@ def _first(flat: torch.Tensor) -> list[int]:
     return places
 
 
-DTYPES = {
+DTYPES: dict[str, torch.dtype] = {
     "tf32": torch.float32,
-    **{
-        name: getattr(torch, name)
-        for name in (
-            *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-            *("int64", "int32", "int16", "int8", "uint8"),
-        )
-    },
+    **{name: getattr(torch, name) for name in (*operators.NUMBERS, "float8_e4m3fn", "float8_e5m2")},
 }
 """Name of a dtype in a case -> dtype of its operands."""
 
@@ -162,3 +152,70 @@ def exactly(expected: torch.Tensor) -> Judge:
 def seeded(case: ComputeCase, number: int) -> int:
     """Return the seed of operand `number` of a case; `number` is below 1000, so seeds of cases do not overlap."""
     return case.seed * 1000 + number
+
+
+_WARM_UP = 2
+
+
+class Stopwatch:
+    """A stopwatch for the work that a device gets between `start` and `stop`; it does not wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """Start a lap."""
+        if self._stream is not None:
+            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._pairs[-1][0].record(self._stream)
+
+    def stop(self) -> None:
+        """End the lap."""
+        if self._stream is not None:
+            self._pairs[-1][1].record(self._stream)
+
+    def laps(self) -> list[float]:
+        """Wait for the device, and return the seconds of each lap; empty for the CPU."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in self._pairs]
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *, inner: int = 1) -> list[float]:
+    """Return `repeats` measurements of the seconds that `work` takes on `device`, after a warm-up.
+
+    Args:
+        inner: the number of calls per measurement, which is their mean.
+    """
+    with torch.cuda.device(device):
+        watch = Stopwatch(device)
+        for _ in range(_WARM_UP):
+            work()
+        for _ in range(repeats):
+            watch.start()
+            for _ in range(inner):
+                work()
+            watch.stop()
+        return [lap / inner for lap in watch.laps()]
+
+
+def measured(
+    check: str,
+    subject: Subject,
+    quantity: str,
+    unit: Unit,
+    amount: float,
+    laps: Sequence[float],
+    size: int,
+) -> list[Measurement]:
+    """Return the rate of `subject`, which did `amount` bytes or operations in each of `laps` seconds; in the unit "s",
+    the time of a lap.
+
+    Empty if there are no laps, or if one was too short for the clock of the device.
+    """
+    if not laps or min(laps) <= 0:
+        return []
+    rates = laps if unit == "s" else [amount / lap for lap in laps]
+    value, spread = median_and_spread(rates)
+    return [Measurement(check, subject, quantity, unit, value, len(rates), size, spread)]

@@ -5,12 +5,29 @@ The acceptance calls its rows on numbers with any bits.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mgpu_check.oracles.torch_later import torch
+if TYPE_CHECKING:
+    import torch as torch
+    from torch import nn as nn
+
+    F = nn.functional
+else:
+
+    class _OnFirstUse:
+        """Stand for torch in tables that processes without torch read too: the first use of an attribute imports it."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(importlib.import_module(self._name), attribute)
+
+    torch, nn, F = (_OnFirstUse(name) for name in ("torch", "torch.nn", "torch.nn.functional"))
 
 Function = Callable[..., Any]
 """Takes operands, returns results."""

@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +141,7 @@ def factors(
 
 
 def multiplied(dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a call that multiplies two matrices in a dtype. int8 gives int32, float8 gives bfloat16.
-
-    Raises:
-        Unsupported: the device cannot multiply in this dtype.
-    """
+    """Return a call that multiplies two matrices in a dtype, or raise. int8 gives int32, float8 gives bfloat16."""
     torch_dtype = DTYPES[dtype]
     require(dtype, a.device)
     if torch_dtype in _FLOAT8:
@@ -170,10 +167,8 @@ def require(dtype: str, device: torch.device) -> None:
         if dtype in ("tf32", "float8_e4m3fn", "float8_e5m2"):
             raise CaseUnsupported(f"{dtype} is not checked with ROCm")
     elif capability < least.get(dtype, (0, 0)):
-        needed = ".".join(map(str, least[dtype]))
-        raise CaseUnsupported(
-            f"{dtype} needs compute capability {needed}; this device has {capability[0]}.{capability[1]}"
-        )
+        needed, own = (".".join(map(str, numbers)) for numbers in (least[dtype], capability))
+        raise CaseUnsupported(f"{dtype} needs compute capability {needed}; this device has {own}")
 
 
 def result_dtype(dtype: str) -> torch.dtype:
@@ -214,11 +209,16 @@ def checked_by_freivalds(case: ComputeCase, device: torch.device) -> Prepared:
 
 def of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     m, k, n = _sides(case, 16384)
-    a, b = (
-        fractions(shape, seed=seeded(case, number), device=device, dtype=torch.float64)
-        for number, shape in enumerate([(m, k), (k, n)])
-    )
+    a, b = _random(case, device, (m, k), (k, n), dtype=torch.float64)
     return Prepared(multiplied(case.dtype, a, b), None, 2.0 * m * k * n)
+
+
+def _random(case: ComputeCase, device: torch.device, *shapes: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
+    """Return an operand of `fractions` for each of `shapes`, in the dtype of the case unless `options` has another."""
+    options = {"dtype": DTYPES[case.dtype], **options}
+    return [
+        fractions(shape, seed=seeded(case, number), device=device, **options) for number, shape in enumerate(shapes)
+    ]
 
 
 def _batch(case: ComputeCase) -> tuple[int, int]:
@@ -235,10 +235,7 @@ def batches_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepare
 
 def batches_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     count, side = _batch(case)
-    a, b = (
-        fractions((count, side, side), seed=seeded(case, number), device=device, dtype=torch.float64)
-        for number in range(2)
-    )
+    a, b = _random(case, device, *[(count, side, side)] * 2, dtype=torch.float64)
     return Prepared(multiplied(case.dtype, a, b), None, 2.0 * count * side**3)
 
 
@@ -305,9 +302,7 @@ def _drawn(case: ComputeCase, small: Sequence[int], below: int) -> list[ProductS
     layouts = _LAYOUTS_OF.get(case.dtype, LAYOUTS)
     lengths = _lengths(min(max(16 * case.size, 1024), _MOST_OF.get(case.dtype, _MOST)), _STEP.get(case.dtype, 1))
 
-    def other() -> int:
-        return drawn.choice(small)
-
+    other = functools.partial(drawn.choice, small)
     longs = [length for length in lengths if length > below]
     sides = [(other(), k, other()) for k in lengths]
     sides += [(m, other(), other()) for m in drawn.sample(longs, min(_LONG, len(longs)))]
@@ -362,23 +357,20 @@ def shapes_known_by_algebra(case: ComputeCase, device: torch.device) -> Prepared
 
     def judge(got: torch.Tensor) -> dict[str, Any]:
         evidence = exact(got)
-        return evidence and evidence | {"products": list(_wrong(got, expected, ends, shapes))}
+        return evidence and evidence | {"products": _wrong(got, expected, ends, shapes)}
 
     return Prepared(lambda: torch.cat([call().reshape(-1) for call in calls]), judge, work)
 
 
-def _wrong(
-    got: torch.Tensor, expected: list[torch.Tensor], ends: list[int], shapes: list[ProductShape]
-) -> Iterator[str]:
-    """Yield the shapes of the first wrong products."""
+def _wrong(got: torch.Tensor, expected: list[torch.Tensor], ends: list[int], shapes: list[ProductShape]) -> list[str]:
+    """Return the shapes of the first wrong products."""
     mismatches = [
         str(shape)
         for shape, product, end in zip(shapes, expected, ends, strict=True)
         if not torch.equal(got[end - len(product) : end], product)
     ]
-    yield from mismatches[:8]
-    if len(mismatches) > 8:
-        yield f"and {len(mismatches) - 8} more of {len(shapes)}"
+    more = [f"and {len(mismatches) - 8} more of {len(shapes)}"] if len(mismatches) > 8 else []
+    return mismatches[:8] + more
 
 
 _TAPS = 9
@@ -427,9 +419,7 @@ def convolution_known_by_algebra(case: ComputeCase, device: torch.device) -> Pre
 def convolution_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     count, channels, side = _image(case)
-    dtype = DTYPES[case.dtype]
-    image = fractions((count, channels, side, side), seed=seeded(case, 0), device=device, dtype=dtype)
-    filters = fractions((channels, channels, 3, 3), seed=seeded(case, 1), device=device, dtype=dtype)
+    image, filters = _random(case, device, (count, channels, side, side), (channels, channels, 3, 3))
     return Prepared(lambda: F.conv2d(image, filters, padding=1), None, 2.0 * image.numel() * channels * _TAPS)
 
 
@@ -496,21 +486,18 @@ def _hadamard(size: int, device: torch.device) -> torch.Tensor:
 def attention_of_random_numbers(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
     heads, tokens, width = _sequence(case)
-    q, k, v = (
-        fractions((1, heads, tokens, width), seed=seeded(case, i), device=device, dtype=DTYPES[case.dtype], high=2.0)
-        for i in range(3)
-    )
+    q, k, v = _random(case, device, *[(1, heads, tokens, width)] * 3, high=2.0)
     return Prepared(lambda: F.scaled_dot_product_attention(q, k, v), None, 4.0 * heads * tokens**2 * width)
 
 
 def layer_norm(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
-    x = fractions((case.size, case.size), seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=3.0)
+    (x,) = _random(case, device, (case.size, case.size), high=3.0)
     weight = fractions((case.size,), seed=seeded(case, 1), device=device, dtype=DTYPES[case.dtype])
     return Prepared(lambda: F.layer_norm(x, (case.size,), weight, weight))
 
 
 def softmax(case: ComputeCase, device: torch.device) -> Prepared:
     require(case.dtype, device)
-    x = fractions((case.size, case.size), seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=9.0)
+    (x,) = _random(case, device, (case.size, case.size), high=9.0)
     return Prepared(lambda: torch.softmax(x, dim=1))

@@ -28,6 +28,7 @@ from mgpu_check.asserts.models import assert_gradients_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.differences import difference
+from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.gradient_exchange import Update
 from mgpu_check.oracles.training_cases import ExactTraining, WholeRun
 from mgpu_check.oracles.training_steps import split, weighted
@@ -231,19 +232,6 @@ class Counting(nn.Module):
         return out
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-
-
-def _wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, _WIDE), nn.ReLU(), nn.Linear(_WIDE, CLASSES))
-
-
-def _deep() -> nn.Module:
-    """Build a model with many small parameters, which fill many buckets of DDP if the buckets are small."""
-    return nn.Sequential(nn.Linear(FEATURES, 5), *(_Added(5) for _ in range(6)), nn.Linear(5, CLASSES))
-
-
 class _Added(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -256,9 +244,10 @@ class _Added(nn.Module):
 
 BUILDERS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
     {
-        "mlp": _mlp,
-        "wide": _wide,
-        "deep": _deep,
+        "mlp": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES)),
+        "wide": lambda: nn.Sequential(nn.Linear(FEATURES, _WIDE), nn.ReLU(), nn.Linear(_WIDE, CLASSES)),
+        # Many small parameters, which fill many buckets of DDP if the buckets are small.
+        "deep": lambda: nn.Sequential(nn.Linear(FEATURES, 5), *(_Added(5) for _ in range(6)), nn.Linear(5, CLASSES)),
         "lenet": WholeLeNet,
         "residual": WholeResidual,
         "embedding": Embedded,
@@ -292,19 +281,13 @@ def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Compute float32 without TF32, and without cuDNN, whose Winograd convolutions round even whole numbers."""
-    from mgpu_check.numerics.steps import full_precision
-
     with full_precision(), torch.backends.cudnn.flags(enabled=False):
         yield
 
 
 @contextlib.contextmanager
 def judged() -> Iterator[Findings]:
-    """Compute exactly, collect findings, and raise the first at the end.
-
-    Raises:
-        GradientMismatch, ReplicaMismatch: the first finding.
-    """
+    """Compute exactly, collect findings, and raise the first at the end."""
     with Findings() as findings, exact_arithmetic():
         yield findings
 
@@ -351,16 +334,11 @@ def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, to
 
 
 def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device, label: str) -> None:
-    """Assert that each tensor is on `device`.
-
-    Raises:
-        GradientMismatch: a tensor is on another device; names the tensor and both devices.
-    """
+    """Assert that each tensor is on `device`."""
     for name, value in tensors.items():
         if value.device != device:
-            raise GradientMismatch(
-                f"{label}: {name} is on {value.device}, expected on {device}", ranks=[device.index or 0]
-            )
+            text = f"{label}: {name} is on {value.device}, expected on {device}"
+            raise GradientMismatch(text, ranks=[device.index or 0])
 
 
 class OneDevice:
@@ -369,11 +347,10 @@ class OneDevice:
     def __init__(self, run: WholeRun, device: torch.device, prepare: Prepare = as_it_is) -> None:
         """Build the initial model; `prepare` freezes, marks or casts parts of it."""
         self.run = run
-        self.held = run.build()
+        self.held, self.exact = run.build(), run.build()
         prepare(self.held)
-        self.held.to(device)
-        self.exact = run.build()
         prepare(self.exact)
+        self.held.to(device)
         # All arithmetic in float64; `double` does not convert integer and boolean buffers.
         self.exact.double()
         self.optimizer = run.optimize(self.held)
@@ -445,14 +422,9 @@ def assert_gradients_are(
     """Assert that the gradients of `model` are the sums of `shard_gradients`, and None if no part has a gradient.
 
     Args:
-        model: the model with the gradients.
-        shard_gradients: the exact gradients of each shard.
         label: the name of the gradients, for the message.
         rank: the rank that holds `model`.
         size: the number of ranks whose gradients were averaged; 1 if they were summed without a mean.
-
-    Raises:
-        GradientMismatch: names parameter, element and values.
     """
     got = {name: value.grad for name, value in model.named_parameters()}
     ranks = () if rank is None else (rank,)
@@ -462,8 +434,9 @@ def assert_gradients_are(
         if (got[name] is None) != (value is None):
             text = "has no gradient, expected one" if value is not None else "has a gradient, but no shard uses it"
             raise GradientMismatch(f"{subject}: {name} {text}", ranks=ranks)
-    present = {name: value for name, value in got.items() if value is not None}
-    wanted = {name: value for name, value in expected.items() if value is not None}
+    present, wanted = (
+        {name: value for name, value in gradients.items() if value is not None} for gradients in (got, expected)
+    )
     split = {
         name: [torch.zeros_like(value) if (own := gradients[name]) is None else own for gradients in shard_gradients]
         for name, value in wanted.items()
@@ -588,10 +561,8 @@ def averaging() -> nn.BatchNorm1d:
 def drawn(rows: int, seed: int) -> list[torch.Tensor]:
     """Return a batch of whole numbers for each step, on the CPU; the statistics of the batches differ widely."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(-3, 4, (rows, _CHANNELS), generator=generator).float() * step + step
-        for step in range(1, STEPS + 1)
-    ]
+    batches = [torch.randint(-3, 4, (rows, _CHANNELS), generator=generator).float() for _ in range(STEPS)]
+    return [batch * step + step for step, batch in enumerate(batches, 1)]
 
 
 def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> str:
@@ -608,8 +579,7 @@ def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> 
         ("running_var", torch.stack([batch.var(0) for batch in exact]).mean(0), bound),
         ("num_batches_tracked", torch.tensor(len(exact)), 0.0),
     ):
-        off = difference(buffers_of(layer)[name], expected, tolerance)
-        if off is not None:
+        if (off := difference(buffers_of(layer)[name], expected, tolerance)) is not None:
             return f"{name} after {len(exact)} batches: {off}"
     return ""
 

@@ -35,7 +35,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
 from mgpu_check.oracles.collective_cases import form_of
 from mgpu_check.oracles.collective_findings import WrongResult, raise_findings
-from mgpu_check.oracles.generated_data import CHUNK, HOST, bytes_of_content, compare, tag_of
+from mgpu_check.oracles.generated_data import CHUNK, HOST, WrongBytes, bytes_of_content, compare, tag_of
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS, Transfer, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, name_of
 
@@ -79,11 +79,8 @@ def called(
 @functools.cache
 def _order(name: str) -> list[str]:
     """Return the parameters for tensors in the order of the function: most programs give them by position."""
-    return [
-        parameter
-        for parameter in inspect.signature(getattr(dist, name)).parameters
-        if parameter in COLLECTIVES[name].tensors
-    ]
+    parameters = inspect.signature(getattr(dist, name)).parameters
+    return [parameter for parameter in parameters if parameter in COLLECTIVES[name].tensors]
 
 
 def parts_of(parameter: str, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -286,9 +283,8 @@ class RepeatedCollective:
     def __str__(self) -> str:
         how = f" {self.reduction}" if self.transfer is not None and self.transfer.reduces else ""
         root = f", root {self.root}" if self.transfer is not None and self.transfer.root else ""
-        return (
-            f"{self.operation}{how}, {self.dtype}, {self.bytes} bytes{root}, {self.iterations} times, seed {self.seed}"
-        )
+        data = f"{self.dtype}, {self.bytes} bytes{root}"
+        return f"{self.operation}{how}, {data}, {self.iterations} times, seed {self.seed}"
 
     @property
     def transfer(self) -> Transfer | None:
@@ -426,10 +422,10 @@ class _Examination:
         self.reduces = case.transfer is not None and case.transfer.reduces
         chunk = max(CHUNK // 4, torch.cuda.mem_get_info(self.device)[0] // 512)
         if self.reduces:
-            self.own = self.terms.filled(
-                lambda index: self.terms.of_rank(self.position, index), self.length, self.device, chunk
+            own = functools.partial(self.terms.of_rank, self.position)
+            self.own, self.right = (
+                self.terms.filled(make, self.length, self.device, chunk) for make in (own, self.terms.result)
             )
-            self.right = self.terms.filled(self.terms.result, self.length, self.device, chunk)
         else:
             self.own = self.content(self.position, 0, self.length)
         self.wrong: list[WrongIteration] = []
@@ -449,10 +445,8 @@ class _Examination:
                 for result in pending:
                     self.look(result)
                 pending.clear()
-        size = self.elements * self.dtype.itemsize
-        return View(
-            self.number, self.rank.index, self.members, size, self.checked, self.failed, tuple(self.wrong[:_MOST_WRONG])
-        )
+        size, wrong = self.elements * self.dtype.itemsize, tuple(self.wrong[:_MOST_WRONG])
+        return View(self.number, self.rank.index, self.members, size, self.checked, self.failed, wrong)
 
     def once(self, iteration: int, start: int) -> _IterationResult:
         """Call the collective once."""
@@ -495,36 +489,30 @@ class _Examination:
         if result.tensor is None:
             return
         self.checked += 1
-        failure = self.reduced(result) if self.reduces else self.copied(result)
+        failure = (self.reduced if self.reduces else self.copied)(result, result.tensor)
         if failure is not None:
             self.failed += 1
             self.wrong.append(failure)
 
-    def reduced(self, result: _IterationResult) -> WrongIteration | None:
-        assert result.tensor is not None
-        got, start = result.tensor, result.start
+    def reduced(self, result: _IterationResult, got: torch.Tensor) -> WrongIteration | None:
+        start = result.start
         expected = self.right[start : start + got.numel()]
         if torch.equal(as_bits(got), as_bits(expected)):
             return None
         mismatches = as_bits(got) != as_bits(expected)
         if self.terms.tolerance:
+            index = torch.arange(start, start + got.numel(), device=self.device)
+            magnitudes = [self.terms.of_rank(rank, index).double().abs() for rank in range(self.count)]
             off = (got.double() - expected.double()).abs()
-            allowed = self.terms.tolerance * self.magnitude(start, start + got.numel())
-            mismatches = ~(off <= allowed)
+            mismatches = ~(off <= self.terms.tolerance * torch.stack(magnitudes).amax(0))
         if not bool(mismatches.any()):
             return None
-        places = mismatches.nonzero().flatten()[:_LOOKED_AT].cpu()
-        index, samples = places + start, got[places.to(self.device)].cpu()
-        should = expected[places.to(self.device)].cpu()
+        places = mismatches.nonzero().flatten()[:_LOOKED_AT]
+        index, samples, should = (places + start).cpu(), got[places].cpu(), expected[places].cpu()
         looks, sources = self.describe(index, samples, should, result.iteration)
         shown = [", ".join(map(str, values[:4].tolist())) for values in (samples, should)]
-        return WrongIteration(
-            result.iteration, int(mismatches.sum()), got.numel(), int(places[0]), looks, sources, shown[0], shown[1]
-        )
-
-    def magnitude(self, start: int, end: int) -> torch.Tensor:
-        index = torch.arange(start, end, device=self.device)
-        return torch.stack([self.terms.of_rank(rank, index).double().abs() for rank in range(self.count)]).amax(0)
+        count, at = int(mismatches.sum()), int(places[0])
+        return WrongIteration(result.iteration, count, got.numel(), at, looks, sources, *shown)
 
     def describe(
         self, index: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, iteration: int
@@ -547,33 +535,21 @@ class _Examination:
             return "a bit is inverted", ()
         return "it holds other values", ()
 
-    def copied(self, result: _IterationResult) -> WrongIteration | None:
-        assert result.tensor is not None
-        got = result.tensor
+    def copied(self, result: _IterationResult, got: torch.Tensor) -> WrongIteration | None:
         chunk_length = got.numel() // len(result.pieces)
-        failures: list[WrongIteration] = []
+        failures: list[tuple[int, WrongBytes]] = []
+        descriptions = {tag_of(member, HOST, self.case.seed): f"the data of rank {member}" for member in self.members}
         for number, (position, start) in enumerate(result.pieces):
             piece = got[number * chunk_length : (number + 1) * chunk_length].view(torch.uint8)
             should = self.content(position, start, start + chunk_length).view(torch.uint8)
-            source = self.members[position]
-            descriptions = {
-                tag_of(member, HOST, self.case.seed): f"the data of rank {member}" for member in self.members
-            }
             if (off := compare(piece, should, descriptions)) is not None:
-                failures.append(
-                    WrongIteration(
-                        result.iteration, off.count, piece.numel(), off.first, off.looks, (source,),
-                        off.evidence["got"], off.evidence["expected"],
-                    )
-                )  # fmt: skip
+                failures.append((self.members[position], off))
         if not failures:
             return None
-        head = failures[0]
-        sources = tuple(source for failure in failures for source in failure.sources)
-        total = got.numel() * got.element_size()
+        head, sources = failures[0][1], tuple(source for source, _ in failures)
         return WrongIteration(
-            head.iteration, sum(failure.count for failure in failures), total, head.first, head.looks, sources,
-            head.got, head.expected,
+            result.iteration, sum(off.count for _, off in failures), got.nbytes, head.first, head.looks, sources,
+            head.evidence["got"], head.evidence["expected"],
         )  # fmt: skip
 
 
@@ -633,9 +609,6 @@ def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, p
 
     Args:
         transfer: a name in `TRANSFERS` that reduces; the root is the last rank.
-
-    Raises:
-        CollectiveMismatch: the mean error is more than a quarter of a unit in the last place.
     """
     terms = terms_of(rank.size, dtype, seed)
     mine = terms[rank.index].to(rank.device if placement == "device" else "cpu", copy=True)
@@ -645,13 +618,8 @@ def assert_rounding_is_unbiased(rank: Rank, transfer: str, dtype: torch.dtype, p
     if collective.output is None:
         return
     mean = mean_error(collective.output.cpu(), terms)
-    findings = []
     if not abs(mean) <= LIMIT:
         side = "towards zero" if mean < 0 else "away from zero"
         label = f"{form_of(transfer)} SUM, {name_of(dtype)}, {placement} tensors, seed {seed}"
-        text = (
-            f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, "
-            f"expected 0 ± {LIMIT}"
-        )
-        findings.append(WrongResult(label, text))
-    raise_findings(findings, 1, rank)
+        error = f"the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, expected 0 ± {LIMIT}"
+        raise_findings([WrongResult(label, f"rounding leans {side}: {error}")], 1, rank)

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from mgpu_check import settings
 from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
 from mgpu_check.oracles.batches import KINDS, BatchSpec, Leaf, Nested, Split
-from mgpu_check.oracles.gradient_cases import TrainingSpec
 from mgpu_check.oracles.mixed_operands import OperatorTable
 from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, PINNED, TensorSpec, layouts_for
-from mgpu_check.oracles.training_cases import OPTIMIZERS, ExactTraining, WholeRun
+from mgpu_check.oracles.training_cases import OPTIMIZERS, ExactTraining, TrainingSpec, WholeRun
 
 T = TypeVar("T")
 
@@ -47,10 +46,6 @@ def _when_drawn(draw: st.DrawFn, make: Callable[[], st.SearchStrategy[T]]) -> T:
     return draw(make())
 
 
-def _devices_in_one_process() -> int:
-    return settings.active().gpus_of_host
-
-
 def _up_to(least: int, most: int | None, available: int, argument: str) -> st.SearchStrategy[int]:
     if least > available:
         raise ValueError(
@@ -63,30 +58,22 @@ def _up_to(least: int, most: int | None, available: int, argument: str) -> st.Se
     return st.integers(least, largest) | st.sampled_from((largest, below))
 
 
-def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
+def _worlds(least: int, most: int | None, argument: str = "world_sizes") -> st.SearchStrategy[int]:
     per_host = settings.active().per_host
-    sizes = _up_to(least, most, _devices(), "world_sizes")
+    sizes = _up_to(least, most, _devices(), argument)
     if len(per_host) < 2:
         return sizes
     # Simple worlds first, because examples shrink towards them.
-    return st.sampled_from(
-        [
-            world
-            for size in range(least, min(most or sum(per_host), sum(per_host)) + 1)
-            for world in placed(size, per_host)
-        ]
-    )
+    largest = min(most or sum(per_host), sum(per_host))
+    return st.sampled_from([world for size in range(least, largest + 1) for world in placed(size, per_host)])
 
 
 def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
     """Return the useful distributions of a world of `size` over the hosts: within each host, and across hosts."""
     hosts = range(len(per_host))
     worlds = [WorldSize([size if host == only else 0 for host in hosts]) for only in hosts if size <= per_host[only]]
-    spreads = [
-        spread(size, per_host[:count]).per_host
-        for count in range(2, len(per_host) + 1)
-        if size <= sum(per_host[:count])
-    ]
+    counts_of_hosts = range(2, len(per_host) + 1)
+    spreads = [spread(size, per_host[:n]).per_host for n in counts_of_hosts if size <= sum(per_host[:n])]
     # Fill the first hosts completely, so that hosts have unequal numbers of ranks.
     filled = slots_for(size, [Slot(host, index) for host in hosts for index in range(per_host[host])])
     spreads.append(tuple(sum(slot.host == host for slot in filled) for host in hosts))
@@ -117,11 +104,9 @@ def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[i
     ranks."""
 
     def make() -> st.SearchStrategy[int]:
-        if len(settings.active().per_host) >= 2:
-            return _worlds(least, most)
         largest = min(_devices(), _devices() if most is None else most)
-        if largest < least:
-            return _up_to(least, most, _devices(), "large_worlds")
+        if len(settings.active().per_host) >= 2 or largest < least:
+            return _worlds(least, most, "large_worlds")
         return first_of(range(largest, least - 1, -1))
 
     return _when_drawn(make)
@@ -134,12 +119,11 @@ def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tu
     """
 
     def make() -> st.SearchStrategy[tuple[int, ...]]:
-        per_host = settings.active().per_host
-        if len(per_host) >= 2:
+        if len(settings.active().per_host) >= 2:
             return st.lists(_worlds(least, most), min_size=2, max_size=2, unique=True).map(tuple)
         largest = min(_devices(), _devices() if most is None else most)
         if largest <= least:
-            return _up_to(least, most, _devices(), "world_pairs").map(lambda size: (size,))
+            return _worlds(least, most, "world_pairs").map(lambda size: (size,))
         return first_of([(largest, smaller) for smaller in range(largest - 1, least - 1, -1)])
 
     return _when_drawn(make)
@@ -147,7 +131,7 @@ def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tu
 
 def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
     """Draw numbers of devices, like `world_sizes`; in a run on several hosts, of the devices of one host."""
-    return _when_drawn(lambda: _up_to(least, most, _devices_in_one_process(), "device_counts"))
+    return _when_drawn(lambda: _up_to(least, most, settings.active().gpus_of_host, "device_counts"))
 
 
 def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
@@ -157,7 +141,7 @@ def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[
     """
 
     def make() -> st.SearchStrategy[tuple[int, ...]]:
-        available = _devices_in_one_process()
+        available = settings.active().gpus_of_host
         largest = min(available, available if most is None else most)
         if is_only_example():
             return st.permutations(range(available - 2, -1, -1)).map(lambda others: (available - 1, *others)[:largest])
@@ -171,7 +155,7 @@ def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[
 
 def all_devices() -> st.SearchStrategy[int]:
     """Draw the number of devices of the run; in a run on several hosts, that of the test's host."""
-    return _when_drawn(lambda: st.just(_devices_in_one_process()))
+    return _when_drawn(lambda: st.just(settings.active().gpus_of_host))
 
 
 def places(*, cpu: bool = True) -> st.SearchStrategy[str]:
@@ -189,7 +173,7 @@ def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
 
 
 def _places(cpu: bool) -> list[str]:
-    return ["cpu"] * cpu + [f"cuda:{index}" for index in range(_devices_in_one_process())]
+    return ["cpu"] * cpu + [f"cuda:{index}" for index in range(settings.active().gpus_of_host)]
 
 
 def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
@@ -271,7 +255,6 @@ def whole_runs(
     least: int = 1,
     most: int = 3,
     rows: Sequence[int] = (8, 5, 13, 24, 12, 9, 7, 2, 1),
-    optimizers: Sequence[str] = OPTIMIZERS,
     small: bool = False,
 ) -> tuple[WholeRun, ...]:
     """Draw one run for each model.
@@ -285,17 +268,11 @@ def whole_runs(
         small: as in `WholeRun`.
     """
     offset, seed = draw(st.integers(0, 999)), draw(st.integers(0, 999))
-    return tuple(
-        WholeRun(
-            model,
-            rows[position % len(rows)],
-            least + position % (most - least + 1),
-            optimizers[position % len(optimizers)],
-            small,
-            seed + position,
-        )
-        for position, model in enumerate(models, start=offset)
-    )
+    runs = []
+    for position, model in enumerate(models, start=offset):
+        steps, optimizer = least + position % (most - least + 1), OPTIMIZERS[position % len(OPTIMIZERS)]
+        runs.append(WholeRun(model, rows[position % len(rows)], steps, optimizer, small, seed + position))
+    return tuple(runs)
 
 
 @st.composite
@@ -311,17 +288,16 @@ def mostly_all(draw: st.DrawFn, least: int = 1) -> int:
 def exact_trainings(
     draw: st.DrawFn,
     *,
-    hidden: Sequence[int] = (10, 7, 13),
     batch: Sequence[int] = (7, 8, 5, 2, 13),
     momentum: Sequence[float] = (0.5, 0.0),
 ) -> ExactTraining:
     """Draw exact training of a perceptron with one hidden layer, in two steps.
 
     Args:
-        hidden, batch, momentum: the values to draw from, simplest first.
+        batch, momentum: the values to draw from, simplest first.
     """
     return ExactTraining(
-        widths=(6, draw(st.sampled_from(tuple(hidden))), 5),
+        widths=(6, draw(st.sampled_from((10, 7, 13))), 5),
         batch=draw(st.sampled_from(tuple(batch))),
         momentum=draw(st.sampled_from(tuple(momentum))),
         seed=draw(st.integers(0, 999)),
@@ -352,17 +328,7 @@ def sample_tensors(
     # Sizes of 1 to 3 keep examples small; a size of 0 beside the batch is as legal as an empty batch, and rarer.
     shape = draw(st.lists(st.sampled_from((*(2, 1, 3) * 4, 0)), min_size=dims, max_size=dims))
     shape[dim] = size
-    return TensorSpec(
-        tuple(shape),
-        draw(st.sampled_from(tuple(dtypes))),
-        draw(st.sampled_from(layouts_for(dims))),
-        draw(seeds()),
-        draw(st.sampled_from(tuple(values))),
-    )
-
-
-def _leaves() -> st.SearchStrategy[Leaf]:
-    return st.sampled_from([Leaf(value) for value in (None, 7, 0.5, "mean", True, (), frozenset({"train"}))])
+    return draw(tensors(shape=tuple(shape), dtypes=dtypes, values=values))
 
 
 @st.composite
@@ -390,15 +356,16 @@ def batches(
     tensor: st.SearchStrategy[BatchSpec] = sample_tensors(length, dim, dtypes=dtypes, values=values)
     if not kinds:
         return draw(tensor)
-    entry = st.one_of(tensor, _leaves()) if leaves else tensor
+    leaf = st.sampled_from([Leaf(value) for value in (None, 7, 0.5, "mean", True, (), frozenset({"train"}))])
+    entry = st.one_of(tensor, leaf) if leaves else tensor
     return draw(st.one_of(tensor, st.recursive(entry, lambda inner: _containers(inner, kinds), max_leaves=4)))
 
 
 def _containers(inner: st.SearchStrategy[BatchSpec], kinds: Sequence[str]) -> st.SearchStrategy[BatchSpec]:
     def of(container: str) -> st.SearchStrategy[BatchSpec]:
         least, most = (2, 2) if container == "namedtuple" else (1, 3)
-        build: Callable[[Sequence[BatchSpec]], BatchSpec] = lambda entries: Nested(container, tuple(entries))  # noqa: E731
-        return st.lists(inner, min_size=least, max_size=most).map(build)
+        parts = st.lists(inner, min_size=least, max_size=most)
+        return parts.map(lambda entries: Nested(container, tuple(entries)))
 
     return st.one_of([of(container) for container in kinds])
 

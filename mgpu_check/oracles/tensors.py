@@ -38,10 +38,8 @@ floats are NaN or infinite, with arbitrary payloads, and another eighth subnorma
 PINNED = "pinned"
 """The device argument of `TensorSpec.build` for pinned memory of the CPU."""
 
-_EXPONENTS = {2: {"float16": 0x7C00, "bfloat16": 0x7F80}, 4: {"float32": 0x7F800000}, 8: {"float64": 0x7FF << 52}}
-"""Bytes of an element -> dtype -> mask of the exponent's bits."""
-
-_FOR_TRANSPOSING, _FOR_CHANNELS_LAST = 2, 4
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
+"""dtype -> mask of the exponent's bits."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,8 @@ class TensorSpec:
         }
         for argument, (value, valid) in restricted.items():
             if value not in valid:
-                raise ValueError(
-                    f"TensorSpec: {argument}={value!r} is not valid for shape {self.shape}; "
-                    f"choose one of {', '.join(valid)}"
-                )
+                text = f"TensorSpec: {argument}={value!r} is not valid for shape {self.shape}"
+                raise ValueError(f"{text}; choose one of {', '.join(valid)}")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"TensorSpec: shape={self.shape} has a negative size; sizes are 0 or more")
 
@@ -168,11 +164,10 @@ def _any_bits(shape: tuple[int, ...], name: str, generator: torch.Generator) -> 
     import torch
 
     dtype: torch.dtype = getattr(torch, name)
-    width = dtype.itemsize
-    data = torch.randint(0, 256, (*shape, width), generator=generator, dtype=torch.uint8, device="cpu")
-    exponent = _EXPONENTS.get(width, {}).get(name)
+    data = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8, device="cpu")
+    exponent = _EXPONENTS.get(name)
     if exponent is not None:
-        words = data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+        words = data.view(getattr(torch, f"int{8 * dtype.itemsize}"))
         chosen = torch.randint(0, 8, words.shape, generator=generator, device="cpu")
         words[chosen == 0] |= exponent
         words[chosen == 1] &= ~exponent
@@ -181,6 +176,6 @@ def _any_bits(shape: tuple[int, ...], name: str, generator: torch.Generator) -> 
 
 def layouts_for(dims: int) -> tuple[str, ...]:
     """Return the layouts that a tensor of `dims` dimensions can have."""
-    least = {"transposed": _FOR_TRANSPOSING, "sliced": 1, "strided": 1, "contiguous": 0}
+    least = {"transposed": 2, "sliced": 1, "strided": 1, "contiguous": 0}
     named = tuple(name for name in LAYOUTS if name in least and dims >= least[name])
-    return (*named, "channels_last") if dims == _FOR_CHANNELS_LAST else named
+    return (*named, "channels_last") if dims == 4 else named

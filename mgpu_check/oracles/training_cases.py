@@ -1,11 +1,13 @@
-"""Specs of training without rounding: in integers, which float32 holds exactly, or with other exact results.
+"""Specs of training runs: a model, batches and steps of an optimizer. This module imports no torch.
 
-Any distribution over devices gives the same bits, so that no tolerance is needed. This module imports no torch.
+Two are without rounding: in integers, which float32 holds exactly, or with other exact results. There any distribution
+over devices gives the same bits, so that no tolerance is needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,9 +49,8 @@ class WholeRun:
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"WholeRun: optimizer={self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}"
-            )
+            text = f"WholeRun: optimizer={self.optimizer!r} is unknown"
+            raise ValueError(f"{text}; choose one of {', '.join(OPTIMIZERS)}")
         if self.batch < 0 or self.steps < 1:
             raise ValueError(f"WholeRun: batch={self.batch} and steps={self.steps} must be at least 0 and 1")
 
@@ -138,10 +139,8 @@ class ExactTraining:
         from torch import nn
 
         generator = torch.Generator().manual_seed(self.seed)
-        layers = []
         with torch.random.fork_rng(devices=[]):
-            for inside, outside in zip(self.widths, self.widths[1:], strict=False):
-                layers.append(nn.Linear(inside, outside, device="cpu"))
+            layers = [nn.Linear(*widths, device="cpu") for widths in pairwise(self.widths)]
         with torch.no_grad():
             for layer in layers:
                 signs = torch.randint(0, 2, layer.weight.shape, generator=generator)
@@ -167,6 +166,91 @@ class ExactTraining:
             (
                 torch.randint(-2, 3, (self.batch, self.widths[0]), generator=generator).float(),
                 torch.randint(-1, 2, (self.batch, self.widths[-1]), generator=generator).float(),
+            )
+            for _ in range(self.steps)
+        ]
+
+
+MODELS = ("mlp", "lenet", "convnet", "resnet18")
+"""Without BatchNorm: mlp, lenet. With it: convnet (one convolution), resnet18 (with SiLU in place of ReLU)."""
+
+_IMAGE = {"lenet": (1, 28, 28), "convnet": (1, 8, 8), "resnet18": (1, 16, 16)}
+_FEATURES, _CLASSES, _MLP_CLASSES = 6, 10, 4
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """A model and the batches that it is trained on, one step of SGD on each.
+
+    Raises:
+        ValueError: the model is unknown, or a number is too small.
+    """
+
+    model: str = "mlp"
+    batch: int = 4
+    """Samples in the global batch of a step."""
+    steps: int = 1
+    windows: int = 1
+    """Micro-batches of each rank in a step, over which gradients are accumulated."""
+    momentum: float = 0.0
+    width: int = 8
+    """Channels of the first block of resnet18; 64 is the usual size."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"TrainingSpec: model={self.model!r} is unknown; choose one of {', '.join(MODELS)}")
+        for argument in ("batch", "steps", "windows", "width"):
+            if getattr(self, argument) < 1:
+                raise ValueError(f"TrainingSpec: {argument}={getattr(self, argument)} must be at least 1")
+
+    @property
+    def rate(self) -> float:
+        """Learning rate: large enough that a step changes the parameters visibly, small enough to stay near them."""
+        return 0.05
+
+    def build(self) -> nn.Module:
+        """Build the model, its parameters drawn from torch's global generator."""
+        from mgpu_check.oracles import models
+
+        if self.model == "lenet":
+            # Larger than the book's 0.01, so that logits differ between samples from the first step on.
+            return models.LeNet(scale=0.05)
+        if self.model == "convnet":
+            return models.small_convnet(classes=_CLASSES)
+        if self.model == "resnet18":
+            from torch import nn
+
+            # Among thousands of ReLUs, some inputs are within rounding error of 0, and either result is correct. A
+            # tolerance that accepts both would also accept flipped bits.
+            return models.resnet18(classes=_CLASSES, width=self.width, activation=nn.SiLU)
+        return models.mlp(features=_FEATURES, classes=_MLP_CLASSES)
+
+    def initial(self, variant: int = 0) -> nn.Module:
+        """Return the initial model, on the CPU. Variants differ in their whole state."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 * variant + self.seed)
+            model = self.build()
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    # With the initial 0 and 1, statistics that are never used would remain unnoticed.
+                    if buffer.is_floating_point():
+                        buffer.add_(torch.rand_like(buffer))
+        return model
+
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the batch of each step on the CPU: inputs (batch, …) float32, labels (batch,) int64."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = _IMAGE.get(self.model, (_FEATURES,))
+        classes = _MLP_CLASSES if self.model == "mlp" else _CLASSES
+        return [
+            (
+                torch.randn(self.batch, *shape, generator=generator),
+                torch.randint(0, classes, (self.batch,), generator=generator),
             )
             for _ in range(self.steps)
         ]

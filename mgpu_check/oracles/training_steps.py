@@ -13,14 +13,22 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.oracles import gradient_exchange as reducing
 
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
+
+
+def forward_of(module: nn.Module) -> Forward:
+    """Return the forward pass of `module` as a function of inputs and parameters."""
+    return lambda inputs, parameters: functional_call(module, dict(parameters), (inputs,))
 
 
 def weighted(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -46,16 +54,10 @@ def split(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(tensor.tensor_split(count))
 
 
-def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the gradients of a module by parameter name; zeros for a missing gradient."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
-
-
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
     """Take one step on one device, or with `nn.DataParallel`, which gathers all outputs on the first device."""
     optimizer.zero_grad()
-    loss = summed_loss(model(inputs), labels) * weight(len(inputs))
-    loss.backward()
+    (summed_loss(model(inputs), labels) * weight(len(inputs))).backward()
     optimizer.step()
 
 
@@ -194,11 +196,7 @@ def clear(parameters: Mapping[str, torch.Tensor]) -> None:
         parameter.grad = None
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
-
-
-def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+def as_inputs(model: nn.Module, batches: Sequence[Shard]) -> dict[str, torch.Tensor]:
     """Return all inputs of a training by name: the state of `model`, and each batch."""
     named = {f"state {name}": value.detach().clone() for name, value in model.state_dict().items()}
     for step, (inputs, labels) in enumerate(batches):
@@ -206,10 +204,11 @@ def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Ten
     return named
 
 
-def observed(model: nn.Module) -> dict[str, torch.Tensor]:
+def observed(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors to compare after a step: "gradient of <parameter>", and "<parameter>" after the update."""
-    gradients = {f"gradient of {name}": value for name, value in gradients_of(model).items()}
-    return gradients | {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+    gradients = {f"gradient of {name}": gradient_or_zeros(value).clone() for name, value in parameters.items()}
+    return gradients | {name: value.detach().clone() for name, value in parameters.items()}
 
 
 def on_one_device(
@@ -227,7 +226,6 @@ def on_one_device(
     Args:
         build: creates the model; state, dtype and device are replaced by those of the inputs.
         steps: number of steps; each has its own batch.
-        rate, momentum: parameters of SGD.
         shards: number of shards per batch, see `shardwise_step`. In training mode, the result also has the
             buffers of each shard after the last step, as "<buffer> of rank <shard>".
         divide: how to divide a batch into shards.

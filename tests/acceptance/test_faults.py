@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.acceptance.faults import CHOICES, all_hardware_faults, hardware_text, planted_from
-from mgpu_check.acceptance.planting import hardware_planted
+from mgpu_check.acceptance.faults import CHOICES, all_hardware_faults, hardware_planted, hardware_text, planted_from
 from mgpu_check.devices.observations import Part
 from mgpu_check.simulated import simulated_node
 

@@ -16,7 +16,7 @@ import torch
 
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.dcgm import test_dcgm
-from mgpu_check.acceptance.faults import all_hardware_faults, hardware_text, planted_from
+from mgpu_check.acceptance.faults import all_hardware_faults, hardware_planted, hardware_text, planted_from
 from mgpu_check.acceptance.findings import identify, judged
 from mgpu_check.acceptance.machine import test_machine
 from mgpu_check.acceptance.machine.checks import (
@@ -37,7 +37,6 @@ from mgpu_check.acceptance.machine.checks import (
 )
 from mgpu_check.acceptance.machine.simulated import SimulatedHost, log_of_nccl, write_tree
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.planting import hardware_planted
 from mgpu_check.acceptance.run_report import Host, RunLog
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.processes.machine import boot_id

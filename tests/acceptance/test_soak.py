@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.acceptance.cases import Loaded, SoakCase, Trained, TransformerCase
 from mgpu_check.acceptance.run_report import Gpu
-from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
 from mgpu_check.acceptance.soak.rounds import Rate, Soak, slower
-from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 MODEL = dict.fromkeys(range(4), "G")
@@ -152,8 +151,7 @@ LOAD = SoakCase(TransformerCase("autocast", batch=4, steps=2), 1, 0.1, 1 << 10, 
 
 
 def loaded(rank, faults):
-    from mgpu_check.acceptance.faults import hardware_text, planted_from
-    from mgpu_check.acceptance.planting import hardware_planted
+    from mgpu_check.acceptance.faults import hardware_planted, hardware_text, planted_from
     from mgpu_check.acceptance.soak.checks import examine_load
 
     seen = []

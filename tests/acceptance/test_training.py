@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_check.acceptance.faults import hardware_text, planted_from
-from mgpu_check.acceptance.planting import hardware_planted
+from mgpu_check.acceptance.cases import PRECISIONS, Trained, TransformerCase
+from mgpu_check.acceptance.faults import hardware_planted, hardware_text, planted_from
 from mgpu_check.acceptance.training import transformer as parallel_training
-from mgpu_check.acceptance.training.cases import PRECISIONS, Trained, TransformerCase
 from mgpu_check.acceptance.training.checks import (
     Departure,
     Divided,
@@ -22,7 +21,7 @@ from mgpu_check.acceptance.training.checks import (
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.oracles.generated_data import digests
-from mgpu_check.oracles.gradient_cases import TrainingSpec
+from mgpu_check.oracles.training_cases import TrainingSpec
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.hardware import Defect, Hardware, cells
 from mgpu_check.simulated.hardware import planted as on_hardware

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.acceptance import levels, node
+from mgpu_check.acceptance import node
 from mgpu_check.acceptance.node import ErrorObservations, observations_of
 from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.run_report import Gpu, RunLog
@@ -150,10 +150,10 @@ def test_calls_get_more_time_on_a_busy_host(
 ) -> None:
     origins = {} if given is None else {"rank_timeout": "command line"}
     settings = Settings(gpu_level=level, rank_timeout=given or 60.0, origins=origins)
-    monkeypatch.setattr(levels, "active", lambda: settings)
+    monkeypatch.setattr(node, "active", lambda: settings)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert levels.seconds_for_a_call() == limit
+    assert node.seconds_for_a_call() == limit
 
 
 def test_after_a_call_that_was_late_on_all_gpus_each_is_asked_whether_it_answers(

@@ -85,9 +85,9 @@ def test_a_condition_selects_calls_and_names_them():
         return contextlib.nullcontext()
 
     seen: list[list[Any]] = []
-    large, even = When("above 1", lambda number: number > 1), When("even", lambda number: number % 2 == 0)
-    both = large & ~even
-    assert str(both) == "above 1, not even"
+    large, odd = When("above 1", lambda number: number > 1), When("odd", lambda number: number % 2 == 1)
+    both = large & odd
+    assert str(both) == "above 1, odd"
     calls(both.guards(lambda number: number))
     assert seen == [[NotImplemented, NotImplemented, NotImplemented, 3]]
 

@@ -29,7 +29,7 @@ def test_the_expression_that_raised_is_named(ranks):
         ranks.run("mgpu_check.oracles.repeated_calls:views_of", cases)
     first = str(caught.value).splitlines()[0]
     assert re.search(
-        r"raised UnexpectedError: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in collectives/\w+.py:\d+\)",
+        r"raised UnexpectedError: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in \w+(/\w+)?.py:\d+\)",
         first,
     )
     assert isinstance(caught.value.__cause__, UnexpectedError)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mgpu_check.acceptance.cases import PATTERNS, MemoryCase
 from mgpu_check.acceptance.memory import checks as memory
-from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
 from mgpu_check.acceptance.memory.checks import Region, rounds_of
 from mgpu_check.devices.observations import Subject
 from mgpu_check.oracles import generated_data

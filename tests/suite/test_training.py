@@ -13,12 +13,12 @@ from torch.nn.parallel import comm
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.oracles import gradient_exchange
-from mgpu_check.oracles.gradient_cases import TrainingSpec
 from mgpu_check.oracles.gradients import (
     _assert_as_measured,
     assert_data_parallel_agrees,
     assert_step_by_hand_agrees,
 )
+from mgpu_check.oracles.training_cases import TrainingSpec
 from mgpu_check.simulated import simulated_node
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -89,8 +89,9 @@ def test_what_is_off_is_measured_again_before_it_is_said(granted, right) -> None
             allowed = granted if magnified > 1 else 0.01
             return MeasuredStep({"x": torch.ones(3).double()}, {"x": torch.full((3,), allowed).double()}, {"x": 1.0})
 
+    measure: Any = Measure()
     with contextlib.nullcontext() if right else pytest.raises(GradientMismatch, match=r"1\.29|1\.3"):
-        _assert_as_measured({"x": torch.tensor([1.0, 1.3, 1.0])}, Measure())
+        _assert_as_measured({"x": torch.tensor([1.0, 1.3, 1.0])}, measure)
     assert len(asked) == 3
-    _assert_as_measured({"x": torch.ones(3)}, Measure())
+    _assert_as_measured({"x": torch.ones(3)}, measure)
     assert asked[3:] == [0], "what is right is measured once, provisionally"

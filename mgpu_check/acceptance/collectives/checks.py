@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.oracles.operations import measured, seconds_of
 from mgpu_check.oracles.repeated_calls import Cases, RepeatedCollective, View, groups_of, runner, views_of
-from mgpu_check.oracles.timing import measured, seconds_of
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
@@ -58,13 +58,10 @@ def _of_group(case: RepeatedCollective, members: tuple[int, ...], views: Sequenc
             yield from _pairs_that_passed(case, members, work)
         return
     ways = _ways(bad)
-    evidence = {
-        "collective": dataclasses.asdict(case),
-        "wrong": [
-            {"rank": rank, "failed": view.failed, "first": dataclasses.asdict(view.wrong[0])}
-            for rank, view in bad.items()
-        ],
-    }
+    wrong = []
+    for rank, view in bad.items():
+        wrong.append({"rank": rank, "failed": view.failed, "first": dataclasses.asdict(view.wrong[0])})
+    evidence = {"collective": dataclasses.asdict(case), "wrong": wrong}
     if case.operation == "send_recv":
         for pair, view in ways.items():
             yield Observation(_CHECK, Subject("copy", pair), "failed", _seen(view), str(case), work, evidence)

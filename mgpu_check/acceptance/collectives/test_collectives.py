@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.levels import drawn
+from mgpu_check.acceptance.node import drawn
 from mgpu_check.settings import active
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 

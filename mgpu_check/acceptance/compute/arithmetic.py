@@ -32,13 +32,12 @@ def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
     """Measure the seconds from one small kernel to the next, of kernels that are launched at once."""
     import torch
 
-    from mgpu_check.oracles.timing import measured, seconds_of
+    from mgpu_check.oracles.operations import measured, seconds_of
 
     tensor = torch.zeros(1, device=rank.device)
     laps = seconds_of(lambda: tensor.add_(1), rank.device, repeats, inner=_LAUNCHES)
-    return [
-        *measured("compute", Subject("gpu", (rank.index,)), "launch of a small kernel", "s", 0, laps, tensor.nbytes)
-    ]
+    subject = Subject("gpu", (rank.index,))
+    return [*measured("compute", subject, "launch of a small kernel", "s", 0, laps, tensor.nbytes)]
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:
@@ -84,9 +83,8 @@ def _outvoted(
         if isinstance(result.usual, int):
             evidence |= {"usual digest": f"{result.usual:016x}"} | _located(node, case, gpu, others[0], result.usual)
         message = f"other bits than {len(others)} of {len(result.voters)} GPUs of its model, which agree"
-        observations.append(
-            Observation("compute", Subject("gpu", (gpu,)), "failed", message, str(case), evidence=evidence)
-        )
+        subject = Subject("gpu", (gpu,))
+        observations.append(Observation("compute", subject, "failed", message, str(case), evidence=evidence))
     return observations
 
 
@@ -95,33 +93,23 @@ def _located(node: Node, case: ComputeCase, odd: int, peer: int, usual: int) -> 
     recomputed = node.on_ranks("compute", _pieces, case, usual, gpus=[odd, peer])
     if len(recomputed) < 2 or not (recomputed[0][0] and recomputed[1][0]):
         return {"again": "the results agree"}
-    pieces = [
-        number
-        for number, pair in enumerate(zip(recomputed[0][1], recomputed[1][1], strict=False))
-        if pair[0] != pair[1]
-    ]
+    pairs = zip(recomputed[0][1], recomputed[1][1], strict=False)
+    pieces = [number for number, (mine, usual_piece) in enumerate(pairs) if mine != usual_piece]
     if not pieces:
         return {"again": "the results agree"}
     contents = node.on_ranks("compute", _ELEMENTS, pieces[0], gpus=[odd, peer])
     if len(contents) < 2:
         return {"pieces": pieces}
     (start, got), (_, expected) = contents
-    differing = [
-        (start + i, expected_bits, actual_bits)
-        for i, (actual_bits, expected_bits) in enumerate(zip(got, expected, strict=True))
-        if expected_bits != actual_bits
-    ]
+    both = enumerate(zip(expected, got, strict=True), start)
+    differing = [(index, wanted, found) for index, (wanted, found) in both if wanted != found]
+    single = sum((wanted ^ found).bit_count() == 1 for _, wanted, found in differing)
     return {
         "pieces": pieces,
         "of pieces": len(recomputed[0][1]),
         "errors": len(differing),
         "indices": [index for index, _, _ in differing[:_LISTED]],
-        "values": [
-            [f"{expected_bits:#x}", f"{actual_bits:#x}"] for _, expected_bits, actual_bits in differing[:_LISTED]
-        ],
+        "values": [[f"{wanted:#x}", f"{found:#x}"] for _, wanted, found in differing[:_LISTED]],
         "lanes": len({index % 32 for index, _, _ in differing}),
-        "share of single bits": sum(
-            (expected_bits ^ actual_bits).bit_count() == 1 for _, expected_bits, actual_bits in differing
-        )
-        / max(1, len(differing)),
+        "share of single bits": single / max(1, len(differing)),
     }

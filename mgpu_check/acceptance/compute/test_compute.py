@@ -8,26 +8,19 @@ import pytest
 from hypothesis import given
 
 from mgpu_check.acceptance.compute.arithmetic import compute, measure_launches
-from mgpu_check.acceptance.levels import SEEDS, drawn
-from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.node import SEEDS, Node, drawn
 from mgpu_check.oracles.device_cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
 from mgpu_check.settings import active
 
-_BYTES = 512
-"""Bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results."""
+_BYTES = 512  # bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results
 
 _DENSE = ("products", "layers")
 """In these families each dtype has hardware units of its own, so every level checks all dtypes."""
 
 _REPEATED = {
     "product known by algebra": 1.0,
-    "batched product known by algebra": 0.3,
-    "convolution known by algebra": 0.3,
-    "attention known by algebra": 0.3,
-    "sum of two": 0.1,
-    "sum": 0.1,
-    "exp": 0.1,
-    "sort": 0.1,
+    **{f"{name} known by algebra": 0.3 for name in ("batched product", "convolution", "attention")},
+    **dict.fromkeys(("sum of two", "sum", "exp", "sort"), 0.1),
 }
 """Operations to repeat many times, with their share of the time and of the repeats."""
 
@@ -82,14 +75,8 @@ def _every_other(dtypes: Sequence[str], start: int) -> Sequence[str]:
     return dtypes[start % 2 :: 2] or dtypes
 
 
-def _repeated() -> list[str]:
-    """Return the operations to repeat at the level of this run. A quick run repeats only products: its few repeats of
-    the other operations would add nothing to `test_results_are_right`.
-    """
-    return [operation for operation in _REPEATED if active().depth != "quick" or _REPEATED[operation] == 1]
-
-
-@pytest.mark.parametrize("operation", _repeated())
+# A quick run repeats only products: its few repeats of the others would add nothing to `test_results_are_right`.
+@pytest.mark.parametrize("operation", [name for name in _REPEATED if active().depth != "quick" or _REPEATED[name] == 1])
 @drawn(quick=1, standard=1, long=3)
 @given(seed=SEEDS)
 def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
@@ -100,10 +87,8 @@ def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
     repeats, seconds = _MANY[node.depth]
     share = _REPEATED[operation]
     side = max(32, min(512, _side(node) // 4))
-    cases = [
-        ComputeCase(operation, dtype, side, seed, max(2, int(share * repeats)), share * seconds)
-        for dtype in OPERATIONS[operation]
-    ]
+    often, seconds = max(2, int(share * repeats)), share * seconds
+    cases = [ComputeCase(operation, dtype, side, seed, often, seconds) for dtype in OPERATIONS[operation]]
     if node.depth == "quick":
         compute(node, cases)
         return

@@ -18,45 +18,31 @@ from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 
 _NAMES = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _STATES = ("Pass", "Fail", "Warn", "Skip")
-_GPU = 1
-"""``DCGM_FE_GPU``: the id of the group of GPUs."""
+_GPU = 1  # `DCGM_FE_GPU`: the id of the group of GPUs
 _ORIGIN = "`dcgmi diag -r 3 -j > FILE.json` writes such a file"
 
 
 @dataclass(frozen=True)
 class DiagnosticResult:
-    """One result of a test.
-
-    Attributes:
-        gpu: index of the GPU for DCGM; None for the host.
-        serial: serial number of the GPU; "" if the file lacks it.
-        state: "Pass", "Fail", "Warn" or "Skip".
-        message: the messages, in one line.
-        errors: DCGM's numbers of the errors.
-    """
+    """One result of a test."""
 
     test: str
     category: str
-    gpu: int | None
-    serial: str
-    state: str
-    message: str = ""
-    errors: tuple[int, ...] = ()
+    gpu: int | None  # index of the GPU for DCGM; None for the host
+    serial: str  # serial number of the GPU; "" if the file lacks it
+    state: str  # "Pass", "Fail", "Warn" or "Skip"
+    message: str = ""  # the messages, in one line
+    errors: tuple[int, ...] = ()  # DCGM's numbers of the errors
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A run of the diagnostic.
-
-    Attributes:
-        version: of DCGM; "" if the file does not have it.
-        error: why the diagnostic did not run; "" if it ran.
-    """
+    """A run of the diagnostic."""
 
     file: str
-    version: str
+    version: str  # of DCGM; "" if the file does not have it
     results: tuple[DiagnosticResult, ...]
-    error: str = ""
+    error: str = ""  # why the diagnostic did not run; "" if it ran
 
 
 def read_diagnostic(path: Path) -> Diagnostic:
@@ -166,9 +152,8 @@ def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Map
     if dcgm_serials and not dcgm_serials & serials.keys():
         text = f"{diagnostic.file} is about other GPUs, with serial numbers {', '.join(sorted(dcgm_serials))}"
         return [_of_host(0, "unknown", f"{text}; give the file of this node", case)]
-    covers_host = (
-        len({gpu.host for gpu in gpus}) == 1 and len(gpus) == visible.get(gpus[0].host) and all(g.pci for g in gpus)
-    )
+    one_host = len({gpu.host for gpu in gpus}) == 1 and len(gpus) == visible.get(gpus[0].host)
+    covers_host = one_host and all(gpu.pci for gpu in gpus)
     places = dict(enumerate(sorted(gpus, key=lambda gpu: gpu.pci))) if covers_host else {}
     host = next((gpu.host for serial, gpu in serials.items() if serial in dcgm_serials), gpus[0].host)
     observations = []
@@ -177,27 +162,23 @@ def examine_diagnostic(diagnostic: Diagnostic, gpus: Sequence[Gpu], visible: Map
             observations.append(_observation(Subject("host", (host,)), result, case))
             continue
         gpu = serials.get(result.serial) if result.serial else places.get(result.gpu)
+        name, told = f"GPU {result.gpu} of DCGM", f"{result.test}: {result.state}"
         if gpu is not None:
             observations.append(_observation(Subject("gpu", (gpu.number,)), result, case))
         elif result.serial:
-            text = (
-                f"GPU {result.gpu} of DCGM (serial {result.serial}) is not in this run: {result.test}: {result.state}"
-            )
+            text = f"{name} (serial {result.serial}) is not in this run: {told}"
             observations.append(_of_host(host, "skipped", text, case))
         else:
-            text = (
-                f"{result.test} of GPU {result.gpu} of DCGM: {result.state}; the file has no serial numbers, so it can "
-            )
-            text += "name a GPU only in a run of all GPUs of one host"
+            text = f"{result.test} of {name}: {result.state}; the file has no serial numbers"
+            text += ", so it can name a GPU only in a run of all GPUs of one host"
             observations.append(_of_host(host, "unknown", text, case))
     return observations
 
 
 def _observation(subject: Subject, result: DiagnosticResult, case: str) -> Observation:
     outcome = _OUTCOMES[result.state]
-    message = (
-        "" if outcome == "passed" else f"{result.test}: {result.state}{f': {result.message}' if result.message else ''}"
-    )
+    message = f"{result.test}: {result.state}{f': {result.message}' if result.message else ''}"
+    message = "" if outcome == "passed" else message
     evidence = {"kind": f"dcgm {result.state}", "test": result.test, "category": result.category}
     if result.errors:
         evidence["errors"] = ", ".join(map(str, result.errors))

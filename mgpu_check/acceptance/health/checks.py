@@ -20,17 +20,16 @@ from typing import Any
 from mgpu_check.acceptance.comparison import LEAST_PEERS
 from mgpu_check.acceptance.inventory.checks import is_under_load
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
-from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
-from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample, Trouble, Values
+from mgpu_check.devices.telemetry.fields import Value, field_of, names, number_of, peer_of
+from mgpu_check.devices.telemetry.sampler import Snapshot, TelemetrySample, Trouble, Values, values_of
 
 CONSEQUENCES = frozenset((43, 45, 154))
 """Xids that follow from a killed process or from another Xid, and so accuse no GPU."""
 
 _RESET = "reset the GPU and run again; if it comes back, exchange the GPU"
 _REMAP = "reset the GPU, so that the remapping takes effect, and run again"
-_LINK = (
-    "reset the GPU; look at the error counters of its NVLinks; re-seat it or its bridge; if it comes back, exchange it"
-)
+_LINK = "reset the GPU; look at the error counters of its NVLinks; re-seat it or its bridge"
+_LINK += "; if it comes back, exchange it"
 _FIRMWARE = "reset the GPU or restart the machine, update driver and firmware; if it comes back, exchange the GPU"
 _CODE = "run again; if it comes back on this GPU alone, it is hardware: exchange it; if on others, it is software"
 
@@ -88,10 +87,7 @@ def examine_past_xids(xids_of_gpus: Mapping[int, Mapping[int, int]]) -> list[Obs
             if xid not in CONSEQUENCES:
                 text = f"{meaning_of(xid)}, {times} times in the kernel log before the run"
                 evidence = {"kind": "past xid", "code": xid, "times": times, "advice": advice_on(xid)}
-                subject = Subject("gpu", (gpu,))
-                observations.append(
-                    Observation("health", subject, "failed", text, "kernel log", Work(operations=1), evidence)
-                )
+                observations.append(_of(gpu, "failed", text, "kernel log", 1, evidence))
     return observations
 
 
@@ -106,8 +102,7 @@ _HOT = (
 
 SHARE = 0.01  # of the samples under load, and at least two, because one may be a momentary event
 _SLOW_SHARE = 0.25  # of the samples: the generation of PCIe follows the load, and may lag
-_LAST = 3
-"""Samples at the end of the load: a link that has trained down there stays down."""
+_LAST = 3  # samples at the end of the load: a link that has trained down there stays down
 _LEAST_CLOCK = {"sm_clock": 0.5, "memory_clock": 0.75}
 """Share of the highest clock that a GPU must reach once under load: a power cap may halve the SM clock; memory keeps
 its clock, but for the few percent of consumer cards."""
@@ -138,14 +133,13 @@ def examine_limits(
 
 def _hot(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
     for gauge, limit, limit_text in _HOT:
-        highest = _number(facts.get(limit))
-        over = [value for value in _values(busy, gauge) if highest is not None and value >= highest]
+        highest = number_of(facts.get(limit))
+        over = [value for value in values_of(busy, gauge) if highest is not None and value >= highest]
         if highest is not None and _often(over, busy, SHARE):
-            text = (
-                f"{field_of(gauge).text} was {max(over):g} degrees Celsius under load, and {limit_text} is {highest:g}"
-            )
+            text = f"{field_of(gauge).text} was {max(over):g} degrees Celsius under load"
+            text += f", and {limit_text} is {highest:g}"
             yield _of_limit(gpu, text + _share(over, busy), gauge, max(over), highest)
-    margin = [value for value in _values(busy, "temperature_margin") if value <= 0]
+    margin = [value for value in values_of(busy, "temperature_margin") if value <= 0]
     if _often(margin, busy, SHARE):
         text = "it was as hot as its slowdown limit under load" + _share(margin, busy)
         yield _of_limit(gpu, text, "temperature", min(margin), 0)
@@ -155,7 +149,7 @@ def _slow_clocks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> It
     texts = (str(sample.values.get("throttle") or "") for sample in busy)
     reasons = list(dict.fromkeys(reason for text in texts for reason in text.split(", ") if reason))
     for clock, share in _LEAST_CLOCK.items():
-        able, clocks = _number(facts.get(f"{clock}_max")), _values(busy, clock)
+        able, clocks = number_of(facts.get(f"{clock}_max")), values_of(busy, clock)
         if able is None or len(clocks) < 2 or max(clocks) >= share * able:
             continue
         if clock == "sm_clock" and any(reason in _CAPPED for reason in reasons):
@@ -166,10 +160,10 @@ def _slow_clocks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> It
 
 
 def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
-    limit, default = _number(facts.get("power_limit")), _number(facts.get("power_limit_default"))
+    limit, default = number_of(facts.get("power_limit")), number_of(facts.get("power_limit_default"))
     if limit is None:
         return
-    over = [value for value in _values(busy, "power") if value > _POWER_OVER * limit]
+    over = [value for value in values_of(busy, "power") if value > _POWER_OVER * limit]
     if _often(over, busy, SHARE):
         text = f"it drew {max(over):.0f} W, and its power limit is {limit:g} W" + _share(over, busy)
         yield _of_limit(gpu, text, "power", max(over), limit)
@@ -181,18 +175,19 @@ def _power(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator
 def _pcie(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
     """Judge PCIe over all load of the run: inventory has seen it at the start only."""
     for name, share in (("pcie_width", SHARE), ("pcie_generation", _SLOW_SHARE)):
-        able = _number(facts.get(f"{name}_max"))
-        readings = _values(busy, name)
-        below = [value for value in readings if able is not None and value < able]
-        stays = len(readings) >= _LAST and all(able is not None and value < able for value in readings[-_LAST:])
-        if able is not None and (stays or _often(below, busy, share)):
+        able, readings = number_of(facts.get(f"{name}_max")), values_of(busy, name)
+        if able is None:
+            continue
+        below = [value for value in readings if value < able]
+        stays = len(readings) >= _LAST and max(readings[-_LAST:]) < able
+        if stays or _often(below, busy, share):
             text = f"{field_of(name).text} was {min(below):g} under load, and can be {able:g}" + _share(below, busy)
             yield _of_limit(gpu, text, name, min(below), able)
 
 
 def _nvlinks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterator[Observation]:
-    up = _values(busy, "nvlinks_up")
-    most = max([*up, _number(facts.get("nvlinks")) or 0.0])
+    up = values_of(busy, "nvlinks_up")
+    most = max([*up, number_of(facts.get("nvlinks")) or 0.0])
     down = [value for value in up if value < most]
     if down:  # a single time, because a link that goes down is an event and no noise
         text = f"only {min(down):g} of {most:g} NVLinks were active under load" + _share(down, busy)
@@ -201,12 +196,9 @@ def _nvlinks(gpu: int, facts: Values, busy: Sequence[TelemetrySample]) -> Iterat
 
 def _memory(gpu: int, facts: Values, counters: Mapping[str, int | None]) -> Iterator[Observation]:
     """Judge what the memory of a GPU has been through before the run."""
-    spent, low = (_number(facts.get(f"banks_{name}")) for name in ("without_spares", "low_on_spares"))
-    if spent:
-        text = f"{spent:g} banks of memory have no spare rows left"
-        yield _of_limit(gpu, text, "banks_without_spares", spent, 0)
-    if low:
-        yield _of_limit(gpu, f"{low:g} banks of memory have few spare rows left", "banks_low_on_spares", low, 0)
+    for name, few in (("without_spares", "no spare rows left"), ("low_on_spares", "few spare rows left")):
+        if banks := number_of(facts.get(f"banks_{name}")):
+            yield _of_limit(gpu, f"{banks:g} banks of memory have {few}", f"banks_{name}", banks, 0)
     rows = [counters.get(f"remapped_{error_type}") or 0 for error_type in ("corrected", "uncorrected")]
     if sum(rows):
         text = f"{sum(rows)} rows of memory were remapped before the run, {rows[1]} of them after uncorrected errors"
@@ -230,18 +222,16 @@ def _beside_others(
     observations: list[Observation] = []
     for gpus in after.by_model():
         for gauge, field, least in (("sm_clock", "sm_clock", _BESIDE), ("power", "power_low", _HALF)):
-            readings = {gpu: _values(busy.get(gpu, []), gauge) for gpu in gpus}
-            for gpu, mine, usual in _with_others(
-                {gpu: median(series) for gpu, series in readings.items() if len(series) >= 2}
-            ):
+            readings = {gpu: values_of(busy.get(gpu, []), gauge) for gpu in gpus}
+            medians = {gpu: median(series) for gpu, series in readings.items() if len(series) >= 2}
+            for gpu, mine, usual in _with_others(medians):
                 if mine < least * usual:
                     text = f"{field_of(gauge).text} was {mine:g} under load, and that of the others {usual:g} (medians)"
                     observations.append(_of_limit(gpu, text, field, mine, usual))
         seconds = max(1e-9, after.at - before.at)
-        throttle_seconds = {gpu: _held(gpu, "power_violation", before, after) for gpu in gpus}
-        for gpu, mine, usual in _with_others(
-            {gpu: time / seconds for gpu, time in throttle_seconds.items() if time is not None}
-        ):
+        held = {gpu: _held(gpu, "power_violation", before, after) for gpu in gpus}
+        shares = {gpu: time / seconds for gpu, time in held.items() if time is not None}
+        for gpu, mine, usual in _with_others(shares):
             if mine > usual + _HALF:
                 text = f"its power limit held clocks down for {mine:.0%} of the time, and the others for {usual:.0%}"
                 observations.append(_of_limit(gpu, text, "power_violation", mine, usual))
@@ -256,14 +246,6 @@ def _with_others(values: Mapping[int, float]) -> Iterator[tuple[int, float, floa
             yield gpu, mine, median(others)
 
 
-def _values(samples: Sequence[TelemetrySample], gauge: str) -> list[float]:
-    return [number for sample in samples if (number := _number(sample.values.get(gauge))) is not None]
-
-
-def _number(value: Value | None) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 def _often(matching: Sequence[float], samples: Sequence[TelemetrySample], share: float) -> bool:
     return len(matching) >= max(2.0, share * len(samples))
 
@@ -273,8 +255,7 @@ def _share(matching: Sequence[float], samples: Sequence[TelemetrySample]) -> str
 
 
 def _of_limit(gpu: int, message: str, field: str, value: float, limit: float, **details: Any) -> Observation:
-    evidence = {"field": field, "seen": value, "limit": limit, **details}
-    return Observation(_CHECK, Subject("gpu", (gpu,)), "failed", message, _CASE, Work(operations=1), evidence)
+    return _of(gpu, "failed", message, _CASE, 1, {"field": field, "seen": value, "limit": limit, **details})
 
 
 TRANSFERS: Mapping[int, float] = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9}
@@ -346,8 +327,7 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
     seconds = max(0.0, after.at - before.at)
     observations = []
     for gpu in sorted(before.counters.keys() & after.counters.keys()):
-        failed = []
-        counted = 0
+        failed, counted = [], 0
         for name in _COUNTERS:
             initial, last = before.counters[gpu].get(name), after.counters[gpu].get(name)
             if initial is None or last is None:
@@ -355,11 +335,10 @@ def examine_growth(before: Snapshot, after: Snapshot, case: str) -> list[Observa
             counted += 1
             if name == "ecc_uncorrected_ever" and before.counters[gpu].get("ecc_uncorrected") is not None:
                 continue  # "ecc_uncorrected" counts the same errors
-            text = _grown(name, initial, last, allowed_growth(name, seconds, after.gauges.get(gpu, {})))
-            if text:
+            if text := _grown(name, initial, last, allowed_growth(name, seconds, after.gauges.get(gpu, {}))):
                 evidence = {"field": name, "before": initial, "after": last, "seconds": seconds}
                 failed.append(_of(gpu, "failed", text, case, 1, evidence))
-        observations += failed or [_of(gpu, "passed", "", case, counted, {})]
+        observations += failed or [_of(gpu, "passed", "", case, counted)]
     return observations
 
 
@@ -419,12 +398,10 @@ def examine_health(
 
 def _growth(snapshots: Sequence[tuple[str, Snapshot]]) -> list[Observation]:
     """Return the counters that grew too much in one test, and those that grew too much only over all tests."""
-    observations = [
-        entry
-        for (_, before), (test_name, after) in itertools.pairwise(snapshots)
-        for entry in examine_growth(before, after, f"in {test_name}")
-        if entry.outcome == "failed"
-    ]
+    observations = []
+    for (_, before), (test_name, after) in itertools.pairwise(snapshots):
+        entries = examine_growth(before, after, f"in {test_name}")
+        observations += [entry for entry in entries if entry.outcome == "failed"]
     noted = {(entry.subject, entry.evidence["field"]) for entry in observations}
     for entry in examine_growth(snapshots[0][1], snapshots[-1][1], "in the run"):
         if entry.outcome == "failed" and (entry.subject, entry.evidence["field"]) not in noted:
@@ -466,24 +443,17 @@ def _states(
     if None not in (facts.get("ecc"), facts.get("ecc_pending")) and facts["ecc"] != facts["ecc_pending"]:
         text = f"ECC mode is {facts['ecc']}, and will be {facts['ecc_pending']} after a restart"
         wrong("ecc_pending", text, facts["ecc_pending"])
-    errors = counters.get(_SINCE_LOADED)
-    if errors:
-        text = f"{field_of(_SINCE_LOADED).text}, before the run: {errors}"
-        wrong(_SINCE_LOADED, text, errors)
+    if errors := counters.get(_SINCE_LOADED):
+        wrong(_SINCE_LOADED, f"{field_of(_SINCE_LOADED).text}, before the run: {errors}", errors)
     pages = counters.get("retired_pages")
     if pages is not None and pages > _MOST_RETIRED:
         wrong("retired_pages", f"{pages} retired pages", pages)
     for name, value in before.items():
-        field_kind = field_of(name).kind
-        if (
-            field_kind not in ("state", "gauge")
-            and name in after
-            and None not in (value, after[name])
-            and after[name] != value
-        ):
+        kept = field_of(name).kind not in ("state", "gauge") and name in after
+        if kept and None not in (value, after[name]) and after[name] != value:
             text = f"{field_of(name).text} has changed in the run: from {value} to {after[name]}"
-            if peer_of(name) is not None:
-                text = f"{text} (GPU {peer_of(name)})"
+            if (peer := peer_of(name)) is not None:
+                text = f"{text} (GPU {peer})"
             wrong(name, text, after[name], **{"changed from": value})
     return observations
 
@@ -502,13 +472,8 @@ def _fabric(after: Snapshot, host: int) -> list[Observation]:
 
 def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observation]:
     busy = [sample for sample in samples if is_under_load(sample)]
-    reasons = Counter(
-        reason
-        for sample in busy
-        if isinstance(text := sample.values.get("throttle"), str)
-        for reason in text.split(", ")
-        if reason in THROTTLED
-    )
+    texts = [str(sample.values.get("throttle") or "") for sample in busy]
+    reasons = Counter(reason for text in texts for reason in text.split(", ") if reason in THROTTLED)
     observations = []
     for reason, times in reasons.items():
         if times >= max(2.0, SHARE * len(busy)):
@@ -524,36 +489,27 @@ def examine_troubles(troubles: Iterable[Trouble], host: int = 0) -> list[Observa
     return [entry for trouble in troubles for entry in _trouble(trouble, host)]
 
 
+_TROUBLES = {
+    "blocked": "{field}: {text}, and another query had hung before it",
+    "lost": "the driver says: {text}",
+    "error": "the driver cannot report its {label}: {text}",
+    "hang": "a query of the driver hangs ({field}): {text}",
+}
+
+
 def _trouble(trouble: Trouble, host: int) -> list[Observation]:
-    subject = Subject("host", (host,)) if trouble.gpu is None else Subject("gpu", (trouble.gpu,))
-    outcome: Outcome = "failed"
-    text = f"{trouble.field}: {trouble.text}" if trouble.field else trouble.text
-    evidence = {"kind": trouble.kind, "field": trouble.field, "code": trouble.code, "at": trouble.at}
-    if trouble.kind == "xid" and trouble.code is not None:
-        text, evidence["advice"] = meaning_of(trouble.code), advice_on(trouble.code)
-        if trouble.code in CONSEQUENCES:
+    kind, field, code = trouble.kind, trouble.field, trouble.code
+    label = field_of(field).text if kind == "error" else ""
+    text = _TROUBLES.get(kind, "{field}: {text}").format(field=field, text=trouble.text, label=label)
+    evidence = {"kind": kind, "field": field, "code": code, "at": trouble.at}
+    if kind == "xid" and code is not None:
+        text, evidence["advice"] = meaning_of(code), advice_on(code)
+        if code in CONSEQUENCES:
             return []
-    elif trouble.kind == "blocked":
-        outcome, text = "unknown", f"{text}, and another query had hung before it"
-    elif trouble.kind == "sampler":
-        outcome = "unknown"
-    elif trouble.kind == "lost":
-        text = f"the driver says: {trouble.text}"
-    elif trouble.kind == "error":
-        text = f"the driver cannot report its {field_of(trouble.field).text}: {trouble.text}"
-    elif trouble.kind == "hang":
-        text = f"a query of the driver hangs ({trouble.field}): {trouble.text}"
-    return [Observation(_CHECK, subject, outcome, text, "", Work(operations=1), evidence)]
+    outcome: Outcome = "unknown" if kind in ("blocked", "sampler") else "failed"
+    subject = Subject("host", (host,)) if trouble.gpu is None else Subject("gpu", (trouble.gpu,))
+    return [Observation(_CHECK, subject, outcome, text.removeprefix(": "), "", Work(operations=1), evidence)]
 
 
-def _of(
-    gpu: int,
-    outcome: Outcome,
-    message: str,
-    case: str = "",
-    operations: int = 0,
-    evidence: Mapping[str, Any] | None = None,
-) -> Observation:
-    return Observation(
-        _CHECK, Subject("gpu", (gpu,)), outcome, message, case, Work(operations=operations), evidence or {}
-    )
+def _of(gpu: int, outcome: Outcome, text: str, case: str = "", count: int = 0, evidence: Any = None) -> Observation:
+    return Observation(_CHECK, Subject("gpu", (gpu,)), outcome, text, case, Work(operations=count), evidence or {})

@@ -7,8 +7,7 @@ import pytest
 from mgpu_check.acceptance.health.checks import examine_health, examine_past_xids
 from mgpu_check.acceptance.node import Node
 
-_SAMPLES = {"quick": 3, "standard": 20, "long": 60}
-"""Samples of each GPU under load, taken even if no other check ran."""
+_SAMPLES = {"quick": 3, "standard": 20, "long": 60}  # samples of each GPU under load, taken even if no other check ran
 
 
 @pytest.mark.glance
@@ -21,12 +20,9 @@ def test_gpus_are_well(node: Node) -> None:
     last = telemetry.snapshot()
     samples, troubles = telemetry.samples(), telemetry.troubles()
     for host, gpus in telemetry.hosts.items():
-        snapshots = [(boundary.test, boundary.snapshot.only(gpus)) for boundary in node.boundaries]
-        snapshots = [
-            snapshots[0],
-            *(labelled for labelled in snapshots[1:] if labelled[1].counters),
-            ("test_gpus_are_well", last.only(gpus)),
-        ]
+        earliest, *others = [(boundary.test, boundary.snapshot.only(gpus)) for boundary in node.boundaries]
+        others = [labelled for labelled in others if labelled[1].counters]
+        snapshots = [earliest, *others, ("test_gpus_are_well", last.only(gpus))]
         mine = [sample for sample in samples if sample.gpu in gpus]
         about = [trouble for trouble in troubles if trouble.gpu in gpus or (trouble.gpu is None and host == 0)]
         node.record(examine_health(snapshots, mine, about, host=host))

@@ -8,6 +8,7 @@ host.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,27 +26,21 @@ _MORE_IS_BETTER = (
 )
 _SAME_MEMORY = 1 / 1024  # GPUs of one model differ by the memory that their firmware reserves
 _PCIE = ("pcie_generation", "pcie_width")
-_CAPABILITIES = frozenset(
-    ("read", "write", "atomics")
-)  # NVLinks are counted by GPU: a mesh may leave out pairs on purpose
+# NVLinks are counted by GPU: a mesh may leave out pairs on purpose.
+_CAPABILITIES = frozenset(("read", "write", "atomics"))
 _BUSY = 10  # percent of the time
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The facts that each GPU of a host should have, from one origin.
+    """The facts that each GPU of a host should have, from one origin."""
 
-    Attributes:
-        origin: the origin in words, such as "the baseline".
-        facts: name of a fact -> its right value; facts of pairs have their name without the peer.
-        counts: the right numbers of GPUs of the host; empty for any number.
-        nominal: the facts come from a data sheet. A larger value is as good, if more is better, and a fact that the
-            driver does not report is no finding.
-    """
-
-    origin: str
+    origin: str  # the origin in words, such as "the baseline"
+    # name of a fact -> its right value; facts of pairs have their name without the peer
     facts: Mapping[str, Value] = field(default_factory=dict)
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # the right numbers of GPUs of the host; empty for any number
+    # the facts come from a data sheet. A larger value is as good, if more is better, and a fact that the driver does
+    # not report is no finding.
     nominal: bool = False
 
     def meets(self, name: str, value: Value) -> bool:
@@ -73,7 +68,7 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence
     if counted is not None and gpu_count not in counted.counts:
         expected = ", ".join(map(str, counted.counts))
         text = f"it has {gpu_count} GPUs, and {counted.origin} has {expected}"
-        observations.append(_of_host(host, text, "count", gpu_count, list(counted.counts)))
+        observations.append(_differs(Subject("host", (host,)), text, "count", gpu_count, list(counted.counts)))
     observations += _facts(snapshot, host, references)
     observations += _pairs(snapshot, _reference("p2p", references))
     open_ = {observation.subject for observation in observations if observation.outcome == "unknown"}
@@ -84,13 +79,12 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0, references: Sequence
         # Also for a GPU with findings: they may be warnings only, and then its work counts.
         fact_count = sum(facts[name] is not None for name in names("fact"))
         unknown = dict(snapshot.unknown.get(gpu, {}))
-        if not fact_count:
-            observations.append(_unknown(gpu, "nothing is known of it: " + "; ".join(sorted(set(unknown.values())))))
+        evidence = {"not known": unknown} if unknown else {}
+        if fact_count:
+            work = Work(operations=fact_count)
+            observations.append(Observation(_CHECK, subject, "passed", work=work, evidence=evidence))
         else:
-            evidence = {"not known": unknown} if unknown else {}
-            observations.append(
-                Observation(_CHECK, subject, "passed", work=Work(operations=fact_count), evidence=evidence)
-            )
+            observations.append(_unknown(gpu, "nothing is known of it: " + "; ".join(sorted(set(unknown.values())))))
     return observations
 
 
@@ -112,9 +106,7 @@ def examine_pcie(snapshot: Snapshot, samples: Iterable[TelemetrySample]) -> list
     for sample in samples:
         if sample.gpu in under_load and is_under_load(sample):
             under_load[sample.gpu].append(sample)
-    return [
-        observation for gpu, busy in sorted(under_load.items()) for observation in _pcie(gpu, snapshot.facts[gpu], busy)
-    ]
+    return [entry for gpu, busy in sorted(under_load.items()) for entry in _pcie(gpu, snapshot.facts[gpu], busy)]
 
 
 def _pcie(gpu: int, facts: Mapping[str, Value | None], busy: Sequence[TelemetrySample]) -> list[Observation]:
@@ -163,17 +155,16 @@ def _among_each_other(snapshot: Snapshot, name: str, gpus: Sequence[int], host: 
     if usual is None:
         if not values:
             return []
-        groups = [f"{_shown(name, v)} on GPUs {_list(g for g in values if values[g] == v)}" for v in _distinct(values)]
+        of_values = {value: [gpu for gpu in values if values[gpu] == value] for value in values.values()}
+        groups = [f"{_shown(name, value)} on GPUs {_list(mine)}" for value, mine in of_values.items()]
         text = f"its GPUs differ in {field_of(name).text}: {'; '.join(groups)}"
-        return [_of_host(host, text, name, sorted(map(str, values.values())), None)]
-    than = f"that of the others {_shown(name, usual)}"
-    observations = [
-        _differs(
-            Subject("gpu", (gpu,)), f"{field_of(name).text} is {_shown(name, value)}, and {than}", name, value, usual
-        )
-        for gpu, value in values.items()
-        if not same(value, usual)
-    ]
+        return [_differs(Subject("host", (host,)), text, name, sorted(map(str, values.values())), None)]
+    text, than = field_of(name).text, f"that of the others {_shown(name, usual)}"
+    observations = []
+    for gpu, value in values.items():
+        if not same(value, usual):
+            seen = f"{text} is {_shown(name, value)}, and {than}"
+            observations.append(_differs(Subject("gpu", (gpu,)), seen, name, value, usual))
     return observations + _silent(snapshot, name, gpus, usual, than)
 
 
@@ -197,11 +188,10 @@ def _against(reference: Reference, snapshot: Snapshot, name: str, gpus: Sequence
     text = f"{field_of(name).text} is {{}}, and {than}"
     if len(off) == len(values) > 1 and len(set(off.values())) == 1:
         value = next(iter(off.values()))
-        return [_of_host(host, "of its GPUs: " + text.format(_shown(name, value)), name, value, expected)]
-    observations = [
-        _differs(Subject("gpu", (gpu,)), text.format(_shown(name, value)), name, value, expected)
-        for gpu, value in off.items()
-    ]
+        seen = "of its GPUs: " + text.format(_shown(name, value))
+        return [_differs(Subject("host", (host,)), seen, name, value, expected)]
+    shown = {gpu: text.format(_shown(name, value)) for gpu, value in off.items()}
+    observations = [_differs(Subject("gpu", (gpu,)), shown[gpu], name, off[gpu], expected) for gpu in off]
     if reference.nominal:
         return observations + _silent(snapshot, name, gpus, expected, than)
     return observations + [_unknown(gpu, text.format("not known")) for gpu, value in values.items() if value is None]
@@ -211,8 +201,10 @@ def _pairs(snapshot: Snapshot, reference: Reference | None) -> list[Observation]
     """Compare the capabilities of pairs with the same topology and models, and with a reference."""
     alike: dict[tuple[Any, ...], dict[tuple[int, int], frozenset[str]]] = {}
     texts: dict[tuple[int, int], str] = {}
-    for (gpu, peer), value in _of_pairs(snapshot, "p2p"):
+    for gpu, peer in itertools.permutations(sorted(snapshot.facts), 2):
         facts = snapshot.facts[gpu]
+        if (value := facts.get(pair_field("p2p", peer))) is None:
+            continue
         pair_class = (facts[pair_field("topology", peer)], facts["name"], snapshot.facts[peer]["name"])
         texts[gpu, peer] = str(value)
         alike.setdefault(pair_class, {})[gpu, peer] = frozenset(str(value).split("+")) & _CAPABILITIES
@@ -235,21 +227,8 @@ def _pairs(snapshot: Snapshot, reference: Reference | None) -> list[Observation]
     return observations
 
 
-def _of_pairs(snapshot: Snapshot, name: str) -> list[tuple[tuple[int, int], Value]]:
-    """Return (ordered pair, value) for the pairs of responding GPUs whose value is known."""
-    gpus = sorted(snapshot.facts)
-    return [
-        ((gpu, peer), value)
-        for gpu in gpus
-        for peer in gpus
-        if gpu != peer and (value := snapshot.facts[gpu].get(pair_field(name, peer))) is not None
-    ]
-
-
 def _majority(values: Sequence[Any], same: Callable[[Any, Any], bool]) -> Any:
     """Return the value that more than half of `values` equal; None if there is no majority."""
-    if not values:
-        return None
     for value, _ in Counter(values).most_common():
         if 2 * sum(same(value, peer) for peer in values) > len(values):
             return value
@@ -260,10 +239,6 @@ def _same_as(name: str) -> Callable[[Any, Any], bool]:
     if name == "memory":
         return lambda a, b: bool(abs(a - b) <= _SAME_MEMORY * max(a, b))
     return lambda a, b: bool(a == b)
-
-
-def _distinct(values: Mapping[int, Value]) -> list[Value]:
-    return list(dict.fromkeys(values.values()))
 
 
 def _list(gpus: Iterable[int]) -> str:
@@ -280,20 +255,18 @@ def _shown(name: str, value: Value | None) -> str:
 
 
 def _differs(subject: Subject, text: str, name: str, value: Any, usual: Any) -> Observation:
-    evidence = {"field": name, "seen": value, "expected": usual}
-    return Observation(_CHECK, subject, "failed", text, "", Work(operations=1), evidence)
+    return _wrong(subject, text, name, value, {"expected": usual}, "")
 
 
-def _of_host(host: int, text: str, name: str, value: Any, usual: Any) -> Observation:
-    return _differs(Subject("host", (host,)), text, name, value, usual)
+def _wrong(
+    subject: Subject, text: str, name: str, value: object, details: Mapping[str, object], case: str = "identity"
+) -> Observation:
+    evidence = {"field": name, "seen": value, **details}
+    return Observation(_CHECK, subject, "failed", text, case, Work(operations=1), evidence)
 
 
 def _unknown(gpu: int, reason: str) -> Observation:
     return Observation(_CHECK, Subject("gpu", (gpu,)), "unknown", reason)
-
-
-_CHECK = "inventory"
-_CASE = "identity"
 
 
 def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int = 0) -> list[Observation]:
@@ -317,7 +290,7 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
                 owners.setdefault(values[name], []).append(gpu)
         for value, gpus in owners.items():
             if len(gpus) > 1:
-                text = f"its GPUs {', '.join(map(str, gpus))} have one {field_of(name).text}: {value}"
+                text = f"its GPUs {_list(gpus)} have one {field_of(name).text}: {value}"
                 observations.append(_wrong(Subject("host", (host,)), text, name, value, {"shared by": gpus}))
     for gpu, slot in sorted(slots.items()):
         reported = snapshot.identity.get(gpu, {}).get("pci")
@@ -325,8 +298,3 @@ def examine_identity(snapshot: Snapshot, slots: Mapping[int, str], *, host: int 
             text = f"PCI bus id is {reported} for the driver's library, and {slot} for torch"
             observations.append(_wrong(Subject("gpu", (gpu,)), text, "pci", reported, {"of torch": slot}))
     return observations
-
-
-def _wrong(subject: Subject, text: str, name: str, value: object, details: Mapping[str, object]) -> Observation:
-    evidence = {"field": name, "seen": value, **details}
-    return Observation(_CHECK, subject, "failed", text, _CASE, Work(operations=1), evidence)

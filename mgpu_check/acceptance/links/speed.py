@@ -10,28 +10,21 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.devices.observations import Subject, SubjectResult, Unit
-from mgpu_check.oracles.timing import measured, seconds_of
+from mgpu_check.oracles.operations import measured, seconds_of
 
 _LATENCY_BYTES = 16
 
 
 @dataclass(frozen=True)
 class _MeasuredCopy:
-    """A path of copies.
-
-    Attributes:
-        name: begins the names of its quantities.
-        clock: the device whose clock is used.
-        ends: source and destination; None is the host.
-        kernel: whether a kernel copies, because the dtype changes; else a copy engine does.
-    """
+    """A path of copies."""
 
     subject: Subject
-    name: str
-    clock: torch.device
-    ends: tuple[torch.device | None, torch.device | None]
+    name: str  # begins the names of its quantities
+    clock: torch.device  # the device whose clock is used
+    ends: tuple[torch.device | None, torch.device | None]  # source and destination; None is the host
     pinned: bool = True
-    kernel: bool = False
+    kernel: bool = False  # whether a kernel copies, because the dtype changes; else a copy engine does
 
 
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[SubjectResult]:

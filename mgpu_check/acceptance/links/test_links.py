@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.levels import drawn
-from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.oracles.device_cases import Copies, Path
 from mgpu_check.settings import active
@@ -25,8 +24,7 @@ _LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
 _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
 """Bytes of the copies that are measured, and how often, at each level."""
 
-_REACHES = (2 << 30, 4 << 30)
-"""Offsets in memory that need 32 and 33 bits."""
+_REACHES = (2 << 30, 4 << 30)  # offsets in memory that need 32 and 33 bits
 
 _MANY = {
     "quick": ((4 << 10, 320),),

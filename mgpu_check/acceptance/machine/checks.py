@@ -41,12 +41,9 @@ _PCI = (
 )
 _ACTIVE = "4: ACTIVE"
 _SLOT = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
-_VENDORS = ("0x10de", "0x1002")
-"""Makers of GPUs."""
-_ETHERNET = 1
-"""``ARPHRD_ETHER``: the type of an interface that is no InfiniBand and no tunnel."""
-_ACS = 0x0D
-"""PCI Express Base Specification: the id of the capability Access Control Services."""
+_VENDORS = ("0x10de", "0x1002")  # makers of GPUs
+_ETHERNET = 1  # `ARPHRD_ETHER`: the type of an interface that is no InfiniBand and no tunnel
+_ACS = 0x0D  # PCI Express Base Specification: the id of the capability Access Control Services
 _REDIRECTS = 0b11100
 """Bits of its control register that send traffic between peers up to the root: request and completion redirect, and
 upstream forwarding."""
@@ -54,19 +51,13 @@ upstream forwarding."""
 
 @dataclass(frozen=True)
 class Component:
-    """One component of a host.
+    """One component of a host."""
 
-    Attributes:
-        kind: "infiniband", "ethernet", "pci" or "memory"; "host" for the host itself.
-        model: components of one kind and model are alike.
-        slots: PCI addresses from the root port to the device.
-        values: content of its files; without files that are absent or cannot be read.
-    """
-
-    kind: str
+    kind: str  # "infiniband", "ethernet", "pci" or "memory"; "host" for the host itself
     name: str
-    model: str = ""
-    slots: tuple[str, ...] = ()
+    model: str = ""  # components of one kind and model are alike
+    slots: tuple[str, ...] = ()  # PCI addresses from the root port to the device
+    # content of its files; without files that are absent or cannot be read
     values: Mapping[str, str | int] = field(default_factory=dict)
 
     @property
@@ -92,9 +83,8 @@ def read_kernel(root: Path = Path("/"), allowed: Collection[int] | None = None) 
         card = port.parents[1]
         values = _values(port, _PORT) | _values(port / "counters", PORT_COUNTERS)
         model = f"{_value(card / 'hca_type')} {values.get('link_layer', '')}"
-        components.append(
-            Component("infiniband", f"{card.name} port {port.name}", model, _slots(card / "device"), values)
-        )
+        name = f"{card.name} port {port.name}"
+        components.append(Component("infiniband", name, model, _slots(card / "device"), values))
     for net in sorted(system.glob("class/net/*")):
         if (net / "device").exists() and _value(net / "type") == _ETHERNET:
             model = f"{_value(net / 'device' / 'vendor')} {_value(net / 'device' / 'device')}"
@@ -103,7 +93,8 @@ def read_kernel(root: Path = Path("/"), allowed: Collection[int] | None = None) 
         components.append(Component("memory", controller.name, "", (), _values(controller, ("ce_count", "ue_count"))))
     nics = {component.slots[-1] for component in components if component.slots}
     devices = {device.name: device for device in sorted(system.glob("bus/pci/devices/*"))}
-    gpus = {slot for slot, device in devices.items() if _is_gpu(device)}
+    displays = {slot for slot, device in devices.items() if str(_value(device / "class")).startswith("0x03")}
+    gpus = {slot for slot in displays if _value(devices[slot] / "vendor") in _VENDORS}
     wanted = {slot for name in nics | gpus for slot in _slots(devices.get(name, Path("/none")))}
     for slot in sorted(wanted & devices.keys()):
         model = "gpu" if slot in gpus else "nic" if slot in nics else "bridge"
@@ -114,26 +105,17 @@ def read_kernel(root: Path = Path("/"), allowed: Collection[int] | None = None) 
     return {component.name: component for component in components}
 
 
-def _is_gpu(device: Path) -> bool:
-    return str(_value(device / "class")).startswith("0x03") and _value(device / "vendor") in _VENDORS
-
-
 def _of_device(root: Path, device: Path, model: str, allowed: Collection[int]) -> dict[str, str | int]:
     values = _values(device, _PCI)
     if model == "bridge":
         return values | _acs(device / "config")
     if model == "gpu":
-        cores = {
-            core for cpu_range in str(_value(device / "local_cpulist") or "").split(",") for core in _range(cpu_range)
-        }
-        if cores:
+        ranges = str(_value(device / "local_cpulist") or "").split(",")
+        if cores := {core for cpu_range in ranges for core in _range(cpu_range)}:
             values["near"] = len(cores & set(allowed))
-        group = device / "iommu_group"
-        iommu_type = (
-            _value(root / "sys/kernel/iommu_groups" / group.resolve().name / "type") if group.exists() else None
-        )
-        if iommu_type is not None:
-            values["iommu"] = iommu_type
+        group = (device / "iommu_group").resolve().name
+        if (device / "iommu_group").exists() and (iommu := _value(root / "sys/kernel/iommu_groups" / group / "type")):
+            values["iommu"] = iommu
         text = _text(root / "proc/driver/nvidia/gpus" / device.name / "information") or ""
         if match := re.search(r"GPU Firmware:\s*(\S+)", text):
             values["gsp"] = match[1]
@@ -192,21 +174,15 @@ _KINDS = {"infiniband": "InfiniBand port", "ethernet": "Ethernet interface", "me
 
 @dataclass(frozen=True)
 class GrowthLimit:
-    """A counter that must not grow by more in a run.
+    """A counter that must not grow by more in a run."""
 
-    Attributes:
-        kind, field: the kind of the component, and its file.
-        most: the largest growth that is allowed.
-        finding: selects the kind of finding.
-        but: models that another check judges.
-    """
-
+    # kind, field: the kind of the component, and its file
     kind: str
     field: str
     text: str
-    most: int
-    finding: str
-    but: tuple[str, ...] = ()
+    most: int  # the largest growth that is allowed
+    finding: str  # selects the kind of finding
+    but: tuple[str, ...] = ()  # models that another check judges
 
 
 _MINOR = 10  # ibcheckerrors of infiniband-diags warns above 10
@@ -250,17 +226,12 @@ def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Obser
     silent: Counter[str] = Counter()
 
     def wrong(finding: str, component: Component, text: str, **evidence: Any) -> None:
-        message = f"{component.name}: {text}"
-        observations.append(
-            of_host("failed", message, "kernel", Work(operations=1), kind=finding, component=component.name, **evidence)
-        )
+        message, about = f"{component.name}: {text}", {"kind": finding, "component": component.name}
+        observations.append(of_host("failed", message, "kernel", Work(operations=1), **about, **evidence))
 
     for limit in _GROWTH_LIMITS:
-        for component in (
-            component
-            for component in after.values()
-            if component.kind == limit.kind and component.model not in limit.but
-        ):
+        of_kind = (component for component in after.values() if component.kind == limit.kind)
+        for component in (component for component in of_kind if component.model not in limit.but):
             initial = before[component.name].values.get(limit.field) if before and component.name in before else None
             last = component.values.get(limit.field)
             if not isinstance(initial, int) or not isinstance(last, int):
@@ -282,9 +253,8 @@ def examine_kernel(before: KernelFacts | None, after: KernelFacts) -> list[Obser
     observations.append(of_host("passed", "", "kernel", Work(operations=judged), **evidence))
     if silent:
         counters = ", ".join(f"{name} ({times})" for name, times in silent.items())
-        observations.append(
-            of_host("skipped", f"counters that could not be read before and after: {counters}", "kernel", Work())
-        )
+        text = f"counters that could not be read before and after: {counters}"
+        observations.append(of_host("skipped", text, "kernel", Work()))
     for component_kind, text in _KINDS.items():
         if not counts[component_kind]:
             observations.append(of_host("skipped", f"the kernel shows no {text}", "kernel", Work()))
@@ -308,11 +278,8 @@ def _states(facts: KernelFacts) -> Iterator[tuple[str, Component, str]]:
         if str(component.values.get("iommu", "")).startswith("DMA"):
             yield "iommu", component, f"the IOMMU translates its addresses ({component.values['iommu']})"
         if "gsp" in component.values and component.values["gsp"] != usual[0][0] and 2 * usual[0][1] > len(gpus):
-            yield (
-                "gsp",
-                component,
-                f"its firmware of the GSP is {component.values['gsp']}, and that of the others {usual[0][0]}",
-            )
+            own = component.values["gsp"]
+            yield "gsp", component, f"its firmware of the GSP is {own}, and that of the others {usual[0][0]}"
     above = {slot for component in gpus for slot in component.slots[:-1]} if len(gpus) > 1 else set()
     for component in facts.values():
         if component.name in above and component.values.get("acs"):
@@ -354,10 +321,8 @@ def _number(value: str | int | None) -> float | None:
 _CORE_SEEDS = range(4)
 _MATRIX_SIDE = 96
 
-_CoreKey = tuple[int, str]
-"""Seed and kind of work."""
-_CoreResults = Mapping[_CoreKey, Collection[bytes]]
-"""The different results of one core."""
+_CoreKey = tuple[int, str]  # seed and kind of work
+_CoreResults = Mapping[_CoreKey, Collection[bytes]]  # the different results of one core
 
 
 def vote_of_cores(seconds: float, cores: Sequence[int] | None, wrong_core: int = -1) -> list[Observation]:
@@ -435,6 +400,8 @@ def _compute_on_core(deadline: float, corrupt: bool) -> tuple[int, _CoreResults]
     """Return the number of results, and the different results of each kind of work."""
     import torch
 
+    from mgpu_check.torch_hooks.tensors import memory_of
+
     digests: dict[_CoreKey, set[bytes]] = {}
     times = 0
     while not times or time.monotonic() < deadline:
@@ -442,7 +409,8 @@ def _compute_on_core(deadline: float, corrupt: bool) -> tuple[int, _CoreResults]
             for work_kind, tensor in _work(seed):
                 if corrupt:
                     tensor.view(-1).view(torch.uint8)[seed] ^= 1
-                digests.setdefault((seed, work_kind), set()).add(_digest(tensor))
+                digest = hashlib.sha256(memory_of(tensor.contiguous())).digest()
+                digests.setdefault((seed, work_kind), set()).add(digest)
                 times += 1
     return times, digests
 
@@ -462,21 +430,12 @@ def _work(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "functions", torch.stack((points.exp(), points.sin(), points.sqrt(), points.log(), 1 / points))
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    from mgpu_check.torch_hooks.tensors import memory_of
-
-    return hashlib.sha256(memory_of(tensor.contiguous())).digest()
-
-
 CHUNK = 1 << 20
 """Words that are written or compared at once: 8 MiB."""
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio
-_COPIED = 1 << 17
-"""Words of a copy."""
-_MEMORY_SHARE = 8
-"""A divisor of the available memory: other programs need the rest."""
-_UNKNOWN = 1 << 30
-"""Available memory, where the kernel does not say."""
+_COPIED = 1 << 17  # words of a copy
+_MEMORY_SHARE = 8  # a divisor of the available memory: other programs need the rest
+_UNKNOWN = 1 << 30  # available memory, where the kernel does not say
 
 
 def examine_memory(
@@ -524,9 +483,8 @@ def examine_memory(
                 text = f"{wrong_words} of {len(sent)} words came back wrong while host memory was under load"
                 link = Subject("download", (index,))  # or the way there, or the GPU
                 observations.append(Observation("machine", link, "failed", text, "memory", Work(operations=1)))
-    evidence = {"copying GPUs": len(devices)}
     work = Work(bytes=8 * words * passes, operations=passes)
-    return [*observations, of_host("passed", "", "memory", work, **evidence)]
+    return [*observations, of_host("passed", "", "memory", work, **{"copying GPUs": len(devices)})]
 
 
 class WordPattern:
@@ -613,12 +571,8 @@ def examine_paths(of_ranks: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: 
         of_ranks: the result of `paths_of_rank` for each rank.
         fabric: by number of the host, the name of an InfiniBand port that is active there.
     """
-    paths = {
-        pair: path
-        for paths_or_reason in of_ranks
-        if not isinstance(paths_or_reason, str)
-        for pair, path in paths_or_reason.items()
-    }
+    named = (mine for mine in of_ranks if not isinstance(mine, str))
+    paths = {pair: path for mine in named for pair, path in mine.items()}
     silent = list(dict.fromkeys(reason for reason in of_ranks if isinstance(reason, str)))
     observations: list[Observation] = [of_host("skipped", reason, "transport", Work()) for reason in silent]
     for (sender, receiver), path in sorted(paths.items()):
@@ -631,10 +585,8 @@ def examine_paths(of_ranks: Sequence[Paths | str], gpus: Sequence[Gpu], fabric: 
         elif source.host != target.host and source.host in fabric and path.startswith("NET/Socket"):
             text = f"{pair}: collectives use {path}, and {fabric[source.host]} is active"
         if text:
-            evidence = {"kind": "transport", "path": path}
-            observations.append(
-                of_host("failed", text, "transport", Work(operations=1), **evidence).on((), source.host)
-            )
+            failed = of_host("failed", text, "transport", Work(operations=1), kind="transport", path=path)
+            observations.append(failed.on((), source.host))
     if paths:
         counts = dict(sorted(Counter(paths.values()).items()))
         observations.append(of_host("passed", "", "transport", Work(operations=len(paths)), paths=counts))

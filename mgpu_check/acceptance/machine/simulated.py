@@ -15,20 +15,14 @@ _AER = {"correctable": "COR", "nonfatal": "NONFATAL", "fatal": "FATAL"}
 
 @dataclass(frozen=True)
 class SimulatedHost:
-    """A simulated host.
-
-    Attributes:
-        core: the core that computes wrong results; -1 for none.
-        word: the word of memory that loses a bit; -1 for none.
-        transport: the path between any two of its GPUs, in NCCL's words.
-        before, after: content of files below the root, where it differs from that of a healthy host, before and after
-            the run; None for a file that is absent.
-    """
+    """A simulated host."""
 
     cores: int = 8
-    core: int = -1
-    word: int = -1
-    transport: str = "P2P/CUMEM/read"
+    core: int = -1  # the core that computes wrong results; -1 for none
+    word: int = -1  # the word of memory that loses a bit; -1 for none
+    transport: str = "P2P/CUMEM/read"  # the path between any two of its GPUs, in NCCL's words
+    # before, after: content of files below the root, where it differs from that of a healthy host, before and after the
+    # run; None for a file that is absent
     before: Mapping[str, str | None] = field(default_factory=dict)
     after: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -54,9 +48,7 @@ def write_tree(root: Path, changes: Mapping[str, str | None]) -> None:
 def _healthy() -> dict[str, str]:
     tree = {"sys/devices/system/node/node0/cpulist": "0-3", "sys/devices/system/node/node1/cpulist": "4-7"}
     for number in range(2):
-        tree |= dict.fromkeys(
-            (f"sys/devices/system/edac/mc/mc{number}/{error_class}_count" for error_class in ("ce", "ue")), "0"
-        )
+        tree |= {f"sys/devices/system/edac/mc/mc{number}/{count}_count": "0" for count in ("ce", "ue")}
     for number in range(_GPUS):
         tree |= _device(f"0000:{number:02x}:00.0", number, {"class": "0x030200", "vendor": "0x10de"})
         tree[f"sys/devices/pci0000:00/0000:f0:{number:02x}.0/0000:{number:02x}:00.0/local_cpulist"] = "0-7"
@@ -71,14 +63,8 @@ def _healthy() -> dict[str, str]:
         tree |= {f"{card}/hca_type": "MT4129", f"{card}/device": f"-> ../../../bus/pci/devices/{slot}"}
     slot = "0000:50:00.0"
     tree |= _device(slot, 0x30, {"class": "0x020000", "vendor": "0x8086", "device": "0x1592"})
-    net = {
-        "type": "1",
-        "operstate": "up",
-        "speed": "100000",
-        "carrier_down_count": "1",
-        "statistics/rx_crc_errors": "0",
-        "statistics/tx_carrier_errors": "0",
-    }
+    net = {"type": "1", "operstate": "up", "speed": "100000", "carrier_down_count": "1"}
+    net |= {"statistics/rx_crc_errors": "0", "statistics/tx_carrier_errors": "0"}
     tree |= {f"sys/class/net/eth0/{name}": text for name, text in net.items()}
     tree["sys/class/net/eth0/device"] = f"-> ../../../bus/pci/devices/{slot}"
     return tree

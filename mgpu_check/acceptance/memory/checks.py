@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
-from mgpu_check.acceptance.memory.cases import MemoryCase
+from mgpu_check.acceptance.cases import MemoryCase
 from mgpu_check.acceptance.telemetry import keep_busy
 from mgpu_check.devices.observations import Measurement, Observation, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.generated_data import MASK, mix_, mixed, position_of, signed
-from mgpu_check.oracles.timing import Stopwatch, measured
+from mgpu_check.oracles.operations import Stopwatch, measured
 
 PERIOD = 64
 """Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""
@@ -152,24 +152,17 @@ def rounds_of(case: MemoryCase, number: int) -> Sequence[tuple[Pattern, bool]]:
 
 _LARGEST_CHUNK = 512 << 20
 _SMALLEST_CHUNK = 8 * PERIOD
-_LISTED = 64
-"""Wrong words to list per chunk; all wrong words are counted."""
-_LOOKED_AT_FROM_THE_HOST = 256
-"""Words of each pass that the host compares too."""
+_LISTED = 64  # wrong words to list per chunk; all wrong words are counted
+_LOOKED_AT_FROM_THE_HOST = 256  # words of each pass that the host compares too
 
 
 @dataclass(frozen=True)
 class WrongWord:
-    """A word that did not hold its value.
+    """A word that did not hold its value."""
 
-    Attributes:
-        word: its number in the region, an eighth of its offset in bytes.
-        pattern: the pattern that was written.
-        expected, read: 64 bits, as nonnegative integers; `read` follows from the difference that the device found.
-    """
-
-    word: int
-    pattern: Pattern
+    word: int  # its number in the region, an eighth of its offset in bytes
+    pattern: Pattern  # the pattern that was written
+    # expected, read: 64 bits, as nonnegative integers; `read` follows from the difference that the device found
     expected: int
     read: int
 
@@ -180,16 +173,12 @@ class WrongWord:
 
 @dataclass
 class WrongRegion:
-    """The errors of a region.
-
-    Attributes:
-        blind: lines that explain why the comparison on the device is unreliable.
-        astray: lines about words that the host reads wrong, although a working device finds them right.
-    """
+    """The errors of a region."""
 
     count: int = 0
     words: list[WrongWord] = field(default_factory=list)
-    blind: list[str] = field(default_factory=list)
+    blind: list[str] = field(default_factory=list)  # lines that explain why the comparison on the device is unreliable
+    # lines about words that the host reads wrong, although a working device finds them right
     astray: list[str] = field(default_factory=list)
 
 
@@ -259,14 +248,11 @@ class Region:
             elif host_errors or index == control:
                 changed = drawn.randrange(chunk.numel())
                 if not self._sees(index, put, changed, signed(1 << drawn.randrange(64))):
-                    errors.blind.append(
-                        f"{pattern.name}: the device did not find word {changed}, changed on purpose, in chunk {index}"
-                    )
+                    text = f"the device did not find word {changed}, changed on purpose, in chunk {index}"
+                    errors.blind.append(f"{pattern.name}: {text}")
                 elif host_errors:
-                    errors.astray.append(
-                        f"{pattern.name}: words {host_errors[:4]} of chunk {index} are right on the device, but the "
-                        "host reads them wrong"
-                    )
+                    text = f"words {host_errors[:4]} of chunk {index} are right on the device"
+                    errors.astray.append(f"{pattern.name}: {text}, but the host reads them wrong")
             if overwrite is not None:
                 self._lay(index, overwrite)
         self.watch.stop()
@@ -370,13 +356,8 @@ def kind_of(region: Region, error: WrongWord) -> str:
     "bit 5 stuck at 1"; "holds what is written at offset …" (an address fault); "bit 5 changes when offset … is written"
     (coupled bits); "changes by itself, now and then"; "not seen again".
     """
-    return (
-        _by_itself(region, error.word)
-        or _stuck(region, error.word)
-        or _aliased(region, error)
-        or _coupled(region, error)
-        or "not seen again"
-    )
+    of_word = _by_itself(region, error.word) or _stuck(region, error.word)
+    return of_word or _aliased(region, error) or _coupled(region, error) or "not seen again"
 
 
 def _by_itself(region: Region, word: int) -> str:
@@ -399,11 +380,8 @@ def _stuck(region: Region, word: int) -> str:
         if stuck:
             descriptions.append(f"{named(stuck)} stuck at {value}")
         for bit in alone[:1]:
-            others = [
-                neighbor
-                for neighbor in range(64)
-                if neighbor != bit and _written(region, word, _single(bit, value) ^ 1 << neighbor) >> bit & 1 == value
-            ]
+            written = {other: _single(bit, value) ^ 1 << other for other in range(64) if other != bit}
+            others = [other for other, text in written.items() if _written(region, word, text) >> bit & 1 == value]
             by = f" of {named(others)}" if others else "s of several others together"
             descriptions.append(f"{named([bit])} follows the value{by} of the word (coupled)")
     return ", ".join(descriptions)
@@ -466,15 +444,9 @@ def evidence_of(region: Region, count: int, words: Sequence[WrongWord]) -> dict[
 
     The first few words are diagnosed, which overwrites the region.
     """
-    bits: Counter[int] = Counter()
-    single = 0
-    for word in words:
-        bits.update(bits_of(word.differs))
-        single += word.differs.bit_count() == 1
-    distinct = sorted({word.word for word in words})
-    period = 0
-    for lower, upper in pairwise(distinct):
-        period = gcd(period, upper - lower)
+    bits = Counter(bit for word in words for bit in bits_of(word.differs))
+    single = sum(word.differs.bit_count() == 1 for word in words)
+    period = gcd(*(upper - lower for lower, upper in pairwise(sorted({word.word for word in words}))))
     kinds: dict[int, str] = {}
     for word in words:
         if word.word not in kinds and len(kinds) < _DIAGNOSED:
@@ -554,11 +526,8 @@ def _seen(errors: WrongRegion, kinds: list[str]) -> str:
         return errors.blind[0]
     earliest = errors.words[0]
     words = "1 word" if errors.count == 1 else f"{errors.count} words"
-    return (
-        f"{words} wrong, the first at offset {8 * earliest.word:#x}: wrote {earliest.expected:#018x}, "
-        f"read {earliest.read:#018x}"
-        f"{'; ' * bool(kinds)}{kinds[0] if kinds else ''}"
-    )
+    seen = f"{words} wrong, the first at offset {8 * earliest.word:#x}: wrote {earliest.expected:#018x}, "
+    return "; ".join([f"{seen}read {earliest.read:#018x}", *kinds[:1]])
 
 
 def _bandwidth(region: Region, subject: Subject) -> list[Measurement]:

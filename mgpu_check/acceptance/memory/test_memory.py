@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from mgpu_check.acceptance.levels import SEEDS, drawn
-from mgpu_check.acceptance.memory.cases import PATTERNS, MemoryCase
-from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.cases import PATTERNS, MemoryCase
+from mgpu_check.acceptance.node import SEEDS, Node, drawn
 from mgpu_check.engine.named_function import NamedFunction
 
 _EXAMINE = NamedFunction("mgpu_check.acceptance.memory.checks:examine_memory")
@@ -28,6 +27,5 @@ def test_memory_holds_what_is_written(node: Node, pattern: str, seed: int) -> No
 @given(seed=SEEDS)
 def test_memory_keeps_what_was_written(node: Node, seed: int) -> None:
     """Most of the free memory holds random numbers, and their complement, while the GPU computes."""
-    node.on_ranks(
-        "memory", _EXAMINE, MemoryCase("random", node.plan.memory_share, seed, hold_seconds=_HELD[node.depth])
-    )
+    case = MemoryCase("random", node.plan.memory_share, seed, hold_seconds=_HELD[node.depth])
+    node.on_ranks("memory", _EXAMINE, case)

@@ -107,10 +107,8 @@ def _majority(group: Group) -> tuple[dict[int, Comparison], bool]:
     failed = [number for number, comparison in comparisons.items() if comparison.outcome == "failed"]
     if divided := 2 * len(failed) >= len(group) > 1:
         reason = f"{len(failed)} of {len(group)} are slower than the others: no majority shows which are right"
-        comparisons.update(
-            (number, Comparison("peers", "unknown", why=reason, reference=comparisons[number].reference))
-            for number in failed
-        )
+        for number in failed:
+            comparisons[number] = Comparison("peers", "unknown", comparisons[number].reference, why=reason)
     return comparisons, divided
 
 
@@ -133,11 +131,8 @@ def _pairs(group: Group, topology_known: bool) -> dict[int, Comparison]:
         for number in (number for number, pair in pairs.items() if pair in link_class.pairs):
             mine = pairs[number]
             if star and mine in link_class.reference:
-                reason = (
-                    "two of three GPUs have a faster link between them: the topology may be like that, or the third "
-                    "is slow"
-                )
-                comparisons[number] = Comparison("peers", "unknown", why=reason)
+                reason = "two of three GPUs have a faster link between them: the topology may be like that"
+                comparisons[number] = Comparison("peers", "unknown", why=f"{reason}, or the third is slow")
                 continue
             peers = [pair for pair in values if pair in link_class.reference and pair != mine]
             disjoint = [pair for pair in peers if not set(pair) & set(mine)]
@@ -153,12 +148,9 @@ _OWN_LOSS = 0.25
 """Share of the speed that a GPU may lose after its first measurement in a run: clocks fall by a few percent as it warms
 up."""
 
-_NAMES: Mapping[Against, str] = {
-    "peers": "the others",
-    "itself": "its own first measurement",
-    "baseline": "the baseline",
-    "floor": "the floor of its SKU",
-}
+_OTHERS, _ITSELF = "the others", "its own first measurement"
+_NAMES: Mapping[Against, str]
+_NAMES = {"peers": _OTHERS, "itself": _ITSELF, "baseline": "the baseline", "floor": "the floor of its SKU"}
 
 
 def judge(
@@ -216,9 +208,7 @@ def judge(
         if baseline is not None:
             comparisons.append(baseline.compare(measurement, by_number, software or {}))
         comparisons += floors.compare(measurement, by_number)
-    compared = {
-        measurement.subject for measurement, comparisons in judged if _outcome(comparisons) in ("passed", "failed")
-    }
+    compared = {speed.subject for speed, comparisons in judged if _outcome(comparisons) in ("passed", "failed")}
     observations = [_observation(measurement, comparisons, compared) for measurement, comparisons in judged]
     looks = [
         _JudgedSpeed(number >= first_look, speed.kind, entry)
@@ -243,10 +233,8 @@ class _JudgedSpeed:
 def _confirmed(looks: Sequence[_JudgedSpeed]) -> list[Observation]:
     """Return the observations of both looks; failures that one of two looks shows have the evidence "once"."""
     repeated = {look.measured_kind for look in looks if look.second}
-    first_failures, second_failures = (
-        {k.key for k in looks if k.second == second and k.entry.outcome == "failed"} for second in (0, 1)
-    )
-    both = first_failures & second_failures
+    failures = [look for look in looks if look.entry.outcome == "failed"]
+    both = {look.key for look in failures if look.second} & {look.key for look in failures if not look.second}
     observations = []
     for look in looks:
         entry = look.entry
@@ -313,18 +301,14 @@ def _observation(
     evidence = {
         "measured_by": measurement.check,
         **({"collective": True} if measurement.check == "collectives" else {}),
-        "quantity": measurement.quantity,
-        "unit": measurement.unit,
-        "size": measurement.size,
+        **{name: getattr(measurement, name) for name in ("quantity", "unit", "size")},
         "value": measurement.value if math.isfinite(measurement.value) else str(measurement.value),
         "repeats": measurement.repeats,
         "spread": measurement.spread,
         "comparisons": [comparison.as_json() for comparison in comparisons],
     }
-    message = "" if outcome == "passed" else _seen(measurement, telling)
-    case = _size(measurement)
-    work = Work(operations=measurement.repeats)
-    return Observation(CHECK, measurement.subject, outcome, message, case, work, evidence)
+    message, work = "" if outcome == "passed" else _seen(measurement, telling), Work(operations=measurement.repeats)
+    return Observation(CHECK, measurement.subject, outcome, message, _size(measurement), work, evidence)
 
 
 def _size(measurement: Measurement) -> str:
@@ -368,22 +352,13 @@ def _without_reference(
         if references & {"baseline", "floor"} and not lacking:
             continue
         listed = floors.about(gpu) or "its floors are for other quantities than those measured"
-        if lacking:
-            message = (
-                f"the baseline does not count for {gpu.name}: {lacking}. Record one with --record-baseline=FILE on a "
-                "node that you trust"
-            )
-        else:
+        trust = "--record-baseline=FILE on a node that you trust"
+        message = f"the baseline does not count for {gpu.name}: {lacking}. Record one with {trust}"
+        if not lacking:
             message = (
                 f"no reference says how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs "
-                "were too slow, it would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a "
-                "node that you trust"
+                f"were too slow, it would not show. Give --baseline=FILE, recorded with {trust}"
             )
-        evidence = {
-            "name": gpu.name,
-            "memory": gpu.memory,
-            "floors": listed,
-            "baseline": lacking,
-            "compared": sorted(references),
-        }
+        evidence: dict[str, Any] = {"name": gpu.name, "memory": gpu.memory, "floors": listed, "baseline": lacking}
+        evidence["compared"] = sorted(references)
         yield Observation(CHECK, Subject("gpu", (number,)), "unknown", message, "absolute speed", evidence=evidence)

@@ -18,18 +18,15 @@ def test_gpus_and_links_are_fast_enough(node: Node) -> None:
         node.record(Observation(CHECK, Subject("gpu", (number,)), "skipped", reason) for number in node.numbers)
         return
     measurements, gpus = node.measurements(), node.gpus
-    references: Any = {
-        "baseline": node.plan.baseline,
-        "software": {host.number: host.software for host in node.hosts_of_run},
-    }
+    software = {host.number: host.software for host in node.hosts_of_run}
+    references: Any = {"baseline": node.plan.baseline, "software": software}
     observations = judge(measurements, gpus, **references)
     keys = ("quantity", "unit", "size")
     slow = {tuple(entry.evidence[key] for key in keys) for entry in observations if entry.outcome == "failed"}
     if slow:
         until = time.monotonic() + LOCALISATION_SECONDS[node.depth]
-        second_look = node.measure_again(
-            [m for m in measurements if m.kind[:3] in slow], lambda: time.monotonic() > until
-        )
+        again = [m for m in measurements if m.kind[:3] in slow]
+        second_look = node.measure_again(again, lambda: time.monotonic() > until)
         observations = judge(measurements, gpus, second_look=second_look, **references)
     node.record(observations)
     node.record(unmeasured(measurements, gpus))

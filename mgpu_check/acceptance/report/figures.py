@@ -11,6 +11,7 @@ from mgpu_check import pages
 from mgpu_check.acceptance.health.checks import THROTTLED
 from mgpu_check.acceptance.run_report import CheckRun
 from mgpu_check.devices.observations import Outcome
+from mgpu_check.devices.telemetry.fields import Value, number_of
 from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from mgpu_check.processes.rank_lists import grouped
 
@@ -30,45 +31,32 @@ Scale = Literal["much", "little", "failures"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
-
-    Attributes:
-        shade: percent of colour.
-        words: what its tooltip says.
-    """
+    """One cell of a table."""
 
     text: str
     is_known: bool
-    shade: float
+    shade: float  # percent of colour
     marked: bool
-    words: str
+    words: str  # what its tooltip says
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The content of a table: numbers by row and column.
-
-    Attributes:
-        values: numbers row by row; None if unknown.
-        texts: texts of the cells, row by row.
-        marked: row and column of the cells with a frame.
-        scale: "much" if large values are good, "little" if small ones are, "failures" for counts of failures; one for
-            the table, or one for each row, which then has a scale of its own.
-        across, down: titles of the columns and of the rows.
-        unit: of the texts; "" if each row names its own.
-        frame: what a frame means.
-    """
+    """The content of a table: numbers by row and column."""
 
     rows: Sequence[str]
     columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-    texts: Sequence[Sequence[str]]
-    marked: Collection[tuple[int, int]] = ()
+    values: Sequence[Sequence[float | None]]  # numbers row by row; None if unknown
+    texts: Sequence[Sequence[str]]  # texts of the cells, row by row
+    marked: Collection[tuple[int, int]] = ()  # row and column of the cells with a frame
+    # "much" if large values are good, "little" if small ones are, "failures" for counts of failures; one for the table,
+    # or one for each row, which then has a scale of its own
     scale: Scale | Sequence[Scale] = "much"
+    # across, down: titles of the columns and of the rows
     across: str = ""
     down: str = ""
-    unit: str = ""
-    frame: str = "accused"
+    unit: str = ""  # of the texts; "" if each row names its own
+    frame: str = "accused"  # what a frame means
 
     def cells(self) -> Iterator[tuple[str, list[Cell]]]:
         for row, label in enumerate(self.rows):
@@ -98,13 +86,9 @@ class Grid:
         """Return the scale of a row, and its best value, or its most failures, with the text; 0 if none is known."""
         scale = self.scale if isinstance(self.scale, str) else self.scale[row]
         among = range(len(self.rows)) if isinstance(self.scale, str) else [row]
-        finite_values = [
-            (abs(value), text)
-            for row_index in among
-            for value, text in zip(self.values[row_index], self.texts[row_index], strict=True)
-            if value is not None and math.isfinite(value)
-        ]
-        best, text = (min if scale == "little" else max)(finite_values, default=(0.0, ""))
+        cells = [cell for index in among for cell in zip(self.values[index], self.texts[index], strict=True)]
+        finite = [(abs(value), text) for value, text in cells if value is not None and math.isfinite(value)]
+        best, text = (min if scale == "little" else max)(finite, default=(0.0, ""))
         return scale, best, text
 
 
@@ -136,25 +120,17 @@ def over_time(
             # Accused GPUs come last, which draws them over the others.
             numbers = sorted(by_gpu, key=lambda number: (number in accused, number))
             lines = [_line(number, by_gpu[number], key, scale, number in accused) for number in numbers]
-            throttle_marks = (
-                [line for mine in by_gpu.values() for line in _held(mine, scale)] if key == "sm_clock" else []
-            )
-            note = "Triangles: clocks are held down" if throttle_marks else ""
-            panels.append(pages.Panel(f"{_TITLES[key]} in {PANELS[key]}", [*lines, *throttle_marks], note))
-    chart = pages.Chart(
-        title,
-        f"{unit} since the start of the run",
-        (0.0, end / scale or 1.0),
-        panels,
-        [_bar(run, end, scale) for run in checks],
-        [(run.started / scale, "") for run in checks if run.seconds],
-    )
-    return pages.svg(chart)
+            held = [line for mine in by_gpu.values() for line in _held(mine, scale)] if key == "sm_clock" else []
+            note = "Triangles: clocks are held down" if held else ""
+            panels.append(pages.Panel(f"{_TITLES[key]} in {PANELS[key]}", [*lines, *held], note))
+    across, span = f"{unit} since the start of the run", (0.0, end / scale or 1.0)
+    marked = [(run.started / scale, "") for run in checks if run.seconds]
+    return pages.svg(pages.Chart(title, across, span, panels, [_bar(run, end, scale) for run in checks], marked))
 
 
-def _number(value: object) -> float | None:
-    is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_finite and isinstance(value, (int, float)) else None
+def _number(value: Value | None) -> float | None:
+    number = number_of(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _line(number: int, samples: Sequence[TelemetrySample], key: str, scale: float, accused: bool) -> pages.Line:

@@ -22,10 +22,8 @@ from mgpu_check.devices.telemetry.fields import FIELDS, Value
 from mgpu_check.devices.telemetry.sampler import TelemetrySample
 from mgpu_check.processes.rank_lists import grouped
 
-_WHOLE = 8
-"""Observations of a check, a subject and an outcome other than passed that are kept unchanged."""
-_SAMPLES = 48
-"""Samples of a GPU, and at most as many again with clocks that are held down."""
+_WHOLE = 8  # observations of a check, a subject and an outcome other than passed that are kept unchanged
+_SAMPLES = 48  # samples of a GPU, and at most as many again with clocks that are held down
 _KEPT = {*PANELS} | {"throttle", "utilization", "pcie_generation", "pcie_width"}
 
 
@@ -52,18 +50,17 @@ def _joined(observations: Sequence[Observation]) -> tuple[list[Observation], dic
         full_count = 0 if entry.outcome in ("passed", "skipped") and not entry.finding else _WHOLE
         if len(mine) <= full_count:  # the last of the group stands for all later ones
             mine.append(len(kept))
-            kept.append(
-                entry if len(mine) <= full_count else replace(entry, evidence={}, suspects=(), work=Work(), times=0)
-            )
+            whole = len(mine) <= full_count
+            kept.append(entry if whole else replace(entry, evidence={}, suspects=(), work=Work(), times=0))
         kept_index[number] = mine[-1]
         if len(mine) > full_count:
             last = kept[mine[-1]]
             kept[mine[-1]] = replace(last, work=last.work + entry.work, times=last.times + entry.times)
-    return [replace(observation, case=_case(observation)) for observation in kept], kept_index
-
-
-def _case(entry: Observation) -> str:
-    return entry.case if entry.times == 1 else f"{entry.times} cases, such as: {entry.case}".removesuffix(", such as: ")
+    for index, entry in enumerate(kept):
+        if entry.times != 1:
+            case = f"{entry.times} cases, such as: {entry.case}".removesuffix(", such as: ")
+            kept[index] = replace(entry, case=case)
+    return kept, kept_index
 
 
 def _verdict(verdict: Verdict, kept_index: Mapping[int, int]) -> Verdict:
@@ -73,11 +70,8 @@ def _verdict(verdict: Verdict, kept_index: Mapping[int, int]) -> Verdict:
     def accusation(original: Accusation) -> Accusation:
         return replace(original, observations=moved(original.observations), shared=moved(original.shared))
 
-    return replace(
-        verdict,
-        accusations=tuple(accusation(original) for original in verdict.accusations),
-        unexplained=moved(verdict.unexplained),
-    )
+    accusations = tuple(accusation(original) for original in verdict.accusations)
+    return replace(verdict, accusations=accusations, unexplained=moved(verdict.unexplained))
 
 
 def _thinned(samples: Sequence[TelemetrySample]) -> list[TelemetrySample]:
@@ -102,11 +96,7 @@ def _places(samples: Sequence[TelemetrySample]) -> list[int]:
     return sorted({*few, *throttled[:: max(1, -(-len(throttled) // _SAMPLES))], len(samples) - 1})
 
 
-_WRITERS: Mapping[str, str] = {
-    ".html": "page:render",
-    ".json": "values:to_json",
-    ".prom": "prometheus:render",
-}
+_WRITERS = {".html": "page:render", ".json": "values:to_json", ".prom": "prometheus:render"}
 """Suffix -> the module beside this one, and its function that renders a report. A module is imported when needed."""
 assert tuple(_WRITERS) == SUFFIXES
 
@@ -122,18 +112,16 @@ def check_paths(paths: Iterable[Path | str]) -> None:
 
 def check_place(path: Path) -> None:
     """Raise ValueError unless a file can be written at `path`."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(
-            f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
-        )
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"there is no directory {folder} for {path.name}; make it, or choose another one")
     if path.is_dir():
         raise ValueError(f"{path} is a directory; give the name of a file in it, such as {path / 'report.html'}")
     try:
-        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written: {error.strerror}; choose a directory that you may write to"
-        ) from None
+        text = f"{path} cannot be written: {error.strerror}"
+        raise ValueError(f"{text}; choose a directory that you may write to") from None
 
 
 def clear(paths: Iterable[Path | str]) -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from mgpu_check.acceptance.findings import judged, listed
 from mgpu_check.acceptance.report import summary
@@ -19,13 +20,9 @@ from mgpu_check.processes.machine import distinct_names
 
 @dataclass(frozen=True)
 class Sighting:
-    """A GPU in one report.
+    """A GPU in one report."""
 
-    Attributes:
-        file: name of the report, for messages.
-    """
-
-    file: str
+    file: str  # name of the report, for messages
     report: RunReport
     host: Host
     gpu: Gpu
@@ -40,9 +37,8 @@ class Sighting:
 
     @property
     def place(self) -> str:
-        return (
-            f"{self.host.name or f'host {self.host.number}'} (cuda:{self.gpu.index}, PCI {self.gpu.pci or 'unknown'})"
-        )
+        name = self.host.name or f"host {self.host.number}"
+        return f"{name} (cuda:{self.gpu.index}, PCI {self.gpu.pci or 'unknown'})"
 
 
 def same_host(host: Host, peer: Host) -> bool:
@@ -109,18 +105,14 @@ def merge(named: Mapping[str, RunReport], command: str) -> RunReport:
     node_names = _names(reports)
     joined = [_renumbered(*each) for each in zip(reports, numbers, node_names, strict=True)]
     partial = {report.verdict.partial for report in reports}
+    unknown: list[str] = []
+    for report, name in zip(joined, node_names, strict=True):
+        selected = report.verdict.partial if len(partial) > 1 else ()
+        unknown += [*report.verdict.unknown, *([f"{name}: only {', '.join(selected)} ran"] if selected else [])]
     verdict = Verdict(
         kind=worst(report.verdict.kind for report in reports),
         accusations=tuple(accusation for report in joined for accusation in report.verdict.accusations),
-        unknown=(
-            *(
-                line
-                for report, name in zip(joined, node_names, strict=True)
-                for line in _unknown(report, name, len(partial) > 1)
-            ),
-            *_of_lower_levels(reports, node_names),
-            *_of_the_same_gpus(named),
-        ),
+        unknown=(*unknown, *_of_lower_levels(reports, node_names), *_of_the_same_gpus(named)),
         unexplained=tuple(index for report in joined for index in report.verdict.unexplained),
         partial=partial.pop() if len(partial) == 1 else (),
         rivals=tuple(choice for report in joined for choice in report.verdict.rivals),
@@ -164,9 +156,8 @@ def _moves(named: Mapping[str, RunReport], numbers: Sequence[_Numbers]) -> dict[
     for key, visits in sightings({file: report for file, report in named.items() if not report.simulated}).items():
         for earlier, subsequent in itertools.combinations(visits, 2):
             if same_host(earlier.host, subsequent.host):
-                raise ValueError(
-                    f"GPU {key} is in {earlier.file} and in {subsequent.file}; give the latest report of each node"
-                )
+                both_files = f"{earlier.file} and in {subsequent.file}"
+                raise ValueError(f"GPU {key} is in {both_files}; give the latest report of each node")
         for earlier, later in itertools.pairwise(visits):
             both = later.began < earlier.ended
             line = (
@@ -189,21 +180,14 @@ def _with_moves(report: RunReport, moves: Mapping[int, Sequence[str]]) -> RunRep
         worst_kind = worst([original.kind, "INCONCLUSIVE"]) if added else original.kind
         return replace(original, kind=worst_kind, unknown=(*original.unknown, *added))
 
-    return replace(
-        report,
-        verdict=verdict(report.verdict, itertools.chain(*moves.values())),
-        verdicts={host: verdict(original, moves.get(host, ())) for host, original in report.verdicts.items()},
-    )
+    verdicts = {host: verdict(original, moves.get(host, ())) for host, original in report.verdicts.items()}
+    return replace(report, verdict=verdict(report.verdict, itertools.chain(*moves.values())), verdicts=verdicts)
 
 
 def _with_suspects(report: RunReport) -> RunReport:
     """Add an accusation of each host that is slower than the others of its model, unless an earlier merge has."""
-    accused_components = {
-        accusation.part for accusation in report.verdict.accusations if summary.is_suspect(accusation)
-    }
-    outliers = [
-        outlier for outlier in among_nodes(report).outliers if Part("host", (outlier.host,)) not in accused_components
-    ]
+    suspects = {accusation.part for accusation in report.verdict.accusations if summary.is_suspect(accusation)}
+    outliers = (one for one in among_nodes(report).outliers if Part("host", (one.host,)) not in suspects)
     slow = [judged(outlier.observation, report.policy) for outlier in outliers]
     observations = (*report.observations, *slow)
     numbers: dict[int, list[int]] = {}
@@ -220,17 +204,15 @@ def _with_suspects(report: RunReport) -> RunReport:
                 component, because, tuple(mine), "", finding.advice, "", (finding.id,), finding.severity, finding.action
             )
 
-    def verdict(original: Verdict, additions: Iterable[Accusation]) -> Verdict:
+    def verdict(original: Verdict, additions: Sequence[Accusation]) -> Verdict:
+        if not additions:
+            return original
         accusations = (*original.accusations, *additions)
-        return (
-            replace(original, kind=worst([original.kind, "SUSPECT"]), accusations=accusations)
-            if additions
-            else original
-        )
+        return replace(original, kind=worst([original.kind, "SUSPECT"]), accusations=accusations)
 
     return replace(
         report,
-        verdict=verdict(report.verdict, accused.values()),
+        verdict=verdict(report.verdict, list(accused.values())),
         verdicts={
             host: verdict(original, [accused[host]] if host in accused else [])
             for host, original in report.verdicts.items()
@@ -242,12 +224,6 @@ def _with_suspects(report: RunReport) -> RunReport:
         observations=observations,
         findings=(*report.findings, *findings),
     )
-
-
-def _unknown(report: RunReport, name: str, with_partial: bool) -> list[str]:
-    """Return why checks could not be done on a node; `with_partial` adds a partial selection."""
-    partial = report.verdict.partial if with_partial else ()
-    return [*report.verdict.unknown, *([f"{name}: only {', '.join(partial)} ran"] if partial else [])]
 
 
 def _of_lower_levels(reports: Sequence[RunReport], node_names: Sequence[str]) -> Iterator[str]:
@@ -286,11 +262,9 @@ def _refuse_what_does_not_fit(named: Mapping[str, RunReport]) -> None:
 def _numbered(reports: Sequence[RunReport]) -> Iterable[_Numbers]:
     hosts = gpus = observations = 0
     for report in reports:
-        yield _Numbers(
-            {host.number: hosts + index for index, host in enumerate(report.hosts)},
-            {gpu.number: gpus + index for index, gpu in enumerate(report.gpus)},
-            observations,
-        )
+        new_hosts = {host.number: number for number, host in enumerate(report.hosts, hosts)}
+        new_gpus = {gpu.number: number for number, gpu in enumerate(report.gpus, gpus)}
+        yield _Numbers(new_hosts, new_gpus, observations)
         hosts += len(report.hosts)
         gpus += len(report.gpus)
         observations += len(report.observations)
@@ -308,56 +282,45 @@ def _renumbered(report: RunReport, its: _Numbers, name: str) -> RunReport:
             unknown=tuple(f"{name}: {line}" for line in original.unknown),
             unexplained=tuple(its.observation_offset + number for number in original.unexplained),
             rivals=tuple(
-                tuple(tuple(_part(component, its) for component in rival) for rival in sets) for sets in original.rivals
+                tuple(tuple(_moved(part, its) for part in rival) for rival in sets) for sets in original.rivals
             ),
         )
 
+    hosts = its.hosts
     return replace(
         report,
         verdict=verdict(report.verdict),
-        verdicts={
-            its.hosts[host]: verdict(original) for host, original in report.verdicts.items() if host in its.hosts
-        },
-        hosts=tuple(replace(host, number=its.hosts[host.number]) for host in report.hosts),
-        gpus=tuple(_gpu(gpu, its) for gpu in report.gpus),
-        checks=tuple(replace(run, host=only if run.host is None else its.hosts.get(run.host)) for run in report.checks),
+        verdicts={hosts[host]: verdict(original) for host, original in report.verdicts.items() if host in hosts},
+        hosts=tuple(replace(host, number=hosts[host.number]) for host in report.hosts),
+        gpus=tuple(
+            replace(gpu, number=its.gpus[gpu.number], host=hosts.get(gpu.host, gpu.host)) for gpu in report.gpus
+        ),
+        checks=tuple(replace(run, host=only if run.host is None else hosts.get(run.host)) for run in report.checks),
         observations=tuple(
-            replace(
-                entry,
-                subject=_subject(entry.subject, its),
-                suspects=tuple(its.gpus.get(number, number) for number in entry.suspects),
-            )
+            replace(entry, subject=_moved(entry.subject, its), suspects=_numbers(its.gpus, entry.suspects))
             for entry in report.observations
         ),
-        findings=tuple(replace(finding, subject=_subject(finding.subject, its)) for finding in report.findings),
-        measurements=tuple(
-            replace(measurement, subject=_subject(measurement.subject, its)) for measurement in report.measurements
-        ),
+        findings=tuple(replace(finding, subject=_moved(finding.subject, its)) for finding in report.findings),
+        measurements=tuple(replace(speed, subject=_moved(speed.subject, its)) for speed in report.measurements),
         samples=tuple(replace(sample, gpu=its.gpus[sample.gpu]) for sample in report.samples if sample.gpu in its.gpus),
     )
 
 
-def _gpu(gpu: Gpu, its: _Numbers) -> Gpu:
-    return replace(gpu, number=its.gpus[gpu.number], host=its.hosts.get(gpu.host, gpu.host))
+_Thing = TypeVar("_Thing", Subject, Part)
 
 
-def _members(subject_kind: str, members: tuple[int, ...], its: _Numbers) -> tuple[int, ...]:
-    numbers = its.hosts if subject_kind == "host" else its.gpus
-    return tuple(numbers.get(member, member) for member in members)
+def _moved(thing: _Thing, its: _Numbers) -> _Thing:
+    return replace(thing, members=_numbers(its.hosts if thing.kind == "host" else its.gpus, thing.members))
 
 
-def _subject(subject: Subject, its: _Numbers) -> Subject:
-    return Subject(subject.kind, _members(subject.kind, subject.members, its))
-
-
-def _part(component: Part, its: _Numbers) -> Part:
-    return Part(component.kind, _members(component.kind, component.members, its))
+def _numbers(moved: Mapping[int, int], numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(moved.get(number, number) for number in numbers)
 
 
 def _accusation(accusation: Accusation, its: _Numbers, prefix: str) -> Accusation:
     return replace(
         accusation,
-        part=_part(accusation.part, its),
+        part=_moved(accusation.part, its),
         because=tuple(f"{prefix}{line}" for line in accusation.because),
         observations=tuple(its.observation_offset + number for number in accusation.observations),
         shared=tuple(its.observation_offset + number for number in accusation.shared),

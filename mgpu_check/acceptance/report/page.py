@@ -24,7 +24,7 @@ from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.acceptance.run_report import Gpu, Host, RunReport
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, PartKind, Subject, SubjectKind
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
-from mgpu_check.devices.telemetry.sampler import TelemetrySample
+from mgpu_check.devices.telemetry.sampler import TelemetrySample, values_of
 from mgpu_check.version import __version__
 
 _RANGES = ("temperature", "memory_temperature", "power", "sm_clock", "memory_clock")
@@ -49,9 +49,8 @@ def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
         elif isinstance(value, bool):
             rows.append((text, "yes" if value else "no"))
         else:
-            rows.append(
-                (text, bytes_text(value) if unit == "bytes" and isinstance(value, int) else f"{value} {unit}".rstrip())
-            )
+            of_bytes = unit == "bytes" and isinstance(value, int)
+            rows.append((text, bytes_text(float(value)) if of_bytes else f"{value} {unit}".rstrip()))
     return rows
 
 
@@ -61,14 +60,12 @@ def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]
         return [("telemetry", "none", False)]
     rows: list[tuple[str, str, bool]] = []
     for name in _RANGES:
-        values = _numbers(samples, name)
-        if values:
-            low, high = min(values), max(values)
+        if values := values_of(samples, name):
+            low, high = (f"{value:.4g}" for value in (min(values), max(values)))
             unit = _UNITS.get(FIELDS[name].unit, FIELDS[name].unit)
-            rows.append(
-                (FIELDS[name].text, f"{low:.4g} to {high:.4g} {unit}" if low != high else f"{low:.4g} {unit}", False)
-            )
-    generation, width = _numbers(samples, "pcie_generation"), _numbers(samples, "pcie_width")
+            shown = low if min(values) == max(values) else f"{low} to {high}"
+            rows.append((FIELDS[name].text, f"{shown} {unit}", False))
+    generation, width = values_of(samples, "pcie_generation"), values_of(samples, "pcie_width")
     if generation and width:
         rows.append(("PCIe", f"generation {max(generation):g}, {max(width):g} lanes at most", False))
     throttle_reasons = list(dict.fromkeys(reason for sample in samples for reason in reasons(sample)))
@@ -87,17 +84,12 @@ def _counters(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]
     grown = []
     counted = False
     for name, field in FIELDS.items():
-        values = _numbers(samples, name) if field.kind == "counter" else []
+        values = values_of(samples, name) if field.kind == "counter" else []
         counted = counted or bool(values)
         growth = sum(max(0.0, later - sooner) for sooner, later in itertools.pairwise(values))
         if growth:
             grown.append((field.text, f"{growth:g} more in this run, now {values[-1]:g} {field.unit}", True))
     return grown or ([("counters of errors", "none grew", False)] if counted else [])
-
-
-def _numbers(samples: Sequence[TelemetrySample], name: str) -> list[float]:
-    values = (sample.values.get(name) for sample in samples)
-    return [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
 
 
 State = Literal["none", "good", "open", "bad"]
@@ -110,34 +102,23 @@ _LEGEND: Mapping[State, str] = {
     "good": "Thin line: checked, not accused.",
     "none": "Dotted: not checked.",
 }
-_PARTS: Mapping[SubjectKind, PartKind] = {
-    "gpu": "gpu",
-    "copy": "link",
-    "upload": "host-link",
-    "download": "host-link",
-    "host": "host",
-}
+_PARTS: Mapping[SubjectKind, PartKind]
+_PARTS = {"gpu": "gpu", "copy": "link", "upload": "host-link", "download": "host-link", "host": "host"}
 
 _WIDTH, _TALL, _HEAD, _STUB = 360, 52, 34, 20  # a box and its text are readable at the width of a telephone
 _COLUMNS = 4
-_MESH = 8
-"""Most GPUs of a host whose links are all drawn; with more only the marked ones."""
+_MESH = 8  # most GPUs of a host whose links are all drawn; with more only the marked ones
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A link, or the link of a GPU to its host.
-
-    Attributes:
-        at: the point to mark.
-        label: GPUs of an accused direction; "" for a link to the host.
-    """
+    """A link, or the link of a GPU to its host."""
 
     path: str
-    at: tuple[float, float]
+    at: tuple[float, float]  # the point to mark
     state: State
     words: str
-    label: str = ""
+    label: str = ""  # GPUs of an accused direction; "" for a link to the host
 
 
 @dataclass(frozen=True)
@@ -153,21 +134,15 @@ class Box:
 
 @dataclass(frozen=True)
 class Picture:
-    """A host with its GPUs.
-
-    Attributes:
-        buses: heights of the lines that stand for the host.
-        wires: the marked ones last, so that no other wire hides them.
-        legend: what the marks mean.
-    """
+    """A host with its GPUs."""
 
     host: str
     state: State
     height: float
-    buses: Sequence[float]
+    buses: Sequence[float]  # heights of the lines that stand for the host
     boxes: Sequence[Box]
-    wires: Sequence[Wire]
-    legend: str
+    wires: Sequence[Wire]  # the marked ones last, so that no other wire hides them
+    legend: str  # what the marks mean
 
 
 def pictures(report: RunReport) -> list[Picture]:
@@ -232,20 +207,14 @@ def _box(
 ) -> Box:
     state = component_states.get(Part("gpu", (gpu.number,)), "none")
     host = {peer.number: peer.host for peer in report.gpus}
-    away = [
-        f"link {component.members[0]} → {component.members[-1]}"
-        for component, link_state in component_states.items()
-        if link_state == "bad"
-        and component.kind == "link"
-        and gpu.number in component.members
-        and len({host.get(m) for m in component.members}) > 1
-    ]
+    bad = (part.members for part, its in component_states.items() if its == "bad" and part.kind == "link")
+    mine = (members for members in bad if gpu.number in members and len({host.get(m) for m in members}) > 1)
+    away = [f"link {members[0]} → {members[-1]}" for members in mine]
     caption = _SAID[state] or ", ".join(away[:1])  # a link to another host has no place in the picture
     domain, _, slot = gpu.pci.partition(":")
     lines = (f"GPU {gpu.number}", gpu.pci if domain.strip("0") else slot, caption)
-    return Box(
-        position[0], position[1], lines, "open" if away and state != "bad" else state, summary.describe_gpu(report, gpu)
-    )
+    state = "open" if away and state != "bad" else state
+    return Box(position[0], position[1], lines, state, summary.describe_gpu(report, gpu))
 
 
 def _host_wire(gpu: Gpu, position: tuple[float, float, int], component_states: Mapping[Part, State]) -> Wire:
@@ -286,10 +255,8 @@ def _course(
         deep = start + way * min(gap, 0.3 * abs(u - x))
         return f"M{x:g} {start:g}C{x:g} {deep:g} {u:g} {deep:g} {u:g} {start:g}", ((x + u) / 2, (start + 3 * deep) / 4)
     start, end, pull = y + _TALL, v, gap / 3
-    return f"M{x:g} {start:g}C{x:g} {start + pull:g} {u:g} {end - pull:g} {u:g} {end:g}", (
-        (x + u) / 2,
-        (start + end) / 2,
-    )
+    path = f"M{x:g} {start:g}C{x:g} {start + pull:g} {u:g} {end - pull:g} {u:g} {end:g}"
+    return path, ((x + u) / 2, (start + end) / 2)
 
 
 def _words(name: str, state: State) -> str:
@@ -326,10 +293,7 @@ def _by_pair(report: RunReport) -> dict[Key, dict[tuple[int, int], Measurement]]
     pairs: dict[Key, dict[tuple[int, int], Measurement]] = {}
     for measurement in report.measurements:
         if measurement.subject.is_pair:
-            mine, pair = (
-                pairs.setdefault((measurement.quantity, measurement.unit, measurement.size), {}),
-                _pair(measurement.subject),
-            )
+            mine, pair = pairs.setdefault(measurement.kind[:3], {}), _pair(measurement.subject)
             for way in (pair,) if measurement.subject.kind == "copy" else (pair, pair[::-1]):
                 _worst(mine, way, measurement)
     return pairs
@@ -344,8 +308,7 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
     chosen: dict[tuple[str, str], int] = {}
     for quantity, unit, size in pairs:
         best = chosen.get((quantity, unit))
-        wins = best is None or (size < best if unit == "s" else size > best)
-        if wins:
+        if best is None or (size < best if unit == "s" else size > best):
             chosen[quantity, unit] = size
     return {key: measurements for key, measurements in pairs.items() if chosen[key[:2]] == key[2]}
 
@@ -356,10 +319,7 @@ def _blocks(report: RunReport) -> list[tuple[str, list[int]]]:
     if len(numbers) <= summary.MATRIX:
         return [("", numbers)]
     return [
-        (
-            f" on {summary.host_name(report, host.number)}",
-            [gpu.number for gpu in report.gpus if gpu.host == host.number],
-        )
+        (f" on {summary.host_name(report, host.number)}", [g.number for g in report.gpus if g.host == host.number])
         for host in summary.in_detail(report)
     ]
 
@@ -451,25 +411,19 @@ def _failures_of_gpus(report: RunReport) -> list[Matrix]:
         for number in entry.suspects or summary.gpus_of(report, entry.subject):
             entries[entry.check, number].append(entry)
     check_names = [name for name in summary.check_names(report) if any(check == name for check, _ in entries)]
-    explained = {
-        (entry.check, accusation.part.members[0])
-        for accusation in report.verdict.accusations
-        if accusation.part.kind in ("gpu", "host-link")
-        for entry in summary.evidence_of(report, accusation)
-    }
+    explained: set[tuple[str, int]] = set()
+    for accusation in report.verdict.accusations:
+        if accusation.part.kind in ("gpu", "host-link"):
+            number = accusation.part.members[0]
+            explained |= {(entry.check, number) for entry in summary.evidence_of(report, accusation)}
     pictures = []
     for suffix, numbers in _blocks(report) if check_names else ():
         values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in check_names]
-        marked = {
-            (row, column)
-            for row, name in enumerate(check_names)
-            for column, number in enumerate(numbers)
-            if (name, number) in explained
-        }
+        cells = itertools.product(enumerate(check_names), enumerate(numbers))
+        marked = {(row, column) for (row, name), (column, number) in cells if (name, number) in explained}
         texts = [[_count(value) for value in row] for row in values]
-        grid = Grid(
-            check_names, [str(number) for number in numbers], values, texts, marked, "failures", "GPU", "", "failed"
-        )
+        columns = [str(number) for number in numbers]
+        grid = Grid(check_names, columns, values, texts, marked, "failures", "GPU", "", "failed")
         note = f"{_NOTE} A failure between GPUs counts for each of them."
         pictures.append(Matrix(f"Failures by check and GPU{suffix}", grid, note))
     return pictures
@@ -477,11 +431,8 @@ def _failures_of_gpus(report: RunReport) -> list[Matrix]:
 
 def _worst(slowest: dict[Any, Measurement], key: Any, measurement: Measurement) -> None:
     """Keep the slowest of several measurements with the same key."""
-    before = slowest.get(key)
-    slower = before is None or (
-        measurement.value > before.value if measurement.unit == "s" else measurement.value < before.value
-    )
-    if slower:
+    before, sign = slowest.get(key), 1 if measurement.unit == "s" else -1
+    if before is None or sign * measurement.value > sign * before.value:
         slowest[key] = measurement
 
 
@@ -491,24 +442,16 @@ def _by_gpu(report: RunReport) -> dict[_Kind, dict[Key, dict[int, Measurement]]]
     for measurement in report.measurements:
         subject_kind = measurement.subject.kind
         if subject_kind == "gpu" or subject_kind == "upload" or subject_kind == "download":
-            mine = by_kind.setdefault(subject_kind, {}).setdefault(
-                (measurement.quantity, measurement.unit, measurement.size), {}
-            )
+            mine = by_kind.setdefault(subject_kind, {}).setdefault(measurement.kind[:3], {})
             _worst(mine, measurement.subject.members[0], measurement)
     return by_kind
 
 
 def _of_gpus(report: RunReport) -> list[Matrix]:
-    chosen = [
-        (subject_kind, key, mine)
-        for subject_kind, by_key in _by_gpu(report).items()
-        for key, mine in _most_telling(by_key).items()
-    ]
-    slow = {
-        (entry.subject, entry.evidence.get("quantity"), entry.evidence.get("size"))
-        for entry in report.observations
-        if entry.outcome == "failed" and "quantity" in entry.evidence
-    }
+    by_kind = _by_gpu(report).items()
+    chosen = [(kind, key, mine) for kind, by_key in by_kind for key, mine in _most_telling(by_key).items()]
+    failed = (entry for entry in report.observations if entry.outcome == "failed" and "quantity" in entry.evidence)
+    slow = {(entry.subject, entry.evidence["quantity"], entry.evidence.get("size")) for entry in failed}
     pictures = []
     for suffix, numbers in _blocks(report) if chosen else ():
         rows: list[str] = []
@@ -521,11 +464,9 @@ def _of_gpus(report: RunReport) -> list[Matrix]:
                 continue
             scale, prefix = summary.prefix([measurement.value for measurement in mine.values()])
             way = "" if subject_kind == "gpu" or subject_kind in quantity else f"{subject_kind}, "
-            marked |= {
-                (len(rows), column)
-                for column, number in enumerate(numbers)
-                if (Subject(subject_kind, (number,)), quantity, size) in slow
-            }
+            for column, number in enumerate(numbers):
+                if (Subject(subject_kind, (number,)), quantity, size) in slow:
+                    marked.add((len(rows), column))
             rows.append(f"{quantity}, {way}{_extent(unit, size)}, {prefix}{unit}")
             speeds = [mine[number].value if number in mine else None for number in numbers]
             values.append(speeds)
@@ -546,27 +487,20 @@ def others(report: RunReport) -> list[dict[str, str]]:
 
     For other sizes a row has the median, the lowest and the highest value.
     """
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     tables: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(report))]
-    tables += [
-        ("GPU" if subject_kind == "gpu" else subject_kind, mine) for subject_kind, mine in _by_gpu(report).items()
-    ]
+    tables += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(report).items()]
     for name, by_key in tables:
         for key in sorted(set(by_key) - set(_most_telling(by_key))):
             values = sorted(measurement.value for measurement in by_key[key].values())
             low, middle, high = (amount(value, key[1]) for value in (values[0], values[len(values) // 2], values[-1]))
             range_text = f"{middle} ({low} to {high})" if low != high else middle
-            extent = _extent(key[1], key[2])
-            rows.append(
-                {"what": key[0], "subject": summary.what(len(values), name), "size": extent, "value": range_text}
-            )
-    for measurement in report.measurements:
-        if measurement.subject.kind in ("group", "host") and not measurement.subject.is_pair:
-            value, extent = amount(measurement.value, measurement.unit), _extent(measurement.unit, measurement.size)
-            rows.append(
-                {"what": measurement.quantity, "subject": str(measurement.subject), "size": extent, "value": value}
-            )
-    return rows
+            rows.append((key[0], summary.what(len(values), name), _extent(key[1], key[2]), range_text))
+    for speed in report.measurements:
+        if speed.subject.kind in ("group", "host") and not speed.subject.is_pair:
+            extent = _extent(speed.unit, speed.size)
+            rows.append((speed.quantity, str(speed.subject), extent, amount(speed.value, speed.unit)))
+    return [dict(zip(("what", "subject", "size", "value"), row, strict=True)) for row in rows]
 
 
 def _digits(value: float | None, scale: float) -> str:
@@ -577,34 +511,24 @@ def _digits(value: float | None, scale: float) -> str:
 
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_EVIDENCE = 20
-"""Most observations to show for an accusation."""
-_LONG = 200
-"""Most characters of a value of the evidence."""
+_EVIDENCE = 20  # most observations to show for an accusation
+_LONG = 200  # most characters of a value of the evidence
 _CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open", "SUSPECT": "open"}
 
 
 @dataclass(frozen=True)
 class Card:
-    """The card of one GPU on the page.
-
-    Attributes:
-        accused: names of the accused parts that contain the GPU.
-        is_accused: the GPU itself is accused.
-        identity: names and values that identify the GPU.
-        outcomes: the worst outcome of the GPU alone, and of the GPU with others, in words.
-        results: check, outcome, counts in words, and whether the subjects are pairs, groups or the host.
-        health: name and value of each telemetry finding, and whether it is a bad sign.
-    """
+    """The card of one GPU on the page."""
 
     gpu: Gpu
     host: str
-    accused: list[str]
-    is_accused: bool
-    identity: list[tuple[str, str]]
-    outcomes: list[tuple[Outcome, str]]
+    accused: list[str]  # names of the accused parts that contain the GPU
+    is_accused: bool  # the GPU itself is accused
+    identity: list[tuple[str, str]]  # names and values that identify the GPU
+    outcomes: list[tuple[Outcome, str]]  # the worst outcome of the GPU alone, and of the GPU with others, in words
+    # check, outcome, counts in words, and whether the subjects are pairs, groups or the host
     results: list[tuple[str, Outcome, str, bool]]
-    health: list[tuple[str, str, bool]]
+    health: list[tuple[str, str, bool]]  # name and value of each telemetry finding, and whether it is a bad sign
 
 
 def render(report: RunReport) -> str:
@@ -707,11 +631,8 @@ def _cards(report: RunReport, accused: dict[int, list[str]]) -> list[Card]:
     for gpu in (gpu for gpu in report.gpus if gpu.host in shown or len(report.gpus) <= summary.MATRIX):
         results = _results(check_names, own[gpu.number], shared[gpu.number])
         ways = ((own[gpu.number], "alone"), (shared[gpu.number], "with others"))
-        outcomes = [
-            (summary.Tally.of(itertools.chain(*outcomes_by_check.values())).outcome, how)
-            for outcomes_by_check, how in ways
-            if outcomes_by_check
-        ]
+        tallies = ((summary.Tally.of(itertools.chain(*checks.values())), how) for checks, how in ways if checks)
+        outcomes = [(tally.outcome, how) for tally, how in tallies]
         health = health_of(by_gpu[gpu.number])
         host = summary.host_name(report, gpu.host)
         mine, identity = accused[gpu.number], summary.identity(gpu)
@@ -727,13 +648,10 @@ def _results(
         for check_outcomes, together in ((own.get(name), False), (shared.get(name), True)):
             if check_outcomes:
                 tally = summary.Tally.of(check_outcomes)
-                others = [
-                    outcome
-                    for outcome in ("unknown", "skipped")
-                    if outcome != tally.outcome and getattr(tally, outcome)
-                ]
                 counts = [f"{getattr(tally, tally.outcome)} of {tally.total}"]
-                counts += [f"{getattr(tally, outcome)} {outcome}" for outcome in others]
+                for outcome in ("unknown", "skipped"):
+                    if outcome != tally.outcome and getattr(tally, outcome):
+                        counts.append(f"{getattr(tally, outcome)} {outcome}")
                 rows.append((name, tally.outcome, ", ".join(counts), together))
     return rows
 

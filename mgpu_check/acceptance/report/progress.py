@@ -5,9 +5,10 @@ The line shows the tests done, the time left and the verdict so far.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
 import pytest
@@ -16,11 +17,8 @@ from mgpu_check.acceptance.report.summary import seconds_text, what
 from mgpu_check.devices.observations import Observation, SubjectResult
 from mgpu_check.plugin.report.terminal import LiveLine
 
-_LEAST = 3
-"""Finished tests before the time left is estimated; a quarter of the tests if that is fewer."""
-_APART = 60.0
-"""Seconds between lines of a log. The end of a check always prints a line."""
-_CATEGORIES = {"passed": "passed", "failed": "failed", "skipped": "skipped"}
+_LEAST = 3  # finished tests before the time left is estimated; a quarter of the tests if that is fewer
+_APART = 60.0  # seconds between lines of a log. The end of a check always prints a line.
 
 
 class Live:
@@ -92,12 +90,8 @@ class Live:
         if not self._left.total() or len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
             return None
         remaining = 0.0
-        durations = [
-            seconds
-            for check, several in self._took.items()
-            if check not in self._expected_seconds
-            for seconds in several
-        ]
+        known = [seconds for check, seconds in self._took.items() if check not in self._expected_seconds]
+        durations = list(itertools.chain.from_iterable(known))
         for check, count in self._left.items():
             if not count:
                 continue
@@ -150,15 +144,13 @@ class Live:
             return None
         if report.when != "call" and not report.skipped:
             return "", "", ""
-        return _CATEGORIES[report.outcome], "", report.outcome
+        return report.outcome, "", report.outcome
 
 
 def _ended(outcomes: Mapping[str, int]) -> str:
     """Return the counts of a check's observations by outcome."""
-    counts: Sequence[str] = [
-        f"{outcomes[name]} {name}" for name in ("passed", "failed", "skipped", "unknown") if outcomes.get(name)
-    ]
-    return ", ".join(counts) or "nothing seen"
+    names = ("passed", "failed", "skipped", "unknown")
+    return ", ".join(f"{outcomes[name]} {name}" for name in names if outcomes.get(name)) or "nothing seen"
 
 
 def _coarse(seconds: float) -> float:

@@ -27,70 +27,34 @@ def render(report: RunReport) -> str:
 
 
 def _metrics(report: RunReport) -> Iterable[tuple[str, str, Iterable[Row]]]:
-    verdict = report.verdict
-    yield (
-        "verdict",
-        "1 for the verdict of the last acceptance of a host, 0 for the others.",
-        (
-            (
-                {"host": summary.host_name(report, host), "verdict": verdict_kind},
-                float(host_verdict.kind == verdict_kind),
-            )
-            for host, host_verdict in sorted(report.verdicts.items())
-            for verdict_kind in EXIT_CODES
-        ),
-    )
-    yield (
-        "exit_code",
-        "Exit code of the verdict: 0 accepted, 1 rejected, 2 inconclusive, 5 suspect.",
-        [({}, EXIT_CODES[verdict.kind])],
-    )
+    verdicts = [(summary.host_name(report, host), verdict) for host, verdict in sorted(report.verdicts.items())]
+    rows: list[Row] = []
+    for host, verdict in verdicts:
+        rows += [({"host": host, "verdict": kind}, float(verdict.kind == kind)) for kind in EXIT_CODES]
+    yield "verdict", "1 for the verdict of the last acceptance of a host, 0 for the others.", rows
+    text = "Exit code of the verdict: 0 accepted, 1 rejected, 2 inconclusive, 5 suspect."
+    yield "exit_code", text, [({}, EXIT_CODES[report.verdict.kind])]
     started = datetime.datetime.fromisoformat(report.started).timestamp()
     yield "started_seconds", "Unix time at which the acceptance started.", [({}, started)]
     yield "duration_seconds", "Time that the acceptance took.", [({}, report.seconds)]
-    yield (
-        "simulated",
-        "1 if the GPUs were simulated, so that nothing here is about hardware.",
-        [({}, bool(report.simulated))],
-    )
+    text = "1 if the GPUs were simulated, so that nothing here is about hardware."
+    yield "simulated", text, [({}, bool(report.simulated))]
     accused = summary.accused_gpus(report)
-    yield (
-        "gpu_accused",
-        "1 if the GPU, or a link of it, is accused.",
-        (
-            (
-                {**_who(report, gpu), "serial": gpu.serial, "pci": gpu.pci, "model": gpu.name},
-                float(gpu.number in accused),
-            )
-            for gpu in report.gpus
-        ),
-    )
-    yield (
-        "finding",
-        "Number of observations of a kind of finding about a subject.",
-        (
-            (
-                {
-                    "id": finding.id,
-                    "severity": finding.severity,
-                    "action": finding.action,
-                    "ruling": finding.ruling,
-                    "subject": summary.name_of(report, finding.subject),
-                },
-                finding.times,
-            )
-            for finding in report.findings
-        ),
-    )
-    yield (
-        "observations",
-        "Number of observations of a check, by outcome.",
-        (
-            ({"check": check, "outcome": outcome}, getattr(tally, outcome))
-            for check, tally in summary.tallies(report).items()
-            for outcome in ("passed", "failed", "skipped", "unknown")
-        ),
-    )
+    rows = []
+    for gpu in report.gpus:
+        labels = {**_who(report, gpu), "serial": gpu.serial, "pci": gpu.pci, "model": gpu.name}
+        rows.append((labels, float(gpu.number in accused)))
+    yield "gpu_accused", "1 if the GPU, or a link of it, is accused.", rows
+    rows = []
+    for finding in report.findings:
+        labels = {name: getattr(finding, name) for name in ("id", "severity", "action", "ruling")}
+        rows.append(({**labels, "subject": summary.name_of(report, finding.subject)}, finding.times))
+    yield "finding", "Number of observations of a kind of finding about a subject.", rows
+    outcomes = ("passed", "failed", "skipped", "unknown")
+    rows = []
+    for check, tally in summary.tallies(report).items():
+        rows += [({"check": check, "outcome": outcome}, getattr(tally, outcome)) for outcome in outcomes]
+    yield "observations", "Number of observations of a check, by outcome.", rows
     yield "speed", "Median and slowest of the measured subjects of a kind.", _speeds(report)
     yield "gpu_highest", "Highest value of a telemetry field in the run.", _highest(report)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.checklist import CHECKLIST
@@ -32,8 +32,7 @@ from mgpu_check.processes.rank_lists import grouped
 MATRIX = 32
 """Most GPUs in one matrix."""
 _HOSTS = 16
-_RIVALS = 8
-"""Most sets of parts to list that explain the same failures."""
+_RIVALS = 8  # most sets of parts to list that explain the same failures
 SIMULATED = "SIMULATED: this shows what the checks do, not the state of any hardware"
 
 _WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
@@ -94,25 +93,15 @@ def checks_by_name(report: RunReport) -> list[CheckRun]:
 
 def _together(report: RunReport, runs: list[CheckRun]) -> CheckRun:
     outcome = Tally.of(run.outcome for run in runs).outcome
-    whys = [
-        f"{host_name(report, run.host)}: {run.why}" if run.host is not None else run.why
-        for run in runs
-        if run.why and run.outcome == outcome
-    ]
-    return CheckRun(
-        runs[0].name,
-        min(run.started for run in runs),
-        max(run.seconds for run in runs),
-        outcome,
-        _least(run.floor for run in runs),
-        _least(run.least for run in runs),
-        "; ".join(whys),
-    )
+    telling = (run for run in runs if run.why and run.outcome == outcome)
+    whys = (run.why if run.host is None else f"{host_name(report, run.host)}: {run.why}" for run in telling)
+    started, seconds = min(run.started for run in runs), max(run.seconds for run in runs)
+    floor, least = _least([run.floor for run in runs]), _least([run.least for run in runs])
+    return CheckRun(runs[0].name, started, seconds, outcome, floor, least, "; ".join(whys))
 
 
-def _least(works: Iterable[Work]) -> Work:
-    amounts = list(works)
-    return Work(min(w.bytes for w in amounts), min(w.operations for w in amounts), min(w.seconds for w in amounts))
+def _least(works: Sequence[Work]) -> Work:
+    return Work(min(w.bytes for w in works), min(w.operations for w in works), min(w.seconds for w in works))
 
 
 def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
@@ -130,16 +119,13 @@ def headline(report: RunReport) -> str:
     verdict = report.verdict
     gpus = what(len(report.gpus), "GPU")
     on = f" on {what(len(report.gpus), f'SIMULATED {report.simulated} GPU')}" if report.simulated else ""
-    suspects = ", ".join(
-        name_of(report, accusation.part) for accusation in verdict.accusations if is_suspect(accusation)
-    )
+    names: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for accusation in verdict.accusations:
+        names[is_suspect(accusation)][name_of(report, accusation.part)] = None
+    suspects, accused = ", ".join(names[True]), ", ".join(names[False])
     if verdict.kind == "SUSPECT":
         reason = suspects
     elif verdict.kind == "REJECTED":
-        rejected = (
-            name_of(report, accusation.part) for accusation in verdict.accusations if not is_suspect(accusation)
-        )
-        accused = ", ".join(dict.fromkeys(rejected))
         loose = len(verdict.unexplained)
         unexplained = f"{what(loose, 'failure')} {unexplained_by(verdict)}" if loose else ""
         reason = "; ".join(filter(None, (accused, unexplained))) or "no part is named"
@@ -189,9 +175,8 @@ def what(number: int, thing: str) -> str:
 def host_name(report: RunReport, number: int) -> str:
     """Return the name of a host, with its boot id if another host has the same name."""
     host_names = distinct_names([(host.name or f"host {host.number}", host.boot) for host in report.hosts])
-    return next(
-        (name for host, name in zip(report.hosts, host_names, strict=True) if host.number == number), f"host {number}"
-    )
+    names = {host.number: name for host, name in zip(report.hosts, host_names, strict=True)}
+    return names.get(number, f"host {number}")
 
 
 def name_of(report: RunReport, subject: Part | Subject) -> str:
@@ -294,10 +279,8 @@ def among_hosts(report: RunReport) -> list[str]:
         return [f"speeds of hosts are compared with each other from {LEAST_PEERS + 1} hosts on"]
     comparison = among_nodes(report)
     accused_hosts = {accusation.part.members[0] for accusation in report.verdict.accusations if is_suspect(accusation)}
-    return [
-        *(str(outlier) for outlier in comparison.outliers if outlier.host not in accused_hosts),
-        *comparison.unknown,
-    ]
+    outliers = (str(outlier) for outlier in comparison.outliers if outlier.host not in accused_hosts)
+    return [*outliers, *comparison.unknown]
 
 
 def work_text(work: Work) -> str:
@@ -324,16 +307,15 @@ def unexplained_by(verdict: Verdict) -> str:
 
 def rivals_of(report: RunReport, verdict: Verdict) -> list[str]:
     """Return a line for each choice between sets of parts that explain the same failures."""
-    return [
-        "none is named of "
-        + "; or ".join(" and ".join(name_of(report, component) for component in rival) for rival in sets[:_RIVALS])
-        + (f"; or {len(sets) - _RIVALS} more" if sets[_RIVALS:] else "")
-        for sets in verdict.rivals
-    ]
+    lines = []
+    for sets in verdict.rivals:
+        named = [" and ".join(name_of(report, component) for component in rival) for rival in sets[:_RIVALS]]
+        named += [f"{len(sets) - _RIVALS} more"] if sets[_RIVALS:] else []
+        lines.append(f"none is named of {'; or '.join(named)}")
+    return lines
 
 
-_MISSED = 0.05
-"""Probability that a rare fault is missed."""
+_MISSED = 0.05  # probability that a rare fault is missed
 
 
 def detected(report: RunReport) -> list[str]:
@@ -366,18 +348,14 @@ def slowness(report: RunReport) -> str:
                 host = pageable or ", host" * (entry.subject.kind in ("upload", "download"))
                 name = f"{entry.evidence['measured_by']}{', times' if entry.evidence['unit'] == 's' else host}"
                 limits[name] = max(limits.get(name, 0.0), comparison["limit"])
+    if not limits:
+        return ""
     listing = ", ".join(f"{limit:.0%} ({name})" for name, limit in limits.items())
-    return (
-        f"a part slower than its peers by {listing} is found; {compared} of {len(speeds)} speeds have peers"
-        if listing
-        else ""
-    )
+    return f"a part slower than its peers by {listing} is found; {compared} of {len(speeds)} speeds have peers"
 
 
-_MOST = 8
-"""Most lines of one kind; the rest is only counted."""
-_TEXTS = 2
-"""Leading columns of the table of checks that hold words and are aligned left."""
+_MOST = 8  # most lines of one kind; the rest is only counted
+_TEXTS = 2  # leading columns of the table of checks that hold words and are aligned left
 
 
 def lines(report: RunReport) -> list[str]:
@@ -388,9 +366,7 @@ def lines(report: RunReport) -> list[str]:
     text_lines += [f"  planted: {text}" for text in report.planted]
     text_lines += [f"  {line}" for line in ruled(report)]
     if len(report.hosts) > 1:
-        text_lines += [
-            f"  {host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items())
-        ]
+        text_lines += [f"  {line}" for line in _of_hosts(report)]
     text_lines += [f"  {line}" for line in _most(among_hosts(report))]
     for accusation in report.verdict.accusations:
         text_lines += ["", *_accusation(report, accusation)]
@@ -412,8 +388,11 @@ def lines(report: RunReport) -> list[str]:
 def verdict_lines(report: RunReport, interrupted: bool) -> list[str]:
     """Return the verdict for scripts: its word alone, then the exit code, the headline and the verdict of each host."""
     code = INTERRUPTED if interrupted else EXIT_CODES[report.verdict.kind]
-    hosts = (f"{host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items()))
-    return [report.verdict.kind, f"exit code: {code}", headline(report), *hosts]
+    return [report.verdict.kind, f"exit code: {code}", headline(report), *_of_hosts(report)]
+
+
+def _of_hosts(report: RunReport) -> list[str]:
+    return [f"{host_name(report, number)}: {verdict.kind}" for number, verdict in sorted(report.verdicts.items())]
 
 
 def _accusation(report: RunReport, accusation: Accusation) -> Iterator[str]:
@@ -446,12 +425,10 @@ def _checks(report: RunReport) -> Iterator[str]:
     runs = checks_by_name(report)
     if not runs:
         yield "no check ran"
-    rows: list[tuple[str, ...]] = [
-        ("check", "outcome", "time", "passed", "failed", "skipped", "unknown", "least work of a subject")
-    ]
+    head = ("check", "outcome", "time", "passed", "failed", "skipped", "unknown", "least work of a subject")
+    rows: list[tuple[str, ...]] = [head]
     for run in runs:
-        tally = counts[run.name]
-        numbers = (str(n) for n in (tally.passed, tally.failed, tally.skipped, tally.unknown))
+        numbers = (str(getattr(counts[run.name], name)) for name in ("passed", "failed", "skipped", "unknown"))
         done = "; ".join(filter(None, (work_text(run.least), run.why)))
         rows.append((run.name, run.outcome, seconds_text(run.seconds), *numbers, done))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

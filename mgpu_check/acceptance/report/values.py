@@ -16,8 +16,7 @@ from typing import Any
 from mgpu_check.acceptance.documents import DocumentType, read_document
 from mgpu_check.acceptance.run_report import RunReport
 
-_VERSION = 1
-"""Rises when a reader of the previous version would misread a file. Within a version, fields may be added."""
+_VERSION = 1  # rises when a reader of the previous version would misread a file. Within a version, fields may be added.
 FORM = DocumentType(
     "mgpu-check acceptance", _VERSION, RunReport, "`mgpu-check accept --report=FILE.json` writes such a file"
 )

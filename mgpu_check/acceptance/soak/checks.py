@@ -9,26 +9,21 @@ import abc
 import copy
 import functools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from mgpu_check.acceptance.memory.cases import MemoryCase
+from mgpu_check.acceptance.cases import Loaded, MemoryCase, SoakCase, Trained, TransformerCase
 from mgpu_check.acceptance.memory.checks import examine_region, take_region
-from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
-from mgpu_check.acceptance.training.cases import Trained, TransformerCase
 from mgpu_check.acceptance.training.transformer import Training, Transformer, arithmetic, model_of, placed, tokens_of
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.generated_data import counted, digests, integers
-from mgpu_check.oracles.timing import Stopwatch
+from mgpu_check.oracles.operations import Stopwatch
 
 _RANGE = 1 << 10
-_FAILED = 8
-"""Most failed observations of one kind per round; a limit, because an error under load repeats."""
+_FAILED = 8  # most failed observations of one kind per round; a limit, because an error under load repeats
 
 
 def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
@@ -88,12 +83,6 @@ class _Beside(abc.ABC):
         self.bytes = 0
         self.failed: list[Observation] = []
 
-    @contextmanager
-    def streaming(self) -> Iterator[None]:
-        """Use the stream of this work, for the time of the context."""
-        with torch.cuda.stream(self.stream):
-            yield
-
     @abc.abstractmethod
     def turn(self, turn: int) -> None:
         """Queue the work once."""
@@ -118,7 +107,7 @@ class _CopyLoad(_Beside):
     def turn(self, turn: int) -> None:
         self._look()
         self._last = turn % 2
-        with self.streaming():
+        with torch.cuda.stream(self.stream):
             self._there.copy_(self._sent[self._last], non_blocking=True)
             self._back.copy_(self._there, non_blocking=True)
         self.bytes += 2 * self._back.nbytes
@@ -133,13 +122,12 @@ class _CopyLoad(_Beside):
         if self._last < 0 or torch.equal(self._back, self._sent[self._last]) or len(self.failed) >= _FAILED:
             return
         mismatches = (self._back != self._sent[self._last]).nonzero()[:, 0]
-        with self.streaming():
+        with torch.cuda.stream(self.stream):
             arrived = torch.equal(self._there, counted((self.case.copied,), self._seeds[self._last], self.rank.device))
         subject_kind: SubjectKind = "download" if arrived else "upload"
         position = int(mismatches[0]) if len(mismatches) else 0
-        message = (
-            f"{len(mismatches)} of {self.case.copied} words are wrong under load, the first at offset {8 * position:#x}"
-        )
+        message = f"{len(mismatches)} of {self.case.copied} words are wrong under load"
+        message += f", the first at offset {8 * position:#x}"
         subject = Subject(subject_kind, (self.rank.index,))
         evidence = {"words": len(mismatches), "first": 8 * position}
         self.failed.append(Observation("soak", subject, "failed", message, str(self.case), evidence=evidence))
@@ -148,7 +136,7 @@ class _CopyLoad(_Beside):
 class _MemoryLoad(_Beside):
     def __init__(self, rank: Rank, case: SoakCase) -> None:
         super().__init__(rank, case)
-        with self.streaming():
+        with torch.cuda.stream(self.stream):
             self._region = take_region(rank.device, case.memory_share)
 
     def turn(self, turn: int) -> None:
@@ -156,16 +144,12 @@ class _MemoryLoad(_Beside):
             return
         pattern = ("random", "address")[turn % 2]
         memory = MemoryCase(pattern, self.case.memory_share, 1000 * self.case.number + turn)
-        with self.streaming():
+        with torch.cuda.stream(self.stream):
             observation = examine_region(self._region, memory, Subject("gpu", (self.rank.index,)))
         self.bytes += 2 * self._region.bytes
         if observation.outcome == "failed" and len(self.failed) < _FAILED:
-            text = f"memory under load: {observation.seen}"
-            self.failed.append(
-                Observation(
-                    "soak", observation.subject, "failed", text, str(self.case), observation.work, observation.evidence
-                )
-            )
+            seen = f"memory under load: {observation.seen}"
+            self.failed.append(replace(observation, check="soak", seen=seen, case=str(self.case)))
 
 
 class _Exchange:
@@ -176,9 +160,8 @@ class _Exchange:
         self.bytes = 0
         self._stream = torch.cuda.Stream(rank.device)
         size = rank.size
-        self._base = integers(
-            (case.collective,), -_RANGE, _RANGE, seed=case.number, device=rank.device, dtype=torch.int32
-        )
+        shape = (case.collective,)
+        self._base = integers(shape, -_RANGE, _RANGE, seed=case.number, device=rank.device, dtype=torch.int32)
         self._total = self._base * (size * (size + 1) // 2)
         self._buffer = torch.empty_like(self._base)
         self._given = self._base.view(size, -1)

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from mgpu_check.acceptance.cases import Loaded, SoakCase, Trained, TransformerCase
 from mgpu_check.acceptance.comparison import DEVIATIONS, UNUSABLE, models, noise_of_median
-from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.soak.cases import Loaded, SoakCase
-from mgpu_check.acceptance.training.cases import Trained, TransformerCase
+from mgpu_check.acceptance.node import Node, of_type
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, departures, largest
 from mgpu_check.devices.observations import (
     EXCHANGED,
@@ -27,13 +26,11 @@ from mgpu_check.engine.named_function import NamedFunction
 
 _LOAD = NamedFunction("mgpu_check.acceptance.soak.checks:examine_load")
 _ROUNDS = 40
-_SHORTEST, _LONGEST = 0.5, 30.0
-"""Limits on the seconds of a round. Within them, a soak has `_ROUNDS` rounds."""
+_SHORTEST, _LONGEST = 0.5, 30.0  # limits on the seconds of a round. Within them, a soak has `_ROUNDS` rounds.
 _LEAST_TURNS, _MOST_TURNS = 4, 2000
 _PATIENCE = 1.3
 """A soak ends after this multiple of the requested time, even if the GPUs were not under load for long enough."""
-_PARTS = 10
-"""Measurements of each GPU over the soak."""
+_PARTS = 10  # measurements of each GPU over the soak
 _LEAST_ROUNDS = 6
 _LOSS, _LOSS_ALONE = 0.15, 0.25
 """Share of its speed that a GPU may lose beyond the loss of the others, and in total: clocks fall as GPUs warm up."""
@@ -44,15 +41,10 @@ _LARGE = {"every": 8, "memory_share": 0.5, "copied": 1 << 22, "collective": 1 <<
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed of a GPU in one round.
+    """The speed of a GPU in one round."""
 
-    Attributes:
-        value: median over its steps, in FLOP/s.
-        spread: median absolute deviation of the steps.
-    """
-
-    value: float
-    spread: float
+    value: float  # median over its steps, in FLOP/s
+    spread: float  # median absolute deviation of the steps
     steps: int
 
 
@@ -100,15 +92,9 @@ class Soak:
     def _one_round(self, number: int, turns: int) -> dict[int, Loaded]:
         gpus = self.node.numbers
         case = self._case(number, turns, len(gpus))
-        results = self.node.on_ranks(
-            "soak", _LOAD, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
-        )
-        loaded = {
-            gpu: load
-            for gpu, result in zip(gpus, results, strict=False)
-            for load in result or ()
-            if isinstance(load, Loaded)
-        }
+        timeout = 60 + 10 * self._round
+        results = self.node.on_ranks("soak", _LOAD, case, gpus=gpus, environment=DETERMINISTIC, timeout=timeout)
+        loaded = of_type(Loaded, gpus, results)
         self.node.record(_of_groups(loaded, case))
         self.node.record(self._of_gpus(loaded, case))
         return loaded
@@ -151,9 +137,8 @@ class Soak:
             for section in (warm[start : start + size] for start in range(0, len(warm), size)):
                 value, spread = median(rate.value for rate in section), median(rate.spread for rate in section)
                 repeats, subject = sum(rate.steps for rate in section), Subject("gpu", (gpu,))
-                measurements.append(
-                    Measurement("soak", subject, "training under load", "FLOP/s", value, repeats, width, spread)
-                )
+                speed = Measurement("soak", subject, "training under load", "FLOP/s", value, repeats, width, spread)
+                measurements.append(speed)
         return measurements
 
 
@@ -192,15 +177,14 @@ def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> lis
         usual = median(others) if others else 0.0
         limit = max(_LOSS if len(others) > 1 else _LOSS_ALONE, noise[gpu])
         subject, evidence = Subject("gpu", (gpu,)), {"lost": share, "others": usual, "limit": limit}
-        outcome: Outcome = "passed"
         message = ""
         if share - max(0.0, usual) > limit:
-            outcome, message = "failed", f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
+            message = f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
         elif share > max(_LOSS_ALONE, noise[gpu]):
-            outcome, message = "failed", f"became slower by {share:.0%} under load, as the others did"
-        observations.append(
-            Observation("soak", subject, outcome, message, "last rounds beside the first", evidence=evidence)
-        )
+            message = f"became slower by {share:.0%} under load, as the others did"
+        outcome: Outcome = "failed" if message else "passed"
+        case = "last rounds beside the first"
+        observations.append(Observation("soak", subject, outcome, message, case, evidence=evidence))
     return observations
 
 
@@ -241,12 +225,9 @@ def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation
     if wrong_gpus:
         counts = {str(gpu): loaded[gpu].reduced for gpu in wrong_gpus}
         message = f"sums under load have {max(counts.values())} wrong elements on GPU {', '.join(counts)}"
-        suspects = wrong_gpus if 2 * len(wrong_gpus) < len(gpus) else ()
-        observations.append(
-            Observation(
-                "soak", Subject("group", gpus), "failed", message, str(case), evidence=counts, suspects=suspects
-            )
-        )
+        group, suspects = Subject("group", gpus), wrong_gpus if 2 * len(wrong_gpus) < len(gpus) else ()
+        wrong = Observation("soak", group, "failed", message, str(case), evidence=counts, suspects=suspects)
+        observations.append(wrong)
     for gpu, load in loaded.items():
         for rank, count in load.exchanged.items():
             pair = Subject("group", (gpus[rank], gpu)) if gpus[rank] != gpu else Subject("gpu", (gpu,))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mgpu_check.acceptance.cases import Trained, TransformerCase
 from mgpu_check.acceptance.comparison import models, vote
-from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.training.cases import Trained, TransformerCase
+from mgpu_check.acceptance.node import Node, of_type
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, Work
 from mgpu_check.engine.named_function import NamedFunction
 
@@ -25,17 +25,12 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Departure:
-    """The point where a GPU leaves the majority.
+    """The point where a GPU leaves the majority."""
 
-    Attributes:
-        step: optimizer step, from 1.
-        value_names: the values that are wrong in that step, in order; the loss comes before the parameters.
-        majority_gpu: number of a GPU of the majority.
-    """
-
-    step: int
+    step: int  # optimizer step, from 1
+    # the values that are wrong in that step, in order; the loss comes before the parameters
     value_names: tuple[str, ...]
-    majority_gpu: int
+    majority_gpu: int  # number of a GPU of the majority
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,9 @@ def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Di
     """
     gone: dict[int, Departure] = {}
     for step in range(max(len(training.digests) for training in trained.values())):
-        voting = {gpu: _says(training, step) for gpu, training in trained.items() if gpu not in gone}
+        voting: dict[int, Hashable] = {  # a training that has ended says nothing
+            gpu: training.digests[step : step + 1] for gpu, training in trained.items() if gpu not in gone
+        }
         votes = vote(voting, dict.fromkeys(voting, ""))  # all are of one model
         if not votes:
             continue
@@ -65,10 +62,6 @@ def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Di
         for gpu in votes[0].odd:
             gone[gpu] = Departure(step + 1, _different(trained, step, [majority_gpu, gpu]), majority_gpu)
     return gone, None
-
-
-def _says(training: Trained, step: int) -> Hashable:
-    return training.digests[step] if step < len(training.digests) else ()
 
 
 def _different(trained: Mapping[int, Trained], step: int, gpus: Sequence[int]) -> tuple[str, ...]:
@@ -103,9 +96,7 @@ def passed(gpu: int, training: Trained) -> Observation:
     subject, rows = Subject("gpu", (gpu,)), training.digests
     still = [step for step in range(1, len(rows)) if rows[step][1:] == rows[step - 1][1:]]
     if still:
-        return Observation(
-            "training", subject, "failed", f"step {still[0] + 1} has changed no parameter", str(training.case)
-        )
+        return _failed(subject, f"step {still[0] + 1} has changed no parameter", training.case, {})
     return Observation("training", subject, "passed", case=str(training.case), work=work_of(training))
 
 
@@ -117,28 +108,18 @@ def work_of(training: Trained) -> Work:
 def _departed(gpu: int, training: Trained, departure: Departure, voters: int, bits: Bits) -> Observation:
     value_name = departure.value_names[0]
     suffix = f" and {len(departure.value_names) - 1} more" if departure.value_names[1:] else ""
-    evidence: dict[str, Any] = {
-        "step": departure.step,
-        "names": list(departure.value_names[:_LISTED]),
-        "right": departure.majority_gpu,
-        "voters": voters,
-    }
+    evidence: dict[str, Any] = {"step": departure.step, "names": list(departure.value_names[:_LISTED])}
+    evidence |= {"right": departure.majority_gpu, "voters": voters}
     looked_at = next((name for name in departure.value_names if name in training.value_names[1:]), value_name)
     mine, expected = bits(gpu, departure.step, looked_at), bits(departure.majority_gpu, departure.step, looked_at)
     message = f"departs from the other GPUs in step {departure.step}, in {value_name}{suffix}"
     if mine is not None and expected is not None:
-        differ = elements_that_differ(expected, mine, _size_of(training))
+        differ = elements_that_differ(expected, mine, 2 if training.case.precision == "bfloat16" else 4)
         count = differ["elements"]
         evidence |= {"again": bool(count), "looked at": looked_at, **differ}
         repetition = f"{count} of {differ['of']} elements of {looked_at} are wrong" if count else "it does not"
         message += f"; trained again, {repetition}"
-    return Observation(
-        "training", Subject("gpu", (gpu,)), "failed", message, str(training.case), work_of(training), evidence
-    )
-
-
-def _size_of(training: Trained) -> int:
-    return 2 if training.case.precision == "bfloat16" else 4
+    return replace(_failed(Subject("gpu", (gpu,)), message, training.case, evidence), work=work_of(training))
 
 
 def elements_that_differ(expected: bytes, actual: bytes, size: int) -> dict[str, Any]:
@@ -152,14 +133,13 @@ def elements_that_differ(expected: bytes, actual: bytes, size: int) -> dict[str,
     masks: list[str] = []
     count = 0
     for offset in range(0, min(len(expected), len(actual)), size):
-        if expected[offset : offset + size] != actual[offset : offset + size]:
+        wanted, found = (data[offset : offset + size] for data in (expected, actual))
+        if wanted != found:
             count += 1
             if len(places) < _LISTED:
-                expected_bits, actual_bits = (
-                    int.from_bytes(data[offset : offset + size], "little") for data in (expected, actual)
-                )
+                bits = int.from_bytes(wanted, "little") ^ int.from_bytes(found, "little")
                 places.append(offset // size)
-                masks.append(f"{expected_bits ^ actual_bits:#0{2 + 2 * size}x}")
+                masks.append(f"{bits:#0{2 + 2 * size}x}")
     count += abs(len(expected) - len(actual))
     return {"elements": count, "of": max(len(expected), len(actual)) // size, "at": places, "bits": masks}
 
@@ -217,13 +197,7 @@ def train_alike(node: Node, case: TransformerCase) -> None:
 
 
 def _trained(node: Node, case: TransformerCase, gpus: Sequence[int]) -> dict[int, Trained]:
-    results = node.on_ranks("training", _TRAINING, case, gpus=gpus, environment=DETERMINISTIC)
-    return {
-        gpu: training
-        for gpu, result in zip(gpus, results, strict=False)
-        for training in result or ()
-        if isinstance(training, Trained)
-    }
+    return of_type(Trained, gpus, node.on_ranks("training", _TRAINING, case, gpus=gpus, environment=DETERMINISTIC))
 
 
 def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) -> None:
@@ -251,12 +225,8 @@ def _decide(node: Node, trained: dict[int, Trained], divided: Divided | None) ->
 def _wrong_beside_the_host(node: Node, case: TransformerCase, gpus: Sequence[int]) -> set[int]:
     small = replace(case, optimizer="sgd", dropout=False, **_BESIDE_THE_HOST)
     results = node.on_ranks("training", _BESIDE_REFERENCE, small, gpus=gpus, environment=DETERMINISTIC)
-    observations = (entry for result in results for entry in result or () if isinstance(entry, Observation))
-    return {
-        observation.subject.members[0]
-        for observation in observations
-        if observation.outcome == "failed" and observation.subject.kind == "gpu"
-    }
+    entries = (entry for result in results for entry in result or () if isinstance(entry, Observation))
+    return {entry.subject.members[0] for entry in entries if (entry.outcome, entry.subject.kind) == ("failed", "gpu")}
 
 
 def _failed(subject: Subject, message: str, case: TransformerCase, evidence: dict[str, Any]) -> Observation:

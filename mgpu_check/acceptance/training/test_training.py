@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.acceptance.levels import drawn
-from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.training.cases import OPTIMIZERS, PRECISIONS, TransformerCase
+from mgpu_check.acceptance.cases import OPTIMIZERS, PRECISIONS, TransformerCase
+from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, sized, train_alike
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.oracles.gradient_cases import TrainingSpec
 from mgpu_check.oracles.strategies import trainings
+from mgpu_check.oracles.training_cases import TrainingSpec
 
 
 @st.composite

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.acceptance.training.cases import Trained, TransformerCase
+from mgpu_check.acceptance.cases import Trained, TransformerCase
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind, Work
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, ReplicaMismatch
@@ -24,13 +24,13 @@ from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, MeasuredStep, assess, deviations
 from mgpu_check.oracles.generated_data import digests, integers
-from mgpu_check.oracles.gradient_cases import TrainingSpec
 from mgpu_check.oracles.gradients import (
     assert_data_parallel_agrees,
     assert_distributed_agrees,
     assert_distributed_replicas_agree,
 )
-from mgpu_check.oracles.timing import Stopwatch
+from mgpu_check.oracles.operations import Stopwatch
+from mgpu_check.oracles.training_cases import TrainingSpec
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.switches import one_thread
 from mgpu_check.torch_hooks.tensors import bytes_of, copied, plain
@@ -62,31 +62,17 @@ class _TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict the next token: int64 (batch, length) -> logits (batch, length, vocabulary).
+    """Predict the next token: int64 (batch, length) -> logits (batch, length, vocabulary)."""
 
-    Args:
-        tied: whether the output layer shares the weights of the embedding.
-        dropout: whether to drop a tenth of the output of each half of a block.
-    """
-
-    def __init__(
-        self,
-        *,
-        vocabulary: int,
-        length: int,
-        width: int,
-        heads: int,
-        layers: int,
-        tied: bool = False,
-        dropout: bool = False,
-    ) -> None:
+    def __init__(self, case: TransformerCase) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.empty(length, width).normal_(std=0.02))
-        self.blocks = nn.ModuleList(_TransformerBlock(width, heads, _DROPOUT * dropout) for _ in range(layers))
+        width, dropout = case.width, _DROPOUT * case.dropout
+        self.embedding = nn.Embedding(case.vocabulary, width)
+        self.position = nn.Parameter(torch.empty(case.length, width).normal_(std=0.02))
+        self.blocks = nn.ModuleList(_TransformerBlock(width, case.heads, dropout) for _ in range(case.layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
+        self.head = nn.Linear(width, case.vocabulary, bias=False)
+        if case.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -170,7 +156,8 @@ class Training:
             optimizer.zero_grad()
             with torch.autocast(device, torch.bfloat16, enabled=case.precision == "autocast"):
                 logits = self.model(tokens[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1).to(_wide(logits.dtype)), tokens[:, 1:].flatten())
+                wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+                loss = F.cross_entropy(logits.flatten(0, 1).to(wide), tokens[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             yield loss.detach()
@@ -189,15 +176,7 @@ def prepared(case: TransformerCase) -> Training:
 
 def model_of(case: TransformerCase) -> Transformer:
     with torch.random.fork_rng(devices=[]):
-        model = Transformer(
-            vocabulary=case.vocabulary,
-            length=case.length,
-            width=case.width,
-            heads=case.heads,
-            layers=case.layers,
-            tied=case.tied,
-            dropout=case.dropout,
-        )
+        model = Transformer(case)
     with torch.no_grad():
         for number, (name, value) in enumerate(model.named_parameters()):
             seed, most = 1000 * case.seed + number, 1 << _GRAIN
@@ -214,10 +193,6 @@ def tokens_of(case: TransformerCase) -> torch.Tensor:
 
 def placed(training: Training, device: torch.device) -> Training:
     return Training(training.case, training.model.to(device), training.tokens.to(device))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _compared(
@@ -257,16 +232,8 @@ def _read_back(
     if not mismatches:
         return []
     message = f"{mismatches[0]}, read back after training, is not what the device has"
-    return [
-        Observation(
-            "training",
-            Subject("download", (rank,)),
-            "failed",
-            message,
-            str(case),
-            evidence={"first": mismatches[0], "wrong": mismatches},
-        )
-    ]
+    subject, evidence = Subject("download", (rank,)), {"first": mismatches[0], "wrong": mismatches}
+    return [Observation("training", subject, "failed", message, str(case), evidence=evidence)]
 
 
 def _where(expected: bytes, got: bytes) -> str:
@@ -308,11 +275,9 @@ def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]
         got = _ended(placed(prepared(case), rank.device))
     measured = referenced(case)
     subject, work = Subject("gpu", (rank.index,)), Work(operations=case.steps)
-    mismatches = {
-        name: off
-        for name, value in measured.reference.items()
-        if (off := difference(got[name], value, measured.tolerance[name])) is not None
-    }
+    compared = measured.reference.items()
+    differences = {name: difference(got[name], value, measured.tolerance[name]) for name, value in compared}
+    mismatches = {name: off for name, off in differences.items() if off is not None}
     if not mismatches:
         return [Observation("training", subject, "passed", case=str(case), work=work)]
     value_name = next(iter(mismatches))
@@ -351,9 +316,8 @@ def _ended(training: Training) -> dict[str, torch.Tensor]:
 
 
 def examine_data_parallel(devices: Sequence[torch.device], training: TrainingSpec) -> list[Observation]:
-    return [
-        _looked(range(len(devices)), "DataParallel", training, lambda: assert_data_parallel_agrees(training, devices))
-    ]
+    group = range(len(devices))
+    return [_looked(group, "DataParallel", training, lambda: assert_data_parallel_agrees(training, devices))]
 
 
 def examine_distributed(rank: Rank, training: TrainingSpec) -> list[Observation]:

@@ -17,17 +17,13 @@ and falls. Counter: only grows, until the driver or a reset clears it.
 
 @dataclass(frozen=True)
 class Field:
-    """One telemetry field.
-
-    Attributes:
-        unit: the unit of a number; "" if there is no unit.
-        text: the description, as a phrase for a sentence.
-    """
+    """One telemetry field."""
 
     name: str
     kind: Kind
-    unit: str
-    text: str
+    unit: str  # the unit of a number; "" if there is no unit
+    text: str  # the description, as a phrase for a sentence
+    healthy: Value = 0  # the value of a healthy simulated GPU, unless it is an identity
 
 
 FIELDS: dict[str, Field] = {
@@ -36,54 +32,54 @@ FIELDS: dict[str, Field] = {
         Field("uuid", "identity", "", "UUID"),
         Field("serial", "identity", "", "serial number of the board"),
         Field("pci", "identity", "", "PCI bus id"),
-        Field("name", "fact", "", "model"),
-        Field("part_number", "fact", "", "part number of the board"),
-        Field("memory", "fact", "bytes", "memory"),
-        Field("driver", "fact", "", "driver version"),
-        Field("cuda", "fact", "", "CUDA version of the driver"),
-        Field("vbios", "fact", "", "VBIOS version"),
-        Field("inforom", "fact", "", "InfoROM image version"),
-        Field("ecc", "fact", "", "ECC mode"),
-        Field("mig", "fact", "", "MIG mode"),
-        Field("virtualization", "fact", "", "virtualization mode"),
-        Field("compute_mode", "fact", "", "compute mode"),
-        Field("persistence", "fact", "", "persistence mode"),
-        Field("power_limit", "fact", "W", "power limit"),
-        Field("sm_clock_max", "fact", "MHz", "highest SM clock"),
-        Field("memory_clock_max", "fact", "MHz", "highest memory clock"),
-        Field("pcie_generation_max", "fact", "", "PCIe generation that the GPU and its slot can do"),
-        Field("pcie_width_max", "fact", "lanes", "PCIe width that the GPU and its slot can do"),
-        Field("nvlinks", "fact", "", "number of active NVLinks"),
-        Field("nvlink_speed", "fact", "MB/s", "speed of the slowest active NVLink"),
-        Field("p2p", "pair", "", "peer-to-peer capability"),
-        Field("topology", "pair", "", "closest common part of the path to a peer"),
-        Field("multi_gpu_board", "limit", "", "whether its board has several GPUs"),
-        Field("temperature_slowdown", "limit", "degrees Celsius", "temperature at which it slows itself down"),
-        Field("memory_temperature_max", "limit", "degrees Celsius", "highest temperature of the memory"),
-        Field("power_limit_default", "limit", "W", "default power limit of the board"),
-        Field("banks_without_spares", "state", "banks", "banks of memory without spare rows"),
-        Field("banks_low_on_spares", "state", "banks", "banks of memory with few spare rows"),
-        Field("nvlinks_down", "state", "", "NVLinks that are there and not active"),
-        Field("ecc_pending", "state", "", "ECC mode after the next restart"),
-        Field("remap_pending", "state", "", "a row of memory waits for its remapping"),
-        Field("remap_failed", "state", "", "a row of memory could not be remapped"),
-        Field("retired_pending", "state", "", "a page of memory waits for its retirement"),
-        Field("repair_pending", "state", "", "a memory channel or a TPC waits for its repair"),
-        Field("sram_threshold", "state", "", "more uncorrectable errors in SRAM than a GPU may have"),
-        Field("unrepairable_memory", "state", "", "memory that cannot be repaired"),
-        Field("recovery_action", "state", "", "recovery action that the driver requests"),
-        Field("fabric", "state", "", "state of the NVLink fabric"),
-        Field("temperature", "gauge", "degrees Celsius", "temperature"),
-        Field("memory_temperature", "gauge", "degrees Celsius", "temperature of the memory"),
-        Field("temperature_margin", "gauge", "degrees Celsius", "margin to the temperature of slowdown"),
-        Field("power", "gauge", "W", "power"),
-        Field("utilization", "gauge", "%", "share of time with a kernel running"),
-        Field("sm_clock", "gauge", "MHz", "SM clock"),
-        Field("memory_clock", "gauge", "MHz", "memory clock"),
-        Field("throttle", "gauge", "", "reasons why clocks are below their maximum"),
-        Field("pcie_generation", "gauge", "", "PCIe generation"),
-        Field("pcie_width", "gauge", "lanes", "PCIe width"),
-        Field("nvlinks_up", "gauge", "", "number of active NVLinks"),
+        Field("name", "fact", "", "model", "SIMULATED"),
+        Field("part_number", "fact", "", "part number of the board", "000-00000-0000-000"),
+        Field("memory", "fact", "bytes", "memory", 16 << 20),
+        Field("driver", "fact", "", "driver version", "000.00"),
+        Field("cuda", "fact", "", "CUDA version of the driver", "13.0"),
+        Field("vbios", "fact", "", "VBIOS version", "00.00.00.00.00"),
+        Field("inforom", "fact", "", "InfoROM image version", "G000.0000.00.00"),
+        Field("ecc", "fact", "", "ECC mode", "on"),
+        Field("mig", "fact", "", "MIG mode", "off"),
+        Field("virtualization", "fact", "", "virtualization mode", "none"),
+        Field("compute_mode", "fact", "", "compute mode", "default"),
+        Field("persistence", "fact", "", "persistence mode", "on"),
+        Field("power_limit", "fact", "W", "power limit", 700),
+        Field("sm_clock_max", "fact", "MHz", "highest SM clock", 1980),
+        Field("memory_clock_max", "fact", "MHz", "highest memory clock", 2619),
+        Field("pcie_generation_max", "fact", "", "PCIe generation that the GPU and its slot can do", 5),
+        Field("pcie_width_max", "fact", "lanes", "PCIe width that the GPU and its slot can do", 16),
+        Field("nvlinks", "fact", "", "number of active NVLinks", 18),
+        Field("nvlink_speed", "fact", "MB/s", "speed of the slowest active NVLink", 26562),
+        Field("p2p", "pair", "", "peer-to-peer capability", "read+write+nvlink+atomics"),
+        Field("topology", "pair", "", "closest common part of the path to a peer", "system"),
+        Field("multi_gpu_board", "limit", "", "whether its board has several GPUs", False),
+        Field("temperature_slowdown", "limit", "degrees Celsius", "temperature at which it slows itself down", 89),
+        Field("memory_temperature_max", "limit", "degrees Celsius", "highest temperature of the memory", 95),
+        Field("power_limit_default", "limit", "W", "default power limit of the board", 700),
+        Field("banks_without_spares", "state", "banks", "banks of memory without spare rows", 0),
+        Field("banks_low_on_spares", "state", "banks", "banks of memory with few spare rows", 0),
+        Field("nvlinks_down", "state", "", "NVLinks that are there and not active", ""),
+        Field("ecc_pending", "state", "", "ECC mode after the next restart", "on"),
+        Field("remap_pending", "state", "", "a row of memory waits for its remapping", False),
+        Field("remap_failed", "state", "", "a row of memory could not be remapped", False),
+        Field("retired_pending", "state", "", "a page of memory waits for its retirement", False),
+        Field("repair_pending", "state", "", "a memory channel or a TPC waits for its repair", False),
+        Field("sram_threshold", "state", "", "more uncorrectable errors in SRAM than a GPU may have", False),
+        Field("unrepairable_memory", "state", "", "memory that cannot be repaired", False),
+        Field("recovery_action", "state", "", "recovery action that the driver requests", "none"),
+        Field("fabric", "state", "", "state of the NVLink fabric", "completed"),
+        Field("temperature", "gauge", "degrees Celsius", "temperature", 42),
+        Field("memory_temperature", "gauge", "degrees Celsius", "temperature of the memory", 48),
+        Field("temperature_margin", "gauge", "degrees Celsius", "margin to the temperature of slowdown", 47),
+        Field("power", "gauge", "W", "power", 420.0),
+        Field("utilization", "gauge", "%", "share of time with a kernel running", 100),
+        Field("sm_clock", "gauge", "MHz", "SM clock", 1980),
+        Field("memory_clock", "gauge", "MHz", "memory clock", 2619),
+        Field("throttle", "gauge", "", "reasons why clocks are below their maximum", ""),
+        Field("pcie_generation", "gauge", "", "PCIe generation", 5),
+        Field("pcie_width", "gauge", "lanes", "PCIe width", 16),
+        Field("nvlinks_up", "gauge", "", "number of active NVLinks", 18),
         Field("ecc_corrected", "counter", "errors", "corrected memory errors since the driver was loaded"),
         Field("ecc_uncorrected", "counter", "errors", "uncorrected memory errors since the driver was loaded"),
         Field("ecc_corrected_ever", "counter", "errors", "corrected memory errors of the GPU's life"),
@@ -125,6 +121,11 @@ def field_of(name: str) -> Field:
         KeyError: an unknown field.
     """
     return FIELDS[name if peer_of(name) is None else name.rpartition("_")[0]]
+
+
+def number_of(value: Value | None) -> float | None:
+    """Return the value of a field as a number; None for a text, a switch, or a value that is not known."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def names(*kinds: Kind) -> tuple[str, ...]:

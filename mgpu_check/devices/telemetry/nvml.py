@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import time
@@ -34,40 +35,23 @@ _NONE = (2, 3, 13, 25)
 
 _VIRTUALIZATION = {0: "none", 1: "passthrough", 2: "vGPU", 3: "host of vGPUs", 4: "host of vSGA"}
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
-_RECOVERY = {
-    0: "none",
-    1: "reset the GPU",
-    2: "reboot the node",
-    3: "drain peer-to-peer",
-    4: "drain and reset",
-    5: "recover the IMEX domain",
-    6: "reset the bus",
-    7: "reboot the system",
-}
+_RECOVERY_WORDS = (
+    *("none", "reset the GPU", "reboot the node", "drain peer-to-peer", "drain and reset"),
+    *("recover the IMEX domain", "reset the bus", "reboot the system"),
+)
+_RECOVERY = dict(enumerate(_RECOVERY_WORDS))
 _FABRIC = {1: "not started", 2: "in progress", 3: "completed"}
 _TOPOLOGY = {0: "board", 10: "one PCIe switch", 20: "PCIe switches", 30: "host bridge", 40: "NUMA node", 50: "system"}
 _P2P_CAPABILITIES = {0: "read", 1: "write", 2: "nvlink", 3: "atomics"}
-_P2P_STATES = {
-    1: "chipset not supported",
-    2: "GPU not supported",
-    3: "topology not supported",
-    4: "disabled by a registry key",
-    5: "not supported",
-    6: "unknown",
-}
-_THROTTLE = {
-    0x1: "idle",
-    0x2: "application clocks",
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal (software)",
-    0x40: "thermal (hardware)",
-    0x80: "power brake",
-    0x100: "display clocks",
-    0x200: "board limit",
-    0x400: "reliability",
-}
+_NO_P2P = (
+    *("", "chipset not supported", "GPU not supported", "topology not supported", "disabled by a registry key"),
+    *("not supported", "unknown"),
+)
+_THROTTLE = (
+    *("idle", "application clocks", "power cap", "hardware slowdown", "sync boost", "thermal (software)"),
+    *("thermal (hardware)", "power brake", "display clocks", "board limit", "reliability"),
+)
+"""The reasons for low clocks, from bit 0 on."""
 _TYPES = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
@@ -111,13 +95,8 @@ def _field(name: str) -> Query:
 
 def _call(name: str, *arguments: Any, scale: float | None = None) -> Query:
     """Return a query that calls a function of the library and divides the result by `scale`."""
-
-    def query(nvml: Any, handle: Any) -> Value:
-        value = getattr(nvml, name)(handle, *arguments)
-        scaled: Value = value if scale is None else value / scale
-        return scaled
-
-    return query
+    divide = (lambda value: value) if scale is None else (lambda value: value / scale)
+    return lambda nvml, handle: divide(getattr(nvml, name)(handle, *arguments))
 
 
 def _named(query: Query, labels: dict[int, str]) -> Query:
@@ -129,18 +108,9 @@ def _named(query: Query, labels: dict[int, str]) -> Query:
     return named
 
 
-def _of_pair(name: str, index: int, labels: dict[int, str] | None = None) -> Query:
+def _element(name: str, index: int, convert: Callable[[int], Value]) -> Query:
     """Return a query that picks element `index` of the result of a function."""
-
-    def query(nvml: Any, handle: Any) -> Value:
-        value = getattr(nvml, name)(handle)[index]
-        return bool(value) if labels is None else labels[value]
-
-    return query
-
-
-def _switch(name: str) -> Query:
-    return _named(_call(name), {0: "off", 1: "on"})
+    return lambda nvml, handle: convert(getattr(nvml, name)(handle)[index])
 
 
 _ON = {0: "off", 1: "on"}
@@ -168,8 +138,8 @@ def _first(*queries: Query) -> Query:
 def _throttle(name: str) -> Query:
     def query(nvml: Any, handle: Any) -> Value:
         mask = int(getattr(nvml, name)(handle))
-        unnamed = mask & ~sum(_THROTTLE)
-        reasons = [text for bit, text in _THROTTLE.items() if mask & bit]
+        reasons = [text for bit, text in enumerate(_THROTTLE) if mask >> bit & 1]
+        unnamed = mask >> len(_THROTTLE) << len(_THROTTLE)
         return ", ".join(reasons + ([hex(unnamed)] if unnamed else []))
 
     return query
@@ -218,11 +188,8 @@ def _over_links(*field_names: str, counter: Sequence[int] = ()) -> Query:
         ids = [getattr(nvml, name) for name in field_names]
         values = _fields(nvml, handle, [(field_id, link) for field_id in ids for link in links])
         if all(value is None for value in values) and counter:
-            values = [
-                known(nvml, None, nvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, error_type)
-                for error_type in counter
-                for link in links
-            ]
+            count, pairs = nvml.nvmlDeviceGetNvLinkErrorCounter, itertools.product(counter, links)
+            values = [known(nvml, None, count, handle, link, error_type) for error_type, link in pairs]
         counted = [value for value in values if value is not None]
         if not counted:
             raise nvml.NVMLError(_NOT_SUPPORTED)
@@ -246,25 +213,9 @@ def _fabric(nvml: Any, handle: Any) -> Value:
     return f"completed with error {info.status}" if failed else _FABRIC[info.state]
 
 
-def _retired(nvml: Any, handle: Any) -> Value:
-    return sum(len(nvml.nvmlDeviceGetRetiredPages(handle, cause)) for cause in (0, 1))
-
-
-def _repair(nvml: Any, handle: Any) -> Value:
-    return any(nvml.nvmlDeviceGetRepairStatus(handle))
-
-
 def _pci(nvml: Any, handle: Any) -> Value:
     bus = nvml.nvmlDeviceGetPciInfo(handle).busId
     return bus.decode() if isinstance(bus, bytes) else str(bus)
-
-
-def _remapped(index: int, flag: bool = False) -> Query:
-    def query(nvml: Any, handle: Any) -> Value:
-        value = nvml.nvmlDeviceGetRemappedRows(handle)[index]
-        return bool(value) if flag else int(value)
-
-    return query
 
 
 def _histogram(attribute: str) -> Query:
@@ -283,11 +234,11 @@ QUERIES: dict[str, Query] = {
     "cuda": _cuda,
     "vbios": _call("nvmlDeviceGetVbiosVersion"),
     "inforom": _call("nvmlDeviceGetInforomImageVersion"),
-    "ecc": _of_pair("nvmlDeviceGetEccMode", 0, _ON),
-    "mig": _of_pair("nvmlDeviceGetMigMode", 0, _ON),
+    "ecc": _element("nvmlDeviceGetEccMode", 0, _ON.__getitem__),
+    "mig": _element("nvmlDeviceGetMigMode", 0, _ON.__getitem__),
     "virtualization": _named(_call("nvmlDeviceGetVirtualizationMode"), _VIRTUALIZATION),
     "compute_mode": _named(_call("nvmlDeviceGetComputeMode"), _COMPUTE_MODES),
-    "persistence": _switch("nvmlDeviceGetPersistenceMode"),
+    "persistence": _named(_call("nvmlDeviceGetPersistenceMode"), _ON),
     "power_limit": _first(
         _call("nvmlDeviceGetEnforcedPowerLimit", scale=1000), _call("nvmlDeviceGetPowerManagementLimit", scale=1000)
     ),
@@ -304,11 +255,11 @@ QUERIES: dict[str, Query] = {
     "banks_without_spares": _histogram("none"),
     "banks_low_on_spares": _histogram("low"),
     "nvlinks_down": _nvlinks_down,
-    "ecc_pending": _of_pair("nvmlDeviceGetEccMode", 1, _ON),
-    "remap_pending": _remapped(2, flag=True),
-    "remap_failed": _remapped(3, flag=True),
+    "ecc_pending": _element("nvmlDeviceGetEccMode", 1, _ON.__getitem__),
+    "remap_pending": _element("nvmlDeviceGetRemappedRows", 2, bool),
+    "remap_failed": _element("nvmlDeviceGetRemappedRows", 3, bool),
     "retired_pending": lambda nvml, handle: bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)),
-    "repair_pending": _repair,
+    "repair_pending": lambda nvml, handle: any(nvml.nvmlDeviceGetRepairStatus(handle)),
     "sram_threshold": _sram_threshold,
     "unrepairable_memory": lambda nvml, handle: bool(nvml.nvmlDeviceGetUnrepairableMemoryFlag_v1(handle)),
     "recovery_action": _named(_field("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"), _RECOVERY),
@@ -330,9 +281,9 @@ QUERIES: dict[str, Query] = {
     "ecc_uncorrected": _call("nvmlDeviceGetTotalEccErrors", 1, 0),
     "ecc_corrected_ever": _call("nvmlDeviceGetTotalEccErrors", 0, 1),
     "ecc_uncorrected_ever": _call("nvmlDeviceGetTotalEccErrors", 1, 1),
-    "remapped_corrected": _remapped(0),
-    "remapped_uncorrected": _remapped(1),
-    "retired_pages": _retired,
+    "remapped_corrected": _element("nvmlDeviceGetRemappedRows", 0, int),
+    "remapped_uncorrected": _element("nvmlDeviceGetRemappedRows", 1, int),
+    "retired_pages": lambda nvml, handle: sum(len(nvml.nvmlDeviceGetRetiredPages(handle, cause)) for cause in (0, 1)),
     "pcie_replays": _call("nvmlDeviceGetPcieReplayCounter"),
     "pcie_nonfatal": _field("NVML_FI_DEV_PCIE_COUNT_NON_FATAL_ERROR"),
     "pcie_fatal": _field("NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR"),
@@ -365,7 +316,7 @@ def pair_query(nvml: Any, field: str, handle: Any, peer: Any) -> Value:
         return _TOPOLOGY.get(level, str(level))
     states = {index: nvml.nvmlDeviceGetP2PStatus(handle, peer, index) for index in _P2P_CAPABILITIES}
     able = [text for index, text in _P2P_CAPABILITIES.items() if states[index] == 0]
-    return "+".join(able) if able else _P2P_STATES.get(states[0], str(states[0]))
+    return "+".join(able) if able else dict(enumerate(_NO_P2P)).get(states[0], str(states[0]))
 
 
 _UNSUPPORTED = {
@@ -404,10 +355,8 @@ class NvmlSource:
             pynvml.nvmlInit()
             count = int(pynvml.nvmlDeviceGetCount())
         except pynvml.NVMLError as error:
-            raise NoTelemetry(
-                f"NVIDIA's management library does not work ({error}): run nvidia-smi; GPUs of other makers have no "
-                "telemetry"
-            ) from None
+            text = f"NVIDIA's management library does not work ({error}): run nvidia-smi"
+            raise NoTelemetry(f"{text}; GPUs of other makers have no telemetry") from None
         handles, trouble = self._handles(count)
         self._gpus: dict[int, Any] = {}
         self.unmatched: dict[int, str] = {}
@@ -523,8 +472,7 @@ def _address(handle: Any) -> int | None:
 
 _KMSG = Path("/dev/kmsg")
 _FILES = (Path("/var/log/kern.log"), Path("/var/log/messages"))
-_MOST = 16 << 20
-"""Bytes from the end of a log file: a few weeks of a server."""
+_MOST = 16 << 20  # bytes from the end of a log file: a few weeks of a server
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-9a-fA-F])?\): (\d+)")
 
 

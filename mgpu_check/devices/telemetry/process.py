@@ -142,16 +142,8 @@ class _GpuThread(threading.Thread):
     def _answer(self, number: int, full: bool) -> None:
         kinds: tuple[Kind, ...] = get_args(Kind) if full else ("gauge", "counter")
         values = {} if self._lost else self._read(*kinds, retry=full)
-        self._output.write(
-            {
-                "answer": number,
-                "at": self._output.now(),
-                "gpu": self._gpu,
-                "values": values,
-                "unknown": self._unknown,
-                "missing": self._lost,
-            }
-        )
+        answer = {"answer": number, "gpu": self._gpu, "values": values}
+        self._output.write({**answer, "unknown": self._unknown, "missing": self._lost})
 
     def _read(self, *kinds: Kind, retry: bool) -> dict[str, Any]:
         """Read all fields of these kinds. Skip fields that were unavailable before, unless `retry`."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_check.devices.observations import Number
-from mgpu_check.devices.telemetry.fields import Kind, Value, field_of
+from mgpu_check.devices.telemetry.fields import Kind, Value, field_of, number_of
 from mgpu_check.devices.telemetry.process import NOTE
 from mgpu_check.devices.telemetry.sources import PATIENCE, SimulatedTelemetry
 
@@ -38,27 +38,18 @@ queries the driver has failed or ended.
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The telemetry of all GPUs at one time. Maps are keyed by a GPU's number in the run.
+    """The telemetry of all GPUs at one time. Maps are keyed by a GPU's number in the run."""
 
-    Attributes:
-        at: seconds since the start of the run.
-        facts: identities, facts, pairs, limits and states; empty for each GPU in a snapshot that is not full.
-        counters: counters.
-        gauges: gauges.
-        unknown: why a field is None, by name: "not supported", "not permitted", an error; for "xid", why no events are
-            reported.
-        missing: GPUs without an answer, and the reason.
-        absent: why there is no telemetry at all; "" if there is telemetry.
-        identity: UUID, serial number and PCI bus id as first read, also of GPUs that do not answer any more.
-    """
-
-    at: float = 0.0
+    at: float = 0.0  # seconds since the start of the run
+    # identities, facts, pairs, limits and states; empty for each GPU in a snapshot that is not full
     facts: Mapping[int, Values] = field(default_factory=dict)
     counters: Mapping[int, Mapping[str, int | None]] = field(default_factory=dict)
     gauges: Mapping[int, Values] = field(default_factory=dict)
+    # why a field is None, by name: "not supported", "not permitted", an error; for "xid", why no events are reported
     unknown: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    missing: Mapping[int, str] = field(default_factory=dict)
-    absent: str = ""
+    missing: Mapping[int, str] = field(default_factory=dict)  # GPUs without an answer, and the reason
+    absent: str = ""  # why there is no telemetry at all; "" if there is telemetry
+    # UUID, serial number and PCI bus id as first read, also of GPUs that do not answer any more
     identity: Mapping[int, Values] = field(default_factory=dict)
 
     def by_model(self) -> list[list[int]]:
@@ -74,16 +65,8 @@ class Snapshot:
         def of(values: Mapping[int, Any]) -> dict[int, Any]:
             return {gpu: value for gpu, value in values.items() if gpu in gpus}
 
-        return Snapshot(
-            self.at,
-            of(self.facts),
-            of(self.counters),
-            of(self.gauges),
-            of(self.unknown),
-            of(self.missing),
-            self.absent,
-            of(self.identity),
-        )
+        maps = (of(self.facts), of(self.counters), of(self.gauges), of(self.unknown), of(self.missing))
+        return Snapshot(self.at, *maps, self.absent, of(self.identity))
 
 
 @dataclass(frozen=True)
@@ -99,25 +82,21 @@ class TelemetrySample:
     values: Values
 
 
+def values_of(samples: Sequence[TelemetrySample], name: str) -> list[float]:
+    """Return the values of a field that are numbers."""
+    return [number for sample in samples if (number := number_of(sample.values.get(name))) is not None]
+
+
 @dataclass(frozen=True)
 class Trouble:
-    """A failure of a GPU, or of a query to it.
+    """A failure of a GPU, or of a query to it."""
 
-    Attributes:
-        kind: see `TroubleKind`.
-        gpu: its number in the run; None if it is unknown.
-        field: the queried field; "" for an Xid.
-        text: what happened, in one line that does not repeat GPU and field.
-        at: seconds since the start of the run.
-        code: number of an Xid, or of an error of the driver's library.
-    """
-
-    kind: TroubleKind
-    gpu: int | None
-    field: str
-    text: str
-    at: float
-    code: int | None = None
+    kind: TroubleKind  # see `TroubleKind`
+    gpu: int | None  # its number in the run; None if it is unknown
+    field: str  # the queried field; "" for an Xid
+    text: str  # what happened, in one line that does not repeat GPU and field
+    at: float  # seconds since the start of the run
+    code: int | None = None  # number of an Xid, or of an error of the driver's library
 
 
 MOST = 4096
@@ -312,9 +291,8 @@ class TelemetrySampler:
         return ""
 
     def _snapshot(self, answers: Mapping[int, Mapping[str, Any]], timeout: float) -> Snapshot:
-        absent = self._absent or (
-            "the process that queries the driver has ended" if self._ended and not answers else ""
-        )
+        gone = "the process that queries the driver has ended" if self._ended and not answers else ""
+        absent = self._absent or gone
         if not absent and not self._ready:
             absent = f"the driver's library has not answered within {min(timeout, PATIENCE * self._deadline):g} s"
         fields: dict[int, dict[Kind, dict[str, Any]]] = {}
@@ -403,7 +381,6 @@ def visit(
     gpus: Sequence[tuple[int, str]],
     simulated: SimulatedTelemetry | None,
     interval: float,
-    *,
     full: bool = True,
     meanwhile: Callable[[], object] | None = None,
 ) -> Visit:

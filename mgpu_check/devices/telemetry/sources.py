@@ -42,13 +42,9 @@ class GpuLost(QueryError):
 
 @dataclass(frozen=True)
 class XidEvent:
-    """An error event (Xid) of the driver.
+    """An error event (Xid) of the driver."""
 
-    Attributes:
-        gpu: number in the run.
-    """
-
-    gpu: int
+    gpu: int  # number in the run
     xid: int
 
 
@@ -84,18 +80,12 @@ _TICKS = 20  # per deadline: measures it to within 5 %
 
 @dataclass(eq=False)
 class Query:
-    """One call of the driver.
+    """One call of the driver."""
 
-    Attributes:
-        gpu: number in the run; None for a call without a GPU, such as the initialization.
-        ticks: number of times that the watch has found it in progress.
-        hung: whether it has exceeded its deadline.
-    """
-
-    gpu: int | None
+    gpu: int | None  # number in the run; None for a call without a GPU, such as the initialization
     field: str
-    ticks: int = 0
-    hung: bool = False
+    ticks: int = 0  # number of times that the watch has found it in progress
+    hung: bool = False  # whether it has exceeded its deadline
 
 
 class Turnstile:
@@ -162,97 +152,35 @@ def watch(
     return thread
 
 
-PROFILE: Mapping[str, Value] = {
-    "name": "SIMULATED",
-    "part_number": "000-00000-0000-000",
-    "memory": 16 << 20,
-    "driver": "000.00",
-    "cuda": "13.0",
-    "vbios": "00.00.00.00.00",
-    "inforom": "G000.0000.00.00",
-    "ecc": "on",
-    "mig": "off",
-    "virtualization": "none",
-    "compute_mode": "default",
-    "persistence": "on",
-    "power_limit": 700,
-    "sm_clock_max": 1980,
-    "memory_clock_max": 2619,
-    "pcie_generation_max": 5,
-    "pcie_width_max": 16,
-    "nvlinks": 18,
-    "nvlink_speed": 26562,
-    "p2p": "read+write+nvlink+atomics",
-    "topology": "system",
-    "multi_gpu_board": False,
-    "temperature_slowdown": 89,
-    "memory_temperature_max": 95,
-    "power_limit_default": 700,
-    "banks_without_spares": 0,
-    "banks_low_on_spares": 0,
-    "nvlinks_down": "",
-    "ecc_pending": "on",
-    "remap_pending": False,
-    "remap_failed": False,
-    "retired_pending": False,
-    "repair_pending": False,
-    "sram_threshold": False,
-    "unrepairable_memory": False,
-    "recovery_action": "none",
-    "fabric": "completed",
-    "temperature": 42,
-    "memory_temperature": 48,
-    "temperature_margin": 47,
-    "power": 420.0,
-    "utilization": 100,
-    "sm_clock": 1980,
-    "memory_clock": 2619,
-    "throttle": "",
-    "pcie_generation": 5,
-    "pcie_width": 16,
-    "nvlinks_up": 18,
-}
-"""The values of a healthy simulated GPU, by field name; counters are 0."""
+PROFILE: Mapping[str, Value] = {field.name: field.healthy for field in FIELDS.values()}
+"""The values of a healthy simulated GPU, by field name."""
 
 LAG = 0.05  # seconds; well below the time that the sampler waits for events at once
 
 
 @dataclass(frozen=True)
 class Override:
-    """A false value that simulated telemetry reports for a field of a GPU.
+    """A false value that simulated telemetry reports for a field of a GPU."""
 
-    Attributes:
-        gpu: its number in the run.
-        field: a name in `fields.FIELDS`, or a pair name from `fields.pair_field`; "xid" makes the driver report the
-            error `value` once; "" overrides every field.
-        value: the reported value; with `grows`, the first value.
-        grows: the increment per query.
-        after: seconds since telemetry began after which the override takes effect.
-        error: the error of the query, or "": "lost", "timeout" (never answers), or the text of another error.
-    """
-
-    gpu: int
+    gpu: int  # its number in the run
+    # a name in `fields.FIELDS`, or a pair name from `fields.pair_field`; "xid" makes the driver report the error
+    # `value` once; "" overrides every field
     field: str
-    value: Any = None
-    grows: float = 0
-    after: float = 0.0
-    error: str = ""
+    value: Any = None  # the reported value; with `grows`, the first value
+    grows: float = 0  # the increment per query
+    after: float = 0.0  # seconds since telemetry began after which the override takes effect
+    error: str = ""  # the error of the query, or "": "lost", "timeout" (never answers), or the text of another error
 
 
 @dataclass(frozen=True)
 class SimulatedTelemetry:
-    """The configuration of simulated telemetry.
+    """The configuration of simulated telemetry."""
 
-    Attributes:
-        profile: values that replace those of `PROFILE` on all GPUs, by field name, such as the memory.
-        absent: the reason why there is no telemetry at all; "" if there is telemetry.
-        elapsed: seconds that count as elapsed when telemetry starts.
-    """
-
+    # values that replace those of `PROFILE` on all GPUs, by field name, such as the memory
     profile: Mapping[str, Value] = field(default_factory=dict)
     overrides: Sequence[Override] = ()
-    absent: str = ""
-    elapsed: float = 0.0
+    absent: str = ""  # the reason why there is no telemetry at all; "" if there is telemetry
+    elapsed: float = 0.0  # seconds that count as elapsed when telemetry starts
 
     def __post_init__(self) -> None:
         unknown = set(self.profile) - set(FIELDS)
@@ -325,7 +253,4 @@ class SimulatedSource:
             return f"SIMULATED-{gpu}"
         if field == "pci":
             return f"00000000:{gpu:02X}:00.0"
-        name = field if peer_of(field) is None else field.rpartition("_")[0]
-        if FIELDS[name].kind == "counter":
-            return 0
-        return self._profile[name]
+        return self._profile[field if peer_of(field) is None else field.rpartition("_")[0]]

@@ -37,14 +37,10 @@ def _flip_lowest_bit(tensor: torch.Tensor) -> None:
         tensor.detach().copy_(values)
 
 
-def _emptied(tensor: torch.Tensor) -> None:
-    tensor.zero_()
-
-
 register(
     __name__,
     FaultRow("last-gathers-nothing", "the last device of one process gathers nothing", "test_nccl_in_one_process",
-        returned("torch.cuda.nccl", "all_gather"), lambda _, inputs, outputs, *streams: _emptied(outputs[-1])),
+        returned("torch.cuda.nccl", "all_gather"), lambda _, inputs, outputs, *streams: outputs[-1].zero_()),
     FaultRow("sum-misses-the-last-rank", "all_reduce and reduce leave out the last rank", _THEN_BROADCAST,
         given(dist, "all_reduce", "reduce"), lambda tensor, *_, **__: tensor.zero_() if is_last() else None),
     FaultRow("ring-skips-a-chunk", "the ring leaves out the last chunk", "test_ring_allreduce",
@@ -69,6 +65,14 @@ register(
         _VIEWS_ON_DEVICES, given(dist, "all_reduce"),
         lambda tensor, *_, **__: (tensor.as_strided((tensor.numel(),), (1,)),),
         When("views with gaps on devices", lambda tensor, *_, **__: tensor.device.type != "cpu" and _has_gaps(tensor))),
+    FaultRow("flipped-bit-on-one-rank",
+        "one bit of the result is flipped on the last rank, after all_reduce and broadcast", _OPERATIONS,
+        returned(dist, "all_reduce", "broadcast"),
+        lambda work, tensor, *_, **__: _flip_lowest_bit(tensor) if is_last() else None),
+    FaultRow("group-counts-a-member-twice", "a group's all_reduce counts its first member twice",
+        "test_all_reduce_in_a_group", given(dist, "all_reduce"),
+        lambda tensor, op=None, group=None, **_:
+            tensor.mul_(2) if group is not None and dist.get_rank(group) == 0 else None),
     # With two tensors the sum is a new tensor.
     FaultRow("contribution-added-to", "reduce_add adds up in place, in the input of its own device", _ON_DEVICES,
         returned(comm, "reduce_add"),
@@ -103,13 +107,6 @@ def sum_by_hand_in_low_precision(real: Any, data: Sequence[torch.Tensor]) -> Non
         tensor.copy_(total)
 
 
-@fault("one bit of the result is flipped on the last rank, after all_reduce and broadcast", _OPERATIONS,
-       by=returned(dist, "all_reduce", "broadcast"))  # fmt: skip
-def flipped_bit_on_one_rank(work: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-    if is_last():
-        _flip_lowest_bit(tensor)
-
-
 def _last_copy_flipped(copies: Sequence[torch.Tensor], *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
     last = copies[-1].clone()  # the first copy may be the tensor itself
     _flip_lowest_bit(last)
@@ -142,13 +139,6 @@ def result_not_copied_back(real: Any, data: Sequence[torch.Tensor]) -> None:
 def mean_instead_of_sum(work: Any, tensor: torch.Tensor, op: Any = _SUM, group: Any = None, **_: Any) -> None:
     if op == _SUM:
         tensor.div_(dist.get_world_size(group), rounding_mode=None if tensor.is_floating_point() else "trunc")
-
-
-@fault("a group's all_reduce counts its first member twice", "test_all_reduce_in_a_group",
-       by=given(dist, "all_reduce"))  # fmt: skip
-def group_counts_a_member_twice(tensor: torch.Tensor, op: Any = None, group: Any = None, **_: Any) -> None:
-    if group is not None and dist.get_rank(group) == 0:
-        tensor.mul_(2)
 
 
 @fault("sums on the CPU leave out the elements after the last vector of eight", _ALL_REDUCE,

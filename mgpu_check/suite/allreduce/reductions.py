@@ -30,10 +30,15 @@ _OPERATIONS = {
 }
 
 
+def _contributed(rank: Rank, data: Contributions, placement: str = "device") -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the terms of all ranks, and that of this rank, placed on "device" or "cpu"."""
+    terms = data.parts(rank.size)
+    return terms, data.placed(terms[rank.index], rank.device if placement == "device" else "cpu")
+
+
 def assert_all_reduce_matches(rank: Rank, data: Contributions, placement: str) -> None:
     """Assert that `dist.all_reduce` leaves the result of the operation of `data`, for tensors on "device" or "cpu"."""
-    terms = data.parts(rank.size)
-    tensor = data.placed(terms[rank.index], rank.device if placement == "device" else "cpu")
+    terms, tensor = _contributed(rank, data, placement)
     dist.all_reduce(tensor, _OPERATIONS[data.operation])
     assert_allreduce_matches({rank.index: tensor}, terms, operation=data.operation, what="dist.all_reduce")
 
@@ -62,8 +67,7 @@ def assert_view_is_reduced(rank: Rank, data: Contributions) -> None:
 
 def assert_view_is_reduced_or_refused(rank: Rank, data: Contributions) -> None:
     """Assert that `dist.all_reduce` of a view on a device leaves the sum, or refuses a view that is not contiguous."""
-    terms = data.parts(rank.size)
-    tensor = data.placed(terms[rank.index], rank.device)
+    terms, tensor = _contributed(rank, data)
     try:
         dist.all_reduce(tensor)
     except (RuntimeError, ValueError) as refusal:
@@ -75,26 +79,21 @@ def assert_view_is_reduced_or_refused(rank: Rank, data: Contributions) -> None:
 
 def assert_recipe_matches(rank: Rank, name: str, data: Contributions, placement: str, *arguments: int) -> None:
     """Assert that the function `name` of `gradient_exchange` leaves the sum, for tensors on "device" or "cpu"."""
-    terms = data.parts(rank.size)
-    tensor = data.placed(terms[rank.index], rank.device if placement == "device" else "cpu")
+    terms, tensor = _contributed(rank, data, placement)
     getattr(recipes, name)(tensor, *arguments)
     assert_allreduce_matches({rank.index: tensor}, terms, what=name)
 
 
 def assert_all_reduce_in_a_group_matches(rank: Rank, members: Sequence[int], data: Contributions) -> None:
     """Assert that `dist.all_reduce` in a group sums over its members, and leaves the data of other ranks unchanged."""
-    terms = data.parts(rank.size)
-    own = terms[rank.index]
-    tensor = data.placed(own, rank.device)
+    terms, tensor = _contributed(rank, data)
     group = dist.new_group(list(members))
     if rank.index not in members:
-        assert_allreduce_matches([tensor], [own], what=f"a rank outside of the group {members}")
+        assert_allreduce_matches([tensor], [terms[rank.index]], what=f"a rank outside of the group {members}")
         return
     dist.all_reduce(tensor, group=group)
-    chosen = [terms[member] for member in members]
-    assert_allreduce_matches(
-        {members.index(rank.index): tensor}, chosen, what=f"dist.all_reduce in the group {members}"
-    )
+    results, chosen = {members.index(rank.index): tensor}, [terms[member] for member in members]
+    assert_allreduce_matches(results, chosen, what=f"dist.all_reduce in the group {members}")
     dist.destroy_process_group(group)
 
 
@@ -103,16 +102,11 @@ _SHAPE = (2, 3, 4, 5)
 
 
 def assert_added_up_by_hand(data: Contributions, devices: Sequence[torch.device]) -> None:
-    """Assert that `recipes.gradient_exchange.allreduce` leaves the sum on every device.
-
-    Raises:
-        AllreduceMismatch: a sum is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
-    """
+    """Assert that `recipes.gradient_exchange.allreduce` leaves the sum on every device."""
     terms = data.parts(len(devices))
     tensors = [data.placed(term, device) for term, device in zip(terms, devices, strict=True)]
     recipes.allreduce(tensors)
-    _assert_there(tensors, devices, "allreduce by hand")
-    assert_allreduce_matches(tensors, terms, what="allreduce by hand")
+    _assert_sums(tensors, devices, terms, "allreduce by hand")
 
 
 def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
@@ -122,9 +116,6 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
 
     Args:
         home: one of them. If it is the first, which is current, it is not passed.
-
-    Raises:
-        AllreduceMismatch: a sum or a copy of it is wrong, or is on the wrong device. `.ranks` has indices of `devices`.
     """
     terms, order = data.parts(len(devices)), _from(home, devices)
     placed = [data.placed(term, device) for term, device in zip(terms, devices, strict=True)]
@@ -134,12 +125,10 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
     assert_contributions_kept(placed, terms, what=label)
     _assert_there([total], [home], label)
     assert_allreduce_matches({0: total}, terms, what=label)
-    received = comm.broadcast(total, indices)
-    _assert_there(received, order, f"{label} and broadcast")
-    assert_allreduce_matches(list(received), terms, what=f"{label} and broadcast")
+    _assert_sums(comm.broadcast(total, indices), order, terms, f"{label} and broadcast")
     outputs = [torch.zeros_like(term, device=device) for term, device in zip(terms, order, strict=True)]
     comm.broadcast(total, out=outputs)
-    assert_allreduce_matches(outputs, terms, what=f"{label} and broadcast to tensors that are given")
+    _assert_sums(outputs, order, terms, f"{label} and broadcast to tensors that are given")
     # Tensors of equal dtype are sent together, and must come back in the order of the arguments.
     between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(len(devices))]
     several = [(tensor, between[number].to(devices[number]), tensor) for number, tensor in enumerate(placed)]
@@ -148,9 +137,7 @@ def assert_added_up(data: Contributions, devices: Sequence[torch.device], home: 
         copies = comm.broadcast_coalesced(added_up, indices, buffer_size)
         for number, wanted in enumerate((terms, between, terms)):
             label = f"reduce_add_coalesced to {home} and broadcast_coalesced, {buffer_size=}, tensor {number}"
-            column = [copy[number] for copy in copies]
-            _assert_there(column, order, label)
-            assert_allreduce_matches(column, wanted, what=label)
+            _assert_sums([copy[number] for copy in copies], order, wanted, label)
 
 
 def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home: torch.device) -> None:
@@ -158,9 +145,6 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
 
     Args:
         data: the tensor to send, together with one in each layout of the same dtype and kind of values.
-
-    Raises:
-        AllreduceMismatch: a copy is wrong, or is on the wrong device. `.ranks` has its index among the copies.
     """
     order = _from(home, devices)
     indices = [device.index for device in order]
@@ -179,9 +163,8 @@ def assert_broadcast(data: Contributions, devices: Sequence[torch.device], home:
             _assert_there(copies, order, label)
             mismatches = [index for index, copy in enumerate(copies) if not same_bits(expected, copy)]
             if mismatches:
-                raise AllreduceMismatch(
-                    f"{label}: the copy on {order[mismatches[0]]} differs from {spec}", ranks=mismatches
-                )
+                text = f"{label}: the copy on {order[mismatches[0]]} differs from {spec}"
+                raise AllreduceMismatch(text, ranks=mismatches)
 
 
 def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
@@ -196,16 +179,19 @@ def _assert_there(results: Sequence[torch.Tensor], devices: Sequence[torch.devic
         raise AllreduceMismatch(f"{label}: results are on {[*map(str, got)]}, expected on {[*map(str, devices)]}")
 
 
+def _assert_sums(
+    results: Sequence[torch.Tensor], devices: Sequence[torch.device], terms: Sequence[torch.Tensor], label: str
+) -> None:
+    _assert_there(results, devices, label)
+    assert_allreduce_matches(list(results), terms, what=label)
+
+
 _MAX = 2
 """The number of NCCL's operation, which torch does not name."""
 
 
 def assert_nccl_calls(devices: Sequence[torch.device], seed: int) -> None:
-    """Assert that each function of `torch.cuda.nccl` gives the right results on all devices.
-
-    Raises:
-        AllreduceMismatch: names function and device; `.ranks` has its index among the devices.
-    """
+    """Assert that each function of `torch.cuda.nccl` gives the right results on all devices."""
     size = len(devices)
     terms = [((torch.arange(6 * size) * 7 + seed + 5 * position) % 31).float() for position in range(size)]
     stacked = torch.stack(terms)

@@ -1,8 +1,7 @@
 """Call collectives with guarded tensors, and compare the memory afterwards with a model on the CPU.
 
 The tensors of a call lie in one piece of memory, with guards before, between and after them. The whole memory is
-compared. So the comparison finds writes beyond a tensor, between the elements of a tensor with gaps, and to a tensor
-that should only be read.
+compared, so the comparison finds writes beyond a tensor, between its elements, and to one that should only be read.
 
 Values are made on the CPU, and so are the right results of reductions. They come in blocks: one tensor per member of
 the group. A call repeats its block to the length that it needs.
@@ -121,12 +120,9 @@ def given_blocks(values: str, op: str, dtype: torch.dtype, count: int, seed: int
     if dtype is torch.bool:
         patterns = torch.arange(_EXACT * count).view(count, -1) * 0x9E3779B9 + seed * 7919
         pieces = [(patterns[position] >> 11) % 3 == position % 3 for position in range(count)]
-        # All true, none true, one true and one false: these distinguish "or" from "and", and show which rank is
-        # missing.
+        # One true, one false, none true and all true tell "or" from "and", and show which rank is missing.
         alone = torch.eye(count, dtype=torch.bool)
-        cases = torch.cat(
-            [alone, ~alone, torch.zeros(1, count, dtype=torch.bool), torch.ones(1, count, dtype=torch.bool)]
-        )
+        cases = torch.cat([alone, ~alone, torch.zeros_like(alone[:1]), torch.ones_like(alone[:1])])
         return tuple(torch.cat([cases[:, position], piece]) for position, piece in enumerate(pieces))
     if values == "extremes":
         return _crossed(_extremes(dtype, op, count), count, dtype)
@@ -147,7 +143,10 @@ def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int)
     or the sum, which costs one more rounding per term.
     """
     blocks = given_blocks(values, op, dtype, count, seed)
-    terms = tuple(_scaled(block, factor_of(seed)) for block in blocks) if op == "PREMUL_SUM" else blocks
+    # Complex numbers not by complex arithmetic, where infinity times (2 + 0i) is NaN.
+    terms = tuple(as_real(block) * factor_of(seed) for block in blocks) if op == "PREMUL_SUM" else blocks
+    if op == "PREMUL_SUM" and dtype.is_complex:
+        terms = tuple(map(torch.view_as_complex, terms))
     fold = _OF_BOOLEANS.get(op, _FOLDS[op]) if dtype is torch.bool else _FOLDS[op]
     if dtype.is_complex:
         # Not by complex arithmetic: torch multiplies a term by 1 when it adds, which spoils infinities.
@@ -157,18 +156,11 @@ def right_block(values: str, op: str, dtype: torch.dtype, count: int, seed: int)
     if op in ("MIN", "MAX"):
         return Right(value, terms=terms if dtype.is_floating_point else ())
     if op == "AVG" and count > 1:
-        if values == "special":
-            # Zeros, infinities and NaN, which division does not change.
-            return Right(value)
-        return _rounded(terms, "avg", dtype)
+        # Division does not change zeros, infinities and NaN.
+        return Right(value) if values == "special" else _rounded(terms, "avg", dtype)
     if values == "random" and count > 2 and (dtype.is_floating_point or dtype.is_complex):
         return _rounded(terms, "product" if op == "PRODUCT" else "sum", dtype)
     return Right(value)
-
-
-def _scaled(term: torch.Tensor, factor: float) -> torch.Tensor:
-    # Not by complex arithmetic, where infinity times (2 + 0i) is NaN.
-    return torch.view_as_complex(as_real(term) * factor) if term.is_complex() else term * factor
 
 
 def _rounded(terms: Sequence[torch.Tensor], operation: str, dtype: torch.dtype) -> Right:
@@ -194,13 +186,10 @@ Pair = tuple[float, float]
 
 def _crossed(pairs: Sequence[Pair], count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return blocks where, for each pair, each rank in turn holds the first number and all others the second."""
-    columns: list[list[float]] = [[] for _ in range(count)]
-    for (single, common), holder in itertools.product(pairs, range(count)):
-        for position in range(count):
-            columns[position].append(single if position == holder else common)
-    return tuple(
-        torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype) for column in columns
-    )
+    wide = torch.float64 if dtype.is_floating_point else dtype
+    cases = list(itertools.product(pairs, range(count)))
+    columns = ([single if own == holder else common for (single, common), holder in cases] for own in range(count))
+    return tuple(torch.tensor(column, dtype=wide).to(dtype) for column in columns)
 
 
 def _pairs(ones: Sequence[float], others: Sequence[float] | None = None) -> list[Pair]:
@@ -223,27 +212,17 @@ def _extremes(dtype: torch.dtype, op: str, count: int) -> list[Pair]:
         borders_ = [*(-value for value in reversed(positive)), 0.0, *positive]
         return _pairs(borders_)
     if op == "PRODUCT":
-        return [
-            (sign * value, b)
-            for value in (subnormal, least, 1.0, next_to_one, most)
-            for sign in (1, -1)
-            for b in (1.0, -1.0)
-        ]
+        values = (sign * value for value in (subnormal, least, 1.0, next_to_one, most) for sign in (1, -1))
+        return list(itertools.product(values, (1.0, -1.0)))
     # Powers of two have exact multiples, and are small enough that no partial sum overflows. Borders stand alone.
     large = math.ldexp(1.0, math.frexp(most)[1] - 2 - count.bit_length())
-    powers = [
-        (a, b)
-        for power in (large, 1.0, *(() if op == "AVG" else (least, subnormal)))
-        for a in (power, -power)
-        for b in (power, -power)
-    ]
+    if op == "PREMUL_SUM":
+        return [*_pairs((1.0, -1.0)), *((value, 0.0) for value in (1.0, next_to_one, least * 8))]
+    powers = [pair for power in (large, 1.0) for pair in _pairs((power, -power))]
     if op == "AVG":
         return powers
-    scaled = op == "PREMUL_SUM"
-    alone = (1.0, next_to_one, least * 8) if scaled else (most, -most, subnormal, -subnormal, least, next_to_one)
-    return [*powers, *((value, 0.0) for value in alone)] if not scaled else [
-        *((a, b) for a in (1.0, -1.0) for b in (1.0, -1.0)), *((value, 0.0) for value in alone)
-    ]  # fmt: skip
+    powers += [pair for power in (least, subnormal) for pair in _pairs((power, -power))]
+    return [*powers, *((value, 0.0) for value in (most, -most, subnormal, -subnormal, least, next_to_one))]
 
 
 def _special(dtype: torch.dtype, op: str) -> list[Pair]:
@@ -331,23 +310,18 @@ class CallMemory:
         if self.dtype is torch.bool:
             memory.fill_(1)
         for number, content in enumerate(contents):
-            _offset, shape = self._shapes[number]
+            view = self.view(memory.view(self.dtype), number)
             if content is not None:
-                view = self.view(memory.view(self.dtype), number)
-                view.copy_(content.view(shape.sizes))
+                view.copy_(content.view(view.shape))
             elif self.dtype is not torch.bool:
-                self.view(memory.view(self.dtype), number).view(self.dtype).copy_(_unwritten(shape.sizes, self.dtype))
+                unwritten = torch.full((view.numel() * self.dtype.itemsize,), _UNWRITTEN, dtype=torch.uint8)
+                view.copy_(unwritten.view(self.dtype).view(view.shape))
         return memory.view(self.dtype)
 
     def view(self, memory: torch.Tensor, number: int) -> torch.Tensor:
         """Return a tensor in the memory."""
         offset, shape = self._shapes[number]
         return memory.as_strided(shape.sizes, shape.strides, offset)
-
-
-def _unwritten(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    count = torch.Size(sizes).numel()
-    return torch.full((count * dtype.itemsize,), _UNWRITTEN, dtype=torch.uint8).view(dtype).view(tuple(sizes))
 
 
 STEP = 13
@@ -368,14 +342,7 @@ def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
 
 @dataclass(frozen=True)
 class ReducedPiece:
-    """The result of a reduction in a tensor of a call.
-
-    Attributes:
-        expected: the values that it may have.
-        start: its first element in the block.
-        length: its number of elements.
-        at: its first element in the tensor.
-    """
+    """The result of a reduction in a tensor: its values, first element in the block, length, and place."""
 
     expected: Right
     start: int
@@ -390,12 +357,9 @@ class ReducedPiece:
 
 @dataclass
 class Piece:
-    """A tensor of a call, with its contents before and after.
+    """A tensor of a call, with its contents before and after, and the result of a reduction in it.
 
-    Attributes:
-        before: None if the collective writes the tensor.
-        after: None if the tensor must not change; "anything" if its contents are undefined.
-        reduced: the result of a reduction in the tensor, if any.
+    It is written if `before` is None, and must not change if `after` is; "anything" if its contents are undefined.
     """
 
     shape: Shape
@@ -419,8 +383,9 @@ class Laid:
         self.values = call.values if self.reduces else "bits"
         op = call.op if self.reduces else ""
         self.blocks = given_blocks(self.values, op, self.dtype, self.count, call.seed)
-        self.right = right_block(self.values, op, self.dtype, self.count, call.seed) if self.reduces else None
+        self.right: Any = right_block(self.values, op, self.dtype, self.count, call.seed) if self.reduces else None
         self.length = len(self.blocks[0]) if call.elements is None else call.elements
+        self.layout = "dense" if call.layout in ("in place", "uneven") else call.layout
         self.pieces: list[Piece] = []
         self.inputs: list[int] = []
         self.outputs: list[int] = []
@@ -458,14 +423,10 @@ class Laid:
         if self.reduces:
             length = self._length(position, position)
             start = position * STEP if transfer.divides else 0
-            self._add(self._reduce(Piece(shaped(self._layout, length)), start, length), self.outputs)
+            self._add(self._reduce(Piece(shaped(self.layout, length)), start, length), self.outputs)
         else:
             for shape, chunk in self._tensors(row.taken, gets, divided=transfer.joins):
                 self._add(Piece(shape, None, chunk), self.outputs)
-
-    @property
-    def _layout(self) -> str:
-        return "dense" if self.call.layout in ("in place", "uneven") else self.call.layout
 
     def _length(self, giver: int, getter: int) -> int:
         """Return the number of elements that pass from one member to another."""
@@ -485,11 +446,11 @@ class Laid:
             joined = torch.cat(chunks)
             in_rows = self.call.layout == "stacked"
             return [(stacked(len(chunks), len(chunks[0])) if in_rows else shaped("dense", len(joined)), joined)]
-        return [(shaped(self._layout, len(chunk)), chunk) for chunk in chunks]
+        return [(shaped(self.layout, len(chunk)), chunk) for chunk in chunks]
 
     def _lay_in_place(self, gets: list[torch.Tensor]) -> None:
         """Lay out a collective whose result replaces the input."""
-        piece = Piece(shaped(self._layout, self.length), self._part(self.position, 0, self.length), "anything")
+        piece = Piece(shaped(self.layout, self.length), self._part(self.position, 0, self.length), "anything")
         if gets and self.reduces:
             self._reduce(piece, 0)
         elif gets:
@@ -500,18 +461,14 @@ class Laid:
         """Lay out a collective whose smaller tensor is a part of the larger one."""
         shape = shaped("dense", self.length * self.count)
         if self.reduces:
-            reduced = ReducedPiece(self._right(), self.position * STEP, self.length, at=self.position * self.length)
+            reduced = ReducedPiece(self.right, self.position * STEP, self.length, at=self.position * self.length)
             self._add(Piece(shape, torch.cat(gives), "anything", reduced), self.inputs)
         else:
             before = [chunk if giver == self.position else torch.zeros_like(chunk) for giver, chunk in enumerate(gets)]
             self._add(Piece(shape, torch.cat(before), torch.cat(gets)), self.outputs)
 
-    def _right(self) -> Right:
-        assert self.right is not None
-        return self.right
-
     def _reduce(self, piece: Piece, start: int, length: int | None = None) -> Piece:
-        piece.reduced = ReducedPiece(self._right(), start, self.length if length is None else length)
+        piece.reduced = ReducedPiece(self.right, start, self.length if length is None else length)
         piece.after = piece.reduced.value
         return piece
 
@@ -519,33 +476,23 @@ class Laid:
 _IN_FLIGHT = 6
 _REFUSALS = ("must be contiguous", "non-overlapping and dense", "ensors must be", "must be dense")
 
-_NO_LISTS = "does not support alltoall"
-
 
 def _may_refuse(call: CollectiveCall, words: str) -> bool:
-    """Return whether a backend may refuse a call with these words.
-
-    Backends may refuse views with gaps, and older gloo refuses lists for all_to_all.
-    """
+    """Return whether a backend may refuse a call with these words: older gloo refuses lists for all_to_all."""
     if call.layout in ("gaps", "transposed") and any(text in words for text in _REFUSALS):
         return True
-    return (call.function, call.place) == ("all_to_all", "cpu") and _NO_LISTS in words
+    return (call.function, call.place) == ("all_to_all", "cpu") and "does not support alltoall" in words
 
 
 def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> list[tuple[str, str]]:
     """Assert that each call gives the results of its model on this rank, and changes nothing else.
 
-    Compares the results, the inputs, and the memory around them. Results are compared bit for bit if there is one right
-    result. Calls that no backend supports are left out. Up to six asynchronous calls run at once; they are waited for
-    in an order that a checksum of each call determines.
+    Calls that no backend supports are left out. Up to six asynchronous calls run at once; they are waited for in an
+    order that a checksum of each call determines. The error, with all wrong calls, is raised after the last call, so
+    that ranks stay in step.
 
     Returns:
-        (call, checksum) of each result that all members of the group must share. Compare them among ranks with
-        `mgpu_check.oracles.collective_findings.assert_shared`.
-
-    Raises:
-        CollectiveMismatch: with all wrong calls of this rank. It is raised after the last call, so that ranks stay in
-            step.
+        (call, checksum) of each result that all members of the group must share; compare them by `assert_shared`.
     """
     everybody = tuple(range(rank.size))
     calls = [
@@ -581,13 +528,6 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
     return shared
 
 
-def operation_of(call: CollectiveCall) -> Any:
-    """Return the `dist.ReduceOp` of a call."""
-    if call.op == "PREMUL_SUM":
-        return dist._make_nccl_premul_sum(factor_of(call.seed))  # type: ignore[attr-defined]
-    return getattr(dist.ReduceOp, call.op)
-
-
 def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResult]:
     """Call a collective on a rank outside its group; torch warns, and must leave the tensor unchanged."""
     row = FUNCTIONS[call.function]
@@ -600,8 +540,7 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResu
         root: dict[str, Any] = {"group_src": call.root % len(call.members)} if TRANSFERS[row.does].root else {}
         called(call.function, [tensor], [tensor], group=group, **root)
     if not bool((tensor == 3).all()):
-        text = f"this rank is not in the group, yet its tensor became {tensor.tolist()}"
-        yield WrongResult(call, text)
+        yield WrongResult(call, f"this rank is not in the group, yet its tensor became {tensor.tolist()}")
 
 
 class Started(Laid):
@@ -626,15 +565,15 @@ class Started(Laid):
                 ) from refusal
             self.refused = str(refusal)
 
-    # The call
-
     def _call(self) -> Any:
         call, group = self.call, self.group
         views = [self.memory.view(self.whole, number) for number in range(len(self.pieces))]
         inputs, outputs = [views[n] for n in self.inputs], [views[n] for n in self.outputs]
         options: dict[str, Any] = {"group": group, "async_op": call.asynchronous}
         if self.reduces:
-            options["op"] = operation_of(call)
+            options["op"] = getattr(dist.ReduceOp, call.op)
+            if call.op == "PREMUL_SUM":
+                options["op"] = dist._make_nccl_premul_sum(factor_of(call.seed))  # type: ignore[attr-defined]
         if role := self.transfer.root:
             by_group = call.root_by == "group"
             options[f"group_{role}" if by_group else role] = self.root if by_group else self.members[self.root]
@@ -653,49 +592,34 @@ class Started(Laid):
         if self.work is not None:
             self.work.wait()
 
-    # What it has left
-
     def findings(self) -> list[WrongResult]:
         """Compare all memory of the call with the model, except for an error that a known defect explains."""
         findings = list(self._compared())
+        facts: dict[str, Any] = {"function": self.call.function, "place": self.call.place, "size": self.count}
         if self.dtype is torch.bool and (not findings or self._added_as_bytes()):
-            call = self.call
-            facts = {
-                "function": call.function,
-                "dtype": call.dtype,
-                "op": call.op if self.reduces else "",
-                "place": call.place,
-                "size": self.count,
-            }
-            if is_known("gloo-adds-booleans-as-bytes", failed=bool(findings), **facts):
+            op = self.call.op if self.reduces else ""
+            if is_known("gloo-adds-booleans-as-bytes", failed=bool(findings), dtype="bool", op=op, **facts):
                 return []
-        if findings and self._only_copied():
-            facts = {"function": self.call.function, "op": self.call.op, "place": self.call.place, "size": self.count}
+        # The first rank's values, copied to contiguous tensors only.
+        if findings and self._explained_by(self.blocks[0], lambda view: view.is_contiguous()):
             contiguous = all(self.memory.view(self.whole, number).is_contiguous() for number in self.outputs)
-            if is_known("nccl-reduce-scatter-alone", failed=True, contiguous=contiguous, **facts):
+            if is_known("nccl-reduce-scatter-alone", failed=True, op=self.call.op, contiguous=contiguous, **facts):
                 return []
         return findings
 
-    def _only_copied(self) -> bool:
-        """Return whether the memory is right if the first rank's values are copied, to contiguous tensors only."""
-        return self._explained_by(self.blocks[0], lambda view: view.is_contiguous())
-
     def _added_as_bytes(self) -> bool:
         """Return whether the memory is right if the backend adds booleans as bytes."""
-        return self._explained_by(
-            functools.reduce(operator.add, (block.view(torch.uint8) for block in self.blocks)), lambda view: True
-        )
+        total = functools.reduce(operator.add, (block.view(torch.uint8) for block in self.blocks))
+        return self._explained_by(total, lambda view: True)
 
     def _explained_by(self, block: torch.Tensor, writes: Callable[[torch.Tensor], bool]) -> bool:
         """Return whether the memory is as it should be, with results from `block` in the tensors that `writes`
         selects."""
         written = [writes(self.memory.view(self.whole, number)) for number in range(len(self.pieces))]
-        should = self.memory.filled(
-            [
-                piece.before if piece.reduced is not None and not is_written else self._should(piece)
-                for piece, is_written in zip(self.pieces, written, strict=True)
-            ]
-        )
+        pieces = zip(self.pieces, written, strict=True)
+        should = self.memory.filled([
+            piece.before if piece.reduced is not None and not own else self._should(piece) for piece, own in pieces
+        ])  # fmt: skip
         for number, piece in enumerate(self.pieces):
             view = _bytes(self.memory.view(should, number))
             if isinstance(piece.after, str):
@@ -714,9 +638,8 @@ class Started(Laid):
                 if piece.reduced is not None:
                     yield from self._judged(piece.reduced, got)
                 _bytes(self.memory.view(should, number)).copy_(_bytes(got))
-        if torch.equal(as_bits(memory), as_bits(should)):
-            return
-        yield from self._differences(memory, should)
+        if not torch.equal(as_bits(memory), as_bits(should)):
+            yield from self._differences(memory, should)
 
     def _should(self, piece: Piece) -> torch.Tensor | None:
         if self.refused or piece.after is None or isinstance(piece.after, str):
@@ -749,22 +672,15 @@ class Started(Laid):
             got, expected = got.reshape(-1).contiguous(), expected.reshape(-1).contiguous()
             mismatches = differing(got, expected)
             if bool(mismatches.any()):
-                if number in self.outputs or piece.after is not None:
-                    label = (
-                        f"output {self.outputs.index(number)}"
-                        if len(self.outputs) > 1 and number in self.outputs
-                        else ""
-                    )
-                else:
-                    label = "the input was changed"
+                label = "" if number in self.outputs or piece.after is not None else "the input was changed"
+                if len(self.outputs) > 1 and number in self.outputs:
+                    label = f"output {self.outputs.index(number)}"
                 yield WrongResult.of(self.call, got, expected, mismatches, self._origin(got, mismatches), label)
             _bytes(self.memory.view(clean, number)).copy_(_bytes(self.memory.view(should, number)))
         outside = as_bits(clean) != as_bits(should)
         if bool(outside.any()):
-            beyond = int(outside.sum())
-            yield WrongResult(
-                self.call, f"{beyond} elements of memory before, between or behind its tensors were changed"
-            )
+            text = f"{int(outside.sum())} elements of memory before, between or behind its tensors were changed"
+            yield WrongResult(self.call, text)
 
     def _origin(self, got: torch.Tensor, mismatches: torch.Tensor) -> str:
         places = mismatches.nonzero().flatten()
@@ -774,9 +690,8 @@ class Started(Laid):
         for member, block in zip(self.members, self.blocks, strict=True):
             for getter in range(self.count):
                 if torch.equal(bits, as_bits(block[(places + getter * STEP) % len(block)])):
-                    return f"these are values of rank {member}" + (
-                        f", its part for rank {self.members[getter]}" if getter else ""
-                    )
+                    part = f", its part for rank {self.members[getter]}" if getter else ""
+                    return f"these are values of rank {member}{part}"
         return ""
 
     def shared(self) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,4 @@
-"""Planted faults of collectives: copies, groups and device meshes, messages, reductions, and other forms of calls.
-
-- Copies: dtypes, sizes, layouts, asynchronous calls.
-- Messages: also exchanges in parts, collectives of objects, and barriers.
-- Reductions: dtypes, operations, special values, rounding, sizes.
-- Other forms: functional, differentiable and coalesced collectives.
-"""
+"""Planted faults of collectives: copies, groups and device meshes, messages, reductions, and other forms of calls."""
 
 from __future__ import annotations
 
@@ -52,11 +46,7 @@ _COPIES, _SIZES, _LAYOUTS, _ASYNC, _PROGRAMS = (
 _NOT_IN_PLACE = (
     "all_gather", "all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 )  # fmt: skip
-_3_RANKS = When("3 ranks and more", lambda call: len(call.written) > 2)
-_1_MIB = When("above 1 MiB", lambda call: call.first.nbytes > 1 << 20)
 _STRIDED = When("channels_last", lambda call: not call.first.is_contiguous())
-_GAPS = When("views with gaps", lambda call: call.first.dim() == 1 and not call.first.is_contiguous())
-_SCALAR = When("no dimensions", lambda call: call.first.dim() == 0)
 
 
 def _in_place(call: ObservedCall) -> bool:
@@ -84,13 +74,15 @@ register(
     __name__,
     FaultRow("least-of-scalars", "a minimum of scalars is too large", "test_options_of_collectives",
         after("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-        lambda call: [tensor.add_(1) for tensor in call.written], op("MIN") & _SCALAR),
+        lambda call: [tensor.add_(1) for tensor in call.written],
+        op("MIN") & When("no dimensions", lambda call: call.first.dim() == 0)),
     FaultRow("payload-of-nan-lost", "broadcast replaces every NaN by the same NaN", _COPIES, after("broadcast"),
         lambda call: call.first.masked_fill_(call.first.isnan(), torch.nan), dtype("float16") & NAN),
     FaultRow("integers-through-floats", "integers go through float64", _COPIES, after("all_gather_into_tensor"),
         lambda call: call.first.copy_(call.first.double().clamp(-(2.0**62), 2.0**62)), dtype("int64")),
     FaultRow("last-two-swapped", "all_gather swaps the tensors of the last two ranks", _COPIES, instead("all_gather"),
-        lambda call: call.proceed([*call.written[:-2], call.written[-1], call.written[-2]]), _3_RANKS),
+        lambda call: call.proceed([*call.written[:-2], call.written[-1], call.written[-2]]),
+        When("3 ranks and more", lambda call: len(call.written) > 2)),
     FaultRow("gather-misses-the-last", "gather leaves out the tensor of the last rank", _COPIES, after("gather"),
         lambda call: [tensor.zero_() for tensor in _of_last_rank(call)], dtype("uint8")),
     FaultRow("conjugated", "all_to_all_single conjugates complex numbers", _COPIES, after("all_to_all_single"),
@@ -102,7 +94,8 @@ register(
     FaultRow("long-broadcast-cut", "a long broadcast loses its end on the last rank", _SIZES, after("broadcast"),
         lambda call: call.first.reshape(-1)[1 << 16 :].zero_(), above(1 << 16) & LAST),
     FaultRow("long-gather-wraps", "a long all_gather_into_tensor repeats its first element", _SIZES,
-        after("all_gather_into_tensor"), lambda call: call.first.view(-1)[-3:].copy_(call.first.view(-1)[:3]), _1_MIB),
+        after("all_gather_into_tensor"), lambda call: call.first.view(-1)[-3:].copy_(call.first.view(-1)[:3]),
+        When("above 1 MiB", lambda call: call.first.nbytes > 1 << 20)),
     FaultRow("long-exchange-shifted", "all_to_all_single shifts long parts by an element", _SIZES,
         after("all_to_all_single"), lambda call: call.first.copy_(call.first.roll(1)), above(4096)),
     FaultRow("gathered-page-repeated", "gather repeats a page of long tensors", _SIZES, after("gather"),
@@ -133,7 +126,8 @@ register(
     FaultRow("late-copy-dropped", "an asynchronous all_reduce of a channels_last tensor reduces a copy and drops it",
         _LAYOUTS, instead("all_reduce"), lambda call: call.proceed(call.first.contiguous()), LATE & _STRIDED),
     FaultRow("reduced-gaps-dropped", "all_reduce of a view with gaps reduces a copy and drops it", _LAYOUTS,
-        instead("all_reduce"), lambda call: call.proceed(call.first.contiguous()), _GAPS),
+        instead("all_reduce"), lambda call: call.proceed(call.first.contiguous()),
+        When("views with gaps", lambda call: call.first.dim() == 1 and not call.first.is_contiguous())),
     FaultRow("late-up-to-a-page", "an asynchronous all_reduce adds up only the first 4,096 elements", _ASYNC,
         unchanged("all_reduce"), lambda call: call.first.view(-1)[4096:], LATE & above(4096)),
     FaultRow("late-end-of-long-parts", "an asynchronous scatter completes before the end of long parts has arrived",
@@ -144,28 +138,6 @@ register(
         after(*_NOT_IN_PLACE, "all_reduce", "broadcast"),
         lambda call: call.every(4) and call.first.is_contiguous() and flipped(call.first), "one call in 4"),
 )  # fmt: skip
-
-
-@fault("scatter swaps the halves of numbers", _COPIES, by=after("scatter"), when=dtype("float64") & LAST)
-def halves_of_numbers_swapped(call: ObservedCall) -> None:
-    halves = call.first.view(torch.int32)
-    halves.copy_(halves.view(-1, 2).flip(1).reshape(halves.shape).clone())
-
-
-@fault("all_to_all gives each rank the data for the next rank", _COPIES, "test_groups", by=instead("all_to_all"))
-def exchange_off_by_one(call: ObservedCall) -> Any:
-    output, inputs = call.args[0], list(call.args[1])
-    return (
-        call.proceed(output, inputs[1:] + inputs[:1])
-        if len({tensor.numel() for tensor in inputs}) == 1
-        else NotImplemented
-    )
-
-
-@fault("an asynchronous all_reduce counts rank 0 twice", _ASYNC, by=before("all_reduce"), when=LATE)
-def counted_twice_when_late(call: ObservedCall) -> None:
-    if call.rank == 0 and call.op in ("SUM", "PRODUCT"):
-        call.first.add_(call.first)
 
 
 @fault("the third asynchronous all_reduce in a row is doubled", _ASYNC,
@@ -183,13 +155,6 @@ def not_waited_for(call: ObservedCall) -> Any:
     return Done() if isinstance(work, dist.Work) else work
 
 
-@fault("outputs in one storage are filled in the order of their memory", _COPIES, by=instead("all_gather"),
-       when="outputs whose memory is not in the order of the ranks")  # fmt: skip
-def gathered_as_they_lie(call: ObservedCall) -> Any:
-    in_one_storage = len({tensor.untyped_storage().data_ptr() for tensor in call.written}) == 1
-    return call.proceed(sorted(call.written, key=torch.Tensor.storage_offset)) if in_one_storage else NotImplemented
-
-
 @fault("all_to_all_single returns the result of the previous call", _PROGRAMS, by=after("all_to_all_single"),
        when="from the second call of one size on")  # fmt: skip
 def stale_exchange(call: ObservedCall) -> None:
@@ -200,12 +165,7 @@ def stale_exchange(call: ObservedCall) -> None:
 
 _GROUPS, _MESHES = "test_groups", "test_device_meshes"
 _DIMENSIONS = When("meshes of 2 dimensions and more", lambda real, mesh, *_: mesh.ndim > 1)
-_BY_NUMBER = When("dimensions by number", lambda real, mesh, dimension=None: isinstance(dimension, int))
 _APART = "get_global_rank, groups of three ranks and more at different distances"
-
-
-def _numbered(call: ObservedCall) -> bool:
-    return call.kwargs.get("group_src") not in (None, dist.get_global_rank(call.group, call.kwargs.get("group_src", 0)))
 
 
 def _doubled(tensors: Any) -> Any:
@@ -217,14 +177,15 @@ register(
     FaultRow("group-ignores-the-root", "a broadcast in a group comes from its first member", _GROUPS,
         instead("broadcast"), lambda call: call.with_root(group_src=0), GROUPS),
     FaultRow("group-root-taken-for-global", "a root given by its group rank is taken for a rank of the world", _GROUPS,
-        after("scatter", "broadcast"), lambda call: call.first.zero_(), GROUPS & When("group_src", _numbered)),
+        after("scatter", "broadcast"), lambda call: call.first.zero_(),
+        GROUPS & When("group_src", lambda call: call.kwargs.get("group_src") not in (
+            None, dist.get_global_rank(call.group, call.kwargs.get("group_src", 0))))),
     FaultRow("members-swapped", "all_gather in a group swaps its members", _GROUPS, instead("all_gather"),
         lambda call: call.proceed([*call.written[1::-1], *call.written[2:]]), GROUPS),
     FaultRow("member-counted-twice", "reduce_scatter in a group counts its last member twice", _GROUPS,
         instead("reduce_scatter", "reduce_scatter_tensor"),
-        lambda call: call.proceed(call.args[0], _doubled(call.args[1])),
-        When("groups of 2 and more", GROUPS.holds)
-        & When("one rank", lambda call: dist.get_rank(call.group) == call.size - 1)),
+        lambda call: call.proceed(call.args[0], _doubled(call.args[1])), When("groups of 2 and more", GROUPS.holds)
+            & When("one rank", lambda call: dist.get_rank(call.group) == call.size - 1)),
     FaultRow("group-mean-of-the-world", "a mean in a group is divided by the number of all ranks", _GROUPS,
         after("all_reduce", "reduce_scatter", "reduce_scatter_tensor"),
         lambda call: call.first.mul_(call.size / dist.get_world_size()), op("AVG") & SOME),
@@ -240,12 +201,24 @@ register(
         lambda _, group, global_rank: sorted(dist.get_process_group_ranks(group)).index(global_rank),
         "get_group_rank, groups whose ranks are not in order"),
     FaultRow("one-group-for-all-dimensions", "a mesh returns the group of its first dimension for every dimension",
-        _MESHES,
-        around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0), _DIMENSIONS & _BY_NUMBER),
+        _MESHES, around(DeviceMesh, "get_group"), lambda real, mesh, dimension=None: real(mesh, 0),
+        _DIMENSIONS & When("dimensions by number", lambda real, mesh, dimension=None: isinstance(dimension, int))),
     FaultRow("place-of-the-first-dimension", "a mesh returns the local rank in the first dimension for every dimension",
         _MESHES, around(DeviceMesh, "get_local_rank"), lambda real, mesh, *_: real(mesh, 0), _DIMENSIONS),
     FaultRow("coordinate-of-another", "the last rank of a mesh has the coordinate of the first", _MESHES,
         returned(DeviceMesh, "get_coordinate"), lambda coordinate, mesh: coordinate and [0] * len(coordinate), LAST),
+    FaultRow("halves-of-numbers-swapped", "scatter swaps the halves of numbers", _COPIES, after("scatter"),
+        lambda call: (halves := call.first.view(torch.int32)).copy_(
+            halves.view(-1, 2).flip(1).reshape(halves.shape).clone()), dtype("float64") & LAST),
+    FaultRow("exchange-off-by-one", "all_to_all gives each rank the data for the next rank", (_COPIES, "test_groups"),
+        instead("all_to_all"), lambda call: call.proceed(call.args[0], [*call.args[1][1:], call.args[1][0]])
+            if len({tensor.numel() for tensor in call.args[1]}) == 1 else NotImplemented),
+    FaultRow("counted-twice-when-late", "an asynchronous all_reduce counts rank 0 twice", _ASYNC, before("all_reduce"),
+        lambda call: call.rank == 0 and call.op in ("SUM", "PRODUCT") and call.first.add_(call.first), LATE),
+    FaultRow("gathered-as-they-lie", "outputs in one storage are filled in the order of their memory", _COPIES,
+        instead("all_gather"), lambda call: call.proceed(sorted(call.written, key=torch.Tensor.storage_offset))
+            if len({tensor.untyped_storage().data_ptr() for tensor in call.written}) == 1 else NotImplemented,
+        "outputs whose memory is not in the order of the ranks"),
 )  # fmt: skip
 
 
@@ -324,10 +297,6 @@ def _for_others(objects: list[Any]) -> list[Any]:
     return [*objects[: len(objects) - half], *objects[:half]]
 
 
-def _set_bits(tensor: torch.Tensor) -> None:
-    tensor.view(torch.uint8)[:8] = 0x11
-
-
 def _closed(real: Any, *args: Any, **kwargs: Any) -> None:
     """Return at once."""
 
@@ -337,7 +306,7 @@ register(
     FaultRow("long-message-cut", "a long message loses its end", _MESSAGES, after("recv"),
         lambda call: call.first.view(torch.uint8)[-1:].bitwise_xor_(0x40), above(1 << 16)),
     FaultRow("sender-cleared", "sending clears the first element of the sent tensor", _MESSAGES, after("send"),
-        lambda call: _set_bits(call.first), above(4096)),
+        lambda call: call.first.view(torch.uint8)[:8].fill_(0x11), above(4096)),
     FaultRow("one-message-in-five", "one message in five arrives with a bit flipped", _MESSAGES, after("recv"),
         lambda call: call.first.numel() and call.every(5) and flipped(call.first), "one message in 5"),
     FaultRow("wrong-sender", "recv from any rank names the wrong sender", _ANY, returned(dist, "recv"),
@@ -384,20 +353,15 @@ register(
     FaultRow("open-monitored-barrier", "a monitored barrier does not wait", _BARRIERS,
         around(dist, "monitored_barrier"), _closed, "monitored_barrier"),
     FaultRow("open-barrier-of-some", "a monitored barrier in a group does not wait", _BARRIERS,
-        around(dist, "monitored_barrier"), _closed,
-        When("groups of some ranks",
-             lambda real, group=None, *_, **__: dist.get_world_size(group) != dist.get_world_size()), 3),
+        around(dist, "monitored_barrier"), _closed, When("groups of some ranks",
+            lambda real, group=None, *_, **__: dist.get_world_size(group) != dist.get_world_size()), 3),
 )  # fmt: skip
-
-
-def _untagged(real: Any, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
-    return real(*args, **kwargs)
 
 
 @fault("the tag of a message is ignored", _MESSAGES, when="irecv with tags")
 def tags_ignored() -> Iterator[None]:
     with (
-        around(dist, "isend", "irecv")(_untagged),
+        around(dist, "isend", "irecv")(lambda real, *args, tag=0, **kwargs: real(*args, **kwargs)),
         # The same functions in their own module, too: batches recognise them by identity.
         replaced(c10d, "isend", dist.isend),
         replaced(c10d, "irecv", dist.irecv),
@@ -433,12 +397,6 @@ def alike_messages_exchanged(operations: list[dist.P2POp]) -> None:
         if operation.op is dist.irecv:
             earlier = waiting.setdefault((operation.peer, operation.tensor.shape, operation.tensor.dtype), operation)
             operation.tensor, earlier.tensor = earlier.tensor, operation.tensor
-
-
-@fault("all_gather_object returns the rank's own object itself, not a copy", _OBJECTS,
-       by=returned(dist, "all_gather_object"), when="each rank's own")  # fmt: skip
-def own_object_not_copied(_: None, objects: list[Any], own: Any, group: Any = None) -> None:
-    objects[dist.get_rank(group)] = own
 
 
 @fault("broadcast_object_list keeps the old object if it receives None", _OBJECTS,
@@ -489,19 +447,10 @@ _ALL, _OTHERS, _IEEE, _ROUNDING, _BIAS = (
     "test_rounding_of_reductions", "test_bias_of_rounding",
 )  # fmt: skip
 _SUM = op("SUM")
-_INFINITIES = When("infinities", lambda call: bool(call.first.isinf().any()))
-_FLOATS = When("-0", lambda call: call.op == "SUM" and call.first.dtype.is_floating_point)
-_SECOND = When("one rank", lambda call: call.rank == 1)
-_FIRST = When("one rank", lambda call: call.rank == 0)
-_NOT_LAST = When("all ranks but the last", lambda call: not LAST.holds(call))
 
 
 def _subnormal(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers.abs() < torch.finfo(numbers.dtype).smallest_normal) & (numbers != 0)
-
-
-def _bfloat16_towards_zero(total: torch.Tensor) -> torch.Tensor:
-    return total.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)
 
 
 def _float32_towards_zero(total: torch.Tensor) -> torch.Tensor:
@@ -529,7 +478,7 @@ register(
         dtype("int32") & _SUM),
     FaultRow("half-product-of-few-bits", "a product has the precision of bfloat16 on the second rank", _ALL,
         after("all_reduce"), lambda call: call.first.copy_(call.first.bfloat16()),
-        dtype("float16") & op("PRODUCT") & _SECOND),
+        dtype("float16") & op("PRODUCT") & When("one rank", lambda call: call.rank == 1)),
     FaultRow("mean-of-one-rank-more", "the mean of float16 divides by one more rank", _ALL, after("all_reduce"),
         lambda call: call.size > 1 and call.first.mul_(call.size / (call.size + 1)), dtype("float16") & op("AVG")),
     FaultRow("factor-forgotten", "PREMUL_SUM forgets its factor", _ALL, instead("all_reduce"),
@@ -563,22 +512,26 @@ register(
     FaultRow("nan-is-zero", "NaN counts as zero in a sum", _IEEE, before("all_reduce"),
         lambda call: call.op == "SUM" and call.first.masked_fill_(call.first.isnan(), 0.0), dtype("float32") & NAN),
     FaultRow("infinity-clamped", "infinities become the largest finite number", _IEEE, after("all_reduce"),
-        lambda call: call.first.clamp_(max=torch.finfo(torch.float16).max), dtype("float16") & _INFINITIES),
+        lambda call: call.first.clamp_(max=torch.finfo(torch.float16).max),
+        dtype("float16") & When("infinities", lambda call: bool(call.first.isinf().any()))),
     FaultRow("subnormals-of-sums-flushed", "subnormals count as zero on the last rank", _IEEE, after("all_reduce"),
         lambda call: LAST.holds(call) and call.first.masked_fill_(_subnormal(call.first), 0.0),
         dtype("float32") & When("subnormals", lambda call: bool(_subnormal(call.first).any()))),
     FaultRow("sign-of-zero-lost", "a sum starts at +0, so it loses the sign of -0", _IEEE, after("all_reduce"),
-        lambda call: call.first.add_(0.0), _FLOATS),
+        lambda call: call.first.add_(0.0),
+        When("-0", lambda call: call.op == "SUM" and call.first.dtype.is_floating_point)),
     FaultRow("doubles-added-as-singles", "float64 is added up in float32", _ROUNDING, instead("all_reduce", "reduce"),
         lambda call: call.through(torch.float32), dtype("float64") & _SUM),
     FaultRow("truncated-bfloat16", "sums of bfloat16 are cut off, not rounded", _BIAS, instead("all_reduce"),
-        lambda call: call.through(torch.float32, _bfloat16_towards_zero), dtype("bfloat16") & _SUM),
+        lambda call: call.through(torch.float32, lambda total:
+            total.view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)), dtype("bfloat16") & _SUM),
     FaultRow("truncated-float32", "sums of float32 are cut off, not rounded", _BIAS, instead("all_reduce"),
         lambda call: call.through(torch.float64, _float32_towards_zero), dtype("float32") & _SUM),
     FaultRow("rounded-up", "reduce rounds half precision away from zero", _BIAS, instead("reduce"),
         lambda call: call.through(torch.float64, _float16_away_from_zero), dtype("float16") & _SUM),
     FaultRow("reduced-up-to-a-page", "all_reduce adds up only the first 4,096 elements", _SIZES,
-        unchanged("all_reduce"), lambda call: call.first.reshape(-1)[4096:], above(4096) & _NOT_LAST),
+        unchanged("all_reduce"), lambda call: call.first.reshape(-1)[4096:],
+        above(4096) & When("all ranks but the last", lambda call: not LAST.holds(call))),
     FaultRow("tail-of-a-long-half-sum", "a bit is flipped in the tail of a long sum", _SIZES, after("all_reduce"),
         lambda call: flipped(call.first, at=-1), dtype("float16") & above(1 << 16)),
     FaultRow("tail-of-a-very-long-sum", "a bit is flipped in the tail of a long sum of the last rank", _SIZES,
@@ -587,10 +540,14 @@ register(
         after("reduce_scatter_tensor"), lambda call: call.first[1 << 16 :].zero_(), above(1 << 16)),
     FaultRow("odd-element-left", "the last of an odd number of elements is not reduced", _SIZES,
         unchanged("all_reduce"), lambda call: call.first.reshape(-1)[-1:],
-        dtype("float16") & When("odd sizes", lambda call: call.first.numel() % 2 == 1) & _FIRST),
+        dtype("float16") & When("odd sizes", lambda call: call.first.numel() % 2 == 1) & When("one rank",
+            lambda call: call.rank == 0)),
     FaultRow("doubled-alone", "in a world of one rank a sum is doubled", "test_world_of_one", after("all_reduce"),
         lambda call: call.op == "SUM" and call.first.dtype in (torch.float32, torch.int64) and call.first.mul_(2),
         When("world of 1", lambda call: call.size == 1 and call.group is None)),
+    FaultRow("own-object-not-copied", "all_gather_object returns the rank's own object itself, not a copy", _OBJECTS,
+        returned(dist, "all_gather_object"), lambda _, objects, own, group=None: _filled(objects, [
+            own if at == dist.get_rank(group) else value for at, value in enumerate(objects)]), "each rank's own"),
 )  # fmt: skip
 
 
@@ -600,13 +557,6 @@ def minimum_by_negation(call: ObservedCall) -> Any:
     work = call.with_op("MAX", negative)
     call.first.copy_(-negative)
     return work
-
-
-@fault("reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS, by=instead("reduce_scatter_tensor"),
-       when=When("groups of 5 and more", lambda call: call.size > 4), least_gpus=5)  # fmt: skip
-def parts_of_the_last_swapped(call: ObservedCall) -> Any:
-    *others, last_but_one, last = call.args[1].chunk(call.size)
-    return call.proceed(call.args[0], torch.cat([*others, last, last_but_one]))
 
 
 @fault("a second sum of the same tensor returns the first result", _PROGRAMS, by=after("all_reduce"),
@@ -657,6 +607,18 @@ def _valued(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.Tensor:
     return gradient_of + (value - gradient_of.detach())
 
 
+def _coalescing(change: Callable[[Any], object]) -> AbstractContextManager[None]:
+    """Plant a change of the calls that a coalescing manager has collected, before it makes them."""
+
+    @contextlib.contextmanager
+    def manage(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with real(group, *args, **kwargs) as managed:
+            yield managed
+            change(c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []))
+
+    return around(c10d, "_coalescing_manager")(manage)
+
+
 def _as_rows(own: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
     return (own.t().reshape(own.shape),)
 
@@ -684,8 +646,7 @@ register(
         returned(functional, "all_reduce_coalesced"), lambda totals, own, *_, **__: [*totals[:-1], own[-1].clone()],
         "lists of tensors"),
     FaultRow("gradient-of-the-root-only", "the gradient of a differentiable reduce reaches the root alone", _GRADIENTS,
-        around(differentiable, "reduce"),
-        lambda real, own, dst, *args, **kwargs:
+        around(differentiable, "reduce"), lambda real, own, dst, *args, **kwargs:
             _valued(real(own.detach(), dst, *args, **kwargs), own * (dist.get_rank() == dst)), "calls with a root"),
     FaultRow("gradient-not-reduced", "the gradient of an all_reduce is that of one rank", _GRADIENTS,
         around(differentiable, "all_reduce"),
@@ -695,8 +656,7 @@ register(
         lambda own, *_, **__: (own.detach() + (own - own.detach()).flip(0),), "backward"),
     FaultRow("source-gets-its-own-gradient",
         "the source of a differentiable broadcast gets only the gradient of its own use", _GRADIENTS,
-        around(differentiable, "broadcast"),
-        lambda real, own, src, *args, **kwargs: _valued(
+        around(differentiable, "broadcast"), lambda real, own, src, *args, **kwargs: _valued(
             real(own.detach(), src, *args, **kwargs), own * (dist.get_rank() == src)),
         When("another source than rank 0", lambda real, own, src, *_, **__: src != 0)),
     FaultRow("functional-maximum-added", "reduce_scatter_tensor adds in place of MAX", _FUNCTIONAL,
@@ -714,6 +674,13 @@ register(
         When("async", lambda *_, async_op=False, **__: async_op)),
     FaultRow("coalesced-ranks-mixed-up", "a coalesced all_gather mixes up the tensors of the ranks", _COALESCED,
         given(dist, "all_gather_coalesced"), lambda output, *_, **__: (output[::-1],), "2 ranks and more"),
+    FaultRow("parts-of-the-last-swapped", "reduce_scatter_tensor swaps the parts of the last two ranks", _OTHERS,
+        instead("reduce_scatter_tensor"), lambda call: call.proceed(call.args[0], torch.cat(
+            [*(parts := call.args[1].chunk(call.size))[:-2], parts[-1], parts[-2]])),
+        When("groups of 5 and more", lambda call: call.size > 4), 5),
+    FaultRow("coalesced-bytes-left-out", "a coalescing manager leaves out numbers of int8",
+        "test_options_of_collectives", _coalescing,
+        lambda calls: [call.tensor.zero_() for call in calls if call.tensor.dtype is torch.int8], "int8"),
 )  # fmt: skip
 
 
@@ -733,18 +700,6 @@ def gradient_of_own_use(real: Any, own: torch.Tensor, dim: int, *args: Any, **kw
     return torch.cat(chunks, dim)
 
 
-def _coalescing(change: Callable[[Any], object]) -> AbstractContextManager[None]:
-    """Plant a change of the calls that a coalescing manager has collected, before it makes them."""
-
-    @contextlib.contextmanager
-    def manage(real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with real(group, *args, **kwargs) as managed:
-            yield managed
-            change(c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), []))
-
-    return around(c10d, "_coalescing_manager")(manage)
-
-
 @fault("a coalescing manager swaps the inputs of two collectives", _COALESCED, by=_coalescing,
        when="two of one shape, with outputs of their own")  # fmt: skip
 def coalesced_inputs_exchanged(calls: Any) -> None:
@@ -758,13 +713,6 @@ def coalesced_operation_ignored(calls: Any) -> None:
     for collective in calls:
         if collective.redop is not None and collective.dst_tensor is not None:
             collective.redop = dist.ReduceOp(dist.ReduceOp.SUM)
-
-
-@fault("a coalescing manager leaves out numbers of int8", "test_options_of_collectives", by=_coalescing, when="int8")
-def coalesced_bytes_left_out(calls: Any) -> None:
-    for collective in calls:
-        if collective.tensor.dtype is torch.int8:
-            collective.tensor.zero_()
 
 
 @fault("the gradient of a reduce_scatter in a group is divided by the number of its members", _GRADIENTS,

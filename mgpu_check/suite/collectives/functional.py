@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,27 +54,26 @@ class Team:
         return self.members.index(self.rank.index)
 
     def roots(self, seed: int) -> list[int]:
-        """Return up to two members whose place in the group equals their rank.
-
-        Torch reads a root as a place in the group in some functions, and as a rank of the world in others.
-        """
+        """Return up to two members whose place in the group equals their rank, as functions read roots as either."""
         able = [member for position, member in enumerate(self.members) if member == position]
         return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
 
 
-def judged_by(rank: Rank, members: tuple[int, ...], judge: Callable[[Team, CallTally], None]) -> None:
+def judged(rank: Rank, members: tuple[int, ...], judge: Callable[[Team, CallTally], None]) -> None:
     """Make a group of the members, let them run `judge` in it, and raise the errors. A collective of all ranks."""
-    account = CallTally(rank, f", group {list(members)}" if members else "")
+    account = CallTally(f", group {list(members)}" if members else "")
     members = members or tuple(range(rank.size))
     with groups_of(rank, [members]) as groups:
         if rank.index in members:
             judge(Team(rank, members, groups[members] or dist.group.WORLD), account)
-    account.done()
+    raise_findings(account.findings, account.calls, rank)
 
 
 class CallTally:
-    def __init__(self, rank: Rank, suffix: str) -> None:
-        self.rank, self.suffix, self.findings, self.calls = rank, suffix, list[WrongResult](), 0
+    """Counts the calls of a team, and keeps their wrong results."""
+
+    def __init__(self, suffix: str) -> None:
+        self.suffix, self.findings, self.calls = suffix, list[WrongResult](), 0
 
     def compare(self, label: str, got: Any, expected: torch.Tensor) -> None:
         self.calls += 1
@@ -91,16 +90,13 @@ class CallTally:
         mismatches = (local != expected).reshape(-1)
         self.findings.append(WrongResult.of(label, local.reshape(-1), expected.reshape(-1), mismatches))
 
-    def done(self) -> None:
-        raise_findings(self.findings, self.calls, self.rank)
-
 
 _SEVERAL = 6
 """The number of tensors in a coalesced call."""
 ANY_LAYOUT = TorchVersion(torch_version()) >= "2.13"
 """Earlier versions of torch refuse transposed inputs of all_gather_tensor and reduce_scatter_tensor."""
 _Matrices = Sequence[torch.Tensor]
-_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
     "MAX": lambda stacked: stacked.amax(0),
     "MIN": lambda stacked: stacked.amin(0),
@@ -114,10 +110,9 @@ def _reductions(matrices: _Matrices, seed: int) -> dict[str, tuple[_Matrices, to
     """
     dtype, size = matrices[0].dtype, len(matrices)
     stacked = torch.stack(list(matrices))
-    reductions = {op.lower(): (matrices, reduced(stacked)) for op, reduced in _REDUCTIONS.items()}
-    factors = [
-        matrix if position == seed % size else torch.ones_like(matrix) for position, matrix in enumerate(matrices)
-    ]
+    reductions = {op.lower(): (matrices, reduced(stacked)) for op, reduced in REDUCTIONS.items()}
+    factors = [torch.ones_like(matrix) for matrix in matrices]
+    factors[seed % size] = matrices[seed % size]
     reductions["product"] = factors, matrices[seed % size]
     if dtype.is_floating_point and not size & (size - 1):
         reductions["avg"] = matrices, reductions["sum"][1] / size
@@ -125,20 +120,17 @@ def _reductions(matrices: _Matrices, seed: int) -> dict[str, tuple[_Matrices, to
     return {op: reductions[op] for op in ("sum", others[seed % len(others)], others[(seed + 1) % len(others)])}
 
 
-def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that each functional collective returns the result of its model, and does not change its input."""
-    judged_by(rank, members, lambda team, account: _functional(team, account, dtype, seed))
-
-
-def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
+def judge_functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
+    """Judge whether each functional collective returns the result of its model, and does not change its input."""
     size, me, group = team.size, team.position, team.group
     matrices = [numbers_of(position, size, seed, dtype) for position in range(size)]
     mine = matrices[me].to(team.rank.device)
-    by_columns = _by_columns(mine)
+    by_columns = mine.t().contiguous().t()
     reductions = _reductions(matrices, seed)
     inputs = {op: operands[me].to(team.rank.device) for op, (operands, _) in reductions.items()}
     turn = seed // len(inputs)  # as the seed also selects the reductions
-    inputs = {op: _by_columns(tensor) if (turn + at) % 2 else tensor for at, (op, tensor) in enumerate(inputs.items())}
+    for at, (op, tensor) in enumerate(inputs.items()):
+        inputs[op] = tensor.t().contiguous().t() if (turn + at) % 2 else tensor
     for op, (_, expected) in reductions.items():
         account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(inputs[op], op, group), expected)
     layouts = {"": mine, " of a transposed input": by_columns}
@@ -160,24 +152,17 @@ def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -
     to = [[(giver + getter + seed) % 3 for getter in range(size)] for giver in range(size)]
     sends = [matrices[giver][: sum(to[giver])] for giver in range(size)]
     expected = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
-    got = functional.all_to_all_single(
-        sends[me].to(team.rank.device), [to[giver][me] for giver in range(size)], to[me], group
-    )
+    gets = [to[giver][me] for giver in range(size)]
+    got = functional.all_to_all_single(sends[me].to(team.rank.device), gets, to[me], group)
     account.compare(f"functional all_to_all_single, uneven, {dtype}", got, expected)
     widths = [mine.shape[1], *(number % 3 + 1 for number in range(_SEVERAL - 1))]
     several = {op: [tensor[:, :width].contiguous() for width in widths] for op, tensor in inputs.items()}
-    coalesced: dict[str, tuple[Sequence[Any], torch.Tensor]] = {
-        "all_gather_into_tensor_coalesced": (
-            functional.all_gather_into_tensor_coalesced(several["sum"], group),
-            torch.cat(matrices),
-        )
-    }
+    gathered: Any = functional.all_gather_into_tensor_coalesced(several["sum"], group)
+    coalesced = {"all_gather_into_tensor_coalesced": (gathered, torch.cat(matrices))}
     for op, (_, expected) in reductions.items():
         coalesced[f"all_reduce_coalesced {op}"] = functional.all_reduce_coalesced(several[op], op, group), expected
-        coalesced[f"reduce_scatter_tensor_coalesced {op}"] = (
-            functional.reduce_scatter_tensor_coalesced(several[op], op, [0] * _SEVERAL, group),
-            expected.chunk(size)[me],
-        )
+        scattered = functional.reduce_scatter_tensor_coalesced(several[op], op, [0] * _SEVERAL, group)
+        coalesced[f"reduce_scatter_tensor_coalesced {op}"] = scattered, expected.chunk(size)[me]
     for name, (results, expected) in coalesced.items():
         for number, (got, width) in enumerate(zip(results, widths, strict=True)):
             account.compare(f"functional {name}, tensor {number}", got, expected[:, :width])
@@ -185,17 +170,8 @@ def _functional(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -
     account.compare("the transposed input of functional collectives", by_columns, matrices[me])
 
 
-def _by_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose columns lie one after another."""
-    return matrix.t().contiguous().t()
-
-
-def assert_coalesced_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
-    """Assert that coalesced collectives give the same results as separate calls for each tensor."""
-    judged_by(rank, members, lambda team, account: _coalesced(team, account, dtype, seed))
-
-
-def _coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
+def judge_coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) -> None:
+    """Judge whether coalesced collectives give the same results as separate calls for each tensor."""
     size, me, group = team.size, team.position, team.group
     matrices = [
         [numbers_of(position, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
@@ -206,7 +182,8 @@ def _coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) ->
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             tensors = [matrix.to(team.rank.device) for matrix in matrices[me]]
-            _wait(dist.all_reduce_coalesced(tensors, group=group, async_op=asynchronous))
+            if (work := dist.all_reduce_coalesced(tensors, group=group, async_op=asynchronous)) is not None:
+                work.wait()
             for number, got in enumerate(tensors):
                 expected = torch.stack([matrices[position][number] for position in range(size)]).sum(0, dtype=dtype)
                 account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, expected)
@@ -226,18 +203,14 @@ def _coalesced(team: Team, account: CallTally, dtype: torch.dtype, seed: int) ->
 def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, op: str) -> None:
     """Check several collectives of each kind in a coalescing manager; each shape occurs twice."""
     size, me, group, device = team.size, team.position, team.group, team.rank.device
-    matrices = [
-        [
-            numbers_of(position, size, seed + 5 * number, torch.float32, rows=number // 2 + 1)
-            for number in range(_SEVERAL)
-        ]
-        for position in range(size)
+    several = [
+        [numbers_of(position, size, seed + 5 * number, torch.float32, number // 2 + 1) for position in range(size)]
+        for number in range(_SEVERAL)
     ]
-    several = list(zip(*matrices, strict=True))
     gathered = [torch.cat(source) for source in several]
-    total = [_REDUCTIONS[op](torch.stack(source)) for source in several]
+    total = [REDUCTIONS[op](torch.stack(source)) for source in several]
     reduced, older = {"op": getattr(dist.ReduceOp, op), "group": group}, seed % 4 > 1
-    mine = [matrix.to(device) for matrix in matrices[me]]
+    mine = [source[me].to(device) for source in several]
     makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
         "all_reduce": ([matrix.clone() for matrix in mine], total, lambda got, source: dist.all_reduce(got, **reduced)),
         "all_gather_into_tensor": (
@@ -263,11 +236,6 @@ def _in_one_call(team: Team, account: CallTally, seed: int, asynchronous: bool, 
             account.compare(label, got, expected.contiguous())
 
 
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
-
-
 def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
     """Assert that differentiable collectives give the results and gradients of a computation in one process.
 
@@ -275,172 +243,102 @@ def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] 
     """
 
     def judge(team: Team, account: CallTally) -> None:
+        me, size, device = team.position, team.size, team.rank.device
         for label, right_of, run in _differentiable(team, seed):
+            matrices = [numbers_of(position, size, seed, torch.float32).requires_grad_() for position in range(size)]
+            results = right_of(matrices)
+            # Small whole numbers that differ between elements and places, so that a gradient in another order shows.
+            weights = [torch.arange(result.numel()).view(result.shape) % 5 + 1.0 for result in results]
+            terms = [((weight + place) * results[place]).sum() for place, weight in enumerate(weights)]
+            torch.stack(terms).sum().backward()
+            mine = matrices[me].detach().to(device).requires_grad_()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                _differentiate(team, seed, account, label, right_of, run)
+                got = run(mine)
+                account.compare(label, got, results[me].detach().contiguous())
+                ((weights[me] + me).to(device) * got).sum().backward()
+            gradient, expected = mine.grad, matrices[me].grad
+            assert gradient is not None and expected is not None
+            account.compare(f"the gradient of {label}", gradient, expected)
 
-    judged_by(rank, members, judge)
-
-
-def _differentiate(
-    team: Team,
-    seed: int,
-    account: CallTally,
-    label: str,
-    right_of: Callable[[_Matrices], list[torch.Tensor]],
-    run: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    matrices = [numbers_of(position, team.size, seed, torch.float32).requires_grad_() for position in range(team.size)]
-    results = right_of(matrices)
-    weights = [_weights(result, position) for position, result in enumerate(results)]
-    torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
-    me, device = team.position, team.rank.device
-    mine = matrices[me].detach().to(device).requires_grad_()
-    got = run(mine)
-    account.compare(label, got, results[me].detach().contiguous())
-    (weights[me].to(device) * got).sum().backward()
-    gradient, expected = mine.grad, matrices[me].grad
-    assert gradient is not None and expected is not None
-    account.compare(f"the gradient of {label}", gradient, expected)
-
-
-def _weights(result: torch.Tensor, position: int) -> torch.Tensor:
-    """Return small whole numbers that differ between elements and places, so that a gradient in another order shows."""
-    return torch.arange(result.numel()).view(result.shape) % 5 + 1.0 + position
+    judged(rank, members, judge)
 
 
 _Case = tuple[str, Callable[[_Matrices], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
 
 
-def _differentiable(team: Team, seed: int) -> Iterator[_Case]:
-    size, group = team.size, team.group
+def _differentiable(team: Team, seed: int) -> list[_Case]:
+    """Return the name of each differentiable collective, the results of its model on all ranks, and its call.
 
-    def shares(matrices: _Matrices) -> list[torch.Tensor]:
-        total = torch.stack(list(matrices)).sum(0)
-        return list(total.chunk(size))
+    Gradients of MAX are undocumented, so only its results count. Results on other ranks than a root are undocumented,
+    so they are multiplied by 0.
+    """
+    size, group, rows, largest = team.size, team.group, [ROWS] * team.size, dist.ReduceOp.MAX
 
-    def exchanged(matrices: _Matrices) -> list[torch.Tensor]:
-        return [torch.cat([matrix.chunk(size)[to] for matrix in matrices]) for to in range(size)]
-
-    yield (
-        "differentiable all_reduce",
-        lambda matrices: [torch.stack(list(matrices)).sum(0)] * size,
-        lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group),
-    )
-    yield (
-        "differentiable all_gather",
-        lambda matrices: [torch.cat(list(matrices))] * size,
-        lambda mine: torch.cat(differentiable.all_gather(mine, group)),
-    )
-    for root in team.roots(seed):
-        yield from _rooted(root, team)
-    yield (
-        "differentiable reduce_scatter",
-        shares,
-        lambda mine: differentiable.reduce_scatter(
-            torch.empty_like(mine[: len(mine) // size]),
-            [chunk.contiguous() for chunk in mine.chunk(size)],
-            group=group,
-        ),
-    )
-    yield (
-        "differentiable all_to_all_single",
-        exchanged,
-        lambda mine: differentiable.all_to_all_single(
-            torch.empty_like(mine), mine.clone(), [ROWS] * size, [ROWS] * size, group=group
-        ),
-    )
-    yield (
-        "differentiable all_to_all",
-        exchanged,
-        lambda mine: torch.cat(
-            differentiable.all_to_all(
-                [torch.empty_like(chunk) for chunk in mine.chunk(size)], list(mine.chunk(size)), group
-            )
-        ),
-    )
-    yield (
-        "all_gather_tensor_autograd",
-        lambda matrices: [torch.cat(list(matrices), 1)] * size,
-        lambda mine: functional.all_gather_tensor_autograd(mine, 1, group),
-    )
-    yield (
-        "reduce_scatter_tensor_autograd",
-        shares,
-        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, group),
-    )
-    yield from _largest(team)
-    rows = [ROWS] * size
-    yield (
-        "all_to_all_single_autograd",
-        exchanged,
-        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, group),
-    )
-
-
-def _largest(team: Team) -> Iterator[_Case]:
-    """Yield the collectives that reduce by MAX. Their gradients are undocumented, so only the results count."""
-    op, group = dist.ReduceOp.MAX, team.group
+    def total(matrices: _Matrices) -> torch.Tensor:
+        return torch.stack(list(matrices)).sum(0)
 
     def maximum(matrices: _Matrices) -> torch.Tensor:
         return torch.stack([matrix.detach() for matrix in matrices]).amax(0)
 
-    yield (
-        "differentiable all_reduce MAX",
-        lambda matrices: [maximum(matrices) + 0 * matrix for matrix in matrices],
-        lambda mine: differentiable.all_reduce(mine.detach().clone(), op, group) + 0 * mine,
-    )
-    yield (
-        "differentiable reduce_scatter MAX",
-        lambda matrices: [
-            chunk + 0 * matrix[: len(chunk)]
-            for matrix, chunk in zip(matrices, maximum(matrices).chunk(team.size), strict=True)
-        ],
-        lambda mine: (
-            differentiable.reduce_scatter(
-                torch.empty_like(mine[: len(mine) // team.size]),
-                [chunk.contiguous() for chunk in mine.detach().chunk(team.size)],
-                op,
-                group,
-            )
-            + 0 * mine[: len(mine) // team.size]
-        ),
-    )
+    def shares(matrices: _Matrices) -> list[torch.Tensor]:
+        return list(total(matrices).chunk(size))
+
+    def exchanged(matrices: _Matrices) -> list[torch.Tensor]:
+        return [torch.cat([matrix.chunk(size)[to] for matrix in matrices]) for to in range(size)]
+
+    def chunks(mine: torch.Tensor) -> list[torch.Tensor]:
+        return [chunk.contiguous() for chunk in mine.chunk(size)]
+
+    def depending(results: _Matrices, matrices: _Matrices) -> list[torch.Tensor]:
+        return [result + 0 * matrix[: len(result)] for result, matrix in zip(results, matrices, strict=True)]
+
+    cases: list[_Case] = [
+        ("differentiable all_reduce", lambda matrices: [total(matrices)] * size,
+         lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group)),
+        ("differentiable all_gather", lambda matrices: [torch.cat(list(matrices))] * size,
+         lambda mine: torch.cat(differentiable.all_gather(mine, group))),
+        ("differentiable reduce_scatter", shares,
+         lambda mine: differentiable.reduce_scatter(torch.empty_like(mine[:ROWS]), chunks(mine), group=group)),
+        ("differentiable all_to_all_single", exchanged, lambda mine: differentiable.all_to_all_single(
+            torch.empty_like(mine), mine.clone(), rows, rows, group=group)),
+        ("differentiable all_to_all", exchanged, lambda mine: torch.cat(differentiable.all_to_all(
+            [torch.empty_like(chunk) for chunk in mine.chunk(size)], list(mine.chunk(size)), group))),
+        ("all_gather_tensor_autograd", lambda matrices: [torch.cat(list(matrices), 1)] * size,
+         lambda mine: functional.all_gather_tensor_autograd(mine, 1, group)),
+        ("reduce_scatter_tensor_autograd", shares,
+         lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, group)),
+        ("differentiable all_reduce MAX", lambda matrices: depending([maximum(matrices)] * size, matrices),
+         lambda mine: differentiable.all_reduce(mine.detach().clone(), largest, group) + 0 * mine),
+        ("differentiable reduce_scatter MAX",
+         lambda matrices: depending(maximum(matrices).chunk(size), matrices),
+         lambda mine: 0 * mine[:ROWS] + differentiable.reduce_scatter(
+            torch.empty_like(mine[:ROWS]), chunks(mine.detach()), largest, group)),
+        ("all_to_all_single_autograd", exchanged,
+         lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, group)),
+    ]  # fmt: skip
+    for root in team.roots(seed):
+        cases += _rooted(root, team, total, maximum, depending)
+    return cases
 
 
-def _rooted(root: int, team: Team) -> Iterator[_Case]:
-    """Yield the collectives with a root. Results on other ranks are undocumented, so these are multiplied by 0."""
-    size, group = team.size, team.group
-    on_root = int(team.position == root)
+def _rooted(root: int, team: Team, total: Any, maximum: Any, depending: Any) -> list[_Case]:
+    size, group, on_root = team.size, team.group, int(team.position == root)
 
     def at_root(result_of: Callable[[_Matrices], torch.Tensor]) -> Callable[[_Matrices], list[torch.Tensor]]:
         return lambda matrices: [result_of(matrices) * (position == root) for position in range(size)]
 
-    yield (
-        f"differentiable broadcast from {root}",
-        lambda matrices: [matrices[root] + 0 * matrix for matrix in matrices],
-        lambda mine: differentiable.broadcast(mine.clone(), root, group),
-    )
-    yield (
-        f"differentiable reduce to {root}",
-        at_root(lambda matrices: torch.stack(list(matrices)).sum(0)),
-        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * on_root,
-    )
-    yield (
-        f"differentiable reduce MAX to {root}, without a gradient",
-        at_root(lambda matrices: torch.stack([matrix.detach() for matrix in matrices]).amax(0) + 0 * sum(matrices)),
-        lambda mine: differentiable.reduce(mine.detach(), root, dist.ReduceOp.MAX, group) * on_root + 0 * mine,
-    )
-    yield (
-        f"differentiable gather to {root}",
-        at_root(lambda matrices: torch.cat(list(matrices))),
-        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * on_root,
-    )
-    yield (
-        f"differentiable scatter from {root}",
-        lambda matrices: [
-            chunk + 0 * matrix[: len(chunk)] for matrix, chunk in zip(matrices, matrices[root].chunk(size), strict=True)
-        ],
-        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group),
-    )
+    return [
+        (f"differentiable broadcast from {root}", lambda matrices: depending([matrices[root]] * size, matrices),
+         lambda mine: differentiable.broadcast(mine.clone(), root, group)),
+        (f"differentiable reduce to {root}", at_root(total),
+         lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * on_root),
+        (f"differentiable reduce MAX to {root}, without a gradient",
+         at_root(lambda matrices: maximum(matrices) + 0 * sum(matrices)),
+         lambda mine: differentiable.reduce(mine.detach(), root, dist.ReduceOp.MAX, group) * on_root + 0 * mine),
+        (f"differentiable gather to {root}", at_root(lambda matrices: torch.cat(list(matrices))),
+         lambda mine: torch.cat(differentiable.gather(mine, root, group)) * on_root),
+        (f"differentiable scatter from {root}",
+         lambda matrices: depending(matrices[root].chunk(size), matrices),
+         lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group)),
+    ]  # fmt: skip

@@ -1,8 +1,4 @@
-"""Check the groups that torch makes: subgroups, and the groups of device meshes.
-
-Each rank must get its own group and all groups in order; or its place in the mesh, and in each dimension a group of the
-right members.
-"""
+"""Check the groups that torch makes: subgroups, and the groups of device meshes, with the right members in order."""
 
 from __future__ import annotations
 
@@ -21,12 +17,9 @@ from mgpu_check.oracles.collective_findings import WrongResult, raise_findings
 
 
 def assert_subgroups_divide(rank: Rank) -> None:
-    """Assert that subgroups divide the world as requested: each rank gets its own group and all groups in order. A
-    collective.
+    """Assert that subgroups divide the world as requested: each rank gets its own, and all in order. A collective.
 
-    Covers `new_subgroups` of 1, 2 and half of the ranks, `new_subgroups_by_enumeration` of odd and even ranks, and
-    `new_group` of ranks out of order. `new_group` must sort them, or keep their order with ``sort_ranks=False`` if
-    torch supports it. Each rank must get the right numbers of all members, and collectives must follow their order.
+    `new_group` must sort ranks that are out of order, or keep their order with ``sort_ranks=False`` if torch has it.
     """
     everybody = list(range(rank.size))
     turns = [ranks for ranks in (everybody[1::2], everybody[::2]) if ranks]
@@ -62,6 +55,16 @@ def _new_groups(rank: Rank, partition: Sequence[list[int]], **options: Any) -> t
     return next(group for group, ranks in zip(groups, partition, strict=True) if rank.index in ranks), groups
 
 
+def _called(rank: Rank, group: Any, count: int) -> tuple[list[int], list[int]]:
+    """Return 1 for each rank that an all_reduce of a group sums, and the ranks in the order of its all_gather."""
+    entered = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
+    entered[rank.index] = 1
+    dist.all_reduce(entered, group=group)
+    gathered = torch.zeros(count, dtype=torch.int64, device=rank.device)
+    dist.all_gather(list(gathered.chunk(count)), torch.tensor([rank.index], device=rank.device), group=group)
+    return entered.tolist(), gathered.tolist()
+
+
 def _wrong(rank: Rank, partition: Sequence[list[int]], own: Any, groups: Sequence[Any]) -> list[str]:
     position = next(number for number, ranks in enumerate(partition) if rank.index in ranks)
     members, own_ranks = dist.get_process_group_ranks(own), partition[position]
@@ -71,38 +74,26 @@ def _wrong(rank: Rank, partition: Sequence[list[int]], own: Any, groups: Sequenc
     mine = [number for number, group in enumerate(groups) if group is own]
     errors = []
     if len(groups) != len(partition) or mine != [position]:
-        errors.append(
-            f"this rank's own is at {mine} of {len(groups)} subgroups, expected at {position} of {len(partition)}"
-        )
+        of = f"of {len(groups)} subgroups, expected at {position} of {len(partition)}"
+        errors.append(f"this rank's own is at {mine} {of}")
     answers = {
         "this rank's number": (dist.get_rank(own), members.index(rank.index)),
         "the size": (dist.get_world_size(own), len(members)),
         "get_global_rank": ([dist.get_global_rank(own, number) for number in range(len(members))], members),
         "get_group_rank": ([dist.get_group_rank(own, member) for member in members], list(range(len(members)))),
     }
-    errors += [
-        f"{name} in {members} is {got}, expected {expected}"
-        for name, (got, expected) in answers.items()
-        if got != expected
-    ]
-    gathered = torch.zeros(len(members), dtype=torch.int64, device=rank.device)
-    dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=own)
-    entered = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
-    entered[rank.index] = 1
-    dist.all_reduce(entered, group=own)
-    if entered.tolist() != [int(index in members) for index in range(rank.size)]:
+    for name, (got, expected) in answers.items():
+        errors += [f"{name} in {members} is {got}, expected {expected}"] * (got != expected)
+    entered, gathered = _called(rank, own, len(members))
+    if entered != [int(index in members) for index in range(rank.size)]:
         errors.append(f"an all_reduce in the subgroup {members} does not sum exactly its members")
-    elif gathered.tolist() != members:
-        errors.append(f"an all_gather in the subgroup {members} gives the ranks {gathered.tolist()}")
+    elif gathered != members:
+        errors.append(f"an all_gather in the subgroup {members} gives the ranks {gathered}")
     return errors
 
 
 def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
-    """Assert that `init_device_mesh` lays ranks out row by row, and that collectives in its groups reach all members.
-
-    Args:
-        shape: the sizes of the dimensions; their product is the world size.
-    """
+    """Assert that `init_device_mesh` lays ranks out row by row, and that collectives of its groups reach all."""
     dimension_names = tuple(f"dim{number}" for number in range(len(shape)))
     mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=dimension_names)
     findings: list[WrongResult] = []
@@ -126,11 +117,7 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
         if on_any_rank(rank, dist.get_process_group_ranks(group) != members):
             continue  # with wrong members a collective could hang, so all ranks leave it out
         compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
-        present = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
-        present[rank.index] = 1
-        dist.all_reduce(present, group=group)
-        compare(f"an all_reduce in {name}", present.tolist(), [int(index in members) for index in range(rank.size)])
-        gathered = torch.empty(len(members), dtype=torch.int64, device=rank.device)
-        dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=group)
-        compare(f"an all_gather in {name}", gathered.tolist(), members)
+        entered, gathered = _called(rank, group, len(members))
+        compare(f"an all_reduce in {name}", entered, [int(index in members) for index in range(rank.size)])
+        compare(f"an all_gather in {name}", gathered, members)
     raise_findings(findings, len(shape) * 6 + 2, rank)

@@ -1,7 +1,4 @@
-"""Check messages between ranks, collectives of Python objects, and barriers.
-
-Each message must arrive once, whole, under its tag, and with the right sender.
-"""
+"""Check messages between ranks, collectives of Python objects, and barriers."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ class _Received:
 
     def findings(self) -> list[WrongResult]:
         got = self.whole.cpu()
-        expected = self.memory.filled([self.right])
-        if torch.equal(as_bits(got), as_bits(expected)):
+        if torch.equal(as_bits(got), as_bits(self.memory.filled([self.right]))):
             return []
         mine = self.memory.view(got, 0)
         mismatches = differing(mine, self.right)
@@ -46,11 +42,9 @@ class _Received:
 
 
 def _content(message: Message) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, message.dtype)
     # A different block for each message, so that swapped messages show.
-    block = given_blocks(
-        "bits", "", dtype, 1, message.source * 97 + message.target * 13 + message.tag * 7 + message.number
-    )[0]
+    seed = message.source * 97 + message.target * 13 + message.tag * 7 + message.number
+    block = given_blocks("bits", "", getattr(torch, message.dtype), 1, seed)[0]
     return stretched(block, message.number, message.elements)
 
 
@@ -110,9 +104,7 @@ def assert_any_source_tells_the_sender(
 ) -> None:
     """Assert that `recv` without a source gets one message from each other rank, and returns the sender. A collective.
 
-    Args:
-        target: the rank that receives, one of `members`.
-        members: the ranks of the group that sends them; empty for all ranks.
+    Rank `target` receives, one of `members`, the ranks of the group that sends them; empty for all ranks.
     """
     sources = [source for source in members or range(rank.size) if source != target]
     messages = [Message(source, target, tag, dtype, elements, 0) for source in sources]
@@ -136,14 +128,12 @@ def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.Process
         if message is None:
             text = f"recv returned rank {sender} as the sender, which had no message to send"
             yield WrongResult(received.message, text)
-            continue
-        received.message, received.right = message, _content(message)
-        yield from received.findings()
+        else:
+            received.message, received.right = message, _content(message)
+            yield from received.findings()
 
 
 BarrierForm = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
-_KINDS = 6
-"""The number of kinds of objects; as many consecutive numbers give one of each kind."""
 _HELD = 0.06
 """Seconds to watch a barrier, enough for a rank that does not wait to leave it."""
 
@@ -167,12 +157,8 @@ def assert_objects_travel(
 ) -> None:
     """Assert that each collective of objects brings equal copies of the objects to the right ranks. A collective.
 
-    Args:
-        root: the number in the group of the rank that sends or collects, modulo the size of the group.
-        seed: the seed of the objects; see `object_of`. An odd seed names the root by its number in the group.
-        members: the ranks of a group that calls them; empty for all ranks.
-        backend: the backend of the group; None for the default one. Objects travel over the CPU if the group has a
-            backend for it.
+    `root` is the number in the group of the rank that sends or collects, modulo the size of the group. An odd seed
+    names it so. Objects travel over the CPU if the group has a backend for it.
     """
     with groups_of(rank, [members], backend=backend) as groups:
         everybody = members or tuple(range(rank.size))
@@ -191,8 +177,7 @@ def _traveled(
     suffix = f" in the group {list(members)}" if members != tuple(range(size)) else ""
 
     def differing(label: str, got: object, expected: object) -> Iterator[WrongResult]:
-        if got != expected:
-            yield WrongResult(label + suffix, f"got {_short(got)}, expected {_short(expected)}")
+        yield from _unequal(label + suffix, got, expected)
 
     def shared(label: str, got: list[object]) -> Iterator[WrongResult]:
         # A later change of a result must not change the input.
@@ -206,8 +191,10 @@ def _traveled(
     dist.all_gather_object(gathered, all_of[me], group=group)
     yield from differing("all_gather_object", gathered, all_of)
     yield from shared("all_gather_object", gathered)
-    dist.all_gather_object(gathered, _empty(seed, me), group=group)
-    expected: list[object] = [repr(_empty(seed, number)) for number in range(size)]
+    # False objects, of a different type on each of seven consecutive ranks.
+    empty: tuple[object, ...] = (0, "", False, [], {}, 0.0, b"")
+    dist.all_gather_object(gathered, empty[(seed + me) % 7], group=group)
+    expected: list[object] = [repr(empty[(seed + number) % 7]) for number in range(size)]
     yield from differing("all_gather_object of empty objects", [repr(result) for result in gathered], expected)
     collected: list[object] | None = [None] * size if me == root else None
     dist.gather_object(all_of[me], collected, group=group, **end("dst", root))
@@ -219,9 +206,8 @@ def _traveled(
     yield from differing(f"scatter_object_list from rank {members[root]}", spread, [object_of(seed, root, me)])
     entries = _broadcast_entries(seed, me, root)
     dist.broadcast_object_list(entries, group=group, **end("src", root))
-    yield from differing(
-        f"broadcast_object_list from rank {members[root]}", entries, _broadcast_entries(seed, root, root)
-    )
+    label = f"broadcast_object_list from rank {members[root]}"
+    yield from differing(label, entries, _broadcast_entries(seed, root, root))
     if size > 1:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
@@ -237,39 +223,29 @@ def _traveled(
 def assert_drawn_objects_travel(rank: Rank, root: int, drawn: Sequence[object]) -> None:
     """Assert that `all_gather_object` and `broadcast_object_list` bring equal copies of drawn objects to all ranks.
 
-    Args:
-        root: the rank whose objects are broadcast, modulo the world size.
-        drawn: at least one object; each rank has one of them, and its number.
+    Each rank has one of the drawn objects, and its number. Rank `root`, modulo the world size, broadcasts.
     """
     all_of = [(index, drawn[index % len(drawn)]) for index in range(rank.size)]
     gathered: list[object] = [None] * rank.size
     dist.all_gather_object(gathered, all_of[rank.index])
     copies: list[object] = list(drawn) if rank.index == root % rank.size else [None] * len(drawn)
     dist.broadcast_object_list(copies, src=root % rank.size)
-    findings = [
-        WrongResult(label, f"got {_short(got)}, expected {_short(expected)}")
-        for label, got, expected in (
-            ("all_gather_object of drawn objects", gathered, all_of),
-            (f"broadcast_object_list of drawn objects from rank {root % rank.size}", copies, list(drawn)),
-        )
-        if got != expected
-    ]
+    label = f"broadcast_object_list of drawn objects from rank {root % rank.size}"
+    findings = _unequal("all_gather_object of drawn objects", gathered, all_of) + _unequal(label, copies, list(drawn))
     raise_findings(findings, 2, rank)
 
 
-def _empty(seed: int, rank: int) -> object:
-    """Return a false object, of a different type on each of seven consecutive ranks."""
-    return (0, "", False, [], {}, 0.0, b"")[(seed + rank) % 7]
+def _unequal(label: str, got: object, expected: object) -> list[WrongResult]:
+    def short(value: object) -> str:
+        text = repr(value)
+        return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
+
+    return [] if got == expected else [WrongResult(label, f"got {short(got)}, expected {short(expected)}")]
 
 
 def _broadcast_entries(seed: int, rank: int, root: int) -> list[object]:
     """Return a rank's list before a broadcast: an entry that is None on `root` only, and an object of each kind."""
-    return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
+    return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(6))]
 
 
 def assert_barrier_holds(
@@ -279,16 +255,8 @@ def assert_barrier_holds(
 
     Rank `late` waits until all others are about to enter the barrier, watches for a while whether one of them leaves
     it, and only then enters. A right barrier never fails this check. A wrong one passes only if no other rank is
-    scheduled meanwhile.
-
-    Args:
-        form: of the call. "monitored" is `monitored_barrier`, in a gloo group, because only gloo supports it.
-            "asynchronous" is a barrier of devices with async_op, followed by a wait.
-        members: the ranks of a group that calls it, including `late`; empty for all ranks. All ranks must call this
-            function.
-
-    Raises:
-        CollectiveMismatch: on rank `late`.
+    scheduled meanwhile. All ranks must call this function, also those that are not `members`; `late` alone raises. Only
+    gloo supports `monitored_barrier`. "asynchronous" is a barrier of devices with async_op, followed by a wait.
     """
     backend = "gloo" if form == "monitored" else None
     group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
@@ -324,12 +292,8 @@ def assert_barrier_holds(
             time.sleep(0.001)
         dist.destroy_process_group(group)
     suffix = f" in the group {list(members)}" if members else ""
-    findings = (
-        [WrongResult(f"barrier {form}{suffix}", f"{departures} ranks left it before rank {late} had entered it")]
-        if departures
-        else []
-    )
-    raise_findings(findings, 1, rank)
+    text = f"{departures} ranks left it before rank {late} had entered it"
+    raise_findings([WrongResult(f"barrier {form}{suffix}", text)] if departures else [], 1, rank)
 
 
 def _fresh_store() -> Any:

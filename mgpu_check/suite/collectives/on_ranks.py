@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,10 @@ from mgpu_check.oracles.collective_cases import REDUCED, CollectiveCall, Message
 from mgpu_check.oracles.repeated_calls import assert_rounding_is_unbiased, groups_of, most_ranks
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.functional import (
-    assert_coalesced_match,
     assert_differentiable_match,
-    assert_functional_match,
+    judge_coalesced,
+    judge_functional,
+    judged,
 )
 from mgpu_check.suite.collectives.groups import assert_mesh_matches, assert_subgroups_divide
 from mgpu_check.suite.collectives.messages import (
@@ -32,16 +34,9 @@ from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 
 def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
-    """Return two groups of at least two ranks, or none in a world of one or two.
-
-    The first group leaves out rank 0, so that every member has another rank in the group than in the world. The second
-    leaves out another rank.
-    """
+    """Return two groups, or none of one or two ranks: the first lacks rank 0, so that numbers in it are no ranks."""
     missing = (0, 1 + seed % max(1, rank.size - 1))
-    everybody = range(rank.size)
-    return (
-        [tuple(member for member in everybody if member != excluded) for excluded in missing] if rank.size > 2 else []
-    )
+    return [members for outside in missing for members in _without(rank, outside)]
 
 
 def _without(rank: Rank, outside: int) -> list[tuple[int, ...]]:
@@ -63,12 +58,7 @@ def assert_groups_match(rank: Rank, wanted: Sequence[CollectiveCall]) -> None:
 
 
 def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], seed: int) -> None:
-    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU, and in a group.
-
-    Args:
-        drawn: messages between ranks modulo the world size.
-        seed: rotates dtypes and sizes of other messages, between all pairs of ranks.
-    """
+    """Assert that messages arrive: in batches, blocking and asynchronous, of devices and of the CPU, and in a group."""
     between = partial(messages_between, rank.size)
     placed = [message.between_ranks(rank.size) for message in drawn]
     large = [Message(0, rank.size - 1, 0, "int8", (1 << 20) + 3, seed)]
@@ -88,10 +78,7 @@ def assert_messages_of_all_ways_arrive(rank: Rank, drawn: Sequence[Message], see
         for members in wanted:
             for turn, (way, placement) in enumerate((("batched", "device"), ("flying", "cpu"), ("blocking", "device"))):
                 inside = messages_between(len(members), seed, placement, tags=placement == "cpu")[turn::3]
-                moved = [
-                    replace(message, source=members[message.source], target=members[message.target])
-                    for message in inside
-                ]
+                moved = [replace(sent, source=members[sent.source], target=members[sent.target]) for sent in inside]
                 cases.append((moved, way, placement, members, groups[members]))
         run_all(partial(assert_messages_arrive, rank, *case) for case in cases)
 
@@ -101,11 +88,7 @@ def assert_messages_from_any_source_arrive(
 ) -> None:
     """Assert that `recv` without a source returns the sender: for three dtypes, and in a group.
 
-    Args:
-        target: the rank that receives first, modulo the world size; the next ranks receive the next dtypes.
-        tag: the tag of the first messages; later ones have the next tags.
-        elements: the number of elements of the messages of each dtype.
-        outside: the rank outside the group, modulo the world size.
+    Ranks from `target` on receive, under tags from `tag` on; each dtype has a number of elements.
     """
     cases = [
         ((target + turn) % rank.size, tag + turn, dtype, count, ())
@@ -124,29 +107,24 @@ def assert_objects_travel_on_all_ways(rank: Rank, root: int, drawn: Sequence[obj
 
 
 def assert_barriers_hold(rank: Rank, late: int, outside: int) -> None:
-    """Assert that barriers of all kinds hold: with several ranks as the last, and in a group.
-
-    Args:
-        late: the rank that enters last, modulo the world size.
-        outside: the rank outside the group, modulo the world size.
-    """
+    """Assert that barriers of all kinds hold: with several ranks as the last, and in a group without `outside`."""
     forms: tuple[BarrierForm, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
     last = late % rank.size
-    cases: list[tuple[int, BarrierForm, tuple[int, ...]]] = [
-        *((latecomer, forms[0], ()) for latecomer in sorted({0, rank.size - 1, last})),
-        *((last, form, ()) for form in forms[1:]),
-    ]
-    cases += [
-        (members[late % len(members)], form, members) for members in _without(rank, outside) for form in forms[:3]
-    ]
+    cases: list[tuple[int, BarrierForm, tuple[int, ...]]]
+    cases = [(latecomer, forms[0], ()) for latecomer in sorted({0, rank.size - 1, last})]
+    cases += [(last, form, ()) for form in forms[1:]]
+    for members in _without(rank, outside):
+        cases += [(members[late % len(members)], form, members) for form in forms[:3]]
     run_all(partial(assert_barrier_holds, rank, *case) for case in cases)
 
 
 def assert_functional_match_in_groups(rank: Rank, seed: int) -> None:
     """Assert that functional collectives match their models: for several dtypes, and in a group."""
-    cases = [(dtype, seed, ()) for dtype in (torch.float32, torch.int64, torch.bfloat16)]
-    groups = [(torch.float32, seed, members) for members in _some(rank, seed)[seed % 2 :][:1]]
-    run_all(partial(assert_functional_match, rank, *case) for case in (*cases, *groups))
+    cases: list[tuple[tuple[int, ...], torch.dtype]]
+    cases = [((), dtype) for dtype in (torch.float32, torch.int64, torch.bfloat16)]
+    cases += [(members, torch.float32) for members in _some(rank, seed)[seed % 2 :][:1]]
+    judges = ((members, partial(judge_functional, dtype=dtype, seed=seed)) for members, dtype in cases)
+    run_all(partial(judged, rank, members, judge) for members, judge in judges)
 
 
 def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
@@ -156,8 +134,8 @@ def assert_differentiable_match_in_groups(rank: Rank, seed: int) -> None:
 
 def assert_coalesced_match_in_groups(rank: Rank, dtype: str, seed: int) -> None:
     """Assert that coalesced collectives match separate calls: of all ranks, and in a group."""
-    groups = ((), *_some(rank, seed)[:1])
-    run_all(partial(assert_coalesced_match, rank, getattr(torch, dtype), seed, members) for members in groups)
+    judge = partial(judge_coalesced, dtype=getattr(torch, dtype), seed=seed)
+    run_all(partial(judged, rank, members, judge) for members in ((), *_some(rank, seed)[:1]))
 
 
 def assert_meshes_match(rank: Rank, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -169,9 +147,5 @@ def assert_sums_are_unbiased(rank: Rank, seed: int) -> None:
     """Assert that the sums of each collective are unbiased, in each floating dtype with a bit left for fractions."""
     functions = [(name, "device") for name, row in TRANSFERS.items() if row.reduces] + [("all_reduce", "cpu")]
     dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    run_all(
-        partial(assert_rounding_is_unbiased, rank, function, dtype, placement, seed)
-        for dtype in dtypes
-        if rank.size <= most_ranks(dtype)
-        for function, placement in functions
-    )
+    cases = itertools.product((dtype for dtype in dtypes if rank.size <= most_ranks(dtype)), functions)
+    run_all(partial(assert_rounding_is_unbiased, rank, name, dtype, place, seed) for dtype, (name, place) in cases)

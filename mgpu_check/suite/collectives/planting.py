@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +25,9 @@ _OP_TYPES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 @dataclass
 class ObservedCall:
-    """A call of a collective.
+    """A call of a collective: the original function, and what it gets.
 
     Attributes:
-        real: the original function.
         written: the tensors that it writes on this rank.
         op: name of the reduction; "SUM" by default.
         late: True if the call was asynchronous.
@@ -153,49 +151,39 @@ def instead(*function_names: str) -> Planter:
     return plant
 
 
-def before(*function_names: str) -> Planter:
-    """Plant a function that changes the tensors of collectives before each call."""
+def _planter(make: Callable[[Callable[[ObservedCall], Any], ObservedCall], Any]) -> Callable[..., Planter]:
+    """Return a function like `instead`; `make` gets the planted function and the call."""
 
-    def plant(spoil: Callable[[ObservedCall], object]) -> AbstractContextManager[None]:
-        def make(call: ObservedCall) -> Any:
-            spoil(call)
-            return call.proceed()
+    def named(*function_names: str) -> Planter:
+        return lambda change: instead(*function_names)(functools.partial(make, change))
 
-        return instead(*function_names)(make)
-
-    return plant
+    return named
 
 
-def after(*function_names: str) -> Planter:
-    """Plant a function that is called after each collective has written its results."""
-
-    def plant(spoil: Callable[[ObservedCall], object]) -> AbstractContextManager[None]:
-        def make(call: ObservedCall) -> Any:
-            work = call.finish()
-            spoil(call)
-            return work
-
-        return instead(*function_names)(make)
-
-    return plant
+def _before(spoil: Callable[[ObservedCall], object], call: ObservedCall) -> Any:
+    spoil(call)
+    return call.proceed()
 
 
-def unchanged(*function_names: str) -> Planter:
-    """Plant a function that returns a view of a written tensor; it has after each call what it had before."""
+def _after(spoil: Callable[[ObservedCall], object], call: ObservedCall) -> Any:
+    work = call.finish()
+    spoil(call)
+    return work
 
-    def plant(view_of: Callable[[ObservedCall], Any]) -> AbstractContextManager[None]:
-        def make(call: ObservedCall) -> Any:
-            view = view_of(call)
-            if view is NotImplemented:
-                return view
-            old = view.clone()
-            work = call.finish()
-            view.copy_(old)
-            return work
 
-        return instead(*function_names)(make)
+def _unchanged(view_of: Callable[[ObservedCall], Any], call: ObservedCall) -> Any:
+    if (view := view_of(call)) is NotImplemented:
+        return view
+    old = view.clone()
+    work = call.finish()
+    view.copy_(old)
+    return work
 
-    return plant
+
+before, after = _planter(_before), _planter(_after)
+"""Plant functions that change tensors of collectives before each call, and after it has written its results."""
+unchanged = _planter(_unchanged)
+"""Plant a function that returns a view of a written tensor; it has after each call what it had before."""
 
 
 def flipped(tensor: torch.Tensor, *, at: int = 0) -> torch.Tensor:

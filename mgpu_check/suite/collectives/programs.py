@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.oracles.collective_cases import BUFFERS, LENGTH, OF_GROUPS, CollectiveStep
 from mgpu_check.oracles.collective_findings import WrongResult, raise_findings
 from mgpu_check.oracles.repeated_calls import called, parts_of
+from mgpu_check.suite.collectives.functional import REDUCTIONS
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
 _FORMS = {"all_to_all": "all_to_all_single"}
@@ -22,10 +22,8 @@ _FORMS = {"all_to_all": "all_to_all_single"}
 def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: str, placement: str) -> None:
     """Assert after each of `steps` that the tensors of this rank equal those of the model bit for bit.
 
-    Tensors of a collective that still runs are compared when it has ended.
-
-    Args:
-        dtype: the name of an integer dtype: sums wrap around, so no step rounds or overflows.
+    Tensors of a collective that still runs are compared when it has ended. `dtype` is an integer dtype: sums wrap
+    around, so no step rounds or overflows.
     """
     model = _Model(rank.size, getattr(torch, dtype))
     device = rank.device if placement == "device" else torch.device("cpu")
@@ -51,37 +49,27 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: s
     raise_findings(findings, len(steps), rank)
 
 
-def _begun(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    count = LENGTH * size
-    return [((torch.arange(count) * 37 + rank * 11 + number * 5) % 101 + rank).to(dtype) for number in range(BUFFERS)]
-
-
 def _members(step: CollectiveStep, size: int) -> list[int]:
     return sorted({member % size for member in step.members})
 
 
-@dataclass(frozen=True)
-class _Members:
+class _Members(NamedTuple):
     """The members of a group in ascending order, and its handle: None for all ranks."""
 
     members: list[int]
     handle: Any = None
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
+    """A collective that still runs, the number of its group, and what to call after the wait."""
+
     work: Any
     group: int
     after: Callable[[], object]
-    """Called after the wait."""
 
 
 class _OfRank:
-    """The tensors and groups of this rank, and its collectives that still run.
-
-    Attributes:
-        pending: number of the tensor that a collective writes -> the collective.
-    """
+    """The tensors and groups of this rank, and by the numbers of their tensors the collectives that still run."""
 
     def __init__(self, rank: Rank, tensors: list[torch.Tensor]) -> None:
         self._rank, self.tensors = rank, tensors
@@ -160,32 +148,29 @@ class _OfRank:
             work = called(name, [buffer], [buffer], **options)
             return work, (lambda: target.copy_(buffer)) if buffer is not target and me == root else bool
         own_slice = slice(me * LENGTH, (me + 1) * LENGTH)
-        inputs = [
-            chunk.clone() for chunk in parts_of(row.given, source if transfer.divides else source[own_slice], size)
-        ]
+        given = source if transfer.divides else source[own_slice]
+        inputs = [chunk.clone() for chunk in parts_of(row.given, given, size)]
         outputs = parts_of(row.taken, target if transfer.joins else target[own_slice], size)
         gives, takes = transfer.gives(me, root), transfer.takes(me, root)
         return called(name, inputs if gives else [], outputs if takes else [], **options), bool
 
     def _shift(self, target: torch.Tensor, sent: torch.Tensor, group: _Members, me: int, by: int) -> None:
         to, sender = (group.members[(me + step) % len(group.members)] for step in (by, -by))
-        exchange = [
-            dist.P2POp(dist.isend, sent, to, group.handle),
-            dist.P2POp(dist.irecv, target, sender, group.handle),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
+        sending = dist.P2POp(dist.isend, sent, to, group.handle)
+        receiving = dist.P2POp(dist.irecv, target, sender, group.handle)
+        for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
 
 
 class _Model:
-    """The tensors of all ranks in one process.
-
-    Attributes:
-        tensors: by rank and by number of the tensor.
-    """
+    """The tensors of all ranks in one process, by rank and by number of the tensor."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.tensors = [_begun(rank, size, dtype) for rank in range(size)]
+        numbers = torch.arange(LENGTH * size) * 37
+        self.tensors = [
+            [((numbers + rank * 11 + buffer * 5) % 101 + rank).to(dtype) for buffer in range(BUFFERS)]
+            for rank in range(size)
+        ]
         self._groups = {0: list(range(size))}
 
     def take(self, step: CollectiveStep) -> None:
@@ -221,12 +206,5 @@ def _after(
                 targets[giver] if in_place else sources[giver][slices[rank if transfer.divides else giver]]
                 for giver in givers
             ]
-            result = _reduced(inputs, step.op) if transfer.reduces else torch.cat(inputs)
+            result = REDUCTIONS[step.op](torch.stack(inputs)) if transfer.reduces else torch.cat(inputs)
             yield target if in_place or transfer.joins else target[slices[rank]], result
-
-
-def _reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    stacked = torch.stack(list(tensors))
-    if op == "SUM":
-        return stacked.sum(0, dtype=stacked.dtype)
-    return stacked.amin(0) if op == "MIN" else stacked.amax(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,17 +90,15 @@ def messages(draw: st.DrawFn) -> list[Message]:
     return [Message(*fields, number) for number, fields in enumerate(draw(st.lists(drawn, min_size=1, max_size=12)))]
 
 
-def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
+def _right(calls: Iterable[CollectiveCall]) -> list[CollectiveCall]:
     return [call for call in calls if not left_out(call)]
 
 
 def _reductions(functions: Sequence[str], places: Sequence[str], values: str, seed: int) -> list[CollectiveCall]:
     combinations = itertools.product(functions, places, REDUCED, OPERATIONS)
     return _right(
-        [
-            CollectiveCall(function, dtype, op=op, values=values, place=placement, root=seed + number + 1, seed=seed)
-            for number, (function, placement, dtype, op) in enumerate(combinations)
-        ]
+        CollectiveCall(function, dtype, op=op, values=values, place=placement, root=seed + number + 1, seed=seed)
+        for number, (function, placement, dtype, op) in enumerate(combinations)
     )
 
 
@@ -138,27 +136,23 @@ def special(seed: int) -> list[CollectiveCall]:
 def rounding(seed: int) -> list[CollectiveCall]:
     """Return sums, means and products that round."""
     return _right(
-        [
-            CollectiveCall(function, dtype, 997, op=op, values="random", place=placement, root=seed, seed=seed)
-            for function in REDUCING
-            for placement in PLACES
-            for dtype in _SPECIAL
-            for op in ("SUM", "AVG", "PRODUCT")
-            if function == "all_reduce" or (op == "SUM" and placement == "device")
-        ]
+        CollectiveCall(function, dtype, 997, op=op, values="random", place=placement, root=seed, seed=seed)
+        for function in REDUCING
+        for placement in PLACES
+        for dtype in _SPECIAL
+        for op in ("SUM", "AVG", "PRODUCT")
+        if function == "all_reduce" or (op == "SUM" and placement == "device")
     )
 
 
 def copies(seed: int) -> list[CollectiveCall]:
     """Return every copying collective for every dtype on devices, and for half of the dtypes on the CPU."""
     return _right(
-        [
-            CollectiveCall(function, dtype, place=placement, values="bits", root=seed + number, seed=seed)
-            for function in COPYING
-            for placement in PLACES
-            for number, dtype in enumerate(COPIED)
-            if placement == "device" or (number + seed) % 2 == 0
-        ]
+        CollectiveCall(function, dtype, place=placement, values="bits", root=seed + number, seed=seed)
+        for function in COPYING
+        for placement in PLACES
+        for number, dtype in enumerate(COPIED)
+        if placement == "device" or (number + seed) % 2 == 0
     )
 
 
@@ -172,10 +166,7 @@ def _drawn(
     op: str | None = None,
     **attributes: Any,
 ) -> CollectiveCall:
-    """Return a call; derive dtype, operation, placement and root from a number if they are not given.
-
-    The dtype is the next one that the backend supports.
-    """
+    """Return a call; derive what is not given from a number. The dtype is the next one that the backend supports."""
     turn = number + seed
     placement = placement or PLACES[turn % 2]
     if function in REDUCING:
@@ -185,17 +176,10 @@ def _drawn(
         dtypes = COPIED if placement == "device" else REDUCED[:-2]
         op = "SUM"
     offset = turn * 5 % len(dtypes)
+    values = "exact" if function in REDUCING else "bits"
+    attributes |= {"values": values, "place": placement, "root": turn, "seed": turn}
     for name in [dtype] if dtype else [*dtypes[offset:], *dtypes[:offset]]:
-        call = CollectiveCall(
-            function,
-            name,
-            op=op,
-            values="exact" if function in REDUCING else "bits",
-            place=placement,
-            root=turn,
-            seed=turn,
-            **attributes,
-        )
+        call = CollectiveCall(function, name, op=op, **attributes)
         if left_out(call):
             call = replace(call, op="SUM")
         if not left_out(call):
@@ -209,13 +193,12 @@ def sizes(seed: int) -> list[CollectiveCall]:
     for number, function in enumerate(_FUNCTIONS):
         for elements in (0, 1, 3, 63 + 2 * (seed % 30)):
             calls.append(_drawn(function, number + elements, seed, elements=elements))
-        for border in (1 << 12, 1 << 16):
-            calls.append(_drawn(function, number, seed, elements=border + 1, dtype="float32", placement="device"))
-        calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
+        borders = [((1 << 12) + 1, "float32"), ((1 << 16) + 1, "float32")]
         if function in LARGE and ([*LARGE].index(function) + seed) % 2 == 0:
-            calls.append(
-                _drawn(function, number, seed, elements=(1 << 20) + 1, dtype=LARGE[function], placement="device")
-            )
+            borders.append(((1 << 20) + 1, LARGE[function]))
+        for elements, dtype in borders:
+            calls.append(_drawn(function, number, seed, elements=elements, dtype=dtype, placement="device"))
+        calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
     for number, dtype in enumerate((*FLOATING, "int64", "uint8")):
         calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, placement="device"))
     return calls
@@ -229,15 +212,11 @@ def layouts(seed: int) -> list[CollectiveCall]:
             dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
             for placement in PLACES if layout in ("in place", "stacked", "uneven", "matrix") else PLACES[:1]:
                 which = number + turn + (placement == "cpu")
-                attributes: dict[str, Any] = {"dtype": dtype, "asynchronous": bool((which + seed) % 2)}
-                calls.append(
-                    _drawn(function, which, seed, elements=24, layout=layout, placement=placement, **attributes)
-                )
+                attributes: dict[str, Any] = {"dtype": dtype, "placement": placement, "layout": layout, "elements": 24}
+                calls.append(_drawn(function, which, seed, asynchronous=bool((which + seed) % 2), **attributes))
         calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
-        if FUNCTIONS[function].does == "all_to_all":
-            calls += [
-                _drawn(function, number, seed, elements=0, layout="uneven", placement=placement) for placement in PLACES
-            ]
+        for placement in PLACES if FUNCTIONS[function].does == "all_to_all" else ():
+            calls.append(_drawn(function, number, seed, elements=0, layout="uneven", placement=placement))
     return _right(calls)
 
 
@@ -289,26 +268,21 @@ _FITS: Mapping[str, Callable[[CollectiveCall, Any], bool]] = {
 def option_rows() -> list[dict[str, Any]]:
     """Return rows of `_OPTIONS` that together have each pair of values that occurs in a call."""
     calls = _right(
-        [
-            CollectiveCall(function, dtype, op=op, place=placement, layout=layout)
-            for function in _FUNCTIONS
-            for op in (OPERATIONS if function in REDUCING else ("SUM",))
-            for layout in dict.fromkeys(("dense", "scalar", *_shapes(function)))
-            for placement in (PLACES if layout not in _VIEWS[1:] else PLACES[:1])
-            for dtype in COPIED
-        ]
+        CollectiveCall(function, dtype, op=op, place=placement, layout=layout)
+        for function in _FUNCTIONS
+        for op in (OPERATIONS if function in REDUCING else ("SUM",))
+        for layout in dict.fromkeys(("dense", "scalar", *_shapes(function)))
+        for placement in (PLACES if layout not in _VIEWS[1:] else PLACES[:1])
+        for dtype in COPIED
     )
     # For each value, the calls that may have it, as the bits of a number.
+    fits = {name: _FITS.get(name, lambda call, value, name=name: getattr(call, name) == value) for name in _OPTIONS}
     having = {
-        (name, value): int("".join("01"[_fits(name, call, value)] for call in calls), 2)
+        (name, value): int("".join("01"[fits[name](call, value)] for call in calls), 2)
         for name, values in _OPTIONS.items()
         for value in values
     }
     return in_pairs(_OPTIONS, lambda row: functools.reduce(int.__and__, map(having.__getitem__, row.items()), -1) != 0)
-
-
-def _fits(name: str, call: CollectiveCall, value: Any) -> bool:
-    return _FITS[name](call, value) if name in _FITS else getattr(call, name) == value
 
 
 def options(size: int, seed: int, *, complete: bool) -> list[CollectiveCall]:
@@ -318,19 +292,10 @@ def options(size: int, seed: int, *, complete: bool) -> list[CollectiveCall]:
     calls = []
     for number, row in rows if complete else rows[seed % 8 :: 8]:
         end, _, by = (row.pop("root") or "first, global").partition(", ")
-        members = groups[row.pop("group")]
-        op = row.pop("op")
-        calls.append(
-            CollectiveCall(
-                **row,
-                op=op or "SUM",
-                values="exact" if op else "bits",
-                members=members,
-                root=0 if end == "first" else (len(members) or size) - 1,
-                root_by=by,
-                seed=seed + number,
-            )
-        )
+        members, op = groups[row.pop("group")], row.pop("op")
+        root = 0 if end == "first" else (len(members) or size) - 1
+        row |= {"op": op or "SUM", "values": "exact" if op else "bits", "members": members}
+        calls.append(CollectiveCall(**row, root=root, root_by=by, seed=seed + number))
     return calls
 
 
@@ -346,10 +311,8 @@ def asynchronous(seed: int) -> list[CollectiveCall]:
         for number, function in enumerate(_FUNCTIONS):
             op = "SUM" if turn == 0 else None
             for repeat, placement in itertools.product(range(times), places):
-                drawn = number + turn + repeat
-                calls.append(
-                    _drawn(function, drawn, seed, elements=elements, placement=placement, asynchronous=True, op=op)
-                )
+                attributes: dict[str, Any] = {"elements": elements, "placement": placement, "asynchronous": True}
+                calls.append(_drawn(function, number + turn + repeat, seed, op=op, **attributes))
     return calls
 
 
@@ -375,19 +338,11 @@ def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCa
             mean = bool(odd) and function in REDUCING
             if odd and not mean and function not in ROOTED:
                 continue
-            calls.append(
-                _drawn(
-                    function,
-                    number + turn,
-                    seed,
-                    elements=41,
-                    members=members,
-                    root_by=("global", "group")[odd],
-                    placement=PLACES[(turn // 2 + number) % 2],
-                    op="AVG" if mean else None if turn % 3 == 2 else "SUM",
-                    dtype=FLOATING[(turn + number + seed) // 2 % 4] if mean else None,
-                )
-            )
+            attributes: dict[str, Any] = {"elements": 41, "members": members, "root_by": ("global", "group")[odd]}
+            attributes["placement"] = PLACES[(turn // 2 + number) % 2]
+            attributes["op"] = "AVG" if mean else None if turn % 3 == 2 else "SUM"
+            attributes["dtype"] = FLOATING[(turn + number + seed) // 2 % 4] if mean else None
+            calls.append(_drawn(function, number + turn, seed, **attributes))
     return calls
 
 

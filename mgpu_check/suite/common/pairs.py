@@ -1,5 +1,6 @@
-"""Combine options such that each pair of values of two options occurs: a covering array of strength two.
+"""Choose the variants that a check runs: pairs of options, and the shapes of meshes.
 
+Options are combined such that each pair of values of two options occurs: a covering array of strength two.
 Most defects of options need one value, or two together (Kuhn, Wallace and Gallo, *Software fault interactions and
 implications for software testing*, 2004).
 """
@@ -7,7 +8,7 @@ implications for software testing*, 2004).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _Row = dict[str, Any]
@@ -24,7 +25,9 @@ def in_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[_Row], boo
     """
     if len(options) == 1:
         return [{name: value} for name, values in options.items() for value in values]
-    missing = dict.fromkeys(pair for pair in _pairs(options) if allowed(_row_of(options, pair)))
+    places = [[(name, at) for at in range(len(values))] for name, values in options.items()]
+    pairs = (pair for some, others in itertools.combinations(places, 2) for pair in itertools.product(some, others))
+    missing = dict.fromkeys(pair for pair in pairs if allowed(_row_of(options, pair)))
     rows = []
     while missing:
         chosen = dict(next(iter(missing)))
@@ -62,12 +65,6 @@ def words_of(row: Mapping[str, Any], options: Mapping[str, Sequence[Any]]) -> st
     return ", ".join(chosen) or "the first value of each option"
 
 
-def _pairs(options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[_Place, _Place]]:
-    places = [[(name, at) for at in range(len(values))] for name, values in options.items()]
-    for earlier, later in itertools.combinations(places, 2):
-        yield from itertools.product(earlier, later)
-
-
 def _with(
     choice: _Place, chosen: Mapping[str, int], options: Mapping[str, Sequence[Any]]
 ) -> set[tuple[_Place, _Place]]:
@@ -78,3 +75,9 @@ def _with(
 
 def _row_of(options: Mapping[str, Sequence[Any]], places: Sequence[_Place]) -> _Row:
     return {name: options[name][at] for name, at in places}
+
+
+def near_square(ranks: int) -> tuple[int, int]:
+    """Return the sides of the mesh of `ranks` ranks that is closest to a square, the smaller side first."""
+    side = max(side for side in range(1, ranks + 1) if ranks % side == 0 and side * side <= ranks)
+    return side, ranks // side

@@ -1,9 +1,4 @@
-"""Planted faults of DataParallel: arguments and outputs of replicas, the replicas themselves, and their training.
-
-First come functions that plant them: they change tensors that it copies, adds up and gathers, its replicas and their
-hooks. Then come faults of the transfer to and from replicas: arguments, outputs, modes, exceptions. Then those of the
-replicas, of their gradients, buffers and hooks.
-"""
+"""Planted faults of DataParallel: arguments and outputs of replicas, the replicas themselves, and their training."""
 
 from __future__ import annotations
 
@@ -48,6 +43,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return {key: mapped(element, change) for key, element in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(element, change) for element in value)
+    return value
+
+
+def _ending(value: torch.Tensor, start: int, filling: float = 0.0) -> torch.Tensor:
+    """Return a copy whose elements from `start` on are all `filling`."""
+    value = value.clone()
+    value.view(-1)[start:] = filling
     return value
 
 
@@ -115,12 +117,9 @@ def hooks_of_replicas(register: str) -> Planter:
 
 Dp = DataParallel[Any]
 
-outputs = caught_by("test_outputs")
 arguments = caught_by("test_arguments")
 modes = caught_by("test_modes")
-autocast_dtype = caught_by("test_autocast_dtype")
 exceptions = caught_by("test_exceptions")
-functional_form = caught_by("test_functional_form")
 
 _GATHER = around(DataParallel, "gather")
 _SCATTER = around(DataParallel, "scatter")
@@ -128,32 +127,6 @@ _SCATTERED = returned(DataParallel, "scatter")
 _APPLY = around(DataParallel, "parallel_apply")
 _APPLIED = returned(DataParallel, "parallel_apply")
 _FUNCTION = around(parallel, "data_parallel")
-_TUPLES = When("tuples", lambda out, *args: isinstance(out, tuple))
-
-
-def _are_scalars(real: object, self: Dp, results: Sequence[Any], device: object) -> bool:
-    return all(isinstance(result, torch.Tensor) and not result.dim() for result in results)
-
-
-def _are_odd(real: object, self: Dp, *args: Any, **kwargs: Any) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 > 0
-
-
-def _are_few(real: object, self: Dp, args: Any, kwargs: object, devices: Sequence[int]) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor) and 1 < len(args[0]) < len(devices)
-
-
-@outputs("outputs are gathered by the numbers of their devices", _GATHER, "device orders that do not ascend")
-def outputs_by_device_number(real: Any, self: Dp, results: Sequence[Any], device: Any) -> Any:
-    places = sorted(range(len(results)), key=lambda number: self.device_ids[number])
-    return real(self, [results[number] for number in places], device)
-
-
-@outputs("the last element of large outputs is lost", gathered, above(MANY))
-def large_outputs_cut(out: torch.Tensor) -> torch.Tensor:
-    out = out.clone()
-    out.view(-1)[-1] = 0.5
-    return out
 
 
 @fault("keyword arguments are split by rows, and dim is ignored", "test_dimension", "test_functional_form",
@@ -164,46 +137,12 @@ def keywords_split_by_rows(real: Any, inputs: Any, kwargs: Any, devices: Sequenc
     return (*by_dimension, *(() for _ in range(missing))), (*by_rows, *({} for _ in range(-missing)))
 
 
-def _is_square(real: object, inputs: Any, kwargs: object, devices: object, dim: int = 0) -> bool:
-    return dim == 1 and bool(inputs) and inputs[0].dim() == 2 and inputs[0].shape[0] == inputs[0].shape[1]
-
-
-@arguments("flags are all set on devices other than the first", _SCATTERED, "bool only, keyword arguments")
-def flags_all_set(scattered: Any, *arguments: Any) -> Any:
-    args, (head, *others) = scattered
-    return args, [head, *mapped(others, lambda flags: flags | True if flags.dtype == torch.bool else flags)]
-
-
-@arguments("strings reach the first replica only", _SCATTERED, "strings as keyword arguments")
-def text_for_the_first(scattered: Any, *arguments: Any) -> Any:
-    args, (head, *others) = scattered
-    return args, [head, *(keywords | {"text": ""} if "text" in keywords else keywords for keywords in others)]
-
-
 @arguments("keyword tensors in a container stay whole", _SCATTERED,
     When("nested keyword arguments",
         lambda scattered, self, args, kwargs, devices: bool(kwargs) and "more" in kwargs))  # fmt: skip
 def nested_keywords_whole(scattered: Any, self: Dp, args: Any, kwargs: dict[str, Any], devices: Sequence[int]) -> None:
     for shard, device in zip(scattered[1], devices, strict=False):
         shard["more"] = mapped(kwargs["more"], partial(torch.Tensor.to, device=torch.device("cuda", device)))
-
-
-@modes("replicas are always in training mode", returned(DataParallel, "replicate"), "evaluation")
-def replicas_always_train(replicas: Any, *args: Any) -> None:
-    for module in (module for replica in replicas for module in replica.modules()):
-        module.training = True
-
-
-@modes("threads do not see that gradients are off", _APPLY, "no_grad and inference_mode")
-def gradients_on_in_threads(real: Any, *args: Any) -> Any:
-    with torch.enable_grad():
-        return real(*args)
-
-
-@modes("threads do not see autocast", _APPLY, "autocast")
-def autocast_off_in_threads(real: Any, *args: Any) -> Any:
-    with torch.autocast("cuda", enabled=False):
-        return real(*args)
 
 
 def _is_on_the_last(real: object, self: nn.Module, *args: Any, **kwargs: Any) -> bool:
@@ -216,12 +155,6 @@ def _is_on_the_last(real: object, self: nn.Module, *args: Any, **kwargs: Any) ->
 def last_thread_elsewhere(real: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.cuda.device(0):
         return real(*args, **kwargs)
-
-
-@autocast_dtype("replicas compute in bfloat16 under autocast to float16", _APPLIED, "float16 only")
-def autocast_in_bfloat16(results: list[Any], *args: Any) -> list[Any]:
-    half = [isinstance(out, torch.Tensor) and out.dtype == torch.float16 for out in results]
-    return [out.to(torch.bfloat16) if is_half else out for out, is_half in zip(results, half, strict=True)]
 
 
 @exceptions("exceptions name the previous replica", _APPLY, "replicas beyond the first")
@@ -246,18 +179,13 @@ def last_exception_lost(real: Any, self: Dp, replicas: Any, inputs: Any, kwargs:
         return [*real(self, replicas[:-1], inputs[:-1], kwargs[:-1]), inputs[-1][0]]
 
 
-@functional_form("data_parallel drops keyword arguments other than tensors", _FUNCTION, "numbers as keyword arguments")
-def functional_numbers_forgotten(real: Any, *args: Any) -> Any:
-    *others, keywords = args
-    return real(*others, {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor)})
-
-
 register(
     __name__,
     FaultRow("replicas-swapped", "outputs of the first two replicas are swapped", "test_outputs", _GATHER,
         lambda real, self, results, device: real(self, [*results[1::-1], *results[2:]], device)),
     FaultRow("outputs-swapped", "the first two of several outputs are swapped", "test_outputs",
-        returned(DataParallel, "gather"), lambda out, *_: (*out[1::-1], *out[2:]), _TUPLES),
+        returned(DataParallel, "gather"), lambda out, *_: (*out[1::-1], *out[2:]),
+        When("tuples", lambda out, *args: isinstance(out, tuple))),
     FaultRow("output-device-ignored", "outputs are always gathered on the first device", "test_outputs", _GATHER,
         lambda real, self, results, *_: real(self, results, self.device_ids[0]), "output_device other than the first"),
     FaultRow("bfloat16-outputs-as-float16", "outputs in bfloat16 are gathered as float16", "test_outputs", gathered,
@@ -266,14 +194,17 @@ register(
         returned(data_parallel_module, "_get_all_device_indices"), lambda devices: devices[:-1],
         When("no device_ids, several devices", lambda devices: len(devices) > 1)),
     FaultRow("scalars-averaged", "scalars are averaged into one", "test_scalars", _GATHER,
-        lambda real, *args: real(*args).mean(), When("outputs without dimensions", _are_scalars)),
+        lambda real, *args: real(*args).mean(), When("outputs without dimensions", lambda real, self, results, device:
+            all(isinstance(result, torch.Tensor) and not result.dim() for result in results))),
     FaultRow("odd-rows-read-twice", "the last row of an odd number is a copy of the first", "test_models",
         around(DataParallel, "forward"),
         lambda real, self, x, *args, **kwargs: real(self, torch.cat([x[:-1], x[:1]]), *args, **kwargs),
-        When("odd batch sizes", _are_odd)),
+        When("odd batch sizes", lambda real, self, *args, **_:
+            bool(args) and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 > 0)),
     FaultRow("few-rows-on-one-device", "a batch with fewer rows than devices is computed on the first alone",
         "test_few_rows", _SCATTER, lambda real, self, args, kwargs, devices: real(self, args, kwargs, devices[:1]),
-        When("fewer rows than devices", _are_few)),
+        When("fewer rows than devices", lambda real, self, args, kwargs, devices:
+            bool(args) and isinstance(args[0], torch.Tensor) and 1 < len(args[0]) < len(devices))),
     FaultRow("functional-output-device-ignored", "data_parallel gathers outputs on the first device",
         "test_functional_form", _FUNCTION,
         lambda real, module, inputs, devices, home, *rest: real(module, inputs, devices, devices[0], *rest),
@@ -291,7 +222,8 @@ register(
     FaultRow("square-batches-transposed", "square batches are transposed", "test_dimension",
         around(data_parallel_module, "scatter_kwargs"),
         lambda real, inputs, kwargs, devices, dim: real((inputs[0].t(), *inputs[1:]), kwargs, devices, dim),
-        When("square batches, dim=1", _is_square)),
+        When("square batches, dim=1", lambda real, inputs, kwargs, devices, dim=0:
+            dim == 1 and bool(inputs) and inputs[0].dim() == 2 and inputs[0].shape[0] == inputs[0].shape[1])),
     FaultRow("replica-not-named", "exceptions do not name their replica", "test_exceptions",
         around(ExceptionWrapper, "__init__"),
         lambda real, self, exc_info=None, where="": real(self, exc_info, "in a replica")),
@@ -304,16 +236,41 @@ register(
         "test_buffers", returned(nn.Module, "_replicate_for_data_parallel"),
         lambda replica, self: setattr(replica, "momentum", 0.1),
         When("momentum=None", lambda replica, self: isinstance(replica, _BatchNorm) and replica.momentum is None)),
+    FaultRow("outputs-by-device-number", "outputs are gathered by the numbers of their devices", "test_outputs",
+        _GATHER, lambda real, self, results, device: real(
+            self, [results[place] for place in sorted(range(len(results)), key=self.device_ids.__getitem__)], device),
+        "device orders that do not ascend"),
+    FaultRow("large-outputs-cut", "the last element of large outputs is lost", "test_outputs", gathered,
+        lambda out: _ending(out, -1, 0.5), above(MANY)),
+    FaultRow("flags-all-set", "flags are all set on devices other than the first", "test_arguments", _SCATTERED,
+        lambda scattered, *_: (scattered[0], [scattered[1][0], *mapped(
+            scattered[1][1:], lambda flags: flags | True if flags.dtype == torch.bool else flags)]),
+        "bool only, keyword arguments"),
+    FaultRow("text-for-the-first", "strings reach the first replica only", "test_arguments", _SCATTERED,
+        lambda scattered, *_: (scattered[0], [scattered[1][0], *(
+            keywords | {"text": ""} if "text" in keywords else keywords for keywords in scattered[1][1:])]),
+        "strings as keyword arguments"),
+    FaultRow("replicas-always-train", "replicas are always in training mode", "test_modes",
+        returned(DataParallel, "replicate"), lambda replicas, *_: [replica.train() for replica in replicas],
+        "evaluation"),
+    FaultRow("gradients-on-in-threads", "threads do not see that gradients are off", "test_modes", _APPLY,
+        lambda real, *args: torch.enable_grad()(real)(*args), "no_grad and inference_mode"),
+    FaultRow("autocast-off-in-threads", "threads do not see autocast", "test_modes", _APPLY,
+        lambda real, *args: torch.autocast("cuda", enabled=False)(real)(*args), "autocast"),
+    FaultRow("autocast-in-bfloat16", "replicas compute in bfloat16 under autocast to float16", "test_autocast_dtype",
+        _APPLIED, lambda results, *_: [out.to(torch.bfloat16)
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float16 else out for out in results],
+        "float16 only"),
+    FaultRow("functional-numbers-forgotten", "data_parallel drops keyword arguments other than tensors",
+        "test_functional_form", _FUNCTION, lambda real, *args: real(*args[:-1], {
+            name: value for name, value in args[-1].items() if isinstance(value, torch.Tensor)}),
+        "numbers as keyword arguments"),
 )  # fmt: skip
 
 
-Inputs = list[list[torch.Tensor]]
-
 in_replicas = caught_by("test_replicas")
-models = caught_by("test_models")
 several_calls = caught_by("test_several_calls")
 buffers = caught_by("test_buffers")
-hooks = caught_by("test_hooks")
 
 _BUFFER = 10 << 20
 """Size of a buffer of `broadcast_coalesced` and `reduce_add_coalesced`, in bytes."""
@@ -326,33 +283,7 @@ def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 _LARGE = When(f"above {_BUFFER >> 20} MiB", lambda tensors: _ends(tensors)[-1:] > [_BUFFER])
 _OTHERS = When("other devices", lambda inputs: len(inputs) > 1)
-_FLOAT32 = When("NaN of float32 only", dtype(torch.float32).holds)
-_FLOAT64 = When("float64", dtype(torch.float64).holds)
-_COUNTS = When("int64 above 2^53", dtype(torch.int64).holds)
 _EVALUATION = When("evaluation, floating point only", lambda out, self, *args, **kwargs: not self.training)
-_LISTS = When("nn.ParameterList, other devices", lambda replica, module: isinstance(module, nn.ParameterList))
-
-
-@in_replicas("elements beyond the first 64 Ki of a parameter are not copied to the last device", copied,
-    above(MANY) & ONE_DEVICE)  # fmt: skip
-def long_parameters_not_copied(value: torch.Tensor) -> torch.Tensor:
-    value = value.clone()
-    value.view(-1)[MANY:] = 0
-    return value
-
-
-@in_replicas(
-    "parameters beyond the first 10 MiB are not copied to the last device", copied_together, _LARGE & ONE_DEVICE
-)
-def first_buffer_only(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    ends = zip(tensors, _ends(tensors), strict=True)
-    return [value if end <= _BUFFER else torch.zeros_like(value) for value, end in ends]
-
-
-@in_replicas("two parameters are swapped on the last device", copied_together, _LARGE & ONE_DEVICE)
-def ends_of_buffers_exchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    head, second, *others, last = tensors
-    return [head, last, *others, second]
 
 
 @several_calls("the last device keeps the parameters of the first call", when="from the second call on, one device")
@@ -371,39 +302,12 @@ def replica_kept() -> Iterator[None]:
         yield
 
 
-@in_replicas(
-    "a module with two names becomes two modules in each replica", returned(parallel, "replicate"), "shared modules"
-)
+@in_replicas("a module with two names becomes two modules in each replica", returned(parallel, "replicate"),
+    "shared modules")  # fmt: skip
 def shared_modules_apart(replicas: Any, *args: Any, **kwargs: Any) -> None:
     for modules in (replica._modules for replica in replicas):
         if "twin" in modules:
             modules["twin"] = copy.copy(modules["twin"])
-
-
-@models("elements beyond the first 64 Ki of the last device's gradient are lost", added,
-    When("above 64 Ki elements, one device", _OTHERS.holds))  # fmt: skip
-def long_gradients_lost(inputs: Inputs) -> Inputs:
-    last = [value.clone() for value in inputs[-1]]
-    for value in last:
-        value.view(-1)[MANY:] = 0
-    return [*inputs[:-1], last]
-
-
-@models("gradients of other dtypes than the first include the first device only", added, "mixed dtypes")
-def gradients_of_one_dtype(inputs: Inputs) -> Inputs:
-    dtype_of_first = inputs[0][0].dtype
-    return [
-        inputs[0],
-        *([value if value.dtype == dtype_of_first else value * 0 for value in each] for each in inputs[1:]),
-    ]
-
-
-@in_replicas("gradients beyond the first 10 MiB include the first device only", added,
-    When(f"{_LARGE}, other devices", lambda inputs: _LARGE.holds(inputs[0])))  # fmt: skip
-def first_buffer_of_gradients_only(inputs: Inputs) -> Inputs:
-    ends = _ends(inputs[0])
-    rest = [[value * (end <= _BUFFER) for value, end in zip(each, ends, strict=True)] for each in inputs[1:]]
-    return [inputs[0], *rest]
 
 
 _latest: WeakKeyDictionary[Dp, object] = WeakKeyDictionary()
@@ -415,13 +319,6 @@ def gradients_of_earlier_calls_lost(out: Any, self: Dp, *args: Any, **kwargs: An
     this = _latest[self] = object()
     if isinstance(out, torch.Tensor) and out.requires_grad:
         out.register_hook(lambda gradient: gradient if _latest[self] is this else gradient * 0)
-
-
-@models("parameters in lists have the gradient of the first device only", replica_parts, _LISTS)
-def lists_of_parameters_detached(replica: nn.Module, module: nn.Module) -> None:
-    for name, value in [*vars(module).items()]:
-        if isinstance(value, torch.Tensor):
-            setattr(module, name, value.detach())
 
 
 @buffers("the module keeps the buffers of the last replica", returned(DataParallel, "parallel_apply"), "training")
@@ -438,42 +335,17 @@ def buffers_change_in_evaluation(out: object, self: Dp, *args: Any, **kwargs: An
             value += 1
 
 
-@modes("all modules of a replica have the mode of the whole model", replica_parts,
-    "modules in another mode, other devices")  # fmt: skip
-def mode_of_the_whole(replica: nn.Module, module: nn.Module) -> None:
-    module.training = replica.training
-
-
-@hooks("hooks are called on the first replica only", replica_parts, "devices other than the first")
-def hooks_on_the_first_replica(replica: nn.Module, module: nn.Module) -> None:
-    module._forward_hooks = OrderedDict()
-
-
-@hooks("hooks that take keyword arguments are not called", returned(nn.Module, "_replicate_for_data_parallel"),
-    "pre-hooks with_kwargs")  # fmt: skip
-def hooks_with_keywords_lost(replica: nn.Module, self: nn.Module) -> None:
-    without = [
-        entry for entry in self._forward_pre_hooks.items() if entry[0] not in self._forward_pre_hooks_with_kwargs
-    ]
-    replica._forward_pre_hooks = OrderedDict(without)
-
-
-@hooks("a parameter's hook gets half of its gradient", around(torch.Tensor, "register_hook"), "hooks of parameters")
-def hook_of_half_a_gradient(real: Any, self: torch.Tensor, hook: Any) -> Any:
-    return real(self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook)
-
-
 register(
     __name__,
     FaultRow("flags-inverted", "flags of the last device are inverted", "test_replicas", copied, lambda value: ~value,
         dtype(torch.bool) & ONE_DEVICE),
     FaultRow("payloads-of-replicas-lost", "NaN loses its payload on the last device", "test_replicas", copied,
         lambda value: torch.where(value.isnan(), torch.tensor(torch.nan, device=value.device), value),
-        _FLOAT32 & ONE_DEVICE),
+        When("NaN of float32 only", dtype(torch.float32).holds) & ONE_DEVICE),
     FaultRow("float64-copied-as-float32", "float64 parameters pass through float32 on the last device", "test_replicas",
-        copied, lambda value: value.float().double(), _FLOAT64 & ONE_DEVICE),
+        copied, lambda value: value.float().double(), When("float64", dtype(torch.float64).holds) & ONE_DEVICE),
     FaultRow("counts-copied-as-float64", "integers are converted through float64 on the last device", "test_buffers",
-        copied, lambda value: value.double().long(), _COUNTS & ONE_DEVICE),
+        copied, lambda value: value.double().long(), When("int64 above 2^53", dtype(torch.int64).holds) & ONE_DEVICE),
     FaultRow("gradients-added-in-tf32", "DataParallel adds gradients up in TF32", "test_models", added,
         lambda inputs: [[upper_bits(value) for value in each] for each in inputs]),
     FaultRow("convolutions-without-the-second-device",
@@ -497,4 +369,40 @@ register(
         lambda arguments, result: result and (result[0], arguments[1]), "forward pre-hooks with keyword arguments"),
     FaultRow("outputs-of-before-the-hook", "the result of a forward hook on a replica is dropped", "test_hooks",
         hooks_of_replicas("register_forward_hook"), lambda *_: None, "forward hooks with keyword arguments"),
+    FaultRow("long-parameters-not-copied",
+        "elements beyond the first 64 Ki of a parameter are not copied to the last device", "test_replicas", copied,
+        lambda value: _ending(value, MANY), above(MANY) & ONE_DEVICE),
+    FaultRow("first-buffer-only", "parameters beyond the first 10 MiB are not copied to the last device",
+        "test_replicas", copied_together, lambda tensors: [value if end <= _BUFFER else torch.zeros_like(value)
+            for value, end in zip(tensors, _ends(tensors), strict=True)], _LARGE & ONE_DEVICE),
+    FaultRow("ends-of-buffers-exchanged", "two parameters are swapped on the last device", "test_replicas",
+        copied_together, lambda tensors: [tensors[0], tensors[-1], *tensors[2:-1], tensors[1]], _LARGE & ONE_DEVICE),
+    FaultRow("long-gradients-lost", "elements beyond the first 64 Ki of the last device's gradient are lost",
+        "test_models", added, lambda inputs: [*inputs[:-1], [_ending(value, MANY) for value in inputs[-1]]],
+        When("above 64 Ki elements, one device", _OTHERS.holds)),
+    FaultRow("gradients-of-one-dtype", "gradients of other dtypes than the first include the first device only",
+        "test_models", added, lambda inputs: [inputs[0], *(
+            [value * (value.dtype == inputs[0][0].dtype) for value in each] for each in inputs[1:])], "mixed dtypes"),
+    FaultRow("first-buffer-of-gradients-only", "gradients beyond the first 10 MiB include the first device only",
+        "test_replicas", added, lambda inputs: [inputs[0], *([value * (end <= _BUFFER)
+            for value, end in zip(each, _ends(inputs[0]), strict=True)] for each in inputs[1:])],
+        When(f"{_LARGE}, other devices", lambda inputs: _LARGE.holds(inputs[0]))),
+    FaultRow("lists-of-parameters-detached", "parameters in lists have the gradient of the first device only",
+        "test_models", replica_parts, lambda replica, module: module.__dict__.update({
+            name: value.detach() for name, value in vars(module).items() if isinstance(value, torch.Tensor)}),
+        When("nn.ParameterList, other devices", lambda replica, module: isinstance(module, nn.ParameterList))),
+    FaultRow("mode-of-the-whole", "all modules of a replica have the mode of the whole model", "test_modes",
+        replica_parts, lambda replica, module: setattr(module, "training", replica.training),
+        "modules in another mode, other devices"),
+    FaultRow("hooks-on-the-first-replica", "hooks are called on the first replica only", "test_hooks", replica_parts,
+        lambda replica, module: setattr(module, "_forward_hooks", OrderedDict()), "devices other than the first"),
+    FaultRow("hooks-with-keywords-lost", "hooks that take keyword arguments are not called", "test_hooks",
+        returned(nn.Module, "_replicate_for_data_parallel"),
+        lambda replica, self: setattr(replica, "_forward_pre_hooks", OrderedDict(entry
+            for entry in self._forward_pre_hooks.items() if entry[0] not in self._forward_pre_hooks_with_kwargs)),
+        "pre-hooks with_kwargs"),
+    FaultRow("hook-of-half-a-gradient", "a parameter's hook gets half of its gradient", "test_hooks",
+        around(torch.Tensor, "register_hook"), lambda real, self, hook: real(
+            self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook),
+        "hooks of parameters"),
 )  # fmt: skip

@@ -1,16 +1,15 @@
 """Check the forward pass of DataParallel: arguments, outputs, modes and exceptions of replicas, and what these hold.
 
-Values are compared bit for bit with those of the module on the CPU: structure, device and every bit. Each message
-names the wrong device. The functional form, and its four parts, are compared in the same way. Replicas must hold the
-module's parameters and buffers of every dtype.
+Values are compared bit for bit with those of the module on the CPU. Each message names the wrong device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,8 +119,7 @@ class _Several(nn.Module):
 def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int) -> None:
     """Assert that outputs of all forms are gathered whole and in order on the output device.
 
-    The output device is the default, which is the first, or the one at `position`, modulo the number of devices. If
-    `devices` are all devices in order, DataParallel gets no `device_ids`.
+    The output device is the default, which is the first, or the one at `position`, modulo the number of devices.
     """
     x = distinct_rows(rows, seed)
     expected = _Several()(x)
@@ -133,10 +131,8 @@ def assert_outputs_ordered(devices: Devices, rows: int, position: int, seed: int
             if wrapped.device_ids != indices_of(order):
                 raise GradientMismatch(f"{_named(order)}: it has devices {wrapped.device_ids}")
             got = wrapped(x)
-            home_device = order[0] if output_device is None else output_device
-            if len(order) == 1:
-                home_device = order[0]
-            require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, home_device)
+            at = order[0] if output_device is None or len(order) == 1 else output_device
+            require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, at)
 
 
 class _SumModule(nn.Module):
@@ -182,10 +178,8 @@ def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
             require_same(f"{label}: the {name}", got, expected, order[0])
         model = _RecordingModule().to(order[0])
         DataParallel(model, device_ids=indices_of(order), dim=1)(x, y=y)
-        shards = y.chunk(len(order), 1)
-        for device, note, own in zip(order, _in_order(model.notes, order, label, len(shards)), shards, strict=False):
-            subject = f"{label}: the replica on {device}, keyword arguments"
-            require_same(subject, note["kwargs"], {"y": own}, device, [device.index])
+        shards = [{"y": own} for own in y.chunk(len(order), 1)]
+        _require_noted(model, order, label, "kwargs", shards, ", keyword arguments")
 
 
 class _RunningSums(nn.Module):
@@ -204,11 +198,6 @@ class _RecordingModule(nn.Module):
         self.lock = threading.Lock()
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._note(args=args, kwargs=kwargs)
-        x = args[0] if args else kwargs["x"] if "x" in kwargs else kwargs["more"][0]["x"]
-        return torch.as_tensor(x) + self.weight
-
-    def _note(self, **recorded: Any) -> None:
         note = {
             "device": self.weight.device,
             "current": torch.cuda.current_device(),
@@ -216,10 +205,13 @@ class _RecordingModule(nn.Module):
             "training": self.training,
             "training of a part": self.part.training,
             "autocast": torch.is_autocast_enabled("cuda"),
-            **recorded,
+            "args": args,
+            "kwargs": kwargs,
         }
         with self.lock:
             self.notes.append(note)
+        x = args[0] if args else kwargs["x"] if "x" in kwargs else kwargs["more"][0]["x"]
+        return torch.as_tensor(x) + self.weight
 
 
 def _in_order(notes: list[dict[str, Any]], order: Devices, label: str, count: int) -> list[dict[str, Any]]:
@@ -228,62 +220,51 @@ def _in_order(notes: list[dict[str, Any]], order: Devices, label: str, count: in
     called = [len(at[device]) for device in order]
     if called != [1] * count + [0] * (len(order) - count):
         text = ", ".join(f"{device} {times}" for device, times in zip(order, called, strict=True))
-        raise GradientMismatch(
-            f"{label}: calls of replicas per device: {text}; expected one on each of the first {count}"
-        )
+        text = f"calls of replicas per device: {text}; expected one on each of the first {count}"
+        raise GradientMismatch(f"{label}: {text}")
     return [at[device][0] for device in order[:count]]
+
+
+def _require_noted(
+    model: _RecordingModule, order: Devices, label: str, name: str, expected: Sequence[Any], suffix: str = ""
+) -> None:
+    """Require that the replicas have noted what is `expected` of each under a name."""
+    for device, note, own in zip(order, _in_order(model.notes, order, label, len(expected)), expected, strict=False):
+        require_same(f"{label}: the replica on {device}{suffix}", note[name], own, device, [device.index])
+
+
+def _arguments(
+    x: torch.Tensor, y: torch.Tensor, double: torch.Tensor, flags: torch.Tensor, *, positional: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = (x, [y, "word"]), {"more": {"d": (double, 7)}, "flags": flags, "text": "a word", "nothing": None}
+    return (args, kwargs) if positional else ((), kwargs | {"x": x, "y": [y, "word"]})
 
 
 def assert_arguments_arrive(devices: Devices, rows: int, positional: bool, seed: int) -> None:
     """Assert that each replica gets its part of tensors on its device, and other arguments unchanged.
 
-    Tensors are positional or keyword arguments, and nested in containers, or nested in keyword arguments alone. With
-    the devices in the given order they are positional if `positional`, and in the reverse order if not.
+    With the devices in the given order tensors are positional if `positional`, and in the reverse order if not.
     """
     for order in both_ways(devices):
         x = distinct_rows(rows, seed + 2)
         model, label = _RecordingModule().to(order[0]), f"{_named(order)}, tensors in keyword arguments alone"
         DataParallel(model, device_ids=indices_of(order))(more=[{"x": x, "none": None}, 7])
-        parts_of_x = x.chunk(len(order))
-        for device, note, own in zip(
-            order, _in_order(model.notes, order, label, len(parts_of_x)), parts_of_x, strict=False
-        ):
-            keywords = {"more": [{"x": own, "none": None}, 7]}
-            require_same(f"{label}: the replica on {device}", note["kwargs"], keywords, device, [device.index])
+        expected: list[Any] = [{"more": [{"x": own, "none": None}, 7]} for own in x.chunk(len(order))]
+        _require_noted(model, order, label, "kwargs", expected)
     for number, order in enumerate(both_ways(devices)):
         x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
-        shards = [tensor.chunk(len(order)) for tensor in (x, y, x.double(), y > 3)]
+        wholes, by_place = (x, y, x.double(), y > 3), (positional + number) % 2 > 0
         model = _RecordingModule().to(order[0])
-        args: tuple[Any, ...] = (x, [y, "word"]) if (positional + number) % 2 else ()
-        kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
-        kwargs |= {} if args else {"x": x, "y": [y, "word"]}
+        args, kwargs = _arguments(*wholes, positional=by_place)
         DataParallel(model, device_ids=indices_of(order))(*args, **kwargs)
-        notes = _in_order(model.notes, order, _named(order), len(shards[0]))
-        for device, note, mine in zip(order, notes, zip(*shards, strict=True), strict=False):
-            own_x, own_y, own_d, own_flags = mine
-            expected: dict[str, Any] = {
-                "more": {"d": (own_d, 7)},
-                "flags": own_flags,
-                "text": "a word",
-                "nothing": None,
-            }
-            expected |= {} if args else {"x": own_x, "y": [own_y, "word"]}
-            label = f"{_named(order)}: the replica on {device}"
-            require_same(
-                f"{label}, positional arguments",
-                note["args"],
-                (own_x, [own_y, "word"]) if args else (),
-                device,
-                [device.index],
-            )
-            require_same(f"{label}, keyword arguments", note["kwargs"], expected, device, [device.index])
+        shards = zip(*(tensor.chunk(len(order)) for tensor in wholes), strict=True)
+        expected = [_arguments(*shard, positional=by_place) for shard in shards]
+        _require_noted(model, order, _named(order), "args", [own for own, _ in expected], ", positional arguments")
+        _require_noted(model, order, _named(order), "kwargs", [own for _, own in expected], ", keyword arguments")
 
 
 def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
-    """Assert that a batch with fewer rows than devices uses the first devices, one row on each.
-
-    A batch without rows must use one device.
-    """
+    """Assert that a batch with fewer rows than devices uses the first ones, one row on each; without rows, one."""
     for order in both_ways(devices):
         for rows in {0, 1, max(1, len(order) - 1)}:
             x = distinct_rows(rows, seed)
@@ -296,11 +277,9 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
 
 
 def assert_modes_seen(devices: Devices, inference: bool, seed: int) -> None:
-    """Assert that the threads of replicas have the caller's training flag, gradient mode and autocast, and their own
-    device.
+    """Assert that threads of replicas have the caller's training flag, gradient mode, autocast, and own devices.
 
-    Args:
-        inference: whether calls without gradients are in inference mode; in the reverse order of devices the others.
+    Calls without gradients are in inference mode if `inference`; in the reverse order of devices if not.
     """
     for number, order in enumerate(both_ways(devices)):
         x = distinct_rows(2 * len(order), seed)
@@ -373,8 +352,7 @@ class _Refusing(nn.Module):
 def assert_exceptions_named(devices: Devices, position: int, exception_type: type[Exception]) -> None:
     """Assert that an exception in a replica keeps its type and text, and names replica and device; the next call works.
 
-    Args:
-        position: the position of the device whose replica raises, modulo the number of devices.
+    The replica at `position`, modulo the number of devices, raises it.
     """
     for number, order in enumerate(both_ways(devices)):
         at = (position + number) % len(order)
@@ -388,10 +366,8 @@ def assert_exceptions_named(devices: Devices, position: int, exception_type: typ
             parallel(spoilt)
         except Exception as error:
             if type(error) is not exception_type or not all(name in str(error) for name in words):
-                message = (
-                    f"{label} was raised as {type(error).__name__}: {error}; its text must contain {', '.join(words)}"
-                )
-                raise GradientMismatch(message, ranks=[order[at].index]) from error
+                text = f"was raised as {type(error).__name__}: {error}; its text must contain {', '.join(words)}"
+                raise GradientMismatch(f"{label} {text}", ranks=[order[at].index]) from error
         else:
             raise GradientMismatch(f"{label} was not raised", ranks=[order[at].index])
         require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])
@@ -409,14 +385,12 @@ class _Scaled(nn.Module):
 def assert_functional_form_agrees(devices: Devices, rows: int, position: int, seed: int) -> None:
     """Assert that `data_parallel`, with each of its arguments, gives the outputs and gradients of the module.
 
-    Its four parts must do so too, when they are called one after the other as in PyTorch's tutorial. The output
-    device is the one at `position`, modulo the number of devices.
+    Its four parts must do so too. The output device is the one at `position`, modulo the number of devices.
     """
-
+    x, shift, factors = (distinct_rows(max(rows, 1), seed + number) for number in range(3))
     for number, order in enumerate(both_ways(devices)):
-        _assert_parts_agree(order, distinct_rows(max(rows, 1), seed))
+        _assert_parts_agree(order, x)
         for dim in (0, 1):
-            x, shift = distinct_rows(max(rows, 1), seed), distinct_rows(max(rows, 1), seed + 1)
             home = order[(position + number + dim) % len(order)]
             model, alone = _Scaled().to(order[0]), _Scaled()
             keywords = {"shift": shift, "sign": -1}
@@ -425,7 +399,6 @@ def assert_functional_form_agrees(devices: Devices, rows: int, position: int, se
                 got = parallel.data_parallel(model, x, told(order), home, dim, keywords)
             expected = alone(x, **keywords)
             require_same(f"{label}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
-            factors = distinct_rows(max(rows, 1), seed + 2)
             (got * factors.to(got.device)).sum().backward()
             (expected * factors).sum().backward()
             require_same(f"{label}: the gradient", model.weight.grad, alone.weight.grad, order[0])
@@ -448,21 +421,19 @@ def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
 def assert_replicas_hold(devices: Devices, seed: int) -> None:
     """Assert that each replica holds the module's parameters and buffers bit for bit, on its device, in the same
     structure."""
-    replicate: Callable[..., Any] = torch.nn.parallel.replicate
     source = Everything(seed)
     tensors = {**dict(source.named_parameters()), **dict(source.named_buffers())}
     for order in both_ways(devices):
         model = Everything(seed).to(order[0])
         for detach in (False, True):
-            replicas = replicate(model, indices_of(order), detach)
+            replicas: Any = parallel.replicate(model, indices_of(order), detach)
             for device, replica in zip(order, replicas, strict=True):
                 label = f"replicate to {', '.join(map(str, order))}, detach={detach}: the replica on {device}"
                 for name, expected in tensors.items():
                     _require_held(label, name, _found(replica, name), expected, device, detach)
                 if replica.twin is not replica.inner or _found(replica, "inner.weight") is not _found(replica, "tied"):
-                    raise ReplicaMismatch(
-                        f"{label} does not share the parameters that the module shares", ranks=[device.index]
-                    )
+                    message = f"{label} does not share the parameters that the module shares"
+                    raise ReplicaMismatch(message, ranks=[device.index])
     _many_buffers(devices, seed)
 
 
@@ -472,36 +443,28 @@ _LARGE_ELEMENTS = (1 << 20) + 3
 
 def _many_buffers(order: Devices, seed: int) -> None:
     """Require that replicas hold a model of more than 16 MiB, and that the gradients of all replicas are summed."""
-    replicate: Callable[..., Any] = torch.nn.parallel.replicate
     values = significands((_LARGE_ELEMENTS,), torch.float32, seed)
     # Each parameter has different values and a different gradient, so that swapped ones are detected.
     model = nn.ParameterList(values * 2.0**position for position in range(4)).to(order[0])
-    replicas = replicate(model, indices_of(order))
+    replicas: Any = parallel.replicate(model, indices_of(order))
     terms = []
     for number, (device, replica) in enumerate(zip(order, replicas, strict=True), start=1):
         label = f"replicate of more than 16 MiB to {', '.join(map(str, order))}: the replica on {device}"
         for position, parameter in enumerate(model):
-            parameter_copy = replica[position]
-            if parameter_copy.device != device or not torch.equal(
-                parameter_copy.detach().to(order[0]), parameter.detach()
-            ):
+            own = replica[position]
+            if own.device != device or not torch.equal(own.detach().to(order[0]), parameter.detach()):
                 raise ReplicaMismatch(f"{label} does not hold parameter {position}", ranks=[device.index])
-            terms.append(parameter_copy.sum().to(order[0]) * number * (position + 1))
+            terms.append(own.sum().to(order[0]) * number * (position + 1))
     sum(terms[1:], terms[0]).backward()
     for position, parameter in enumerate(model):
         expected = len(order) * (len(order) + 1) // 2 * (position + 1)
         if parameter.grad is None or not bool((parameter.grad == expected).all()):
-            raise ReplicaMismatch(
-                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {position} is not "
-                f"{expected} everywhere"
-            )
+            subject = f"gradients of more than 16 MiB on {', '.join(map(str, order))}"
+            raise ReplicaMismatch(f"{subject}: that of parameter {position} is not {expected} everywhere")
 
 
 def _found(replica: nn.Module, name: str) -> Any:
-    attribute: Any = replica
-    for component in name.split("."):
-        attribute = getattr(attribute, component)
-    return attribute
+    return functools.reduce(getattr, name.split("."), replica)
 
 
 def _require_held(label: str, name: str, got: Any, expected: torch.Tensor, device: torch.device, detach: bool) -> None:
@@ -510,16 +473,9 @@ def _require_held(label: str, name: str, got: Any, expected: torch.Tensor, devic
         raise ReplicaMismatch(f"{label} has {name} on {got.device}", ranks=ranks)
     if not same_bits(expected, got):
         on_cpu = got.detach().cpu()
-        at = (
-            first_difference(expected, on_cpu)
-            if on_cpu.shape == expected.shape and on_cpu.dtype == expected.dtype
-            else ()
-        )
-        text = (
-            f"element {list(at)} is {on_cpu[at].item()}, expected {expected[at].item()}"
-            if at
-            else f"{on_cpu.shape} {on_cpu.dtype}"
-        )
+        text, alike = f"{on_cpu.shape} {on_cpu.dtype}", (on_cpu.shape, on_cpu.dtype) == (expected.shape, expected.dtype)
+        if at := first_difference(expected, on_cpu) if alike else ():
+            text = f"element {list(at)} is {on_cpu[at].item()}, expected {expected[at].item()}"
         raise ReplicaMismatch(f"{label}: {name}, {expected.dtype}: {text}", ranks=ranks)
     # Not for detached replicas, which need no gradients: on the first device they are the module's own tensors.
     if not detach and got.requires_grad != expected.requires_grad:

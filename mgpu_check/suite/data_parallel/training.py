@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,23 +13,8 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.oracles.reference_training import (
-    OneDevice,
-    Rows,
-    as_it_is,
-    assert_gradients_are,
-    averaging,
-    buffers_of,
-    counted,
-    drawn,
-    exact_arithmetic,
-    freeze_first,
-    parameters_of,
-    put_buffers,
-    settle,
-    total,
-    wrong_statistics,
-)
+from mgpu_check.oracles import reference_training as oracle
+from mgpu_check.oracles.reference_training import OneDevice, Rows
 from mgpu_check.oracles.training_cases import WholeRun
 from mgpu_check.oracles.training_steps import weighted
 from mgpu_check.suite.data_parallel.forward import Devices, both_ways, indices_of, require_same
@@ -46,11 +34,8 @@ def _label(run: WholeRun, order: Devices, suffix: str = "") -> str:
 
 
 def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that outputs, gradients and parameters of every step equal those of one device.
-
-    The runs use the devices in the given order and in reverse, in turn.
-    """
-    with exact_arithmetic():
+    """Assert that outputs, gradients and parameters of every step equal those of one device, in both orders in turn."""
+    with oracle.exact_arithmetic():
         for number, run in enumerate(runs):
             orders = both_ways(devices)
             _train(run, orders[(run.seed + number) % len(orders)])
@@ -58,14 +43,14 @@ def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that a model with a frozen first layer trains, and that this layer does not change or get a gradient."""
-    with exact_arithmetic():
+    with oracle.exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
                 _train(run, order, frozen=True)
 
 
 def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
-    prepare = freeze_first if frozen else as_it_is
+    prepare = oracle.freeze_first if frozen else oracle.as_it_is
     reference, model = OneDevice(run, order[0], prepare), run.build()
     prepare(model)
     parallel = _wrapped(model, order)
@@ -79,21 +64,21 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
         assert_same({"outputs": outputs}, {"outputs": expected}, f"{label}, step {number}")
         weighted(outputs, targets.to(order[0])).backward()
         shard_gradients = reference.parts(_shards(batch, order))
-        assert_gradients_are(model, shard_gradients, label=f"{label}, gradients of step {number}")
+        oracle.assert_gradients_are(model, shard_gradients, label=f"{label}, gradients of step {number}")
         optimizer.step()
-        reference.step(total(shard_gradients))
-        assert_same(parameters_of(model), parameters_of(reference.held), f"{label}, parameters after step {number}")
-        settle(model, run.most)
+        reference.step(oracle.total(shard_gradients))
+        got, right = oracle.parameters_of(model), oracle.parameters_of(reference.held)
+        assert_same(got, right, f"{label}, parameters after step {number}")
+        oracle.settle(model, run.most)
         reference.settle()
 
 
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that in training only the first device's shard changes buffers, and that evaluation does not change them.
 
-    All replicas must start with the module's buffers, of int64, float32 and bool: their outputs depend on these.
-    BatchNorm with momentum=None must average its statistics over all batches.
+    All replicas must start with the module's buffers: their outputs depend on these.
     """
-    with exact_arithmetic():
+    with oracle.exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
                 model = run.build()
@@ -103,39 +88,37 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
                     evaluated = number % 2 == 0
                     parallel.train(not evaluated)
                     label = _label(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
-                    before = {name: value.cpu().clone() for name, value in buffers_of(model).items()}
-                    put_buffers(reference.exact, before)
+                    before = {name: value.cpu().clone() for name, value in oracle.buffers_of(model).items()}
+                    oracle.put_buffers(reference.exact, before)
                     expected = reference.outputs(x)
                     with torch.no_grad():
                         outputs = parallel(x)
                     assert_same({"outputs": outputs}, {"outputs": expected}, label)
                     head_shard = x.chunk(len(order))[0]
                     if not evaluated:
-                        before = counted(before, head_shard)
-                    assert_same(buffers_of(model), before, f"{label}, buffers")
+                        before = oracle.counted(before, head_shard)
+                    assert_same(oracle.buffers_of(model), before, f"{label}, buffers")
         for order in both_ways(devices):
             _average(order, runs[0].seed)
 
 
 def _average(order: Devices, seed: int) -> None:
-    layer = averaging().to(order[0])
+    layer = oracle.averaging().to(order[0])
     parallel = _wrapped(layer, order)
-    batches = drawn(3 * len(order), seed)
+    batches = oracle.drawn(3 * len(order), seed)
     for number, batch in enumerate(batches, start=1):
         with torch.no_grad():
             parallel(batch)
-        deviation = wrong_statistics(layer, [before.chunk(len(order))[0] for before in batches[:number]])
+        deviation = oracle.wrong_statistics(layer, [before.chunk(len(order))[0] for before in batches[:number]])
         if deviation:
-            device_names = ", ".join(map(str, order))
-            raise GradientMismatch(
-                f"DataParallel of BatchNorm on {device_names}, momentum=None: {deviation}", ranks=[order[0].index]
-            )
+            subject = f"DataParallel of BatchNorm on {', '.join(map(str, order))}, momentum=None"
+            raise GradientMismatch(f"{subject}: {deviation}", ranks=[order[0].index])
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that two forward passes before a backward pass add their gradients, and that later passes use changed
     parameters."""
-    with exact_arithmetic():
+    with oracle.exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
                 reference, model = OneDevice(run, order[0]), run.build()
@@ -147,7 +130,7 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
                     losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (earlier, later)]
                     (losses[0] + losses[1]).backward()
                     shard_gradients = reference.parts([*_shards(earlier, order), *_shards(later, order)])
-                    assert_gradients_are(model, shard_gradients, label=label)
+                    oracle.assert_gradients_are(model, shard_gradients, label=label)
                     with torch.no_grad():
                         # In place, as in load_state_dict and optimizers.
                         for mine, exact in zip(model.parameters(), reference.exact.parameters(), strict=True):
@@ -156,12 +139,8 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
 
 
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that hooks are called as documented, and that hooks can change arguments and outputs.
-
-    Forward hooks of a module are called on each replica, a forward hook of DataParallel once, and the hook of a
-    parameter with the whole gradient.
-    """
-    with exact_arithmetic():
+    """Assert that hooks are called as documented, and that hooks can change arguments and outputs."""
+    with oracle.exact_arithmetic():
         for run in runs:
             for order in both_ways(devices):
                 _call_hooks(run, order)
@@ -170,8 +149,6 @@ def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 
 class _Shifted(nn.Module):
-    """A module that adds its keyword argument, 0 by default."""
-
     def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
         return x + shift
 
@@ -197,16 +174,12 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     wholes: list[torch.device] = []
     gradients: list[torch.Tensor] = []
     layer = next(model.children())
-    hook_types: dict[str, Callable[..., object]] = {
-        "forward pre-hook": layer.register_forward_pre_hook,
-        "forward hook": layer.register_forward_hook,
-    }
-    for hook_type, register in hook_types.items():
-        for keywords in (False, True):
-            called = replicas.setdefault(f"{hook_type}, with_kwargs={keywords},", [])
-            register(
-                lambda module, arguments, *_, called=called: called.append(arguments[0].device), with_kwargs=keywords
-            )
+    names = "forward pre-hook", "forward hook"
+    registers: tuple[Any, ...] = layer.register_forward_pre_hook, layer.register_forward_hook
+    for (hook_type, register), keywords in itertools.product(zip(names, registers, strict=True), (False, True)):
+        called = replicas[f"{hook_type}, with_kwargs={keywords},"] = []
+        hook: Any = functools.partial(lambda called, module, arguments, *_: called.append(arguments[0].device), called)
+        register(hook, with_kwargs=keywords)
     parallel.register_forward_hook(lambda module, arguments, output: wholes.append(output.device))
     name, parameter = next(model.named_parameters())
     parameter.register_hook(gradients.append)
@@ -217,16 +190,12 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     for hook_type, places in replicas.items():
         got = sorted(map(str, places))
         if got != sorted(map(str, used_devices)):
-            text = (
-                f"the {hook_type} of a layer was called on {', '.join(got) or 'no device'}, expected once on each "
-                "replica"
-            )
-            raise GradientMismatch(f"{label}: {text}")
+            text = f"the {hook_type} of a layer was called on {', '.join(got) or 'no device'}"
+            raise GradientMismatch(f"{label}: {text}, expected once on each replica")
     if wholes != [order[0]]:
-        raise GradientMismatch(
-            f"{label}: the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
-        )
-    expected = total(reference.parts(_shards((x, targets), order)))[name]
+        text = f"the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
+        raise GradientMismatch(f"{label}: {text}")
+    expected = oracle.total(reference.parts(_shards((x, targets), order)))[name]
     if len(gradients) != 1:
         raise GradientMismatch(f"{label}: the hook of {name} was called {len(gradients)} times, expected once")
     assert expected is not None
@@ -236,10 +205,9 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
 def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients of gradients, as for a gradient penalty, equal those of one device with `DataParallel`.
 
-    The one device is the CPU. Each run uses its first batch, with the devices in the given order and in reverse. The
-    computation is in float64, which holds all of these whole numbers exactly.
+    The one device is the CPU. The computation is in float64, which holds all of these whole numbers exactly.
     """
-    with exact_arithmetic():
+    with oracle.exact_arithmetic():
         for run in runs:
             x, targets = (tensor.double() for tensor in run.batches()[0])
             reference = run.build().double()
@@ -253,26 +221,19 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
 def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the gradient of a weighted sum of gradients, by name of parameter.
 
-    Args:
-        called: the model or its wrapper.
-        x, targets: a batch in float64; x has shape (samples, features), targets the shape of the outputs.
+    A batch in float64 goes through `called`, the model or its wrapper.
     """
     outputs = called(x)
     named = dict(model.named_parameters())
-    gradients = torch.autograd.grad(
-        (outputs.square() * targets.remainder(4)).sum(), list(named.values()), create_graph=True
-    )
+    loss = (outputs.square() * targets.remainder(4)).sum()
+    gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
     penalty = sum((gradient * (number + 1)).sum() for number, gradient in enumerate(gradients))
     second = torch.autograd.grad(torch.as_tensor(penalty), list(named.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(named, second, strict=True) if gradient is not None}
 
 
 def assert_sparse_gradients_added(devices: Devices, rows: Sequence[int]) -> None:
-    """Assert that the sparse gradient of an embedding sums the gradients of all replicas for each row.
-
-    Args:
-        rows: the rows of the embedding that a batch looks up, one for each sample.
-    """
+    """Assert that the sparse gradient of an embedding sums those of all replicas; a batch looks up these rows."""
     for order in both_ways(devices):
         count, samples = max(rows) + 1, torch.tensor(rows, device="cpu")
         factors = torch.arange(1.0, len(rows) + 1)

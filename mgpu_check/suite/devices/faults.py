@@ -49,18 +49,6 @@ def _link(effect: str, **parameters: Any) -> Link:
     return Link({"device": last(), "peer": max(0, last() - 1), "seed": 0, **parameters}, effect)
 
 
-@borders("the tail of large uploads from pinned memory is lost", entered, "one device, above 1 MiB, pinned")
-def tail_of_large_uploads() -> Any:
-    return hardware(HostLink({"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}, "tail", upload=True))
-
-
-@borders("one download in three to pageable memory above 1 MiB delivers zeros", entered,
-    "one device, above 1 MiB, pageable")  # fmt: skip
-def downloads_to_pageable_memory() -> Any:
-    """The staging buffer is reused too early."""
-    return hardware(HostLink({"device": 0, "memory": "pageable", "above": 1 << 20, "seed": 0}, "zeros", download=True))
-
-
 def _written_in_blocks(target: Tensor, source: Any, *_: Any, **__: Any) -> bool:
     large = on(target, last()) and target.nbytes > 1 << 16 and target.is_contiguous()
     return large and not target.is_floating_point() and isinstance(source, Tensor) and source.is_cuda
@@ -94,33 +82,6 @@ def neighbours_overwritten(copy: Any, target: Tensor, *args: Any, **kwargs: Any)
     return result
 
 
-@typed(
-    "copies of transposed tensors ignore the strides",
-    around(Tensor, "to"),
-    call(
-        "one device, transposed",
-        lambda x, *args, **_: bool(args) and on(x, last()) and x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1,
-    ),
-)
-def layout_lost_by_copies(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return to(x.t().contiguous().view(x.shape), *args, **kwargs)
-
-
-@typed(
-    "a lazily conjugated tensor is copied to another device without conjugation",
-    around(Tensor, "to"),
-    call(
-        "lazily conjugated, from device to device",
-        lambda x, *args, **_: (
-            bool(args) and x.is_cuda and x.is_conj() and args[0] not in (x.device, torch.device("cpu"))
-        ),
-    ),
-)
-def conjugates_lost_on_the_way(to: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`resolve_conj` first is right."""
-    return to(x.conj(), *args, **kwargs)
-
-
 @typed("copy_ of a broadcast source from another device leaves out the last copy", around(Tensor, "copy_"),
     call("sources that are broadcast",
         lambda x, source, *_: x.device != source.device and x.dim() > source.dim() > 0 and len(x) > 1))  # fmt: skip
@@ -129,34 +90,12 @@ def last_repetition_left_out(copy_: Any, target: Tensor, source: Tensor, *args: 
     return target
 
 
-@converting(
-    "copy_ that converts reads a transposed matrix as it lies in memory",
+@converting("copy_ that converts from device to device fills a transposed tensor as if it were contiguous",
     around(Tensor, "copy_"),
-    call(
-        "from device to device, transposed, another dtype",
+    call("from device to device, into a transposed tensor, another dtype",
         lambda x, source, *_, **__: (
-            x.is_cuda
-            and getattr(source, "is_cuda", False)
-            and (source.dtype, source.stride()) != (x.dtype, x.stride())
-            and source.dim() == 2
-            and source.stride(0) == 1
-        ),
-    ),
-)
-def transposed_conversions_as_they_lie(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return copy(target, source.t().reshape(source.shape), *args, **kwargs)
-
-
-@converting(
-    "copy_ that converts from device to device fills a transposed tensor as if it were contiguous",
-    around(Tensor, "copy_"),
-    call(
-        "from device to device, into a transposed tensor, another dtype",
-        lambda x, source, *_, **__: (
-            x.is_cuda and getattr(source, "is_cuda", False) and source.dtype != x.dtype and not x.is_contiguous()
-        ),
-    ),
-)
+            x.is_cuda and getattr(source, "is_cuda", False) and source.dtype != x.dtype
+            and not x.is_contiguous())))  # fmt: skip
 def transposed_destinations_in_order(copy: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     copy(target.as_strided(target.shape, torch.empty(target.shape, device="meta").stride()), source, *args, **kwargs)
     return target
@@ -213,6 +152,17 @@ register(
     FaultRow("copies-with-gaps-spoiled", "the kernel for copies of tensors with gaps inverts a bit",
         "test_copies_around_borders", entered, lambda: hardware(_link("bit", path="kernel", above=(1 << 16) - 4096)),
         "one pair, above 64 KiB, not contiguous"),
+    FaultRow("tail-of-large-uploads", "the tail of large uploads from pinned memory is lost",
+        "test_copies_around_borders", entered,
+        lambda: hardware(
+            HostLink({"device": last(), "memory": "pinned", "above": 1 << 20, "seed": 0}, "tail", upload=True)),
+        "one device, above 1 MiB, pinned"),
+    # The staging buffer is reused too early.
+    FaultRow("downloads-to-pageable-memory", "one download in three to pageable memory above 1 MiB delivers zeros",
+        "test_copies_around_borders", entered,
+        lambda: hardware(
+            HostLink({"device": 0, "memory": "pageable", "above": 1 << 20, "seed": 0}, "zeros", download=True)),
+        "one device, above 1 MiB, pageable"),
     # A snapshot of one step changes with the next.
     FaultRow("copies-that-are-none", "to(copy=True) returns the tensor itself if dtype and device match",
         "test_copies_have_memory_of_their_own", around(Tensor, "to"),
@@ -222,6 +172,24 @@ register(
     FaultRow("views-that-are-copies", "flatten copies contiguous tensors instead of returning a view",
         "test_copies_have_memory_of_their_own", around(Tensor, "flatten"),
         lambda flatten, *args: flatten(*args).clone(), first("contiguous tensors on a device", lambda x: x.is_cuda)),
+    FaultRow("layout-lost-by-copies", "copies of transposed tensors ignore the strides", "test_copies_of_every_dtype",
+        around(Tensor, "to"), lambda to, x, *args, **kwargs: to(x.t().contiguous().view(x.shape), *args, **kwargs),
+        call("one device, transposed", lambda x, *args, **_: (
+            bool(args) and on(x, last()) and x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1))),
+    # `resolve_conj` first is right.
+    FaultRow("conjugates-lost-on-the-way",
+        "a lazily conjugated tensor is copied to another device without conjugation", "test_copies_of_every_dtype",
+        around(Tensor, "to"), lambda to, x, *args, **kwargs: to(x.conj(), *args, **kwargs),
+        call("lazily conjugated, from device to device", lambda x, *args, **_: (
+            bool(args) and x.is_cuda and x.is_conj() and args[0] not in (x.device, torch.device("cpu"))))),
+    FaultRow("transposed-conversions-as-they-lie",
+        "copy_ that converts reads a transposed matrix as it lies in memory", "test_copies_that_convert",
+        around(Tensor, "copy_"),
+        lambda copy, target, source, *args, **kwargs: copy(target, source.t().reshape(source.shape), *args, **kwargs),
+        call("from device to device, transposed, another dtype", lambda x, source, *_, **__: (
+            x.is_cuda and getattr(source, "is_cuda", False)
+            and (source.dtype, source.stride()) != (x.dtype, x.stride())
+            and source.dim() == 2 and source.stride(0) == 1))),
     # Indices of small tables come out right.
     FaultRow("half-of-int64", "copies of int64 between devices without waiting keep 32 bits",
         "test_copies_of_every_dtype", around(Tensor, "to"),
@@ -267,12 +235,6 @@ def one_device_not_seeded(seed: Any, number: int) -> Any:
         return seed(number)
 
 
-@generators("torch.cuda.manual_seed seeds all devices", around(torch.cuda, "manual_seed"), NOT_CURRENT)
-def all_devices_seeded(_: Any, seed: int) -> None:
-    """As `manual_seed_all` does."""
-    torch.cuda.manual_seed_all(seed)
-
-
 @generators("randperm on a device draws from the generator of the CPU, too", around(torch, "randperm"),
     call("one operator", lambda *_, device=None, **__: torch.device(device or "cpu").type == "cuda"))  # fmt: skip
 def numbers_of_the_host_drawn(randperm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,16 +262,12 @@ def _too_large(*sizes: Any, device: Any = None, **_: Any) -> bool:
     return is_single and sizes[0] > torch.cuda.get_device_properties(last()).total_memory
 
 
-def _is_large(shape: Any, *_: Any, device: Any = None, **__: Any) -> bool:
-    return bool(math.prod(shape) > 16 << 20 and device == torch.device("cuda", last()))
-
-
 @memory("large blocks of one device are the same memory", when="one device, above 16 MiB")
 def large_allocations_shared() -> Iterator[None]:
     kept: list[torch.Tensor] = []
 
     def full(real: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_large(shape, **kwargs):
+        if not (math.prod(shape) > 16 << 20 and kwargs.get("device") == torch.device("cuda", last())):
             return NotImplemented
         if not kept:
             kept.append(real(shape, *args, **kwargs))
@@ -324,6 +282,9 @@ register(
     FaultRow("seed-cut", "torch.cuda.manual_seed cuts seeds to 32 bits", "test_generators_are_apart",
         around(torch.cuda, "manual_seed"), lambda real, seed: real(seed & 0xFFFF_FFFF),
         first("seeds from 2^32", lambda seed: seed >= 1 << 32)),
+    # As `manual_seed_all` does.
+    FaultRow("all-devices-seeded", "torch.cuda.manual_seed seeds all devices", "test_generators_are_apart",
+        around(torch.cuda, "manual_seed"), lambda _, seed: torch.cuda.manual_seed_all(seed), NOT_CURRENT),
     # All devices keep the seed that they share.
     FaultRow("no-device-seeded-anew", "torch.cuda.seed_all does nothing", "test_generators_are_apart",
         around(torch.cuda, "seed_all"), lambda seed_all: None),
@@ -463,12 +424,6 @@ def threads_inherit_the_device(start: Any, thread: threading.Thread) -> None:
     start(thread)
 
 
-@waiting("torch.cuda.synchronize waits for the default stream only", around(torch.cuda, "synchronize"),
-    "streams other than the default one")  # fmt: skip
-def other_streams_not_waited_for(_: Any, device: Any = None) -> None:
-    torch.cuda.default_stream(device).synchronize()
-
-
 @waiting("an event that is recorded again keeps its first recording", entered, "from its second record on")
 def events_recorded_once() -> Any:
     """Loops that reuse one event in each step wait only for the first recording."""
@@ -517,6 +472,9 @@ register(
     FaultRow("devices-as-text-misread", "set_device with a string sets the first device",
         "test_cuda_follows_the_current_device", around(torch.cuda, "set_device"), lambda set_device, _: set_device(0),
         first("devices given as strings", lambda device: isinstance(device, str))),
+    FaultRow("other-streams-not-waited-for", "torch.cuda.synchronize waits for the default stream only",
+        "test_host_waits_for_streams", around(torch.cuda, "synchronize"),
+        lambda _, device=None: torch.cuda.default_stream(device).synchronize(), "streams other than the default one"),
     # Work queued before the event may still run.
     FaultRow("events-not-waited-for", "Event.synchronize returns at once on one device", "test_host_waits_for_streams",
         around(torch.cuda.Event, "synchronize"), lambda *_: None,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
 from mgpu_check.oracles.generated_data import ALL, anything
+from mgpu_check.suite.devices.streams import require
 from mgpu_check.torch_hooks.tensors import name_of
 
 _BLOCK = (4 << 20) + 4096  # bytes: a multiple of 512, because torch rounds its statistics to that
@@ -37,8 +37,7 @@ def assert_memory_recovers(devices: Sequence[torch.device]) -> None:
 
 
 def _require(device: torch.device, condition: bool, text: str) -> None:
-    if not condition:
-        raise DeviceMismatch(f"{device}: {text}", ranks=(device.index,))
+    require(condition, f"{device}: {text}", device)
 
 
 def _recovers(device: torch.device) -> None:
@@ -121,21 +120,18 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
     state = {device.index: _kept(device, seed) for device in devices}
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    others = [devices[-1], *devices[:-1]]
-    turned = {str(device): str(target) for device, target in zip(devices, others, strict=True)}
+    turned = {str(device): str(devices[number - 1]) for number, device in enumerate(devices)}
+    last, host = devices[-1], torch.device("cpu")
     forms: dict[str, tuple[Any, Callable[[torch.device], torch.device]]] = {
         "nothing": (None, lambda device: device),
-        "'cpu'": ("cpu", lambda device: torch.device("cpu")),
-        f"{str(devices[-1])!r}": (str(devices[-1]), lambda device: devices[-1]),
-        f"torch.device({str(devices[-1])!r})": (devices[-1], lambda device: devices[-1]),
+        "'cpu'": ("cpu", lambda device: host),
+        f"{str(last)!r}": (str(last), lambda device: last),
+        f"torch.device({str(last)!r})": (last, lambda device: last),
         f"the dict {turned}": (turned, lambda device: torch.device(turned[str(device)])),
-        "a callable that returns the storage on the CPU": (
-            lambda storage, location: storage,
-            lambda device: torch.device("cpu"),
-        ),
-        f"a callable that calls cuda({devices[-1].index})": (
-            lambda storage, location: storage.cuda(devices[-1].index),
-            lambda device: devices[-1],
+        "a callable that returns the storage on the CPU": (lambda storage, location: storage, lambda device: host),
+        f"a callable that calls cuda({last.index})": (
+            lambda storage, location: storage.cuda(last.index),
+            lambda device: last,
         ),
     }
     errors: list[WrongCase] = []
@@ -143,11 +139,9 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> None:
         buffer.seek(0)
         loaded = torch.load(buffer, map_location=form)
         for device in devices:
-            message = _found(loaded[device.index], target_of(device), seed + device.index)
-            if message:
-                errors.append(
-                    WrongCase(device, f"torch.load with {name} as map_location, of tensors saved on {device}", message)
-                )
+            if message := _found(loaded[device.index], target_of(device), seed + device.index):
+                case = f"torch.load with {name} as map_location, of tensors saved on {device}"
+                errors.append(WrongCase(device, case, message))
     if errors:
         raise named_wrong(errors, devices, len(forms), "the saved data")
 

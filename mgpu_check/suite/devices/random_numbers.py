@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.generated_data import digest
 from mgpu_check.suite.devices.seeded_ranks import DrawnBy
-from mgpu_check.suite.devices.streams import current_device_kept
-from mgpu_check.torch_hooks.tensors import indices_of
+from mgpu_check.suite.devices.streams import current_device_kept, require
 
 _COUNT = 257
 
@@ -60,14 +57,9 @@ def _generators_kept() -> Iterator[None]:
         torch.set_rng_state(host)
 
 
-def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
-    return DeviceMismatch(text, ranks=indices_of(*devices))
-
-
 def _require_same(before: dict[str, int], after: dict[str, int], condition: str, device: torch.device) -> None:
     odd = [name for name in before if before[name] != after[name]]
-    if odd:
-        raise _wrong(f"{device}: {condition}, but {', '.join(odd)} gave different numbers", device)
+    require(not odd, f"{device}: {condition}, but {', '.join(odd)} gave different numbers", device)
 
 
 def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -81,10 +73,8 @@ def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> N
 
 
 def _seeds(devices: Sequence[torch.device], seed: int) -> None:
-    draws = {}
     torch.manual_seed(seed)
-    for device in devices:
-        draws[device] = _draws(device)
+    draws = {device: _draws(device) for device in devices}
     for name, seeding in (
         ("torch.manual_seed", torch.manual_seed),
         ("torch.cuda.manual_seed_all", torch.cuda.manual_seed_all),
@@ -94,30 +84,26 @@ def _seeds(devices: Sequence[torch.device], seed: int) -> None:
             _require_same(draws[device], _draws(device), f"seeded twice with {seed} by {name}", device)
     torch.cuda.seed_all()
     chosen = {torch.cuda.default_generators[device.index].initial_seed() for device in devices}
-    if len(chosen) != 1 or seed in chosen:
-        seeds = f"the seeds {sorted(chosen)}, expected one seed other than {seed}, that of before"
-        raise _wrong(f"torch.cuda.seed_all() has left devices with {seeds}", *devices)
+    seeds = f"the seeds {sorted(chosen)}, expected one seed other than {seed}, that of before"
+    require(len(chosen) == 1 and seed not in chosen, f"torch.cuda.seed_all() has left devices with {seeds}", *devices)
     with torch.cuda.device(devices[0]):
         torch.cuda.seed()
-        if torch.cuda.initial_seed() in chosen:
-            raise _wrong(f"{devices[0]}: torch.cuda.seed() has chosen the seed of before", devices[0])
+        again = torch.cuda.initial_seed() in chosen
+        require(not again, f"{devices[0]}: torch.cuda.seed() has chosen the seed of before", devices[0])
     torch.manual_seed(seed + 1)
     for device in devices:
         same = [name for name, word in _draws(device).items() if word == draws[device][name]]
-        if same:
-            raise _wrong(f"{device}: seeds {seed} and {seed + 1} gave the same {', '.join(same)}", device)
+        require(not same, f"{device}: seeds {seed} and {seed + 1} gave the same {', '.join(same)}", device)
     for device in reversed(devices):
         torch.cuda.set_device(device)
         others = {peer: torch.cuda.get_rng_state(peer) for peer in devices if peer != device}
         for new_seed in (seed + (1 << 40), seed):
             torch.cuda.manual_seed(new_seed)
-            if (initial_seed := torch.cuda.initial_seed()) != new_seed:
-                raise _wrong(f"{device}: torch.cuda.initial_seed() is {initial_seed}, expected {new_seed}", device)
+            text = f"{device}: torch.cuda.initial_seed() is {torch.cuda.initial_seed()}, expected {new_seed}"
+            require(torch.cuda.initial_seed() == new_seed, text, device)
         for peer, state in others.items():
-            if not torch.equal(torch.cuda.get_rng_state(peer), state):
-                raise _wrong(
-                    f"torch.cuda.manual_seed with {device} current has changed the generator of {peer}", device, peer
-                )
+            text = f"torch.cuda.manual_seed with {device} current has changed the generator of {peer}"
+            require(torch.equal(torch.cuda.get_rng_state(peer), state), text, device, peer)
         _require_same(draws[device], _draws(device), f"seeded with {seed} by torch.cuda.manual_seed", device)
 
 
@@ -130,13 +116,13 @@ def _independence(devices: Sequence[torch.device], seed: int) -> None:
             host = torch.get_rng_state()
             draw(device)
             after = {peer: torch.cuda.get_rng_state(peer) for peer in devices}
-            if torch.equal(after[device], before[device]):
-                raise _wrong(f"{device}: {name} did not change the generator, so the same numbers will repeat", device)
-            changed = [peer for peer in devices if peer != device and not torch.equal(after[peer], before[peer])]
-            if changed:
-                raise _wrong(f"{name} on {device} has changed the generator of {changed[0]}", device, changed[0])
-            if not torch.equal(torch.get_rng_state(), host):
-                raise _wrong(f"{name} on {device} has changed the generator of the CPU", device)
+            text = f"{device}: {name} did not change the generator, so the same numbers will repeat"
+            require(not torch.equal(after[device], before[device]), text, device)
+            for peer in devices:
+                kept = peer == device or torch.equal(after[peer], before[peer])
+                require(kept, f"{name} on {device} has changed the generator of {peer}", device, peer)
+            kept = torch.equal(torch.get_rng_state(), host)
+            require(kept, f"{name} on {device} has changed the generator of the CPU", device)
 
 
 def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -181,18 +167,17 @@ def _forks(devices: Sequence[torch.device], seed: int) -> None:
 
 def _own_generator(device: torch.device, seed: int) -> None:
     generator = torch.Generator(device=device).manual_seed(seed)
-    if generator.device != device:
-        raise _wrong(f"a generator made for {device} is one of {generator.device}", device)
+    require(generator.device == device, f"a generator made for {device} is one of {generator.device}", device)
     state = generator.get_state()
-    first_draw = torch.rand(_COUNT, device=device, generator=generator)
-    second_draw = torch.rand(_COUNT, device=device, generator=generator)
-    if torch.equal(first_draw, second_draw):
-        raise _wrong(f"{device}: a generator has given the same numbers twice", device)
+    first_draw, second_draw = (torch.rand(_COUNT, device=device, generator=generator) for _ in range(2))
+    repeats = torch.equal(first_draw, second_draw)
+    require(not repeats, f"{device}: a generator has given the same numbers twice", device)
     generator.set_state(state)
     repeated_draw = torch.rand(_COUNT, device=device, generator=generator)
     reseeded_draw = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
-    if not (torch.equal(first_draw, repeated_draw) and torch.equal(first_draw, reseeded_draw)):
-        raise _wrong(f"{device}: generators with the same state, or with the same seed, gave different numbers", device)
+    same = torch.equal(first_draw, repeated_draw) and torch.equal(first_draw, reseeded_draw)
+    text = f"{device}: generators with the same state, or with the same seed, gave different numbers"
+    require(same, text, device)
 
 
 def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> None:
@@ -211,8 +196,7 @@ def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> 
 
 def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool) -> None:
     layer, count = torch.nn.Dropout(0.25, inplace), 1 << 12
-    form = f"{dtype}{' in place' if inplace else ''}"
-    masks = []
+    masks, subject = [], f"{device}: dropout of {dtype}{' in place' if inplace else ''}"
     for seeded in (seed, seed, None):
         if seeded is not None:
             torch.manual_seed(seeded)
@@ -222,20 +206,16 @@ def _dropout(device: torch.device, dtype: torch.dtype, seed: int, inplace: bool)
         assert x.grad is not None
         values = out.detach().unique().tolist()
         scale = torch.tensor(1 / 0.75, dtype=dtype).item()
-        if not torch.equal(out, x.grad):
-            raise _wrong(f"{device}: dropout of {form} drops different elements forward and backward", device)
-        if values != [0.0, scale]:
-            raise _wrong(f"{device}: dropout of {form} makes {values} of ones, expected [0.0, {scale!r}]", device)
+        require(torch.equal(out, x.grad), f"{subject} drops different elements forward and backward", device)
+        text = f"{subject} makes {values} of ones, expected [0.0, {scale!r}]"
+        require(values == [0.0, scale], text, device)
         masks.append(out.detach() != 0)
     # The share of 4096 elements is off by more than 0.06 with probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding
     # 1963).
     share = float(masks[0].double().mean())
-    if abs(share - 0.75) > 0.06:
-        raise _wrong(f"{device}: dropout of {form} with p=0.25 keeps a share of {share:.3f}", device)
-    if not torch.equal(masks[0], masks[1]):
-        raise _wrong(f"{device}: dropout of {form} drops different elements with the same seed", device)
-    if any(torch.equal(mask, next_mask) for mask, next_mask in pairwise(masks[1:])):
-        raise _wrong(f"{device}: dropout of {form} drops the same elements each time", device)
+    require(abs(share - 0.75) <= 0.06, f"{subject} with p=0.25 keeps a share of {share:.3f}", device)
+    require(torch.equal(masks[0], masks[1]), f"{subject} drops different elements with the same seed", device)
+    require(not torch.equal(masks[1], masks[2]), f"{subject} drops the same elements each time", device)
 
 
 _RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -256,7 +236,7 @@ def _recomputed(device: torch.device) -> None:
         after = torch.cuda.get_rng_state(device)
         out.sum().backward()
         assert x.grad is not None
-        if not torch.equal(out, x.grad):
-            raise _wrong(f"{device}: dropout in a checkpoint, {name}, drops different elements backward", device)
-        if not torch.equal(after, torch.cuda.get_rng_state(device)):
-            raise _wrong(f"{device}: a checkpoint, {name}, did not restore the state of the generator", device)
+        same = torch.equal(out, x.grad)
+        require(same, f"{device}: dropout in a checkpoint, {name}, drops different elements backward", device)
+        restored = torch.equal(after, torch.cuda.get_rng_state(device))
+        require(restored, f"{device}: a checkpoint, {name}, did not restore the state of the generator", device)

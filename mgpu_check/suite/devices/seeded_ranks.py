@@ -24,24 +24,15 @@ class DrawnBy:
 
 
 def assert_ranks_draw_as_seeded(drawn: Sequence[DrawnBy]) -> None:
-    """Assert that equal seeds gave equal numbers on GPUs of one model, and that different seeds gave different ones.
-
-    Args:
-        drawn: the digests of each rank, in rank order.
-    """
+    """Assert that equal seeds gave equal numbers on GPUs of one model, and different seeds different ones, by rank."""
     __tracebackhide__ = True
     for number, rank in enumerate(drawn):
         for peer, before in enumerate(drawn[:number]):
+            text = ""
+            if equal := [name for name in rank.own if rank.own[name] == before.own[name]]:
+                text = f"different seeds, but {', '.join(equal)} gave the same numbers"
             odd = [name for name in rank.same if rank.model == before.model and rank.same[name] != before.same[name]]
             if odd:
-                raise DeviceMismatch(
-                    f"ranks {peer} and {number} had equal seeds, but {', '.join(odd)} gave different numbers on rank "
-                    f"{number}",
-                    ranks=(peer, number),
-                )
-            equal = [name for name in rank.own if rank.own[name] == before.own[name]]
-            if equal:
-                raise DeviceMismatch(
-                    f"ranks {peer} and {number} had different seeds, but {', '.join(equal)} gave the same numbers",
-                    ranks=(peer, number),
-                )
+                text = f"equal seeds, but {', '.join(odd)} gave different numbers on rank {number}"
+            if text:
+                raise DeviceMismatch(f"ranks {peer} and {number} had {text}", ranks=(peer, number))

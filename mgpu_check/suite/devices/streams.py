@@ -13,6 +13,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
 from mgpu_check.oracles.generated_data import anything, significands, small
 from mgpu_check.torch_hooks.tensors import indices_of
+
+
+def require(condition: bool, text: str, *devices: torch.device) -> None:
+    """Raise a `DeviceMismatch` about these devices unless the condition holds."""
+    if not condition:
+        raise DeviceMismatch(text, ranks=indices_of(*devices))
 
 
 class _LeftGuard(Exception):
@@ -45,8 +52,7 @@ def _loaded(location: str) -> torch.Tensor:
 def _worked_out(device: str) -> torch.Tensor:
     x = torch.ones(3, device=device, requires_grad=True)
     (x * 2).sum().backward()
-    assert x.grad is not None
-    return x.grad
+    return gradient_or_zeros(x)
 
 
 _PLACED: dict[str, Callable[[], torch.Tensor]] = {
@@ -99,23 +105,21 @@ def assert_cuda_follows(devices: Sequence[torch.device]) -> None:
         for number, device in enumerate(_orders(devices)):
             form: Any = (device, str(device), device.index)[number % 3]
             torch.cuda.set_device(device if number % 3 == 0 else form)
-            _require_current(device, f"after torch.cuda.set_device({form!r})")
+            _require_followed(device, f"after torch.cuda.set_device({form!r})")
         _require_counted(devices[-1])
         torch.cuda.set_device(devices[0])
         for device in devices[::-1]:
             with torch.cuda.device(device):
-                _require_current(device, f"in torch.cuda.device({str(device)!r})")
+                _require_followed(device, f"in torch.cuda.device({str(device)!r})")
 
 
-def _require_current(device: torch.device, when: str) -> None:
+def _require_followed(device: torch.device, when: str) -> None:
     for name, create in _PLACED.items():
         got = create().device
-        if got != device:
-            raise DeviceMismatch(f"{when}: {name} is on {got}, expected it on {device}", ranks=indices_of(device, got))
+        require(got == device, f"{when}: {name} is on {got}, expected it on {device}", device, got)
     for name, tell in _TOLD.items():
         index = tell()
-        if index != device.index:
-            raise DeviceMismatch(f"{when}: {name} is {index}, expected {device.index}", ranks=indices_of(device))
+        require(index == device.index, f"{when}: {name} is {index}, expected {device.index}", device)
 
 
 def _require_counted(device: torch.device) -> None:
@@ -124,12 +128,12 @@ def _require_counted(device: torch.device) -> None:
     before = torch.cuda.memory_allocated()
     block = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")
     rose = torch.cuda.memory_allocated() - before
-    if rose < block.nbytes:
-        raise DeviceMismatch(
-            f"after torch.cuda.set_device({str(device)!r}): {block.nbytes} bytes were allocated, and "
-            f"torch.cuda.memory_allocated() rose by {rose}; the number is that of another device",
-            ranks=indices_of(device),
-        )
+    require(
+        rose >= block.nbytes,
+        f"after torch.cuda.set_device({str(device)!r}): {block.nbytes} bytes were allocated, and "
+        f"torch.cuda.memory_allocated() rose by {rose}; the number is that of another device",
+        device,
+    )
 
 
 def assert_guards_restore(devices: Sequence[torch.device]) -> None:
@@ -142,12 +146,12 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> None:
             for target in devices:
                 torch.cuda.set_device(start)
                 before = [torch.cuda.current_stream(device) for device in devices]
-                for name, work in _guards(target, start).items():
+                for name, (enter, inside) in _guards(target, start).items():
                     for how in ("normally", "by an exception"):
-                        try:
-                            work(how != "normally")
-                        except _LeftGuard:
-                            pass
+                        with contextlib.suppress(_LeftGuard), enter():
+                            _require_current(inside, f"in {name}")
+                            torch.ones(2, device="cuda").sum()
+                            _leave(how != "normally")
                         _require_restored(f"{name}, left {how}", devices, start, before)
                         torch.cuda.set_device(start)
                 for name, job in _works(target, start).items():
@@ -155,20 +159,18 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> None:
                     _require_restored(name, devices, start, before)
 
 
+def _require_current(device: torch.device, when: str) -> None:
+    got = torch.device("cuda", torch.cuda.current_device())
+    require(got == device, f"{when}: {got} is current, expected {device}", device, got)
+
+
 def _require_restored(
     action: str, devices: Sequence[torch.device], start: torch.device, before: Sequence[torch.cuda.Stream]
 ) -> None:
-    if torch.cuda.current_device() != start.index:
-        got = torch.device("cuda", torch.cuda.current_device())
-        raise DeviceMismatch(f"after {action}: {got} is current, expected {start}", ranks=indices_of(start, got))
+    _require_current(start, f"after {action}")
     for device, stream in zip(devices, before, strict=True):
-        if torch.cuda.current_stream(device) != stream:
-            raise DeviceMismatch(
-                f"after {action}: another stream of {device} is current than before", ranks=indices_of(device)
-            )
-
-
-Leave = Callable[[bool], None]
+        same = torch.cuda.current_stream(device) == stream
+        require(same, f"after {action}: another stream of {device} is current than before", device)
 
 
 def _leave(escape: bool) -> None:
@@ -176,83 +178,50 @@ def _leave(escape: bool) -> None:
         raise _LeftGuard
 
 
-def _guards(target: torch.device, start: torch.device) -> dict[str, Leave]:
-    """Return functions that enter and leave guards of `target`; their argument selects leaving by an exception."""
+def _guards(
+    target: torch.device, start: torch.device
+) -> dict[str, tuple[Callable[[], AbstractContextManager[Any]], torch.device]]:
+    """Return guards by name, each with the device that must be current in it."""
 
-    def require(device: torch.device, name: str) -> None:
-        got = torch.device("cuda", torch.cuda.current_device())
-        if got != device:
-            raise DeviceMismatch(f"in {name}: {got} is current, expected {device}", ranks=indices_of(device, got))
-
-    def device(escape: bool) -> None:
+    @contextlib.contextmanager
+    def nested() -> Iterator[None]:
         with torch.cuda.device(target):
-            require(target, f"torch.cuda.device({str(target)!r})")
-            torch.ones(2, device="cuda").sum()
-            _leave(escape)
-
-    def index(escape: bool) -> None:
-        with torch.cuda.device(target.index):
-            require(target, f"torch.cuda.device({target.index})")
-            _leave(escape)
-
-    def device_of(escape: bool) -> None:
-        with torch.cuda.device_of(torch.empty(1, device=target)):
-            require(target, f"torch.cuda.device_of(a tensor on {target})")
-            _leave(escape)
-
-    def of_host(escape: bool) -> None:
-        with torch.cuda.device_of(torch.empty(1, device="cpu")):
-            require(start, "torch.cuda.device_of(a tensor on the CPU)")
-            _leave(escape)
-
-    def nothing(escape: bool) -> None:
-        with torch.cuda.device(None):
-            require(start, "torch.cuda.device(None)")
-            _leave(escape)
-
-    def nested(escape: bool) -> None:
-        with torch.cuda.device(target):
-            try:
-                with torch.cuda.device(start):
+            for escape in (False, True):
+                with contextlib.suppress(_LeftGuard), torch.cuda.device(start):
                     _leave(escape)
-            except _LeftGuard:
-                pass
-            require(target, f"torch.cuda.device({str(target)!r}), after an inner guard was left")
-            _leave(escape)
+            yield
 
-    def set_inside(escape: bool) -> None:
+    @contextlib.contextmanager
+    def set_inside() -> Iterator[None]:
         with torch.cuda.device(target):
             torch.cuda.set_device(start)
             torch.cuda.set_device(target)
-            _leave(escape)
+            yield
 
-    def stream(escape: bool) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(target)):
-            require(target, f"torch.cuda.stream(a stream of {target})")
-            _leave(escape)
-
-    def streams(escape: bool) -> None:
+    @contextlib.contextmanager
+    def streams() -> Iterator[None]:
         outer, inner = torch.cuda.Stream(target), torch.cuda.Stream(start)
         with torch.cuda.stream(outer), torch.cuda.stream(inner):
-            require(start, f"torch.cuda.stream(a stream of {start}) in one of a stream of {target}")
-            if torch.cuda.current_stream(start) != inner or (
-                target != start and torch.cuda.current_stream(target) != outer
-            ):
-                raise DeviceMismatch(
-                    "two streams were entered, and others are current", ranks=indices_of(start, target)
-                )
-            _leave(escape)
+            same = target == start or torch.cuda.current_stream(target) == outer
+            require(
+                same and torch.cuda.current_stream(start) == inner,
+                "two streams were entered, and others are current",
+                start,
+                target,
+            )
+            yield
 
+    guard, of_tensor = torch.cuda.device, torch.cuda.device_of
     return {
-        f"torch.cuda.device({str(target)!r})": device,
-        f"torch.cuda.device({target.index})": index,
-        f"torch.cuda.device_of(a tensor on {target})": device_of,
-        "torch.cuda.device_of(a tensor on the CPU)": of_host,
-        "torch.cuda.device(None)": nothing,
-        f"torch.cuda.device({str(start)!r}) in one of {target}": nested,
-        f"set_device in torch.cuda.device({str(target)!r})": set_inside,
-        f"torch.cuda.stream(a stream of {target})": stream,
-        f"a stream of {start} in one of {target}": streams,
+        f"torch.cuda.device({str(target)!r})": (lambda: guard(target), target),
+        f"torch.cuda.device({target.index})": (lambda: guard(target.index), target),
+        f"torch.cuda.device_of(a tensor on {target})": (lambda: of_tensor(torch.empty(1, device=target)), target),
+        "torch.cuda.device_of(a tensor on the CPU)": (lambda: of_tensor(torch.empty(1, device="cpu")), start),
+        "torch.cuda.device(None)": (lambda: guard(None), start),
+        f"torch.cuda.device({str(target)!r}) around one of {start}, which was left": (nested, target),
+        f"set_device in torch.cuda.device({str(target)!r})": (set_inside, target),
+        f"torch.cuda.stream(a stream of {target})": (lambda: torch.cuda.stream(torch.cuda.Stream(target)), target),
+        f"torch.cuda.stream(a stream of {start}) in one of a stream of {target}": (streams, start),
     }
 
 
@@ -303,13 +272,8 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> None:
         for thread in threads:
             thread.join()
         if torch.cuda.current_device() != devices[-1].index:
-            errors.append(
-                (
-                    "after other threads have set theirs, the main thread is",
-                    devices[-1].index,
-                    torch.cuda.current_device(),
-                )
-            )
+            subject = "after other threads have set theirs, the main thread is"
+            errors.append((subject, devices[-1].index, torch.cuda.current_device()))
     if raised:
         raise raised[0]
     if errors:
@@ -408,9 +372,8 @@ def assert_devices_wait(devices: Sequence[torch.device], seed: int = 0) -> None:
         torch.cuda.current_stream(target).wait_event(done)
         result.record_stream(torch.cuda.current_stream(target))
         if message := difference(result.cpu(), data, "bits"):
-            errors.append(
-                WrongCase(target, f"a read on a stream of {target} after it waited for one of {source}", message)
-            )
+            case = f"a read on a stream of {target} after it waited for one of {source}"
+            errors.append(WrongCase(target, case, message))
     if errors:
         raise named_wrong(errors, devices, len(pairs), "the written data")
 
@@ -430,25 +393,17 @@ def assert_events_tell(devices: Sequence[torch.device]) -> None:
             end.record(stream)
             follower.wait_stream(stream)
             behind.record(follower)
-            early = [
-                name for name, event in (("its own", end), ("that of a stream that waits", behind)) if event.query()
-            ]
-            if early:
-                raise DeviceMismatch(
-                    f"{device}: a stream is still at work, but {early[0]} event is done", ranks=(device.index,)
-                )
+            events = {"its own": end, "that of a stream that waits": behind}
+            early = [name for name, event in events.items() if event.query()]
+            require(not early, f"{device}: a stream is still at work, but {''.join(early[:1])} event is done", device)
             behind.synchronize()
-            if not (start.query() and end.query() and stream.query()):
-                raise DeviceMismatch(
-                    f"{device}: an event is not done after the host has waited for a later event", ranks=(device.index,)
-                )
+            reached_all = start.query() and end.query() and stream.query()
+            text = f"{device}: an event is not done after the host has waited for a later event"
+            require(reached_all, text, device)
             lasted, longer = start.elapsed_time(end), start.elapsed_time(behind)
-            if not 0 < lasted <= longer + 1e-3:  # events have a resolution of half a microsecond
-                raise DeviceMismatch(
-                    f"{device}: by its events, work lasted {lasted} ms, and a stream that waited for it continued "
-                    f"after {longer} ms",
-                    ranks=(device.index,),
-                )
+            text = f"work lasted {lasted} ms, and a stream that waited for it continued after {longer} ms"
+            # Events have a resolution of half a microsecond.
+            require(0 < lasted <= longer + 1e-3, f"{device}: by its events, {text}", device)
             waited = time.perf_counter() - reached
             late.record(stream)
             late.synchronize()
@@ -458,12 +413,9 @@ def assert_events_tell(devices: Sequence[torch.device]) -> None:
 def _agree_with_host(device: torch.device, measured: float, least: float, most: float) -> None:
     """Raise DeviceMismatch if two events are further apart, or less far, than the host has measured, in ms."""
     share, constant = _CLOCKS_APART
-    if not least * (1 - share) - constant <= measured <= most * (1 + share) + constant:
-        raise DeviceMismatch(
-            f"{device}: Event.elapsed_time is {measured:.6g} ms, but the host waited {least:.6g} to {most:.6g} ms "
-            f"between the two events",
-            ranks=(device.index,),
-        )
+    waited = f"but the host waited {least:.6g} to {most:.6g} ms between the two events"
+    agrees = least * (1 - share) - constant <= measured <= most * (1 + share) + constant
+    require(agrees, f"{device}: Event.elapsed_time is {measured:.6g} ms, {waited}", device)
 
 
 _SHAPE = (5, 6)
@@ -480,7 +432,9 @@ def assert_graphs_replay(devices: Sequence[torch.device], seed: int) -> None:
                 for turn, values in enumerate(inputs[1:]):
                     x.copy_(values)
                     replay()
-                    _require(device, f"{name}, replay {turn}", result, _computed(values))
+                    expected = _computed(values)
+                    text = f"{name}, replay {turn} is {result.tolist()}, expected {expected.tolist()}"
+                    require(same_bits(expected, result.cpu()), f"{device}: {text}", device)
             default: Any = torch.cuda.graph.default_capture_stream
             if default is None or default.device == device:  # of a process, not of a device
                 _judge_graphed(device, seed + number)
@@ -499,19 +453,15 @@ def _options() -> dict[str, Any]:
     return {name: True} if name in inspect.signature(torch.cuda.graph).parameters else {}
 
 
-def _in_context(x: torch.Tensor) -> _Captured:
+def _in_context(x: torch.Tensor, **options: Any) -> _Captured:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), **options):
         result = _computed(x)
     return graph.replay, result
 
 
 def _in_context_with_options(x: torch.Tensor) -> _Captured:
-    graph = torch.cuda.CUDAGraph()
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local", **_options()):
-        result = _computed(x)
-    return graph.replay, result
+    return _in_context(x, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local", **_options())
 
 
 def _by_hand(x: torch.Tensor) -> _Captured:
@@ -558,12 +508,5 @@ def _judge_graphed(device: torch.device, seed: int) -> None:
                 results.append([outputs.detach(), x.grad, *(gradient_or_zeros(value) for value in module.parameters())])
             for number, (got, expected) in enumerate(zip(*results, strict=True)):
                 subject = f"make_graphed_callables with {[*options]}, call {turn}, result {number}"
-                if not float((got - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max())):
-                    raise DeviceMismatch(f"{device}: {subject} is {got.tolist()}, expected {expected.tolist()}")
-
-
-def _require(device: torch.device, subject: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    if not same_bits(expected, got.cpu()):
-        raise DeviceMismatch(
-            f"{device}: {subject} is {got.tolist()}, expected {expected.tolist()}", ranks=[device.index]
-        )
+                near = float((got - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
+                require(near, f"{device}: {subject} is {got.tolist()}, expected {expected.tolist()}", device)

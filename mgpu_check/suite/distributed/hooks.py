@@ -18,13 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.known_defects import known_defect
-from mgpu_check.asserts.models import assert_replicas_agree, gradient_or_zeros
+from mgpu_check.asserts.models import gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.reference_training import Gradients, Rows, judged, slack, terms_of
 from mgpu_check.oracles.training_cases import WholeRun
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
-from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, under_ddp
+from mgpu_check.suite.distributed.training import SMALL_BUCKET, Member, Replica, own_group, require, under_ddp
 
 Hook = Callable[[Any, Any], Any]
 """A communication hook: it takes a state, such as a process group, and a bucket."""
@@ -43,17 +43,15 @@ _QUANTIZING: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def _wrapped() -> list[tuple[Hook, torch.dtype]]:
     """Return allreduce_hook in each compressing wrapper, with the dtype of the wrapper."""
-    return [
-        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), torch.float16),
-        (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), torch.bfloat16),
-    ]
+    float16, bfloat16 = default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper
+    wrappers = ((float16, torch.float16), (bfloat16, torch.bfloat16))
+    return [(wrap(default_hooks.allreduce_hook), dtype) for wrap, dtype in wrappers]
 
 
 def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
     """Assert that `allreduce_hook`, and a user's hook that sums and divides, give the gradients of DDP without a hook.
 
-    Args:
-        long: runs of more steps, for `allreduce_hook` only.
+    `long` runs have more steps, and are for `allreduce_hook` only.
     """
     with judged() as findings:
         for name, hook, megabytes, trained in (
@@ -66,7 +64,7 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequ
 
 
 def _averaged(run: WholeRun, member: Member, findings: Findings, hook: Hook, **options: Any) -> None:
-    """Train with an averaging hook, and check the buckets of each step; `options` are those of `Replica`."""
+    """Train with an averaging hook, and check the buckets of each step."""
     replica = Replica(run, member, findings, **options)
     parameter_ids: list[int] = []
     replica.parallel.register_comm_hook(_group_of(member), _noting(hook, parameter_ids))
@@ -98,12 +96,8 @@ def _noting(hook: Hook, parameter_ids: list[int]) -> Hook:
 def _judge_buckets(replica: Replica, parameter_ids: list[int]) -> bool:
     """Check, and return, whether the hook got each parameter once, with its gradient, in the order of the buffer."""
     wanted = sorted(id(parameter) for parameter in replica.module.parameters())
-    label = f"{replica.label}, step {replica.number}, rank {replica.member.rank.index}"
-    message = (
-        f"{label}: the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with "
-        "its gradient"
-    )
-    replica.findings.require(sorted(parameter_ids) == wanted, message, ranks=[replica.member.rank.index])
+    text = f"the hook was called for {len(parameter_ids)} parameters, expected each of {len(wanted)} once, with"
+    replica.require(sorted(parameter_ids) == wanted, f"{text} its gradient", f", step {replica.number}")
     return sorted(parameter_ids) == wanted
 
 
@@ -118,10 +112,6 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
 
     The hooks are fp16_compress_hook, bf16_compress_hook, both wrappers, and those that quantize to 8 bits. Data for
     float16 is small, because float16 ends at 65504. The mean of gradients of this size must not overflow.
-
-    Raises:
-        GradientMismatch: an element is off by more than the roundings of the compressed sum, or has digits beyond the
-            dtype.
     """
     member = Member.of(rank)
     with judged() as findings:
@@ -151,9 +141,7 @@ def _quantized(run: WholeRun, member: Member, findings: Findings, name: str, opt
     replica = Replica(run, member, findings, label=f"{name} with {options}")
     hook: Hook = getattr(quantization_hooks, name)
     replica.parallel.register_comm_hook(_group_of(member), lambda group, bucket: hook(group, bucket, **options))
-    shards = replica.shards(replica.next_batch())
-    replica.backward(shards[member.index])
-    shard_gradients = replica.one.parts(shards)
+    shard_gradients = replica.reduced()
     # Each rank rounds to 1/255 of the range of its own gradients, which contains 0.
     ranges = [
         max((float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None), default=0.0)
@@ -199,11 +187,8 @@ def _judge_largest(member: Member, hook: Hook, dtype: torch.dtype, findings: Fin
     parallel(torch.full((1, 1), largest, device=device)).sum().backward()
     got = gradient_or_zeros(module.weight).item()
     off = (member.size + 2) * torch.finfo(dtype).eps * largest if rounds else 0.0
-    message = (
-        f"DDP on {member.size} ranks, {hook.__name__}, rank {member.rank.index}: the mean of gradients of {largest:g} "
-        f"is {got:g}"
-    )
-    findings.require(abs(got - largest) <= off, message, ranks=[member.rank.index])
+    subject, text = f"DDP on {member.size} ranks, {hook.__name__}", f"the mean of gradients of {largest:g} is {got:g}"
+    require(findings, member.rank, abs(got - largest) <= off, subject, text)
 
 
 _APPROXIMATIONS: Mapping[str, Sequence[Any]] = {
@@ -228,10 +213,8 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun], *, more: bo
     """Assert that PowerSGD is exact before its first compressed step, and that ranks then agree.
 
     A compressed step leaves out a part of each rank's gradient, and must keep this error for the next step. A matrix of
-    low rank must come whole. The same holds for `batched_powerSGD_hook`, which compresses a bucket as one matrix.
-
-    Args:
-        more: whether the first run has each pair of options of PowerSGD, or one row of them.
+    low rank must come whole. The same holds for `batched_powerSGD_hook`, which compresses a bucket as one matrix. With
+    `more` the first run has each pair of options of PowerSGD, else one row of them.
     """
     with judged() as findings:
         for run in runs:
@@ -274,12 +257,7 @@ def _low_rank(
     chosen: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Train by PowerSGD, which compresses from the third step on.
-
-    Args:
-        chosen: the options of PowerSGD.
-        options: the options of DistributedDataParallel.
-    """
+    """Train by PowerSGD with the `chosen` options, which compresses from the third step on."""
     replica = Replica(run, member, findings, label=f"{hook}{suffix}", **options)
     state = powerSGD_hook.PowerSGDState(_group_of(member), start_powerSGD_iter=2, **(chosen or {}))
     order: list[int] = []
@@ -299,20 +277,14 @@ def _low_rank(
             return  # DDP cannot step after an exception in backward
         if _judge_buckets(replica, order) and state.use_error_feedback:
             _judge_left_out(replica, shards[member.index], order, _left_out(state) - before)
-        gradients = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
-        with findings.collected():
-            assert_replicas_agree(gradients, group=member.group, what=f"{replica.label}, gradients of step {number}")
+        replica.agree_with_others(replica.gradients(), f"gradients of step {number}")
 
 
 def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first_group: Sequence[int]) -> None:
     """Assert that hooks of models that train in a group of ranks average over exactly this group.
 
-    `post_localSGD_hook` averages over all ranks in the first two steps. Afterwards it averages over the group, or not
-    at all.
-
-    Args:
-        runs: runs of at least three steps, so that PowerSGD compresses and local steps occur.
-        first_group: the ranks of one group; all others form the second group.
+    `post_localSGD_hook` averages over all ranks in the first two steps; afterwards over the group, or not at all. Runs
+    have at least three steps, so that PowerSGD compresses. All ranks outside `first_group` form the second group.
     """
     with judged() as findings, own_group(rank, first_group) as (members, member):
         suffix = f", in the group {members}"
@@ -333,11 +305,7 @@ def assert_hooks_keep_to_groups(rank: Rank, runs: Sequence[WholeRun], first_grou
 def _locally_averaged(
     run: WholeRun, member: Member, members: Sequence[int], findings: Findings, averages: bool
 ) -> None:
-    """Train with post_localSGD_hook on all ranks, and compare each gradient with the mean over the right ranks.
-
-    Args:
-        averages: post_local_gradient_allreduce: local steps average over the group.
-    """
+    """Train with post_localSGD_hook on all ranks, and compare each gradient with the mean over the right ranks."""
     label = f"post_localSGD_hook in the group {list(members)}, post_local_gradient_allreduce={averages}"
     rank = member.rank
     # Several buckets: the hook must count steps, not buckets.
@@ -358,10 +326,7 @@ def _locally_averaged(
 
 
 def _left_out(state: powerSGD_hook.PowerSGDState) -> torch.Tensor:
-    """Return the error that PowerSGD keeps for the next step, bucket by bucket; 0 before the first compressed step.
-
-    A bucket that is compressed as one matrix is padded with zeros.
-    """
+    """Return the error that PowerSGD keeps for the next step, bucket by bucket; 0 before the first compressed step."""
     return torch.cat([value.clone() for value in state.error_dict.values()] or [torch.zeros(1)]).cpu()
 
 
@@ -378,8 +343,7 @@ def _judge_left_out(replica: Replica, own: Rows, order: list[int], growth: torch
         expected = expected.cpu() * replica.member.size
         # Three float32 terms of this magnitude: 64 roundoffs are ample, while a lost error is as large as the terms.
         most = float(max(expected.abs().max(), kept_error.abs().max(), 1.0))
-        off = float((got - expected).abs().max())
-        rank = replica.member.rank.index
+        off, rank = float((got - expected).abs().max()), replica.member.rank.index
         message = (
             f"{replica.label}, step {replica.number}, rank {rank}, {name}: the compressed gradient plus the error kept "
             f"for the next step differs by up to {off:g} from this rank's own gradient plus the error kept before"

@@ -14,6 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.suite.distributed.training import require
 
 _STEPS = 6
 
@@ -21,10 +22,8 @@ _STEPS = 6
 def assert_averagers_average(rank: Rank) -> None:
     """Assert that averagers average parameters in the right steps over the right ranks, and only then. A collective.
 
-    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps, or over a group.
-    `HierarchicalModelAverager` averages over pairs every second step and over all ranks every fourth, if the number of
-    ranks is even and above two. `PostLocalSGDOptimizer` calls its averager after each of its steps; its state must
-    survive loading into another optimizer. A parameter without a gradient must not change, as torch documents.
+    The state of `PostLocalSGDOptimizer` must survive loading into another optimizer. A parameter without a gradient
+    must not change, as torch documents.
     """
     everybody = list(range(rank.size))
     with Findings() as findings:
@@ -38,15 +37,13 @@ def assert_averagers_average(rank: Rank) -> None:
         for group in groups:
             dist.destroy_process_group(group)
         local = PeriodicModelAverager(period=2, warmup_steps=1)
-        _judge(
-            rank, findings, "PostLocalSGDOptimizer", _steps_of(local, rank), {1: everybody, 3: everybody, 5: everybody}
-        )
+        due = dict.fromkeys((1, 3, 5), everybody)
+        _judge(rank, findings, "PostLocalSGDOptimizer", _steps_of(local, rank), due)
         _resume(rank, findings)
         if rank.size % 2 == 0 and rank.size > 2:
             pair = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
-            hierarchical = HierarchicalModelAverager(
-                OrderedDict([(2, 2), (4, rank.size)]), warmup_steps=1, process_group=rank.group
-            )
+            periods = OrderedDict([(2, 2), (4, rank.size)])
+            hierarchical = HierarchicalModelAverager(periods, warmup_steps=1, process_group=rank.group)
             due = {2: pair, 4: everybody}
             _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
             # The averager never destroys its group, and each example would keep another one, with memory on every GPU.
@@ -54,10 +51,7 @@ def assert_averagers_average(rank: Rank) -> None:
 
 
 def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.Parameter]], object]:
-    """Return a function whose optimizer step restores the parameters it was given, and then averages if that is due.
-
-    The function first moves the parameters by the opposite of the step.
-    """
+    """Return a function that moves parameters by the opposite of a step, and then takes the step, with its average."""
 
     def step(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -79,21 +73,17 @@ def _resume(rank: Rank, findings: Findings) -> None:
     )
     for optimizer in (original, resumed):
         optimizer.add_param_group({"params": [added]})
-        for value in (parameter, added):
-            value.grad = torch.ones_like(value)
-        optimizer.zero_grad(set_to_none=True)
-        for value in (parameter, added):
-            value.grad = torch.ones_like(value)
-        optimizer.zero_grad(set_to_none=False)
+        for set_to_none in (True, False):
+            for value in (parameter, added):
+                value.grad = torch.ones_like(value)
+            optimizer.zero_grad(set_to_none=set_to_none)
     original.step()
     resumed.load_state_dict(original.state_dict())
     resumed.step()
     expected, got = (rank.size - 1) / 2, [*parameter.tolist(), *added.tolist()]
-    message = (
-        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next two "
-        f"parameters are {got}, expected the mean of all ranks, {expected}"
-    )
-    findings.require(got == [expected] * 6, message, ranks=[rank.index])
+    subject = f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step"
+    text = f"after the next two parameters are {got}, expected the mean of all ranks, {expected}"
+    require(findings, rank, got == [expected] * 6, subject, text)
 
 
 def _judge(
@@ -112,8 +102,7 @@ def _judge(
         members = due.get(step, [rank.index])
         expected = sum(own[member] for member in members) / len(members)
         got = (averaged.tolist(), unaveraged.tolist())
-        message = (
-            f"{name} on {rank.size} ranks, step {step}, rank {rank.index}: a parameter, and one without a gradient, "
-            f"are {got}, expected the mean of ranks {members}, {expected}, and {own[rank.index]}"
-        )
-        findings.require(got == ([expected] * 3, [own[rank.index]] * 3), message, ranks=[rank.index])
+        text = f"a parameter, and one without a gradient, are {got}, expected the mean of ranks {members}, {expected}"
+        text += f", and {own[rank.index]}"
+        right = got == ([expected] * 3, [own[rank.index]] * 3)
+        require(findings, rank, right, f"{name} on {rank.size} ranks, step {step}", text)

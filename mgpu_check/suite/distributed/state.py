@@ -1,7 +1,4 @@
-"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel.
-
-All are collectives.
-"""
+"""Check initial state, buffers, dtypes, arguments and checkpoints under DistributedDataParallel, by collectives."""
 
 from __future__ import annotations
 
@@ -16,25 +13,13 @@ from torch import nn
 from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.oracles import reference_training as oracle
 from mgpu_check.oracles.agreement import difference
 from mgpu_check.oracles.models import Everything
-from mgpu_check.oracles.reference_training import (
-    CLASSES,
-    FEATURES,
-    STEPS,
-    assert_devices_are,
-    averaging,
-    buffers_of,
-    counted,
-    drawn,
-    judged,
-    put_buffers,
-    state_of,
-    wrong_statistics,
-)
+from mgpu_check.oracles.reference_training import CLASSES, FEATURES, STEPS, judged
 from mgpu_check.oracles.training_cases import WholeRun
 from mgpu_check.oracles.training_steps import split
-from mgpu_check.suite.distributed.training import Replica, train, under_ddp
+from mgpu_check.suite.distributed.training import Replica, require, train, under_ddp
 from mgpu_check.torch_hooks.tensors import name_of
 
 _STEPS_COUNTED = 4_099
@@ -46,14 +31,12 @@ def assert_starts_from_the_first_rank(rank: Rank, seed: int) -> None:
     with judged() as findings:
         model = Everything(seed + 31 * rank.index).to(rank.device)
         under_ddp(model, rank.device)
-        for name, expected in state_of(Everything(seed)).items():
-            got = state_of(model)[name]
+        for name, expected in oracle.state_of(Everything(seed)).items():
+            got = oracle.state_of(model)[name]
             if not same_bits(expected, got):
                 at = first_difference(expected, got.cpu())
-                message = (
-                    f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's: "
-                    f"element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
-                )
+                message = f"DDP on {rank.size} ranks, after wrapping: {name} of rank {rank.index} differs from rank 0's"
+                message += f": element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
                 findings.require(False, message, ranks=[rank.index])
 
 
@@ -61,8 +44,7 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
     """Assert that each step starts with rank 0's buffers, or with each rank's own without broadcast_buffers.
 
     Every second run has further options of DDP, under which buffers are broadcast too. Before every second step the
-    module gets new tensors for its buffers. The buffers are int64, float32 and bool, and affect the outputs. The
-    averaged statistics of BatchNorm with momentum=None are checked too.
+    module gets new tensors for its buffers. The averaged statistics of BatchNorm with momentum=None are checked too.
     """
     with judged() as findings:
         for number, run in enumerate(runs):
@@ -75,14 +57,13 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
 
 def _average(rank: Rank, seed: int, findings: Findings) -> None:
     """Check statistics that BatchNorm averages over steps, where each step starts with the statistics of rank 0."""
-    layer = averaging().to(rank.device)
+    layer = oracle.averaging().to(rank.device)
     parallel = under_ddp(layer, rank.device)
-    of_rank_0, own = (drawn(2 + index % 3, seed + index) for index in (0, rank.index))
+    of_rank_0, own = (oracle.drawn(2 + index % 3, seed + index) for index in (0, rank.index))
     for step in range(STEPS):
         parallel(own[step].to(rank.device)).sum().backward()
-        deviation = wrong_statistics(layer, [*of_rank_0[:step], own[step]])
-        message = f"DDP of BatchNorm on {rank.size} ranks, momentum=None, rank {rank.index}: {deviation}"
-        findings.require(not deviation, message, ranks=[rank.index])
+        deviation = oracle.wrong_statistics(layer, [*of_rank_0[:step], own[step]])
+        require(findings, rank, not deviation, f"DDP of BatchNorm on {rank.size} ranks, momentum=None", deviation)
 
 
 def _count_rows(
@@ -91,34 +72,30 @@ def _count_rows(
     options = {**others, "broadcast_buffers": together}
     label = ", ".join(f"{name}={value}" for name, value in options.items())
     replica = Replica(run, rank, findings, label=label, **options)
-    own = {name: value.cpu().clone() for name, value in buffers_of(replica.module).items()}
+    own = {name: value.cpu().clone() for name, value in oracle.buffers_of(replica.module).items()}
     of_rank_0 = own
     for number in range(run.steps):
         x = run.batches()[number][0]
         shards = split(x, rank.size)
         before = of_rank_0 if together else own
-        put_buffers(replica.one.exact, before)
+        oracle.put_buffers(replica.one.exact, before)
         if number % 2:
-            _assign_anew(replica.module)
+            for module in replica.module.modules():
+                for name, value in list(module.named_buffers(recurse=False)):
+                    setattr(module, name, value.clone())
         replica.step()
-        own, of_rank_0 = counted(before, shards[rank.index]), counted(of_rank_0, shards[0])
+        own, of_rank_0 = oracle.counted(before, shards[rank.index]), oracle.counted(of_rank_0, shards[0])
         with findings.collected():
-            replica.agree(buffers_of(replica.module), own, f"buffers after step {number + 1}")
+            replica.agree(oracle.buffers_of(replica.module), own, f"buffers after step {number + 1}")
     if evaluated and run.batch:
         replica.parallel.eval()
         replica.one.exact.eval()
-        put_buffers(replica.one.exact, of_rank_0 if together else own)
+        oracle.put_buffers(replica.one.exact, of_rank_0 if together else own)
         x = run.batches()[0][0]
         with torch.no_grad():
             got = replica.parallel(x.to(rank.device))
         with findings.collected():
             replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
-
-
-def _assign_anew(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, value in list(module.named_buffers(recurse=False)):
-            setattr(module, name, value.clone())
 
 
 def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -127,12 +104,9 @@ def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
         for run in runs:
             replica = train(run, rank, findings)
             for name, parameter in replica.module.named_parameters():
-                gradient_dtype = None if parameter.grad is None else parameter.grad.dtype
-                message = (
-                    f"{replica.label}, rank {rank.index}: the gradient of {name} is of {gradient_dtype}, expected "
-                    f"{parameter.dtype}"
-                )
-                findings.require(gradient_dtype == parameter.dtype, message, ranks=[rank.index])
+                dtype = None if parameter.grad is None else parameter.grad.dtype
+                text = f"the gradient of {name} is of {dtype}, expected {parameter.dtype}"
+                replica.require(dtype == parameter.dtype, text)
 
 
 def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -172,8 +146,7 @@ class _Spread(nn.Module):
 
     def forward(self, pair: tuple[torch.Tensor, Any], *, more: Mapping[str, Any], factor: int = 1) -> dict[str, Any]:
         x, words = pair
-        self.seen = {"x": x, "list": more["list"][0], "words": words, "text": more["text"]}
-        self.seen["pair"] = more["list"][1]
+        self.seen = {"x": x, "list": more["list"][0], "words": words, "text": more["text"], "pair": more["list"][1]}
         out = self.layer(x) * factor
         return {"out": out, "nested": (None, [out.detach() + more["list"][0]]), "text": more["text"], "number": words}
 
@@ -182,10 +155,7 @@ def assert_arguments_arrive(rank: Rank, rows_of: Sequence[int], seed: int) -> No
     """Assert that nested arguments from the CPU arrive whole on the rank's device.
 
     Positional and keyword arguments are tried, and tensors nested in keyword arguments alone. Outputs must keep their
-    structure, and gradients must flow back to the arguments.
-
-    Args:
-        rows_of: the number of rows of each rank; the first ranks' again for later ranks.
+    structure, and gradients must flow back to the arguments. The ranks have `rows_of` rows in turn.
     """
     with judged() as findings:
         generator = torch.Generator().manual_seed(seed + rank.index)
@@ -220,7 +190,7 @@ def _judge_arguments(
     received, nested = model.seen, out["nested"]
     with findings.collected():
         tensors = {"argument x": received["x"], "argument more['list']": received["list"], "output": out["out"]}
-        assert_devices_are(tensors, weight.device, label)
+        oracle.assert_devices_are(tensors, weight.device, label)
     for name, (got, wanted) in {
         "argument x": (received["x"], x),
         "the gradient of argument x": (x.grad, 2 * weight.cpu().sum(0).expand(len(x), -1)),
@@ -271,17 +241,14 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
                 replica.parallel.train()
                 with findings.collected():
                     replica.agree({"outputs": got.clone()}, {"outputs": replica.one.outputs(x)}, "in evaluation")
-                message = (
-                    f"{replica.label}, rank {rank.index}: in evaluation some modules were in training mode: {modes}"
-                )
-                findings.require(not any(modes.values()) and not got.requires_grad, message, ranks=[rank.index])
+                text = f"in evaluation some modules were in training mode: {modes}"
+                replica.require(not any(modes.values()) and not got.requires_grad, text)
 
 
 def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that training continues exactly when rank 0 saves model and optimizer, and all ranks load them.
 
-    Each rank loads to its own device. An optimizer of narrow parameters has counted more steps than their dtype can
-    represent.
+    An optimizer of narrow parameters has counted more steps than their dtype can represent.
     """
     with judged() as findings:
         for run in runs:
@@ -306,11 +273,8 @@ def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
     for name, value in saved["state"][0].items():
         got = resumed.state[parameter][name]
         same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
-        message = (
-            f"Adam of {dtype} parameters, rank {rank.index}: {name} was saved as {value.tolist()}, but loaded as "
-            f"{got.tolist()}"
-        )
-        findings.require(same, message, ranks=[rank.index])
+        text = f"{name} was saved as {value.tolist()}, but loaded as {got.tolist()}"
+        require(findings, rank, same, f"Adam of {dtype} parameters", text)
 
 
 def _interrupt(replica: Replica) -> None:
@@ -324,7 +288,7 @@ def _interrupt(replica: Replica) -> None:
     dist.broadcast_object_list(saved, src=0)
     loaded = torch.load(io.BytesIO(saved[0]), map_location=rank.device)
     with replica.findings.collected():
-        assert_devices_are(loaded["model"], rank.device, f"{replica.label}, rank {rank.index}")
+        oracle.assert_devices_are(loaded["model"], rank.device, f"{replica.label}, rank {rank.index}")
     replica.module = replica.run.build(9 + rank.index).to(rank.device)
     replica.wrap()
     replica.parallel.load_state_dict(loaded["model"])

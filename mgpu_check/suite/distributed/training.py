@@ -1,11 +1,7 @@
 """Compare training under DistributedDataParallel with one device, bit for bit, in whole numbers.
 
-`Replica` trains next to the same run on one device. Checks train it with each option, and in mixed precision: autocast,
-GradScaler, clipping. Others check when DistributedDataParallel communicates: no_sync, uneven inputs, gradient hooks,
-delayed parameters.
-
-All checks are collectives. Each trains its runs one after the other, and raises only after the last, so that no rank
-waits for one that has failed.
+`Replica` trains next to the same run on one device. All checks are collectives. Each trains its runs one after the
+other, and raises only after the last, so that no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ import functools
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,24 +26,8 @@ from mgpu_check.asserts.findings import Findings
 from mgpu_check.asserts.models import assert_replicas_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.differences import difference
-from mgpu_check.oracles.reference_training import (
-    Forward,
-    Gradients,
-    OneDevice,
-    Prepare,
-    Rows,
-    as_it_is,
-    assert_gradients_are,
-    freeze_first,
-    judged,
-    parameters_of,
-    plainly,
-    settle,
-    slack,
-    state_of,
-    terms_of,
-    total,
-)
+from mgpu_check.oracles import reference_training as oracle
+from mgpu_check.oracles.reference_training import Forward, Gradients, OneDevice, Prepare, Rows, judged
 from mgpu_check.oracles.training_cases import WholeRun
 from mgpu_check.oracles.training_steps import split, weighted
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
@@ -54,13 +35,7 @@ from mgpu_check.suite.common.pairs import drawn_rows, words_of
 
 @dataclass(frozen=True)
 class Member:
-    """A rank as a member of the group that trains together.
-
-    Attributes:
-        index: the number of the rank in the group.
-        size: the number of ranks in the group.
-        group: None for the world.
-    """
+    """A rank as a member of the group that trains together; `group` is None for the world."""
 
     rank: Rank
     index: int
@@ -71,6 +46,11 @@ class Member:
     def of(cls, rank: Rank) -> Member:
         """Return a rank as a member of the world."""
         return cls(rank, rank.index, rank.size)
+
+
+def require(findings: Findings, rank: Rank, holds: bool, subject: str, text: str) -> None:
+    """Keep a finding of this rank about `subject`, unless `holds`."""
+    findings.require(holds, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
@@ -95,17 +75,11 @@ class Replica:
         findings: Findings,
         *,
         label: str = "",
-        prepare: Prepare = as_it_is,
-        forwards: Sequence[Forward] | Forward = plainly,
+        prepare: Prepare = oracle.as_it_is,
+        forwards: Sequence[Forward] | Forward = oracle.plainly,
         **options: Any,
     ) -> None:
-        """Wrap the model of `run`.
-
-        Args:
-            label: the variant of this run, for messages.
-            prepare: freezes, casts or marks parts of the model before it is wrapped.
-            forwards: the function that calls the model on a rank, or one function for each rank.
-        """
+        """Wrap the model of `run`, which `prepare` may change first; `forwards` calls it, or one for each rank."""
         self.run, self.findings = run, findings
         self.member = member if isinstance(member, Member) else Member.of(member)
         self.forwards, self.options = forwards, options
@@ -121,8 +95,11 @@ class Replica:
         self.number = 0
 
     def wrap(self) -> None:
-        """Wrap the module in DDP."""
         self.parallel = under_ddp(self.module, self.member.rank.device, process_group=self.member.group, **self.options)
+
+    def require(self, holds: bool, text: str, when: str = "") -> None:
+        """Keep a finding about this replica, unless `holds`."""
+        require(self.findings, self.member.rank, holds, self.label + when, text)
 
     @property
     def forward(self) -> Forward:
@@ -130,7 +107,6 @@ class Replica:
         return self.forwards if callable(self.forwards) else self.forwards[self.member.index]
 
     def shards(self, batch: Rows) -> list[Rows]:
-        """Split a batch among the ranks, as evenly as possible."""
         return list(zip(*(split(tensor, self.member.size) for tensor in batch), strict=True))
 
     def next_batch(self) -> Rows:
@@ -139,15 +115,11 @@ class Replica:
         return batch
 
     def on_device(self, rows: Rows) -> Rows:
-        """Copy rows to the device of this rank."""
         x, targets = rows
         return x.to(self.member.rank.device), targets.to(self.member.rank.device)
 
     def backward(self, rows: Rows) -> torch.Tensor:
-        """Run forward and backward on this rank's rows; return the outputs.
-
-        The loss is scaled so that DDP's mean is the sum.
-        """
+        """Run forward and backward on this rank's rows, with a loss whose mean is the sum; return the outputs."""
         x, targets = self.on_device(rows)
         outputs = self.forward(self.parallel, x)
         (weighted(outputs, targets) * self.member.size).backward()
@@ -156,10 +128,8 @@ class Replica:
     def step(self, *, by_hand: Callable[[list[Rows]], list[Gradients]] | None = None, set_to_none: bool = True) -> None:
         """Take one step, and compare outputs, gradients and parameters.
 
-        Args:
-            by_hand: replaces the forward and backward passes; takes the shards of all ranks, and returns the exact
-                parts of the gradients.
-            set_to_none: as in `zero_grad`: drop the previous gradients, or zero them.
+        `by_hand` replaces the forward and backward passes; it takes the shards of all ranks, and returns the exact
+        parts of the gradients.
         """
         shards = self.shards(self.next_batch())
         self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -175,17 +145,30 @@ class Replica:
         self.judge_gradients(shard_gradients)
         self.finish(shard_gradients)
 
+    def reduced(self) -> list[Gradients]:
+        """Run the passes of the next step; return the exact gradients of each shard."""
+        shards = self.shards(self.next_batch())
+        self.optimizer.zero_grad()
+        self.backward(shards[self.member.index])
+        return self.one.parts(shards)
+
     def judge_gradients(self, shard_gradients: list[Gradients]) -> None:
         """Compare gradients with the sum of the parts, and with the other ranks if they may be rounded."""
         label = f"{self.label}, gradients of step {self.number}"
         with self.findings.collected():
-            assert_gradients_are(
-                self.module, shard_gradients, label=label, rank=self.member.rank.index, size=self.member.size
-            )
+            rank, size = self.member.rank.index, self.member.size
+            oracle.assert_gradients_are(self.module, shard_gradients, label=label, rank=rank, size=size)
         if self.member.size & (self.member.size - 1):
-            with self.findings.collected():
-                gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-                assert_replicas_agree(gradients, group=self.member.group, what=label)
+            self.agree_with_others(self.gradients(), f"gradients of step {self.number}")
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that there are."""
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def agree_with_others(self, tensors: Mapping[str, torch.Tensor] | nn.Module, which: str) -> None:
+        """Compare tensors with those of the other ranks."""
+        with self.findings.collected():
+            assert_replicas_agree(tensors, group=self.member.group, what=f"{self.label}, {which}")
 
     def judge_gradient(
         self, name: str, parameter: nn.Parameter, expected: torch.Tensor, tolerance: torch.Tensor | float, when: str
@@ -193,44 +176,37 @@ class Replica:
         """Compare one gradient, zeros if it is None, with the right one; `when` is for the message."""
         off = difference(gradient_or_zeros(parameter), expected, tolerance)
         rank = self.member.rank.index
-        self.findings.require(
-            off is None, f"{self.label}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank]
-        )
+        message = f"{self.label}, {when}, rank {rank}, gradient of {name}: {off}"
+        self.findings.require(off is None, message, ranks=[rank])
 
     def judge_mean(self, shard_gradients: list[Gradients], divisor: int) -> None:
         """Compare gradients with the sum of the parts divided by `divisor`, in place of the number of ranks."""
         size = self.member.size
         for name, parameter in self.module.named_parameters():
-            terms = terms_of(shard_gradients, name)
+            terms = oracle.terms_of(shard_gradients, name)
             expected = torch.stack(terms).sum(0) * (size / divisor)
             # The divisor need not be a power of two, even if the number of ranks is.
-            tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
+            exact = divisor == size and not size & (size - 1)
+            tolerance = 0.0 if exact else oracle.slack(parameter.dtype, 3, terms) * size
             self.judge_gradient(name, parameter, expected, tolerance, f"step {self.number}")
 
     def finish(self, shard_gradients: list[Gradients], *, from_exact: bool = False) -> None:
         """Take the optimizer's step, compare parameters, and make them whole numbers again.
 
-        Args:
-            shard_gradients: the exact gradients of each shard.
-            from_exact: step with the exact gradients, because DDP has scaled its own differently.
+        With `from_exact` step with the exact gradients, because DDP has scaled its own differently.
         """
-        expected = total(shard_gradients)
+        expected = oracle.total(shard_gradients)
         self.put_exact(expected, always=from_exact)
         self.optimizer.step()
         self.one.step(expected)
         self.judge_parameters()
         if not from_exact:
             # So far each rank has only been compared with its own single device.
-            with self.findings.collected():
-                label = f"{self.label}, parameters after step {self.number}"
-                assert_replicas_agree(parameters_of(self.module), group=self.member.group, what=label)
+            self.agree_with_others(oracle.parameters_of(self.module), f"parameters after step {self.number}")
         self.settle()
 
     def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
-        """Replace the gradients of DDP, already compared, by the exact ones if they may be rounded, or `always`.
-
-        So the following steps start with whole numbers too.
-        """
+        """Replace gradients of DDP, already compared, that may be rounded, so that steps start with whole numbers."""
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
         if always or narrow or self.member.size & (self.member.size - 1):
             for name, parameter in self.module.named_parameters():
@@ -238,24 +214,22 @@ class Replica:
                     parameter.grad.copy_(value)
 
     def settle(self) -> None:
-        """Make the parameters of both models whole numbers again."""
-        settle(self.module, self.run.most)
+        oracle.settle(self.module, self.run.most)
         self.one.settle()
 
     def judge_parameters(self) -> None:
-        """Compare parameters after a step."""
         with self.findings.collected():
-            self.agree(parameters_of(self.module), parameters_of(self.one.held), f"parameters after step {self.number}")
+            got, expected = oracle.parameters_of(self.module), oracle.parameters_of(self.one.held)
+            self.agree(got, expected, f"parameters after step {self.number}")
 
     def judge_start(self) -> None:
         """Compare parameters and buffers with those of rank 0, right after the model was wrapped."""
         # Without broadcast_buffers each rank keeps its own buffers, even at the start.
-        which = state_of if self.options.get("broadcast_buffers", True) else parameters_of
+        which = oracle.state_of if self.options.get("broadcast_buffers", True) else oracle.parameters_of
         with self.findings.collected():
             self.agree(which(self.module), which(self.one.held), "after wrapping")
 
     def agree(self, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], which: str) -> None:
-        """Compare results that must be equal."""
         assert_same(got, expected, f"{self.label}, {which}", self.member.rank.index, {"ranks": self.member.size})
 
 
@@ -286,24 +260,15 @@ def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
 def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients in many buckets, as copies and as views, equal those of one device.
 
-    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`. A
-    bucket above 1 MiB is checked, too.
+    The order of buckets changes after the first step, when DDP rebuilds them. With views DDP gets no `device_ids`.
     """
     with judged() as findings:
         _judge_large_bucket(rank, findings)
         for run in runs:
             for view in (False, True):
-                label = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
-                options: dict[str, Any] = {"device_ids": None} if view else {}
-                train(
-                    run,
-                    rank,
-                    findings,
-                    label=label,
-                    bucket_cap_mb=SMALL_BUCKET,
-                    gradient_as_bucket_view=view,
-                    **options,
-                )
+                options: dict[str, Any] = {"bucket_cap_mb": SMALL_BUCKET, "gradient_as_bucket_view": view}
+                label = ", ".join(f"{name}={value}" for name, value in options.items())
+                train(run, rank, findings, label=label, **options, **({"device_ids": None} if view else {}))
 
 
 _OPTIONS: Mapping[str, Sequence[Any]] = {
@@ -327,8 +292,7 @@ ranks. Without `init_sync` all ranks start with the parameters and buffers of th
 
 
 def _together(row: Mapping[str, Any]) -> bool:
-    """Return whether DDP takes these options together: what skips unused parameters must know them."""
-    unused = row.get("find_unused_parameters")
+    unused = row.get("find_unused_parameters")  # what skips unused parameters must know them
     if row.get("device_ids", "own") is None and row.get("output_device"):
         return False
     return not (row.get("static_graph") and unused) and not (row.get("skip_all_reduce_unused_params") and not unused)
@@ -337,8 +301,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
     """Assert that a run under DDP trains as on one device with each pair of options.
 
-    Args:
-        more: whether to train with all rows of options, or with a quarter of them, by the seed of the run.
+    With `more` all rows of options are tried, else a quarter of them, by the seed of the run.
     """
     accepted = inspect.signature(DistributedDataParallel.__init__).parameters
     options = {name: values for name, values in _OPTIONS.items() if name in accepted}
@@ -349,17 +312,15 @@ def assert_options_agree(rank: Rank, run: WholeRun, *, more: bool) -> None:
                 arguments["output_device"] = rank.device
             if row.get("device_mesh"):
                 arguments["device_mesh"] = init_device_mesh("cuda", (rank.size,))
-            prepare = as_it_is if row.get("init_sync", True) else _like_the_first(run)
+            become = functools.partial(_become_the_first, run)
+            prepare: Prepare = oracle.as_it_is if row.get("init_sync", True) else become
             train(run, rank, findings, label=f"options {words_of(row, _OPTIONS)}", prepare=prepare, **arguments)
             if findings.enough(rank):
                 break
 
 
-def _like_the_first(run: WholeRun) -> Callable[[nn.Module], None]:
-    def prepare(module: nn.Module) -> None:
-        module.load_state_dict(run.build(0).state_dict())
-
-    return prepare
+def _become_the_first(run: WholeRun, module: nn.Module) -> None:
+    module.load_state_dict(run.build(0).state_dict())
 
 
 class _Weighted(nn.Module):
@@ -385,28 +346,23 @@ def _judge_large_bucket(rank: Rank, findings: Findings) -> None:
         gradient = gradient_or_zeros(model.module.weight).cpu()
         # DDP multiplies by the rounded inverse of the world size, then adds.
         mismatches = (gradient - expected).abs() > expected * 2.0**-20
-        earliest = int(mismatches.int().argmax())
-        message = (
-            f"DDP on {rank.size} ranks, a bucket of {_LARGE} elements, step {step}, rank {rank.index}: "
-            f"{int(mismatches.sum())} elements of the gradient are wrong, the first at {earliest}: "
-            f"{gradient[earliest].item()}, expected {expected[earliest].item()}"
-        )
-        findings.require(not bool(mismatches.any()), message, ranks=[rank.index])
+        at = int(mismatches.int().argmax())
+        subject = f"DDP on {rank.size} ranks, a bucket of {_LARGE} elements, step {step}"
+        text = f"{int(mismatches.sum())} elements of the gradient are wrong, the first at {at}: {gradient[at].item()}"
+        require(findings, rank, not bool(mismatches.any()), subject, f"{text}, expected {expected[at].item()}")
 
 
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that find_unused_parameters averages parameters that some ranks have used, and skips those of no rank.
 
-    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used. Gradients are
-    copies of buckets, or views of them.
+    Even ranks use head 0 and odd ranks head 1; the heads swap with each step, and head 2 is never used.
     """
     with judged() as findings:
         for run in runs:
             for view in (False, True):
+                options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
                 label = f"find_unused_parameters, gradient_as_bucket_view={view}"
-                replica = Replica(
-                    run, rank, findings, label=label, find_unused_parameters=True, gradient_as_bucket_view=view
-                )
+                replica = Replica(run, rank, findings, label=label, **options)
                 for number in range(run.steps):
                     replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
                     replica.step()
@@ -427,7 +383,7 @@ def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that frozen parameters get and keep rank 0's values, and that ignored parameters stay each rank's own."""
     with judged() as findings:
         for run in runs:
-            train(run, rank, findings, label="first layer frozen", prepare=freeze_first)
+            train(run, rank, findings, label="first layer frozen", prepare=oracle.freeze_first)
             _ignoring(run, rank, findings)
 
 
@@ -440,12 +396,12 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
     parallel = under_ddp(own, rank.device)
     ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
     parallel(ones).sum().backward()
-    label = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
-    findings.require(torch.equal(parameter, before), f"{label}: {name} has changed", ranks=[rank.index])
+    subject = f"DDP of {run.model} on {rank.size} ranks, {name} ignored"
+    require(findings, rank, torch.equal(parameter, before), subject, f"{name} has changed")
     # The last parameter is a bias, so its gradient is the number of this rank's rows.
     is_own = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
-    message = f"{label}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
-    findings.require(is_own, message, ranks=[rank.index])
+    text = f"its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
+    require(findings, rank, is_own, subject, text)
 
 
 def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first_group: Sequence[int]) -> None:
@@ -458,16 +414,11 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first_group: Seque
 
 @contextlib.contextmanager
 def own_group(rank: Rank, first_group: Sequence[int]) -> Iterator[tuple[list[int], Member]]:
-    """Make two groups of ranks, `first_group` and all others; yield the members of this rank's group, and this rank.
-
-    A collective.
-    """
+    """Make `first_group`, and a group of all others; yield the members of the own one, and this rank. A collective."""
     chosen = sorted({member % rank.size for member in first_group})
     both = [chosen, [index for index in range(rank.size) if index not in chosen]]
     groups = [dist.new_group(members) if members else None for members in both]
-    members, group = next(
-        (indices, group) for indices, group in zip(both, groups, strict=True) if rank.index in indices
-    )
+    members, group = next(pair for pair in zip(both, groups, strict=True) if rank.index in pair[0])
     yield members, Member(rank, members.index(rank.index), len(members), group)
     dist.destroy_process_group(group)
 
@@ -475,8 +426,7 @@ def own_group(rank: Rank, first_group: Sequence[int]) -> Iterator[tuple[list[int
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients accumulate over micro-batches: local ones within no_sync, averaged ones after the last.
 
-    An exception within no_sync must end it too. Gradients are copies of buckets, or views of them. Every second step
-    keeps the gradient tensors of the step before and zeroes them.
+    An exception within no_sync must end it too. Every second step zeroes the gradient tensors of the step before.
     """
     with judged() as findings:
         for run in runs:
@@ -495,10 +445,10 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
             pass  # ends only the inner no_sync
         replica.backward((x[:half], targets[:half]))
     own = replica.one.parts([(x[:half], targets[:half])])[0]
+    when = f"step {replica.number}, within no_sync"
     for name, parameter in replica.module.named_parameters():
         exact = own[name]
         assert exact is not None
-        when = f"step {replica.number}, within no_sync"
         replica.judge_gradient(name, parameter, exact * replica.member.size, 0.0, when)
     with contextlib.suppress(_AbandonedBatch), replica.parallel.no_sync():
         raise _AbandonedBatch
@@ -513,9 +463,9 @@ class _AbandonedBatch(Exception):
 def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that `join` lets ranks with fewer batches wait for the others, and that gradients have the right mean.
 
-    Rank r has r + 1 batches; a second run rotates these numbers among the ranks. With divide_by_initial_world_size the
-    mean is over all ranks, without it over those that still train. All ranks end with the parameters and buffers of the
-    rank that has trained longest. With throw_on_early_termination all ranks raise as soon as one has no batch left.
+    With divide_by_initial_world_size the mean is over all ranks, without it over those that still train. All ranks end
+    with the parameters and buffers of the rank that has trained longest. With throw_on_early_termination all ranks
+    raise as soon as one has no batch left.
     """
     with judged() as findings:
         for number, run in enumerate(runs):
@@ -549,8 +499,7 @@ def _join(
     if counts[rank.index] == max(counts):
         # Only here has the single device taken all steps; the comparison of replicas below covers the other ranks.
         replica.judge_parameters()
-    with findings.collected():
-        assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.label}, at the end")
+    replica.agree_with_others(replica.module, "at the end")
 
 
 class _CallCounter(nn.Linear):
@@ -576,12 +525,9 @@ def _join_with_buffers(rank: Rank, findings: Findings) -> None:
     with parallel.join():
         for _ in range(count):
             parallel(torch.ones(1, 1, device=rank.device)).sum().backward()
-    calls = int(layer.calls)
-    message = (
-        f"DDP on {rank.size} ranks, join, rank {rank.index}: a buffer that counts batches ends as {calls}, expected "
-        f"4, as on rank {longest}, which has trained on the most"
-    )
-    findings.require(calls == 4, message, ranks=[rank.index])
+    calls, of_longest = int(layer.calls), f"expected 4, as on rank {longest}, which has trained on the most"
+    text = f"a buffer that counts batches ends as {calls}, {of_longest}"
+    require(findings, rank, calls == 4, f"DDP on {rank.size} ranks, join", text)
 
 
 def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
@@ -596,42 +542,32 @@ def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
                 done += 1
     except RuntimeError:
         raised = True
-    message = (
-        f"{replica.label}, rank {rank.index} of {rank.size}, where rank 0 has one batch: trained on {done} batches, "
-        f"expected 1, and {'raised' if raised else 'did not raise'}"
-    )
-    findings.require(done == 1 and raised == (rank.size > 1), message, ranks=[rank.index])
+    where = f"{replica.label}, rank {rank.index} of {rank.size}, where rank 0 has one batch"
+    text = f"trained on {done} batches, expected 1, and {'raised' if raised else 'did not raise'}"
+    findings.require(done == 1 and raised == (rank.size > 1), f"{where}: {text}", ranks=[rank.index])
 
 
 def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that hooks of parameters and modules are called once a step.
-
-    The hook of a parameter gets the rank's own gradient, before the mean.
-    """
+    """Assert that hooks of parameters, which get the rank's own gradient, and of modules are called once a step."""
     with judged() as findings:
         for run in runs:
             replica = Replica(run, rank, findings, label="a hook that doubles a gradient")
             name, parameter = next(replica.module.named_parameters())
-            calls = {"forward hook": 0, "full backward hook": 0, "forward hook of DDP": 0}
+            calls = Counter(dict.fromkeys(("forward hook", "full backward hook", "forward hook of DDP"), 0))
             parameter.register_hook(lambda gradient: gradient * 2)
             inner = list(replica.module.children())[-1]
-            inner.register_forward_hook(_counting(calls, "forward hook"))
-            inner.register_full_backward_hook(_counting(calls, "full backward hook"))
-            replica.parallel.register_forward_hook(_counting(calls, "forward hook of DDP"))
+            inner.register_forward_hook(functools.partial(_count, calls, "forward hook"))
+            inner.register_full_backward_hook(functools.partial(_count, calls, "full backward hook"))
+            replica.parallel.register_forward_hook(functools.partial(_count, calls, "forward hook of DDP"))
             for _ in range(run.steps):
                 replica.step(by_hand=functools.partial(_doubled, replica, name))
             for hook, count in calls.items():
-                message = (
-                    f"{replica.label}, rank {rank.index}: the {hook} was called {count} times in {run.steps} steps"
-                )
-                findings.require(count == run.steps, message, ranks=[rank.index])
+                text = f"the {hook} was called {count} times in {run.steps} steps"
+                replica.require(count == run.steps, text)
 
 
-def _counting(calls: dict[str, int], name: str) -> Callable[..., None]:
-    def count(*_: object) -> None:
-        calls[name] += 1
-
-    return count
+def _count(calls: Counter[str], name: str, *_: object) -> None:
+    calls[name] += 1
 
 
 def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]:
@@ -672,10 +608,7 @@ _SCALE = 64.0
 
 
 def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that steps under autocast compute in its dtype and give the gradients of one device.
-
-    Numbers are small enough to be exact in that dtype.
-    """
+    """Assert that steps under autocast compute in its dtype and give the gradients of one device, on small numbers."""
     with judged() as findings:
         for number, run in enumerate(runs):
             dtype = (torch.bfloat16, torch.float16)[number % 2]
@@ -695,15 +628,13 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
             replica.forwards = call
             for _ in range(run.steps):
                 replica.step()
-            message = f"{replica.label}, rank {rank.index}: outputs are of {kinds}, expected {dtype}"
-            findings.require(all(output_dtype == dtype for output_dtype in kinds), message, ranks=[rank.index])
+            replica.require(all(kind == dtype for kind in kinds), f"outputs are of {kinds}, expected {dtype}")
 
 
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that a GradScaler keeps gradients, and that an infinity on a rank makes all skip and halve the scale.
 
-    The last rank has the infinity, in every second step. If one of two optimizers has infinite gradients, only the
-    other may step.
+    If one of two optimizers has infinite gradients, only the other may step.
     """
     with judged() as findings:
         _judge_two_optimizers(rank, findings)
@@ -727,19 +658,15 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 else:
                     shard_gradients = replica.one.parts(shards)
                     replica.judge_gradients(shard_gradients)
-                    replica.put_exact(total(shard_gradients))
+                    replica.put_exact(oracle.total(shard_gradients))
                     scaler.step(replica.optimizer)
-                    replica.one.step(total(shard_gradients))
+                    replica.one.step(oracle.total(shard_gradients))
                     replica.judge_parameters()
                     replica.settle()
                 scaler.update()
                 expected *= 0.5 if spoilt else 2.0
                 got = scaler.get_scale()
-                message = (
-                    f"{replica.label}, step {replica.number}, rank {rank.index}: the scale is {got}, expected "
-                    f"{expected}"
-                )
-                findings.require(got == expected, message, ranks=[rank.index])
+                replica.require(got == expected, f"the scale is {got}, expected {expected}", f", step {replica.number}")
 
 
 def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
@@ -748,61 +675,46 @@ def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
         parameters = [nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
         optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
         scaler = torch.amp.GradScaler(rank.device.type, init_scale=_SCALE)
-        losses = [
-            parameter.sum() * (math.inf if number == spoilt else 1.0) for number, parameter in enumerate(parameters)
-        ]
+        losses = [value.sum() * (math.inf if number == spoilt else 1.0) for number, value in enumerate(parameters)]
         for scaled in scaler.scale(losses if spoilt else tuple(losses)):
             scaled.backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         got = (parameters[spoilt][0].item(), parameters[1 - spoilt][0].item(), scaler.get_scale())
-        message = (
-            f"GradScaler with two optimizers, infinite gradients in number {spoilt}, rank {rank.index}: its "
-            f"parameter, the other's, and the scale are {got}, expected {(1.0, 0.5, _SCALE / 2)}"
-        )
-        findings.require(got == (1.0, 0.5, _SCALE / 2), message, ranks=[rank.index])
+        expected = (1.0, 0.5, _SCALE / 2)
+        subject = f"GradScaler with two optimizers, infinite gradients in number {spoilt}"
+        text = f"its parameter, the other's, and the scale are {got}, expected {expected}"
+        require(findings, rank, got == expected, subject, text)
 
 
 def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that `clip_grad_norm_` after the mean gives the norm of the whole batch's gradient, and scales by it.
 
-    Raises:
-        GradientMismatch: the norm is off by more than rounding, or gradients are not scaled by it. A sum of n positive
-            terms has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of Numerical
-            Algorithms, section 4.2). A root, a division and a product follow.
+    A sum of n positive terms has a relative error of at most n unit roundoffs (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 4.2). A root, a division and a product follow.
     """
     with judged() as findings:
         for number, run in enumerate(runs):
             order = (2.0, 1.0, math.inf)[number % 3]
             replica = Replica(run, rank, findings, label=f"clip_grad_norm_ of order {order:g}")
-            shards = replica.shards(replica.next_batch())
-            replica.backward(shards[rank.index])
-            shard_gradients = replica.one.parts(shards)
+            shard_gradients = replica.reduced()
             replica.judge_gradients(shard_gradients)
             norm = float(nn.utils.clip_grad_norm_(replica.module.parameters(), 1.0, norm_type=order))
             _judge_clipped(replica, shard_gradients, order, norm)
 
 
 def _judge_clipped(replica: Replica, shard_gradients: list[Gradients], order: float, norm: float) -> None:
-    summed = {name: value for name, value in total(shard_gradients).items() if value is not None}
+    summed = {name: value for name, value in oracle.total(shard_gradients).items() if value is not None}
     flat = torch.cat([value.flatten() for value in summed.values()])
     exact = float(torch.linalg.vector_norm(flat, order))
     # If the mean rounds, gradients are off by (ranks + 2) roundoffs of the summed magnitudes.
-    magnitudes = float(
-        torch.stack(
-            [
-                torch.cat([v.flatten() for v in gradients.values() if v is not None]).abs()
-                for gradients in shard_gradients
-            ]
-        ).sum()
-    )
+    values = [value for gradients in shard_gradients for value in gradients.values() if value is not None]
+    magnitudes = float(torch.cat([value.flatten() for value in values]).abs().sum())
     size, eps = replica.member.size, torch.finfo(torch.float32).eps
     rounded = (size + 2) * eps * magnitudes if size & (size - 1) else 0.0
     bound = (len(flat) + 4) * eps * exact + rounded
-    rank = replica.member.rank.index
-    message = f"{replica.label}, rank {rank}: the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}"
-    replica.findings.require(abs(norm - exact) <= bound, message, ranks=[rank])
+    replica.require(abs(norm - exact) <= bound, f"the norm is {norm:.9g}, expected {exact:.9g} ± {bound:.2g}")
     # torch divides by the norm plus 1e-6, and never scales up.
     scale = min(1.0, 1.0 / (exact + 1e-6))
     for name, parameter in replica.module.named_parameters():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.oracles.gradient_cases import TrainingSpec
 from mgpu_check.oracles.strategies import trainings
+from mgpu_check.oracles.training_cases import TrainingSpec
 from mgpu_check.suite.common.budget import examples
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
 from mgpu_check.processes.heap import importing
 from mgpu_check.processes.python_environment import simulating, without_launcher
+from mgpu_check.simulated import simulated_device_count
 
 SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
 
@@ -46,22 +47,16 @@ class Launched:
         return float(epochs[len(epochs) // 2])
 
 
-def arguments_for(count: int) -> list[str]:
-    """Return arguments of the script that give `count` ranks together the same batches as a single rank."""
-    return [*_batches(count, _OF_A_RANK), "--dtype=float64"]
+def arguments_for(count: int, *, speed: bool = False) -> list[str]:
+    """Return arguments of the script that give `count` ranks together the same batches as a single rank.
 
-
-def arguments_for_speed(count: int) -> list[str]:
-    """Return arguments for a timing where the GPU needs longer for a batch than its collation takes.
-
-    A batch needs about 10^11 operations. In each rank, the samples of an epoch take 16 MiB per rank of the world.
+    Args:
+        speed: for a timing, where the GPU needs longer for a batch than its collation takes. A batch needs about 10^11
+            operations. In each rank, the samples of an epoch take 16 MiB per rank of the world.
     """
-    return [*_batches(count, _OF_A_RANK_FOR_SPEED), "--width=2048", "--layers=16"]
-
-
-def _batches(count: int, of_a_rank: int) -> list[str]:
-    batch = of_a_rank * count
-    return [f"--batch-size={batch}", f"--samples={_STEPS * batch}"]
+    batch = count * (_OF_A_RANK_FOR_SPEED if speed else _OF_A_RANK)
+    others = ["--width=2048", "--layers=16"] if speed else ["--dtype=float64"]
+    return [f"--batch-size={batch}", f"--samples={_STEPS * batch}", *others]
 
 
 def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simulated: bool) -> list[Launched]:
@@ -124,28 +119,18 @@ def assert_trained(way: str, runs: Sequence[Launched]) -> None:
     Each rank must have its RANK, LOCAL_RANK and WORLD_SIZE, the common MASTER_ADDR and MASTER_PORT, and its model on
     its own device. All ranks must end with the same parameters, bit for bit. The loss must fall to less than half, and
     must be the same in runs of all sizes.
-
-    Raises:
-        RankDied: a rank had a wrong variable or device. ``ranks`` has the rank.
-        ReplicaMismatch: ranks ended with different parameters or losses.
-        GradientMismatch: the loss did not fall, or differs from that of the first run.
     """
     for run in runs:
         _assert_places(way, run)
-        reference = run.reports[0]
+        reference, label = run.reports[0], f"{way}, {len(run.reports)} ranks"
         for rank, report in enumerate(run.reports):
             for key in ("parameters", "losses"):
                 if report[key] != reference[key]:
-                    shown = f"{report[key]}, rank 0 {reference[key]}"
-                    raise ReplicaMismatch(
-                        f"{way}, {len(run.reports)} ranks: rank {rank} ended with different {key} than rank 0: {shown}",
-                        ranks=(rank,),
-                    )
+                    text = f"rank {rank} ended with different {key} than rank 0: {report[key]}, rank 0 {reference[key]}"
+                    raise ReplicaMismatch(f"{label}: {text}", ranks=(rank,))
         losses = reference["losses"]
         if not losses[-1] < losses[0] / 2:
-            raise GradientMismatch(
-                f"{way}, {len(run.reports)} ranks: the loss does not fall below half its start: {losses}"
-            )
+            raise GradientMismatch(f"{label}: the loss does not fall below half its start: {losses}")
         alone = runs[0].reports[0]["losses"]
         for epoch, (loss, expected) in enumerate(zip(losses, alone, strict=True)):
             if not math.isclose(loss, expected, rel_tol=_TOLERANCE):
@@ -157,16 +142,14 @@ def assert_trained(way: str, runs: Sequence[Launched]) -> None:
 
 def speed_of(runs: Sequence[Launched], simulated: bool) -> str:
     """Return a line with the time of an epoch on one device and on several; on real devices also the speedup."""
-    durations = ", ".join(f"{run.seconds:.3f} s on {_devices(len(run.reports))}" for run in runs)
+    counts = [len(run.reports) for run in runs]
+    durations = ", ".join(
+        f"{run.seconds:.3f} s on {count} device{'s' * (count > 1)}" for run, count in zip(runs, counts, strict=True)
+    )
     if simulated:
         return f"an epoch takes {durations}; simulated, so that says nothing about speed"
-    alone, last = runs[0], runs[-1]
-    times = alone.seconds / last.seconds
-    return f"an epoch takes {durations}: {times:.2f} times as fast, efficiency {times / len(last.reports):.0%}"
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count > 1)}"
+    times = runs[0].seconds / runs[-1].seconds
+    return f"an epoch takes {durations}: {times:.2f} times as fast, efficiency {times / counts[-1]:.0%}"
 
 
 def assert_rank_is_told(rank: Rank) -> None:
@@ -183,29 +166,19 @@ def assert_rank_is_told(rank: Rank) -> None:
         "LOCAL_WORLD_SIZE": len(beside),
         "GROUP_RANK": rank.node_index,
     }
-    for name, wanted in expected.items():
-        if os.environ.get(name) != str(wanted):
-            got = os.environ.get(name)
-            raise RankDied(
-                f"rank {rank.index} of {rank.size}: {name} is {got!r}, expected '{wanted}'", ranks=(rank.index,)
-            )
+    texts = [
+        f"{name} is {os.environ.get(name)!r}, expected '{wanted}'"
+        for name, wanted in expected.items()
+        if os.environ.get(name) != str(wanted)
+    ]
     if len(set(beside)) < len(beside):
-        raise RankDied(
-            f"rank {rank.index} of {rank.size}: ranks of its host have LOCAL_RANK {beside}", ranks=(rank.index,)
-        )
-    identity = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
+        texts.append(f"ranks of its host have LOCAL_RANK {beside}")
+    index, size, local = identity = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
     if identity != (rank.index, rank.size, rank.local_index):
-        raise RankDied(
-            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {identity[0]} of {identity[1]}, "
-            f"with local rank {identity[2]}, expected {rank.local_index}",
-            ranks=(rank.index,),
-        )
-
-
-def _is_simulated() -> bool:
-    from mgpu_check.simulated import simulated_device_count
-
-    return simulated_device_count() is not None
+        taken = f"rank {index} of {size}, with local rank {local}, expected {rank.local_index}"
+        texts.append(f"torch.distributed takes it for {taken}")
+    if texts:
+        raise RankDied(f"rank {rank.index} of {rank.size}: {texts[0]}", ranks=(rank.index,))
 
 
 def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
@@ -214,18 +187,19 @@ def assert_trains_under_torchrun(rank: Rank, count: int) -> str:
     Returns:
         the time of an epoch on one device and on all, in words.
     """
-    simulated, worlds = _is_simulated(), sorted({1, count})
+    simulated, worlds = simulated_device_count() is not None, sorted({1, count})
     runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
     assert_trained("torchrun", runs)
     if not simulated:
         # The model of the tutorials is too small to measure the speed of real devices.
-        runs = launched("torchrun", worlds, arguments_for_speed(count), simulated=False)
+        runs = launched("torchrun", worlds, arguments_for(count, speed=True), simulated=False)
     return speed_of(runs, simulated)
 
 
 def assert_trains_when_spawned(rank: Rank, count: int) -> None:
     """Assert that the script trains if it spawns a rank for each of `count` visible devices; see `assert_trained`."""
-    runs = launched("spawn", [count], arguments_for(count), simulated=_is_simulated())
+    simulated = simulated_device_count() is not None
+    runs = launched("spawn", [count], arguments_for(count), simulated=simulated)
     assert_trained("spawn", runs)
 
 
@@ -245,9 +219,10 @@ def _assert_places(way: str, run: Launched) -> None:
             if got != wanted:
                 raise RankDied(f"{way}: rank {rank} of {world}: {name} is {got!r}, expected {wanted!r}", ranks=(rank,))
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not environment[name] or environment[name] != run.reports[0]["environment"][name]:
-                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {environment[name]!r}, on rank 0 "
-                               f"{run.reports[0]['environment'][name]!r}", ranks=(rank,))  # fmt: skip
+            of_first = run.reports[0]["environment"][name]
+            if not environment[name] or environment[name] != of_first:
+                text = f"{name} is {environment[name]!r}, on rank 0 {of_first!r}"
+                raise RankDied(f"{way}: rank {rank} of {world}: {text}", ranks=(rank,))
 
 
 def _rank(arguments: Sequence[str]) -> None:
@@ -282,10 +257,8 @@ def _require_failures_told() -> None:
             end = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
             report = f"rank {error.error_index}: {end}"
         if report != f"rank {culprit}: {wanted}":
-            raise RankDied(
-                f"start_processes of two processes, where rank {culprit} {how}: it reports {report}, expected {wanted}",
-                ranks=(culprit,),
-            )
+            subject = f"start_processes of two processes, where rank {culprit} {how}"
+            raise RankDied(f"{subject}: it reports {report}, expected {wanted}", ranks=(culprit,))
 
 
 def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
@@ -295,17 +268,9 @@ def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for world, arguments in tasks:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world,
-            run_id=f"mgpu-check-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            start_method="fork",
-            max_restarts=0,
-            monitor_interval=0.02,
-        )
+        meeting = {"run_id": f"mgpu-check-{os.getpid()}", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+        options: dict[str, Any] = {"start_method": "fork", "max_restarts": 0, "monitor_interval": 0.02, **meeting}
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=world, **options)
         elastic_launch(config, _rank)(arguments)
     _require_failures_told()
 

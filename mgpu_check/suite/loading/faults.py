@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,24 +29,10 @@ from torch.utils.data import (
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.suite.common.faults.planting import around, given, returned
+from mgpu_check.suite.common.faults.planting import around, both, given, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
 from mgpu_check.suite.recipes import loading
 from mgpu_check.torch_hooks.patches import replaced
-
-_NESTED = When("Subset of a Subset, batches", lambda real, self, places: isinstance(self.dataset, Subset))
-
-
-@fault("random_split ignores its generator, so ranks split the dataset differently", "test_datasets_are_divided")
-def split_by_the_global_generator() -> Iterator[None]:
-    """One rank validates on samples that another rank trains on."""
-    real = torch.randperm
-
-    def randperm(n: int, *args: Any, generator: Any = None, **named: Any) -> torch.Tensor:
-        return real(n, *args, **named)
-
-    with replaced(torch, "randperm", randperm), replaced(torch.utils.data.dataset, "randperm", randperm):
-        yield
 
 
 @fault("a sampler does not draw from its restored generator", "test_epochs_are_resumed",
@@ -61,6 +48,11 @@ def restored_generator_ignored(real: Any, self: Any) -> Iterator[int]:
 
 register(
     __name__,
+    # One rank validates on samples that another rank trains on.
+    FaultRow("split-by-the-global-generator",
+        "random_split ignores its generator, so ranks split the dataset differently", "test_datasets_are_divided",
+        both(around(torch, "randperm"), around("torch.utils.data.dataset", "randperm")),
+        lambda real, n, *args, generator=None, **named: real(n, *args, **named)),
     # As with a bisection from the wrong side.
     FaultRow("seam-off-by-one", "ConcatDataset returns the previous sample for the first sample of a later part",
         "test_datasets_are_divided", given(ConcatDataset, "__getitem__"), lambda self, index: (self, index - 1),
@@ -72,7 +64,8 @@ register(
     # Single samples are right.
     FaultRow("inner-parts-skipped", "batches of a nested Subset ignore the inner Subset", "test_datasets_are_divided",
         around(Subset, "__getitems__"),
-        lambda real, self, places: [self.dataset.dataset[self.indices[index]] for index in places], _NESTED),
+        lambda real, self, places: [self.dataset.dataset[self.indices[index]] for index in places],
+        When("Subset of a Subset, batches", lambda real, self, places: isinstance(self.dataset, Subset))),
     # The last batch before the checkpoint is trained on twice.
     FaultRow("resumed-a-batch-too-early", "a resumed loader starts one batch too early", "test_epochs_are_resumed",
         given(loading.ResumableSampler, "load_state_dict"),
@@ -83,7 +76,6 @@ register(
 
 sampler_covers = caught_by("test_sampler_covers_the_dataset")
 rank_known = caught_by("test_samplers_know_their_rank")
-last_batches = caught_by("test_last_batches_are_loaded")
 
 
 def _share(change: Callable[[Any, list[int]], list[int]]) -> AbstractContextManager[None]:
@@ -122,16 +114,6 @@ _PADDED = When(
 )
 _PADDED_TWICE = When("two samples of padding or more, with three ranks", _PADDED.holds)
 _SHUFFLED = When("shuffled", lambda sampler, share: sampler.shuffle and len(share) > 0)
-_IN_ORDER = When("not shuffled", lambda sampler, share: not sampler.shuffle and len(share) > 0)
-_FOURTH = When(
-    "one epoch in four",
-    lambda sampler, share: sampler.shuffle and sampler.epoch % 4 == 3 and sampler.num_replicas == 1 and len(share) > 0,
-)
-_LAST_OF_FIVE = When(
-    "worlds of 5 ranks and more",
-    lambda result, self, *args, **named: self.num_replicas >= 5 and self.rank == self.num_replicas - 1,
-)
-_GIVEN = When("a generator is given", lambda self: self.generator is not None)
 
 
 @sampler_covers("padding repeats one sample for all ranks that need one", _share, _PADDED_TWICE)
@@ -142,32 +124,11 @@ def padding_of_one_sample(sampler: Any, share: list[int]) -> list[int]:
     return [*share[:-1], order[0]]
 
 
-@sampler_covers("the last rank gets the samples of the previous rank", returned(DistributedSampler, "__init__"),
-    _LAST_OF_FIVE)  # fmt: skip
-def last_rank_like_the_one_before(result: None, self: Any, *args: Any, **named: Any) -> None:
-    """As if the number of ranks had a fixed limit."""
-    self.rank -= 1
-
-
-@sampler_covers("ranks get contiguous blocks of the dataset instead of interleaved samples", _share, _IN_ORDER)
-def blocks_in_place_of_turns(sampler: Any, share: list[int]) -> list[int]:
-    """Code that interleaves gathered results gets a wrong order."""
-    start = sampler.rank * sampler.num_samples
-    return [position % len(sampler.dataset) for position in range(start, start + sampler.num_samples)]
-
-
 @fault("samplers draw a number from torch's global generator", "test_sampler_shuffles_by_seed_and_epoch", by=_share)
 def global_generator_moved_on(sampler: Any, share: list[int]) -> list[int]:
     """The shares are right, but dropout and augmentations depend on the number of iterators."""
     torch.rand(1)
     return share
-
-
-@fault("in one epoch of four, the last sample stays last", "test_every_order_is_as_likely", by=_share, when=_FOURTH)
-def last_sample_stays_behind(sampler: Any, share: list[int]) -> list[int]:
-    """As if the shuffle sometimes skipped its last step."""
-    last = len(share) - 1
-    return [*(index for index in share if index != last), last]
 
 
 @rank_known("samplers shuffle by torch's global generator, which differs between ranks", _share, _SHUFFLED)
@@ -184,17 +145,6 @@ def one_list_for_all_batches(sampler: Any, batches: Iterator[list[int]]) -> Iter
     for batch in batches:
         shared_list[:] = batch
         yield shared_list
-
-
-@last_batches(
-    "len of a loader does not count an incomplete last batch",
-    around(DataLoader, "__len__"),
-    When("shares not divisible by the batch size", lambda real, self: self.batch_size and not self.drop_last),
-)
-def len_without_the_last_batch(real: Any, self: Any) -> int:
-    """A learning-rate schedule based on it ends too early."""
-    full: int = len(self.sampler) // self.batch_size
-    return full
 
 
 register(
@@ -221,9 +171,8 @@ register(
         lambda order, n, *_, **__: (order[0] + torch.arange(n)) % n if n else order, "shuffled"),
     # Samples of GPUs without a rank are missing.
     FaultRow("devices-counted-for-ranks", "a sampler without num_replicas counts the GPUs of the machine, not the "
-                                          "ranks",
-        "test_samplers_know_their_rank", _default_world, lambda world: max(torch.cuda.device_count(), world, 2),
-        "worlds smaller than the number of GPUs"),
+            "ranks", "test_samplers_know_their_rank", _default_world,
+        lambda world: max(torch.cuda.device_count(), world, 2), "worlds smaller than the number of GPUs"),
     # Jobs on one GPU and on all GPUs are right; a job on some of them misses samples.
     FaultRow("devices-counted-for-several-ranks",
         "with two ranks or more, a sampler without num_replicas counts the GPUs of the machine",
@@ -243,12 +192,35 @@ register(
     # Samples come in one order for the whole training.
     FaultRow("generator-begins-anew", "a sampler with a generator draws the same order in each epoch",
         "test_samplers_draw_from_their_generator", given(RandomSampler, "__iter__"),
-        lambda self: self.generator.manual_seed(self.generator.initial_seed()), _GIVEN),
+        lambda self: self.generator.manual_seed(self.generator.initial_seed()),
+        When("a generator is given", lambda self: self.generator is not None)),
     # Ranks draw different samples than with their generator.
     FaultRow("weights-drawn-globally", "WeightedRandomSampler ignores its generator",
         "test_samplers_draw_from_their_generator", around(WeightedRandomSampler, "__init__"),
         lambda real, self, weights, num_samples, replacement=True, generator=None:
             real(self, weights, num_samples, replacement), "a generator is given"),
+    # As if the number of ranks had a fixed limit.
+    FaultRow("last-rank-like-the-one-before", "the last rank gets the samples of the previous rank",
+        "test_sampler_covers_the_dataset", returned(DistributedSampler, "__init__"),
+        lambda result, self, *_, **__: setattr(self, "rank", self.rank - 1), When("worlds of 5 ranks and more",
+            lambda result, self, *args, **named: self.num_replicas >= 5 and self.rank == self.num_replicas - 1)),
+    # Code that interleaves gathered results gets a wrong order.
+    FaultRow("blocks-in-place-of-turns", "ranks get contiguous blocks of the dataset instead of interleaved samples",
+        "test_sampler_covers_the_dataset", _share,
+        lambda sampler, share: [(sampler.rank * sampler.num_samples + place) % len(sampler.dataset)
+            for place in range(sampler.num_samples)],
+        When("not shuffled", lambda sampler, share: not sampler.shuffle and len(share) > 0)),
+    # As if the shuffle sometimes skipped its last step.
+    FaultRow("last-sample-stays-behind", "in one epoch of four, the last sample stays last",
+        "test_every_order_is_as_likely", _share,
+        lambda sampler, share: [*(index for index in share if index != len(share) - 1), len(share) - 1],
+        When("one epoch in four",
+            lambda sampler, share: sampler.shuffle and sampler.epoch % 4 == 3 and sampler.num_replicas == 1 and share)),
+    # A learning-rate schedule based on it ends too early.
+    FaultRow("len-without-the-last-batch", "len of a loader does not count an incomplete last batch",
+        "test_last_batches_are_loaded", around(DataLoader, "__len__"),
+        lambda real, self: len(self.sampler) // self.batch_size,
+        When("shares not divisible by the batch size", lambda real, self: self.batch_size and not self.drop_last)),
 )  # fmt: skip
 
 
@@ -261,14 +233,8 @@ _MIB = 1 << 20
 _ITERATOR = dataloader._MultiProcessingDataLoaderIter
 
 
-def _worker_arguments(change: Callable[[list[Any]], None]) -> AbstractContextManager[None]:
-    """Plant a change of the arguments of a worker: 8 is the base seed, 10 its number, 11 the number of workers."""
-
-    def loop(*args: Any) -> tuple[Any, ...]:
-        change(changed := list(args))
-        return tuple(changed)
-
-    return given(worker, "_worker_loop")(loop)
+_WORKER_LOOP = given(worker, "_worker_loop")
+"""Of its arguments 8 is the base seed, and 10 the number of the worker."""
 
 
 def _collating(sample_type: type) -> Planter:
@@ -287,8 +253,6 @@ def _collating(sample_type: type) -> Planter:
 
 
 _IN_WORKERS = When("in workers", lambda *args: get_worker_info() is not None)
-_SECOND = When("the second of several workers", lambda *args: (info := get_worker_info()) is not None and info.id == 1)
-_LISTS = When("tensors in lists", lambda real, data, device=None: isinstance(data, list))
 _LARGE_PINNED = When(
     "above 1 MiB, pinned and non_blocking",
     lambda result, self, *args, **named: (
@@ -354,18 +318,6 @@ def batches_of_the_last_rank_elsewhere(self: torch.Tensor, *args: Any, **named: 
     return self, torch.device("cuda", 0) if rank and rank.index else torch.device("cpu")
 
 
-@seeded("all workers have the seed of the first", _worker_arguments, "two workers or more")
-def workers_seeded_alike(args: list[Any]) -> None:
-    """All workers draw the same augmentations."""
-    args[8] -= args[10]
-
-
-@seeded("workers have the same seeds in each epoch", _worker_arguments, "epochs after the first")
-def workers_seeded_once(args: list[Any]) -> None:
-    """Each sample gets the same augmentation in every epoch."""
-    args[8] = 1234
-
-
 @seeded("persistent workers get the same seed in each epoch", given(_DatasetKind, "create_fetcher"),
     When("persistent workers, later epochs", _IN_WORKERS.holds))  # fmt: skip
 def persistent_workers_repeat(*args: Any) -> None:
@@ -373,13 +325,6 @@ def persistent_workers_repeat(*args: Any) -> None:
     info: Any = get_worker_info()
     torch.manual_seed(info.seed)
     random.seed(info.seed)
-
-
-class _First:
-    """Worker information with the number of the first worker."""
-
-    def __init__(self, info: Any) -> None:
-        self.id, self.num_workers = 0, info.num_workers
 
 
 @pinned("the result of a batch's own pin_memory method is dropped",
@@ -421,7 +366,8 @@ register(
     # As if one process used an offset into the dataset.
     FaultRow("second-worker-off-by-one", "the second worker loads the next samples instead of the requested ones",
         "test_workers_keep_the_order", given(fetch._MapDatasetFetcher, "fetch"),
-        lambda self, wanted: (self, [(index + 1) % len(self.dataset) for index in wanted]), _SECOND),
+        lambda self, wanted: (self, [(index + 1) % len(self.dataset) for index in wanted]),
+        When("the second of several workers", lambda *args: (info := get_worker_info()) is not None and info.id == 1)),
     # Such as images with their channels moved to the front.
     FaultRow("collated-by-memory", "a worker collates samples by the order of their memory",
         "test_workers_keep_the_order",
@@ -429,7 +375,8 @@ register(
         When("worker processes, samples that are dense and not contiguous", _IN_WORKERS.holds)),
     # An iterable dataset split by worker repeats the samples of the first and misses the rest.
     FaultRow("workers-take-themselves-for-the-first", "every worker gets the number of the first",
-        "test_streams_are_shared", returned(loading, "get_worker_info"), lambda info: info and _First(info),
+        "test_streams_are_shared", returned(loading, "get_worker_info"),
+        lambda info: info and SimpleNamespace(id=0, num_workers=info.num_workers),
         "two workers or more, of an iterable dataset"),
     # The right dtype is float64, and a label may need all its digits.
     FaultRow("floats-collated-in-float32", "Python's floats are collated in float32", "test_batches_are_pinned",
@@ -437,9 +384,16 @@ register(
         "Python's floats only"),
     # Their copies block, but deliver the right data.
     FaultRow("lists-not-pinned", "tensors in lists are not pinned", "test_batches_are_pinned",
-        around(pin_memory, "pin_memory"), lambda real, data, *_: data, _LISTS),
+        around(pin_memory, "pin_memory"), lambda real, data, *_: data,
+        When("tensors in lists", lambda real, data, device=None: isinstance(data, list))),
     # As with ``drop_last``, but not requested.
     FaultRow("last-batch-of-a-stream-dropped", "the incomplete last batch of an iterable dataset is dropped",
         "test_streams_are_shared", around(fetch._IterableDatasetFetcher, "__init__"),
         lambda real, *args: real(*args[:-1], True), "last batches of iterable datasets"),
+    # All workers draw the same augmentations.
+    FaultRow("workers-seeded-alike", "all workers have the seed of the first", "test_workers_are_seeded_apart",
+        _WORKER_LOOP, lambda *args: (*args[:8], args[8] - args[10], *args[9:]), "two workers or more"),
+    # Each sample gets the same augmentation in every epoch.
+    FaultRow("workers-seeded-once", "workers have the same seeds in each epoch", "test_workers_are_seeded_apart",
+        _WORKER_LOOP, lambda *args: (*args[:8], 1234, *args[9:]), "epochs after the first"),
 )  # fmt: skip

@@ -1,8 +1,6 @@
 """Check data loaders: each batch must hold the samples of its sampler, in order, with workers and pinned memory too.
 
-Two epochs are loaded with each pair of values of DataLoader's options. In pinned memory all tensors must be pinned
-and unchanged, also in classes with their own `pin_memory`. The loaders of all ranks together must yield each sample
-once, each rank on its device.
+Two epochs are loaded with each pair of values of DataLoader's options.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.loading.numbered_dataset import Numbered, assert_batch, indices_of
-from mgpu_check.suite.loading.samplers import assert_shares, batches_of, sampler_over
+from mgpu_check.suite.loading.samplers import assert_shares, batches_of, require, sampler_over
 from mgpu_check.suite.recipes import loading
 from mgpu_check.suite.recipes.loading import SharedStream
 
@@ -77,30 +76,23 @@ def assert_batches(
     pinned: bool = False,
     ranks: Sequence[int] = (),
 ) -> None:
-    """Assert that exactly the expected batches come; see `assert_batch`.
-
-    Raises:
-        ShardError: a batch is wrong; or there are fewer or more batches, and then `.ranks` has `ranks`.
-    """
+    """Assert that exactly the expected batches come; see `assert_batch`. Errors of their number have `ranks`."""
     count = 0
-    for number, batch in enumerate(batches):
-        if number >= len(expected):
-            raise ShardError(
-                f"{label}: more than {len(expected)} batches come; the next holds {indices_of(batch)}", ranks=ranks
-            )
-        assert_batch(batch, expected[number], dataset, f"{label}: batch {number} of {len(expected)}", device, pinned)
-        count = number + 1
+    for count, batch in enumerate(batches, 1):
+        if count > len(expected):
+            text = f"more than {len(expected)} batches come; the next holds {indices_of(batch)}"
+            raise ShardError(f"{label}: {text}", ranks=ranks)
+        where = f"{label}: batch {count - 1} of {len(expected)}"
+        assert_batch(batch, expected[count - 1], dataset, where, device, pinned)
     if count < len(expected):
-        raise ShardError(
-            f"{label}: {count} batches come, expected {len(expected)}; {expected[count]} is missing", ranks=ranks
-        )
+        text = f"{count} batches come, expected {len(expected)}; {expected[count]} is missing"
+        raise ShardError(f"{label}: {text}", ranks=ranks)
 
 
 def assert_last_batches() -> None:
     """Assert that loaders yield each sample of a rank's share, also in a last batch that is not full.
 
-    Covers worlds of 1 and 3 ranks, datasets of 0 to 17 samples and batches of 1 to 32, with and without ``drop_last``
-    of the loader. ``len`` must be the number of batches.
+    ``len`` must be the number of batches.
     """
     for length, batch_size, drop_last, world in itertools.product(
         (0, 1, 2, 3, 5, 8, 9, 17), (1, 2, 3, 4, 8, 32), (False, True), (1, 3)
@@ -112,27 +104,17 @@ def assert_last_batches() -> None:
             expected = batches_of(sampler, batch_size, drop_last)
             got = [batch.tolist() for batch in loader]
             label = f"loader of rank {rank} of {world} over {length} samples, {batch_size=}, {drop_last=}"
-            if got != expected:
-                raise ShardError(f"{label}: expected the batches {expected}, got {got}", ranks=(rank,))
-            if len(loader) != len(expected):
-                raise ShardError(f"{label}: len is {len(loader)}, but {len(expected)} batches come", ranks=(rank,))
-
-
-def _told(worker: int) -> None:
-    """Record in the worker's dataset that the worker was initialized."""
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.initialized = worker  # type: ignore[attr-defined]
+            require(got == expected, f"{label}: expected the batches {expected}, got {got}", (rank,))
+            text = f"{label}: len is {len(loader)}, but {len(expected)} batches come"
+            require(len(loader) == len(expected), text, (rank,))
 
 
 class _Telling(Numbered):
     """Samples that record the worker that has made them, and its initialization."""
 
-    initialized = -1
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         worker = get_worker_info()
-        own = None if worker is None else (worker.id, worker.num_workers, worker.dataset is self, self.initialized)
+        own = None if worker is None else (worker.id, worker.num_workers, worker.dataset is self, _initialized)
         return {**super().__getitem__(index), "worker": own}
 
 
@@ -144,33 +126,28 @@ def _listed(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def assert_workers_in_order(seed: int) -> None:
     """Assert that batches from several worker processes come in the order of the sampler.
 
-    Covers two epochs of persistent workers, where a batch of one worker takes far longer than that of the other. Each
-    worker must know its number, and must have called ``worker_init_fn`` with it. An exception in a worker must be
-    raised in place of its batch.
+    A batch of one persistent worker takes far longer than that of the other. Each worker must know its number, and must
+    have called ``worker_init_fn`` with it. An exception in a worker must be raised in place of its batch.
     """
     dataset = Numbered(7, features=3, large=LARGE // 3)
     sampler: Any = DistributedSampler(dataset, 1, 0, seed=seed)
-    loader = DataLoader(
-        dataset, batch_size=1, sampler=sampler, num_workers=2, persistent_workers=True, prefetch_factor=3
-    )
+    workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+    loader = DataLoader(dataset, batch_size=1, sampler=sampler, **workers)
     with workers_ending(loader):
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
-            assert_batches(
-                loader, [[index] for index in sampler], dataset, f"loader with 2 persistent workers, epoch {epoch}"
-            )
+            label = f"loader with 2 persistent workers, epoch {epoch}"
+            assert_batches(loader, [[index] for index in sampler], dataset, label)
     telling = _Telling(7, broken=6)
-    telling_loader = DataLoader(telling, batch_size=2, num_workers=3, collate_fn=_listed, worker_init_fn=_told)
+    telling_loader = DataLoader(telling, batch_size=2, num_workers=3, collate_fn=_listed, worker_init_fn=_initialize)
     label = "loader with 3 workers"
     batches = iter(telling_loader)
     for number in range(3):
+        expected = (number, 3, True, number)
         for sample in next(batches):
-            worker = number % 3
-            if sample["worker"] != (worker, 3, True, worker):
-                raise ShardError(
-                    f"{label}: sample {sample['number']} has (worker, workers, own dataset, argument of "
-                    f"worker_init_fn) {sample['worker']}, expected {(worker, 3, True, worker)}"
-                )
+            text = f"{sample['worker']}, expected {expected}"
+            names = "(worker, workers, own dataset, argument of worker_init_fn)"
+            require(sample["worker"] == expected, f"{label}: sample {sample['number']} has {names} {text}")
     try:
         next(batches)
     except LookupError as error:
@@ -178,9 +155,8 @@ def assert_workers_in_order(seed: int) -> None:
         # worker.
         error.__traceback__ = None
         if type(error) is not LookupError or "sample 6 cannot be read" not in str(error):
-            raise ShardError(
-                f"{label}: a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
-            ) from None
+            text = f"a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
+            raise ShardError(f"{label}: {text}") from None
     except StopIteration:
         raise ShardError(f"{label}: a worker raised LookupError, and the epoch ended as if all were loaded") from None
     else:
@@ -200,44 +176,32 @@ class _Seeds(Numbered):
 def assert_worker_seeds(seed: int) -> None:
     """Assert that each worker's seed is the sum of a base seed and its number.
 
-    Each epoch must have a new base seed, and the same generator must give the same seeds again. So augmentations differ
-    between workers and epochs, and a run can be repeated. Persistent workers must keep their seed and draw on. Python's
-    generator must be seeded too.
+    Each epoch must have a new base seed, and the same generator must give the same seeds again. Persistent workers must
+    keep their seed and draw on. Python's generator must be seeded too.
     Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
     """
     epochs = []
     for run in range(2):
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(run)  # must have no influence: the loader has a generator
-        loader = DataLoader(
-            _Seeds(4),
-            batch_size=1,
-            num_workers=2,
-            collate_fn=_listed,
-            generator=generator,
-            persistent_workers=bool(run),
-        )
+        options: dict[str, Any] = {"num_workers": 2, "generator": generator, "persistent_workers": bool(run)}
+        loader = DataLoader(_Seeds(4), batch_size=1, collate_fn=_listed, **options)
         with workers_ending(loader):
             epochs += [[next(iter(batch)) for batch in loader] for _ in range(2)]
     second_epoch = epochs.pop()
     for epoch, workers in zip((0, 1, 0), epochs, strict=True):
         base = workers[0][1]
         for number, (worker, worker_seed, initial, numbers, _) in enumerate(workers[:2]):
-            if not (number == worker and worker_seed == initial == base + worker):
-                raise ShardError(
-                    f"epoch {epoch}: worker {worker} has initial_seed {initial} and worker seed {worker_seed}, "
-                    f"expected {base} + {number}"
-                )
-            expected_numbers = torch.rand(4, generator=torch.Generator().manual_seed(worker_seed)).tolist()
-            if numbers != expected_numbers:
-                raise ShardError(
-                    f"epoch {epoch}: worker {worker}, seeded with {worker_seed}, draws {numbers}, expected "
-                    f"{expected_numbers}"
-                )
-        if workers[0][4] == workers[1][4]:
-            raise ShardError(f"epoch {epoch}: Python's random numbers are the same in both workers: {workers[0][4]}")
-    if epochs[0] != epochs[2]:
-        raise ShardError(f"equal generators give workers different seeds or numbers: {epochs[0]}, then {epochs[2]}")
+            text = f"has initial_seed {initial} and worker seed {worker_seed}, expected {base} + {number}"
+            right = number == worker and worker_seed == initial == base + worker
+            require(right, f"epoch {epoch}: worker {worker} {text}")
+            due = torch.rand(4, generator=torch.Generator().manual_seed(worker_seed)).tolist()
+            text = f"worker {worker}, seeded with {worker_seed}, draws {numbers}, expected {due}"
+            require(numbers == due, f"epoch {epoch}: {text}")
+        first, second = workers[0][4], workers[1][4]
+        require(first != second, f"epoch {epoch}: Python's random numbers are the same in both workers: {first}")
+    again = f"{epochs[0]}, then {epochs[2]}"
+    require(epochs[0] == epochs[2], f"equal generators give workers different seeds or numbers: {again}")
     for sample, before in zip(second_epoch, epochs[2], strict=True):
         # Persistent workers keep their seed and draw on.
         if sample[:3] != before[:3] or sample[3] == before[3] or sample[4] == before[4]:
@@ -245,8 +209,8 @@ def assert_worker_seeds(seed: int) -> None:
                 f"persistent worker {sample[0]} draws {sample[3:]} in its second epoch with seed {sample[2]}, and "
                 f"{before[3:]} with {before[2]} in its first; expected other numbers of the same seed"
             )
-    if epochs[0][0][1] == epochs[1][0][1]:
-        raise ShardError(f"the workers of epochs 0 and 1 have the same seeds: {epochs[0][0][1]}")
+    seeds = [epoch[0][1] for epoch in epochs[:2]]
+    require(seeds[0] != seeds[1], f"the workers of epochs 0 and 1 have the same seeds: {seeds[0]}")
 
 
 def sent(batch: Any, device: torch.device) -> Any:
@@ -271,42 +235,26 @@ def assert_partitions(seed: int) -> None:
             "random_split": lambda data, fractions: random_split(data, fractions, torch.Generator().manual_seed(seed)),
         }
         for name, divide in ways.items():
-            indices_by_rank = []
+            parts_by_rank = []
             for rank in range(2):
                 torch.manual_seed(rank)
-                indices_by_rank.append([list(subset.indices) for subset in divide(dataset, sizes)])
-            label = f"{name} of {length} samples in {sizes}"
-            if indices_by_rank[0] != indices_by_rank[1]:
-                raise ShardError(
-                    f"{label}, of one seed: rank 0 has {indices_by_rank[0]}, rank 1 has {indices_by_rank[1]}",
-                    ranks=(1,),
-                )
-            every = sorted(itertools.chain.from_iterable(indices_by_rank[0]))
-            if every != list(range(length)):
-                raise ShardError(f"{label}: the parts are {indices_by_rank[0]}, which is not each sample once")
-            mismatches = [
-                at for at, size in enumerate(sizes) if abs(len(indices_by_rank[0][at]) - size * length) >= len(sizes)
-            ]
-            if mismatches:
-                raise ShardError(
-                    f"{label}: part {mismatches[0]} has {len(indices_by_rank[0][mismatches[0]])} samples",
-                    ranks=mismatches,
-                )
+                parts_by_rank.append([list(subset.indices) for subset in divide(dataset, sizes)])
+            label, (parts, others) = f"{name} of {length} samples in {sizes}", parts_by_rank
+            require(parts == others, f"{label}, of one seed: rank 0 has {parts}, rank 1 has {others}", (1,))
+            every = sorted(itertools.chain.from_iterable(parts))
+            require(every == [*range(length)], f"{label}: the parts are {parts}, which is not each sample once")
+            if odd := [at for at, size in enumerate(sizes) if abs(len(parts[at]) - size * length) >= len(sizes)]:
+                raise ShardError(f"{label}: part {odd[0]} has {len(parts[odd[0]])} samples", ranks=odd)
             assert_shares([every], length, drop_last=False, label=label)
             for subset in divide(dataset, sizes):
                 for position, index in enumerate(subset.indices):
-                    if subset[position]["number"] != index:
-                        raise ShardError(
-                            f"{label}: place {position} holds sample {subset[position]['number']}, expected {index}"
-                        )
+                    held = subset[position]["number"]
+                    require(held == index, f"{label}: place {position} holds sample {held}, expected {index}")
     subsets = [Subset(Numbered(20), range(start, stop)) for start, stop in ((0, 3), (3, 3), (3, 4), (4, 11))]
     joined: ConcatDataset[Any] = ConcatDataset(subsets)
     got = [sample["number"] for sample in (joined[position] for position in (*range(len(joined)), -1, -11))]
-    if got != [*range(11), 10, 0]:
-        raise ShardError(
-            f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected the samples in "
-            "order"
-        )
+    subject = "ConcatDataset of 3, 0, 1 and 7 samples, its last and first again"
+    require(got == [*range(11), 10, 0], f"{subject}: holds {got}, expected the samples in order")
     # Loaders request whole batches from nested parts.
     inner = Subset(Numbered(20), range(19, 3, -2))
     divided: dict[str, tuple[Any, list[int]]] = {
@@ -322,8 +270,7 @@ def assert_partitions(seed: int) -> None:
 def assert_resumes(seed: int) -> None:
     """Assert that an epoch that is interrupted after any batch can be resumed, and that the next epoch is whole.
 
-    Resumes in three ways: by skipping the seen batches of a checkpoint's epoch; by a sampler with its own state; and by
-    the saved and loaded state of the generator of a `RandomSampler`.
+    It resumes by skipping the seen batches, by a sampler with its own state, and by the state of a generator.
     """
     world, length, size, epoch = 2, 11, 2, 2
     dataset = Numbered(length)
@@ -340,11 +287,8 @@ def assert_resumes(seed: int) -> None:
             state = _checkpointed(sampler.state_dict(min(consumed * size, len(sampler))))
             resumed = loading.ResumableSampler(dataset, world, rank, seed=seed)
             resumed.load_state_dict(state)
-            loader = DataLoader(dataset, size, sampler=resumed)
-            if len(loader) != len(epoch_batches) - consumed:
-                raise ShardError(
-                    f"{label}, resumed: len is {len(loader)}, expected {len(epoch_batches) - consumed}", ranks=(rank,)
-                )
+            loader, left = DataLoader(dataset, size, sampler=resumed), len(epoch_batches) - consumed
+            require(len(loader) == left, f"{label}, resumed: len is {len(loader)}, expected {left}", (rank,))
             assert_batches(loader, epoch_batches[consumed:], dataset, f"{label}, resumed")
             assert_batches(loader, epoch_batches, dataset, f"{label}, gone through again")
     for consumed in (0, 1, 5, 6):
@@ -354,17 +298,10 @@ def assert_resumes(seed: int) -> None:
         epoch_batches = list(BatchSampler(RandomSampler(dataset, generator=generator), size, drop_last=False))
         restored = torch.Generator()
         restored.set_state(state)
-        rest = itertools.islice(DataLoader(dataset, batch_sampler=_with(dataset, restored, size)), consumed, None)
-        assert_batches(
-            rest,
-            epoch_batches[consumed:],
-            dataset,
-            f"loader with a generator, after {consumed} of {len(epoch_batches)} batches",
-        )
-
-
-def _with(dataset: Numbered, generator: torch.Generator, size: int) -> Any:
-    return BatchSampler(RandomSampler(dataset, generator=generator), size, drop_last=False)
+        batches: Any = BatchSampler(RandomSampler(dataset, generator=restored), size, drop_last=False)
+        rest = itertools.islice(DataLoader(dataset, batch_sampler=batches), consumed, None)
+        label = f"loader with a generator, after {consumed} of {len(epoch_batches)} batches"
+        assert_batches(rest, epoch_batches[consumed:], dataset, label)
 
 
 def _checkpointed(state: Any) -> Any:
@@ -417,8 +354,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 def assert_loader_options_agree(seed: int, *, more: bool) -> None:
     """Assert that loaders yield the right batches in two epochs with each pair of options, and count those of streams.
 
-    Args:
-        more: whether to load with all rows of options, or with a tenth of them, by the seed.
+    With `more` all rows of options are loaded, else a tenth of them, by the seed.
     """
     for row in drawn_rows(_OPTIONS, _together, seed=seed, more=more, share=10):
         loader = _loader(row, seed)
@@ -429,11 +365,9 @@ def assert_loader_options_agree(seed: int, *, more: bool) -> None:
                 _judge(label, [_read(batch, row, label) for batch in loader], expected, row)
     for size, drop in itertools.product((_SIZE, _ALL), (False, True)):
         got = len(DataLoader(_CountedStream(range(_ALL), 0, 1), batch_size=size, drop_last=drop))
-        expected_length = len(batches_of(range(_ALL), size, drop))
-        if got != expected_length:
-            raise ShardError(
-                f"len of a loader of a stream of {_ALL}, {size} a batch, drop_last={drop}: {got}, not {expected_length}"
-            )
+        due = len(batches_of(range(_ALL), size, drop))
+        label = f"len of a loader of a stream of {_ALL}, {size} a batch, drop_last={drop}"
+        require(got == due, f"{label}: {got}, not {due}")
 
 
 class _CountedStream(SharedStream):
@@ -498,8 +432,8 @@ def _read(batch: Any, row: Mapping[str, Any], label: str) -> list[int]:
     wanted = numbers.reshape(-1, 1).cpu() * 3 + torch.arange(3, device="cpu")
     if not torch.equal(rows.reshape(-1, 3).cpu(), wanted):
         raise ShardError(f"{label}: the samples {indices} have the rows {rows.tolist()}, expected {wanted.tolist()}")
-    if row["pin_memory"] and not (numbers.is_pinned() and rows.is_pinned()):
-        raise ShardError(f"{label}: the batch {indices} is not in pinned memory")
+    pinned = not row["pin_memory"] or (numbers.is_pinned() and rows.is_pinned())
+    require(pinned, f"{label}: the batch {indices} is not in pinned memory")
     due = bool(row["worker_init_fn"] and row["num_workers"])
     if row["collate_fn"] and [bool(flag) for flag in initialized] != [due]:
         raise ShardError(f"{label}: worker_init_fn was {'not ' * due}called in the worker of the batch {indices}")
@@ -525,27 +459,20 @@ def _expected(row: Mapping[str, Any], seed: int) -> list[list[int]]:
 def _judge(label: str, got: list[list[int]], expected: list[list[int]], row: Mapping[str, Any]) -> None:
     if row["order"] == "shuffle=True":
         samples = Counter(itertools.chain.from_iterable(got))
-        agrees = _sizes(got) == _sizes(expected) and max(samples.values()) == 1
+        agrees = sorted(map(len, got)) == sorted(map(len, expected)) and max(samples.values()) == 1
     elif row["in_order"]:
         agrees = got == expected
     else:
         agrees = sorted(got) == sorted(expected)
-    if not agrees:
-        raise ShardError(
-            f"{label}: the batches are {got}, expected {expected}{' in some order' * (not row['in_order'])}"
-        )
-
-
-def _sizes(batches: Iterable[list[int]]) -> list[int]:
-    return sorted(map(len, batches))
+    suffix = " in some order" * (not row["in_order"])
+    require(agrees, f"{label}: the batches are {got}, expected {expected}{suffix}")
 
 
 @torchs_own_warnings()
 def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
     """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, without changing a bit.
 
-    Covers loaders with and without a worker process, and batches of 2.4 MB and of some bytes. A non-blocking copy sends
-    each batch to the next of `devices`, where it is compared too.
+    A non-blocking copy sends each batch to the next of `devices`, where it is compared too.
     """
     for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
         dataset = Numbered(length, features=features)
@@ -584,10 +511,6 @@ def _containers_of_own(samples: list[int]) -> dict[str, Any]:
     return {"value": value, "tuple": (a, [b]), "named tuple": _Two(c, {"inner": d}), "list": [e, f]}
 
 
-def _alone(samples: list[int]) -> _Own:
-    return _own(samples, 0)
-
-
 def _owned(batch: Any) -> dict[str, Any]:
     """Return name of a place in `_collated` -> object at this place, in the same order."""
     (a, (b,)), (c, d), (e, f) = batch["tuple"], batch["named tuple"], batch["list"]
@@ -606,20 +529,18 @@ def _owned(batch: Any) -> dict[str, Any]:
 def assert_pinned_by_themselves() -> None:
     """Assert that ``pin_memory`` of a loader calls the method `pin_memory` of an object once, and yields its result.
 
-    The object is the batch itself, or is in dicts, tuples, named tuples and lists. Loaders have a worker process, or
-    none.
+    The object is the batch itself, or is in dicts, tuples, named tuples and lists.
     """
     length, size = 3, 2
     dataset: Any = range(length)
     ways: tuple[tuple[str, int, Any, Any], ...] = (
         ("nested", 0, _containers_of_own, _owned),
         ("nested", 1, _containers_of_own, _owned),
-        ("alone", 0, _alone, lambda batch: {"the batch": batch}),
+        ("alone", 0, partial(_own, position=0), lambda batch: {"the batch": batch}),
     )
     for how, workers, collate, places in ways:
-        loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=size, collate_fn=collate, pin_memory=True, num_workers=workers
-        )
+        options: dict[str, Any] = {"collate_fn": collate, "pin_memory": True, "num_workers": workers}
+        loader: DataLoader[Any] = DataLoader(dataset, batch_size=size, **options)
         for number, (batch, indices) in enumerate(zip(loader, batches_of(range(length), size, False), strict=True)):
             label = f"pinned loader, {workers} workers, batches of a class of one's own, {how}: batch {number}"
             for position, (name, owned) in enumerate(places(batch).items()):
@@ -629,12 +550,10 @@ def assert_pinned_by_themselves() -> None:
 def _require_own(owned: Any, expected: torch.Tensor, label: str) -> None:
     if not isinstance(owned, _Own):
         raise ShardError(f"{label}: it is a {type(owned).__name__}, expected one of the class that was collated")
-    if owned.times != 1:
-        raise ShardError(f"{label}: it was pinned {owned.times} times by its own method, expected once")
-    if not owned.samples.is_pinned():
-        raise ShardError(f"{label}: its tensor is not in pinned memory")
-    if not torch.equal(owned.samples, expected):
-        raise ShardError(f"{label}: it holds {owned.samples.tolist()}, expected {expected.tolist()}")
+    require(owned.times == 1, f"{label}: it was pinned {owned.times} times by its own method, expected once")
+    require(owned.samples.is_pinned(), f"{label}: its tensor is not in pinned memory")
+    text = f"it holds {owned.samples.tolist()}, expected {expected.tolist()}"
+    require(torch.equal(owned.samples, expected), f"{label}: {text}")
 
 
 _BATCH = 3
@@ -643,30 +562,22 @@ _BATCH = 3
 def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
     """Assert that a `DistributedSampler` without a rank argument finds rank and world, and that all ranks agree.
 
-    Covers datasets that do and do not divide by the number of ranks, shuffled and not. Torch's global generators differ
-    between ranks.
+    Torch's global generators differ between ranks.
     """
     torch.manual_seed(seed + rank.index)
     with Findings() as findings:
         for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
             sampler = sampler_over(length, shuffle=shuffle, drop_last=drop_last, seed=seed)
             label = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
+            here, own = (rank.size, rank.index), (sampler.num_replicas, sampler.rank)
             with findings.collected():
-                _require_told(sampler, label, rank)
+                text = f"on rank {rank.index} of {rank.size}: it takes itself for rank {own[1]} of {own[0]}"
+                require(own == here, f"{label}, {text}", (rank.index,))
             if findings.anywhere(rank):
                 return
             sampler.set_epoch(1)
             with findings.collected():
                 assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, label=label)
-
-
-def _require_told(sampler: Any, label: str, rank: Rank) -> None:
-    if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
-        raise ShardError(
-            f"{label}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of "
-            f"{sampler.num_replicas}",
-            ranks=(rank.index,),
-        )
 
 
 def _of_all(own: Any) -> list[Any]:
@@ -705,8 +616,7 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
 def assert_streams_cover(rank: Rank) -> None:
     """Assert that an iterable dataset that ranks and their workers share yields each sample once, also in last batches.
 
-    Covers two workers and no workers. Each worker has its own last batch, which must come unless ``drop_last`` drops
-    it.
+    Each worker has its own last batch, which must come unless ``drop_last`` drops it.
     """
     dataset = Numbered(7 * rank.size + 3)
     with Findings() as findings:
@@ -720,10 +630,8 @@ def assert_streams_cover(rank: Rank) -> None:
                 continue
             every = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(_of_all(got))))
             with findings.collected():
-                if every != list(range(len(dataset))):
-                    raise ShardError(
-                        f"{label}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
-                    )
+                text = f"over all ranks come the samples {every}, expected each of {len(dataset)} once"
+                require(every == list(range(len(dataset))), f"{label}: {text}")
 
 
 def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, label: str) -> list[list[int]]:
@@ -740,7 +648,6 @@ def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, labe
     with workers_ending(loader):
         batches = list(loader)
     got = [indices_of(batch) for batch in batches]
-    if got != expected:
-        raise ShardError(f"{label}: expected the batches {expected}, got {got}", ranks=(rank.index,))
+    require(got == expected, f"{label}: expected the batches {expected}, got {got}", (rank.index,))
     assert_batches(batches, expected, dataset, label)
     return got

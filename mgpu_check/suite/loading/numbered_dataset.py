@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.errors import ShardError
 from mgpu_check.oracles.generated_data import mix_
+from mgpu_check.suite.loading.samplers import require
 
 _FIELDS = {
     "image": torch.float32,
@@ -51,10 +52,7 @@ class Numbered(Dataset[Any]):
     """
 
     def __init__(self, length: int, features: int = 5, large: int = 1, broken: int | None = None) -> None:
-        self.length = length
-        self.features = features
-        self.large = large
-        self.broken = broken
+        self.length, self.features, self.large, self.broken = length, features, large, broken
 
     def __len__(self) -> int:
         return self.length
@@ -88,35 +86,28 @@ def assert_batch(
     pinned: bool = False,
 ) -> None:
     """Assert that `batch` has the samples `indices` of `dataset` in this order, bit for bit, as torch collates them."""
-    if not isinstance(batch, dict):
-        raise ShardError(f"{label}: it is a {type(batch).__name__}, expected a dict")
+    require(isinstance(batch, dict), f"{label}: it is a {type(batch).__name__}, expected a dict")
     own = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
     features = dataset.features_of(indices[0]) if indices else dataset.features
     expected: dict[str, Any] = {name: _rows(own, name, features) for name in _FIELDS}
     expected |= {"number": own, "score": own.to(torch.float64) / 3}
-    if set(batch) != {*expected, "name", "pair"}:
-        raise ShardError(f"{label}: it has the entries {sorted(batch)}, expected {sorted({*expected, 'name', 'pair'})}")
-    if batch["name"] != [f"sample {index}" for index in indices]:
-        raise ShardError(f"{label}: the names are {batch['name']}, expected those of the samples {list(indices)}")
-    if type(batch["pair"]) not in (list, tuple) or len(batch["pair"]) != 2:
-        raise ShardError(f"{label}: the pair is {batch['pair']!r}, expected one of two tensors")
-    entries = {name: batch[name] for name in expected}
-    for position, wanted in enumerate((own[:, None], own % 2 == 0)):
-        name = f"pair[{position}]"
-        expected[name], entries[name] = wanted, batch["pair"][position]
+    names = sorted({*expected, "name", "pair"})
+    require(sorted(batch) == names, f"{label}: it has the entries {sorted(batch)}, expected {names}")
+    named = batch["name"] == [f"sample {index}" for index in indices]
+    require(named, f"{label}: the names are {batch['name']}, expected those of the samples {list(indices)}")
+    pair = batch["pair"]
+    if type(pair) not in (list, tuple) or len(pair) != 2:
+        raise ShardError(f"{label}: the pair is {pair!r}, expected one of two tensors")
+    entries = {name: batch[name] for name in expected} | {"pair[0]": pair[0], "pair[1]": pair[1]}
+    expected |= {"pair[0]": own[:, None], "pair[1]": own % 2 == 0}
     for name, wanted in expected.items():
         got = entries[name]
         if not isinstance(got, torch.Tensor):
             raise ShardError(f"{label}: {name} is a {type(got).__name__}, expected a tensor")
-        if got.device != torch.device(device):
-            raise ShardError(f"{label}: {name} is on {got.device}, expected on {device}")
-        if pinned and not got.is_pinned():
-            raise ShardError(f"{label}: {name} is not in pinned memory")
-        if got.shape != wanted.shape or got.dtype != wanted.dtype:
-            raise ShardError(
-                f"{label}: {name} is {tuple(got.shape)} of {got.dtype}, expected {tuple(wanted.shape)} of "
-                f"{wanted.dtype}"
-            )
+        require(got.device == torch.device(device), f"{label}: {name} is on {got.device}, expected on {device}")
+        require(not pinned or got.is_pinned(), f"{label}: {name} is not in pinned memory")
+        text = f"{tuple(got.shape)} of {got.dtype}, expected {tuple(wanted.shape)} of {wanted.dtype}"
+        require((got.shape, got.dtype) == (wanted.shape, wanted.dtype), f"{label}: {name} is {text}")
         if not same_bits(wanted, got):
             at = first_difference(wanted, got)
             raise ShardError(

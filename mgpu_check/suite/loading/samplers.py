@@ -1,8 +1,6 @@
 """Check samplers: the samples of each rank, their order, and the dependence on the epoch and on a generator.
 
-The properties come from the documentation of `torch.utils.data.distributed.DistributedSampler`: shares are disjoint
-and of equal size. With ``drop_last`` the tail is dropped for that, without it extra samples are added. Of random
-samplers with a generator, each epoch has a new order, and equal seeds give equal epochs.
+The properties come from the documentation of `torch.utils.data.distributed.DistributedSampler`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -50,28 +47,29 @@ def sampler_over(length: int, *args: Any, **options: Any) -> Any:
     return DistributedSampler(dataset, *args, **options)
 
 
+def require(holds: bool, message: str, ranks: Sequence[int] = ()) -> None:
+    """Raise a ShardError with this message, unless `holds`."""
+    __tracebackhide__ = True
+    if not holds:
+        raise ShardError(message, ranks=ranks)
+
+
 def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, label: str) -> None:
     """Assert that the ranks' shares are disjoint parts of ``range(length)``, up to the documented padding.
 
-    All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`. Without `drop_last` each
-    sample must occur, and ranks * ceil(length / ranks) - length extra places repeat samples; the counts of samples
-    differ by at most one. With `drop_last` no sample occurs twice. No share may hold a sample twice.
+    All shares have ceil(length / ranks) samples, or floor(length / ranks) with `drop_last`; then no sample comes twice.
+    Without, each occurs, and their counts differ by at most one. No share may hold a sample twice.
     """
     world = len(shares)
     size = length // world if drop_last else math.ceil(length / world)
     for rank, share in enumerate(shares):
-        if len(share) != size:
-            raise ShardError(
-                f"{label}: rank {rank} of {world} has {len(share)} of {length} samples, expected {size}", ranks=(rank,)
-            )
+        here, own = f"{label}: rank {rank} of {world} has", (rank,)
+        require(len(share) == size, f"{here} {len(share)} of {length} samples, expected {size}", own)
         invalid = next((index for index in share if type(index) is not int or not 0 <= index < length), None)
-        if invalid is not None:
-            raise ShardError(
-                f"{label}: rank {rank} of {world} has {invalid!r}, not an index of {length} samples", ranks=(rank,)
-            )
+        require(invalid is None, f"{here} {invalid!r}, not an index of {length} samples", own)
         if len(set(share)) < len(share):
             twice = next(index for index, count in Counter(share).items() if count > 1)
-            raise ShardError(f"{label}: rank {rank} of {world} has sample {twice} twice", ranks=(rank,))
+            raise ShardError(f"{here} sample {twice} twice", ranks=own)
     counts = Counter(itertools.chain.from_iterable(shares))
     least = 0 if drop_last else size * world // max(length, 1)
     most = 1 if drop_last else math.ceil(size * world / max(length, 1))
@@ -89,9 +87,8 @@ def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bo
 def assert_sampler_covers() -> None:
     """Assert that `DistributedSampler` divides datasets of many lengths among 1 to 9 and 16 ranks.
 
-    Covers ``drop_last`` on and off, shuffled in two epochs and not shuffled. Without shuffling, rank r must have the
-    samples r, r + ranks, and so on, and padding must start again at sample 0. Code that puts gathered predictions back
-    in order depends on it.
+    Without shuffling, rank r must have the samples r, r + ranks, and so on, and padding must start again at sample 0.
+    Code that puts gathered predictions back in order depends on it.
     """
     small = itertools.product(LENGTHS, WORLDS)
     large = ((length, world) for length, worlds in LARGE for world in worlds)
@@ -103,12 +100,8 @@ def assert_sampler_covers() -> None:
             for rank, sampler in enumerate(samplers):
                 sampler.set_epoch(epoch)
                 shares.append(list(sampler))
-                if len(sampler) != len(shares[-1]):
-                    raise ShardError(
-                        f"{label}: rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is "
-                        f"{len(sampler)}",
-                        ranks=(rank,),
-                    )
+                text = f"rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is {len(sampler)}"
+                require(len(sampler) == len(shares[-1]), f"{label}: {text}", (rank,))
             assert_shares(shares, length, drop_last=drop_last, label=label)
             if not shuffle:
                 _assert_in_turn(shares, length, label)
@@ -117,14 +110,10 @@ def assert_sampler_covers() -> None:
 def _assert_in_turn(shares: Sequence[Sequence[int]], length: int, label: str) -> None:
     world = len(shares)
     for rank, share in enumerate(shares):
-        expected = [(rank + world * position) % length for position in range(len(share))]
-        if list(share) != expected:
-            position = next(at for at, (index, due) in enumerate(zip(share, expected, strict=True)) if index != due)
-            raise ShardError(
-                f"{label}: sample {position} of rank {rank} of {world} is {share[position]}, expected "
-                f"{expected[position]}: ranks take samples in turn",
-                ranks=(rank,),
-            )
+        for position, index in enumerate(share):
+            due = (rank + world * position) % length
+            text = f"is {index}, expected {due}: ranks take samples in turn"
+            require(index == due, f"{label}: sample {position} of rank {rank} of {world} {text}", (rank,))
 
 
 def assert_sampler_shuffles(world: int, seed: int) -> None:
@@ -144,37 +133,27 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
             sampler = sampler_over(length, world, rank, seed=own_seed)
             sampler.set_epoch(epoch)
             shares.append(list(sampler))
-            if not torch.equal(before, torch.get_rng_state()):
-                raise ShardError(f"{label}: rank {rank} draws from torch's global generator", ranks=(rank,))
+            unchanged = torch.equal(before, torch.get_rng_state())
+            require(unchanged, f"{label}: rank {rank} draws from torch's global generator", (rank,))
             sampler.set_epoch(epoch + 1)
             list(sampler)
             sampler.set_epoch(epoch)
-            if list(sampler) != shares[-1]:
-                raise ShardError(
-                    f"{label}: rank {rank} of {world} has a different order when it repeats the epoch", ranks=(rank,)
-                )
+            text = f"rank {rank} of {world} has a different order when it repeats the epoch"
+            require(list(sampler) == shares[-1], f"{label}: {text}", (rank,))
         assert_shares(shares, length, drop_last=False, label=label)
         for rank, share in enumerate(shares):
-            if share == sorted(share):
-                raise ShardError(f"{label}: rank {rank} of {world} is not shuffled", ranks=(rank,))
+            require(share != sorted(share), f"{label}: rank {rank} of {world} is not shuffled", (rank,))
         for (other_seed, other_epoch), other_shares in orders.items():
             # torch draws from seed + epoch, so different seeds and epochs may share an order; these sums are all
             # different.
-            same = [rank for rank in range(world) if shares[rank] == other_shares[rank]]
-            if same:
-                raise ShardError(
-                    f"{label}: rank {same[0]} of {world} has the order of epoch {other_epoch} with seed={other_seed}",
-                    ranks=same,
-                )
+            if same := [rank for rank in range(world) if shares[rank] == other_shares[rank]]:
+                text = f"of {world} has the order of epoch {other_epoch} with seed={other_seed}"
+                raise ShardError(f"{label}: rank {same[0]} {text}", ranks=same)
         orders[own_seed, epoch] = shares
 
 
 def assert_orders_are_likely(seed: int) -> None:
-    """Assert that over many epochs each order of four samples is about equally frequent.
-
-    Uses Pearson's statistic over 1,440 epochs: a sampler with equally likely orders fails with a probability below
-    1e-11.
-    """
+    """Assert that over 1,440 epochs each order of four samples is about equally frequent, by Pearson's statistic."""
     sampler = sampler_over(_PERMUTED, 1, 0, seed=seed)
     orders = list(itertools.permutations(range(_PERMUTED)))
     counts: Counter[tuple[int, ...]] = Counter()
@@ -198,24 +177,10 @@ def batches_of(indices: Iterable[int], batch_size: int, drop_last: bool) -> list
     return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
 
 
-class _Once:
-    """A sampler with a fixed order, because a random sampler would draw a new order in each iteration."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self.order = order
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-
 def assert_batch_sampler_covers(seed: int) -> None:
     """Assert that `BatchSampler` cuts the order of its sampler into batches, for each small length and batch size.
 
-    Covers sequential, random and subset samplers and a rank's `DistributedSampler`. Each batch must be a new list,
-    because users change them. ``len`` must be the number of batches, and a second iteration must give the same.
+    Each batch must be a new list, because users change them. A second iteration must give the same.
     """
     generator = torch.Generator().manual_seed(seed)
     for length, batch_size, drop_last in itertools.product(range(19), BATCH_SIZES, (False, True)):
@@ -226,50 +191,34 @@ def assert_batch_sampler_covers(seed: int) -> None:
             samplers.append(RandomSampler(range(length), True, length + 1, generator))
         for sampler in samplers:
             order = list(sampler)
-            _assert_cut(_Once(order), order, batch_size, drop_last, type(sampler).__name__)
-            if len(sampler) != len(order):
-                raise ShardError(
-                    f"{type(sampler).__name__} of {length} samples: len is {len(sampler)}, but {len(order)} come"
-                )
+            # The order itself, because a random sampler would draw a new one in each iteration.
+            _assert_cut(order, batch_size, drop_last, type(sampler).__name__)
+            text = f"{type(sampler).__name__} of {length} samples: len is {len(sampler)}, but {len(order)} come"
+            require(len(sampler) == len(order), text)
 
 
-def _assert_cut(sampler: Any, order: list[int], batch_size: int, drop_last: bool, name: str) -> None:
-    batches = BatchSampler(sampler, batch_size, drop_last)
+def _assert_cut(order: list[int], batch_size: int, drop_last: bool, name: str) -> None:
+    batches = BatchSampler(order, batch_size, drop_last)
     label = f"BatchSampler over {name} of {len(order)} samples, {batch_size=}, {drop_last=}"
     expected = batches_of(order, batch_size, drop_last)
     for _ in range(2):
         got = list(batches)
-        if got != expected:
-            mismatch = next(
-                (at for at, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
-                min(len(got), len(expected)),
-            )
-            raise ShardError(f"{label}: batch {mismatch}: expected {_at(expected, mismatch)}, got {_at(got, mismatch)}")
-    if len(batches) != len(expected):
-        raise ShardError(f"{label}: len is {len(batches)}, but {len(expected)} batches come")
-    if len({id(batch) for batch in got}) < len(got):
-        raise ShardError(f"{label}: two batches are one list, so a change of one changes the other")
+        for number, (due, batch) in enumerate(itertools.zip_longest(expected, got, fillvalue="none")):
+            require(batch == due, f"{label}: batch {number}: expected {due}, got {batch}")
+    require(len(batches) == len(expected), f"{label}: len is {len(batches)}, but {len(expected)} batches come")
+    apart = len({id(batch) for batch in got}) == len(got)
+    require(apart, f"{label}: two batches are one list, so a change of one changes the other")
 
 
-def _at(batches: Sequence[Sequence[int]], number: int) -> str:
-    return str(batches[number]) if number < len(batches) else "none"
-
-
-_COUNT = (
-    26  # samples; two of their 26! orders are equal with probability 2e-27, and 26 draws of 26 with probability 2e-37
-)
+_COUNT = 26
+"""Samples; two of their 26! orders are equal with probability 2e-27, and 26 draws of 26 with probability 2e-37."""
 _EPOCHS = 3
 
-_SAMPLES = range(_COUNT)
+_SAMPLES: Any = range(_COUNT)
 _WEIGHTS = [0.0, *(1.0 + index % 3 for index in range(_COUNT)), 0.0]
 """Weights with one more sample at either end, whose weight is 0, so that it must not be drawn."""
 
 _Make = Callable[[torch.Generator], Any]
-
-
-def _loader(generator: torch.Generator) -> Any:
-    samples: Any = _SAMPLES
-    return DataLoader(samples, batch_size=None, shuffle=True, generator=generator)
 
 
 _ONCE: dict[str, _Make] = {
@@ -278,7 +227,9 @@ _ONCE: dict[str, _Make] = {
     "WeightedRandomSampler without replacement": lambda generator: WeightedRandomSampler(
         _WEIGHTS[1:-1], _COUNT, replacement=False, generator=generator
     ),
-    "DataLoader with shuffle": _loader,
+    "DataLoader with shuffle": lambda generator: DataLoader(
+        _SAMPLES, batch_size=None, shuffle=True, generator=generator
+    ),
 }
 """Samplers that yield each sample once per epoch."""
 
@@ -295,29 +246,38 @@ def assert_samplers_draw(seed: int) -> None:
     """Assert that random samplers and shuffling loaders draw the order of each epoch from their generator.
 
     Each epoch must have a new order, and generators with the same seed must give the same epochs. Torch's global
-    generator, which differs between ranks, must have no influence and must not change. Samples of weight 0 must not be
-    drawn. Without replacement each sample must come once before any is repeated. The order of a `DistributedSampler`
-    must depend on `set_epoch` alone.
+    generator, which differs between ranks, must have no influence and must not change. The order of a
+    `DistributedSampler` must depend on `set_epoch` alone.
     """
     for name, make in (_ONCE | _DRAWN).items():
         epochs = _epochs(make, seed, name)
-        for earlier, later in combinations(range(_EPOCHS), 2):
-            if epochs[earlier] == epochs[later]:
-                raise ShardError(f"{name}: epochs {earlier} and {later} have the same order: {epochs[earlier]}")
+        for earlier, later in itertools.combinations(range(_EPOCHS), 2):
+            text = f"{name}: epochs {earlier} and {later} have the same order: {epochs[earlier]}"
+            require(epochs[earlier] != epochs[later], text)
         torch.manual_seed(seed + 1)
-        if _epochs(make, seed, name) != epochs:
-            raise ShardError(f"{name}: two generators of one seed, {seed}, give different orders")
-        if epochs[0] == _epochs(make, seed + 1, name)[0]:
-            raise ShardError(f"{name}: seeds {seed} and {seed + 1} give the same order: {epochs[0]}")
-    _epochs_are_told(seed)
+        same = _epochs(make, seed, name) == epochs
+        require(same, f"{name}: two generators of one seed, {seed}, give different orders")
+        other = _epochs(make, seed + 1, name)[0]
+        require(epochs[0] != other, f"{name}: seeds {seed} and {seed + 1} give the same order: {other}")
+    # `set_epoch` determines the order, with a padded and with a dropped tail.
+    for drop_last in (False, True):
+        sampler = sampler_over(_COUNT * 2 + 1, 2, 1, seed=seed, drop_last=drop_last)
+        orders = []
+        for epoch in (0, 1, 0):
+            sampler.set_epoch(epoch)
+            orders.append((list(sampler), list(sampler)))
+        label = f"DistributedSampler with {drop_last=}"
+        require(orders[0][0] != orders[1][0], f"{label}: set_epoch(1) does not change the order")
+        stays = all(order == repeated for order, repeated in orders) and orders[0] == orders[2]
+        require(stays, f"{label}: the order of an epoch changes when it is iterated again")
 
 
 def _epochs(make: _Make, seed: int, name: str) -> list[list[int]]:
     drawing = make(torch.Generator().manual_seed(seed))
     before = torch.get_rng_state()
     epochs = [list(map(int, drawing)) for _ in range(_EPOCHS)]
-    if not torch.equal(before, torch.get_rng_state()):
-        raise ShardError(f"{name}: it draws from torch's global generator, not from the given one")
+    unchanged = torch.equal(before, torch.get_rng_state())
+    require(unchanged, f"{name}: it draws from torch's global generator, not from the given one")
     for number, order in enumerate(epochs):
         for deviation in _odd(name, order):
             raise ShardError(f"{name}, epoch {number}: {deviation}: {order}")
@@ -334,18 +294,3 @@ def _odd(name: str, order: list[int]) -> Iterator[str]:
         yield "not each sample once, and once again in another order"
     if name == "WeightedRandomSampler" and (len(order) != _COUNT or counts[0] or counts[_COUNT + 1]):
         yield f"not {_COUNT} samples with a weight above 0"
-
-
-def _epochs_are_told(seed: int) -> None:
-    """Require that `set_epoch` determines the order, with a padded and with a dropped tail."""
-    for drop_last in (False, True):
-        sampler = sampler_over(_COUNT * 2 + 1, 2, 1, seed=seed, drop_last=drop_last)
-        orders = []
-        for epoch in (0, 1, 0):
-            sampler.set_epoch(epoch)
-            orders.append((list(sampler), list(sampler)))
-        label = f"DistributedSampler with {drop_last=}"
-        if orders[0][0] == orders[1][0]:
-            raise ShardError(f"{label}: set_epoch(1) does not change the order")
-        if any(order != repeated for order, repeated in orders) or orders[0] != orders[2]:
-            raise ShardError(f"{label}: the order of an epoch changes when it is iterated again")

@@ -36,11 +36,8 @@ def assert_works(case: OperatorCase) -> None:
     subject = f"{case.operator} of operands on {first} and {second}"
     with _described(subject, first, second):
         got = _call(case, first, second)
-    if case.rule.result is None:
-        device = first if first.type == "cuda" else second
-    else:
-        device = (first, second)[case.rule.result]
-    _require(subject, got, expected, device)
+    place = case.rule.result if case.rule.result is not None else int(first.type != "cuda")
+    _require(subject, got, expected, (first, second)[place])
 
 
 def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
@@ -65,10 +62,8 @@ def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) 
     earliest = failures[0][1]
     text = str(earliest)
     if len(cases) > 1:
-        text += (
-            f"\n{len(failures)} of {len(cases)} cases are wrong, of "
-            f"{', '.join(dict.fromkeys(case.operator for case, _ in failures))}"
-        )
+        operators = ", ".join(dict.fromkeys(case.operator for case, _ in failures))
+        text += f"\n{len(failures)} of {len(cases)} cases are wrong, of {operators}"
         common = set.intersection(*({case.first, case.second} for case, _ in failures))
         if common and not all(common & {case.first, case.second} for case in cases):
             text += f"; all of them have an operand on {' and one on '.join(sorted(common))}"
@@ -137,6 +132,5 @@ def _described(subject: str, *devices: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise DeviceMismatch(
-            f"{subject} must work, but raised {type(error).__name__}: {error}", ranks=indices_of(*devices)
-        ) from error
+        text = f"{subject} must work, but raised {type(error).__name__}: {error}"
+        raise DeviceMismatch(text, ranks=indices_of(*devices)) from error

@@ -26,13 +26,8 @@ MECHANISMS = {
     "experts": Mechanism(
         "ExpertsByHand",
         # Some ranks have no token, some experts too; experts need not be a multiple of the ranks.
-        {
-            "tokens": (13, 24, 3),
-            "experts": (5, 8, 3),
-            "top": (2, 1),
-            "capacity": (1, 0, 2),
-            "balance": ("all ranks", "each rank"),
-        },
+        {"tokens": (13, 24, 3), "experts": (5, 8, 3), "top": (2, 1), "capacity": (1, 0, 2)}
+        | {"balance": ("all ranks", "each rank")},
     ),
     "experts under fully_shard": Mechanism(
         "ShardedExperts", {"tokens": (13, 6), "experts": (2, 1), "expert ranks": ("many", "few", "all")}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from mgpu_check.asserts.collectives import assert_allreduce_matches
 from mgpu_check.asserts.findings import Findings
@@ -47,28 +46,23 @@ def assert_replicas_are_apart(training: ExactTraining, devices: Sequence[torch.d
     replicas = recipe.replicate(source, devices)
     if len(replicas) != len(devices):
         raise ReplicaMismatch(f"{label}: {len(replicas)} replicas for {len(devices)} devices")
-    for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
-        for name, value in replica.items():
-            if value.device != device:
-                raise ReplicaMismatch(f"{label}: {name!r} of {device} is on {value.device}", ranks=[index])
-            if not (value.is_leaf and value.requires_grad):
-                raise ReplicaMismatch(
-                    f"{label}: {name!r} on {device} is not a leaf that requires gradients", ranks=[index]
-                )
+    tensors = [(index, name, value) for index, replica in enumerate(replicas) for name, value in replica.items()]
+    for index, name, value in tensors:
+        if value.device != devices[index]:
+            raise ReplicaMismatch(f"{label}: {name!r} of {devices[index]} is on {value.device}", ranks=[index])
+        if not (value.is_leaf and value.requires_grad):
+            text = f"{label}: {name!r} on {value.device} is not a leaf that requires gradients"
+            raise ReplicaMismatch(text, ranks=[index])
     assert_replicas_agree([before, *replicas], what=label)
-    for index, replica in enumerate(replicas):
-        expected = [{name: copied(value) for name, value in sibling.items()} for sibling in replicas]
+    for changed, replica in enumerate(replicas):
+        expected = [copied(value) + (index == changed) for index, _, value in tensors]
         with torch.no_grad():
-            for name, value in replica.items():
+            for value in replica.values():
                 value.add_(1)
-                expected[index][name] += 1
-        for position, (values, should) in enumerate(zip(replicas, expected, strict=True)):
-            for name, value in values.items():
-                if not torch.equal(copied(value), should[name]):
-                    raise ReplicaMismatch(
-                        f"{label}: {name!r} on {devices[position]} changes with the replica on {devices[index]}",
-                        ranks=[position],
-                    )
+        for (index, name, value), should in zip(tensors, expected, strict=True):
+            if not torch.equal(copied(value), should):
+                text = f"{label}: {name!r} on {devices[index]} changes with the replica on {devices[changed]}"
+                raise ReplicaMismatch(text, ranks=[index])
     for name, value in source.items():
         if not torch.equal(copied(value), before[name]):
             raise ReplicaMismatch(f"{label}: {name!r} that was copied changes with its replicas")
@@ -80,18 +74,12 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
     The loop uses SGD without momentum and the mean over a batch, whose number of samples is a power of two.
     """
     start = training.model()
-
-    def forward(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        outputs: torch.Tensor = functional_call(start, dict(parameters), (inputs,))
-        return outputs
-
     # The second batch is half as large, as the last one of an epoch may be.
     batches = [(x[: len(x) >> step], y[: len(y) >> step]) for step, (x, y) in enumerate(training.batches())]
+    forward, parameters = recipe.forward_of(start), dict(start.named_parameters())
     with full_precision():
-        replicas = recipe.train(
-            forward, dict(start.named_parameters()), devices, batches, rate=training.rate, loss=recipe.weighted
-        )
-        trained = [_with_gradients(replica) for replica in replicas]
+        replicas = recipe.train(forward, parameters, devices, batches, rate=training.rate, loss=recipe.weighted)
+        trained = [recipe.observed(replica) for replica in replicas]
     label = f"training loop on {len(devices)} devices"
     assert_replicas_agree(trained, what=label)
     single = start.double()
@@ -100,7 +88,7 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
         optimizer.zero_grad()
         (recipe.weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
         optimizer.step()
-    assert_same(trained[0], _with_gradients(dict(single.named_parameters())), label)
+    assert_same(trained[0], recipe.observed(single), label)
 
 
 def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]) -> None:
@@ -138,50 +126,35 @@ def assert_model_parallel_agrees(training: ExactTraining, devices: Sequence[torc
     With SGD and momentum the results must be equal bit for bit; with Adam they may differ by the rounding of its
     elementwise arithmetic. Each parameter, its gradient and its state must stay on the device of the parameter.
     """
-    places = ", ".join(map(str, devices))
-
-    def stages() -> list[nn.Module]:
-        return _stages(training, len(devices))
-
-    def branches() -> list[nn.Module]:
-        return [ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(len(devices))]
-
-    for name, single, build, make_modules in (
-        ("stages", _StagedOnOne, model_parallel.Staged, stages),
-        ("branches", _BranchedOnOne, model_parallel.Branched, branches),
+    for name, build, make_modules in (
+        ("stages", model_parallel.Staged, _stages),
+        ("branches", model_parallel.Branched, _branches),
     ):
-        label = f"{name} on {places}"
+        label = f"{name} on {', '.join(map(str, devices))}"
+        make = functools.partial(make_modules, training, len(devices))
         with full_precision():
-            got = _trained(training, build(make_modules(), devices), devices, label)
-            moments = _adam(training, build(make_modules(), devices), devices, label)
-        assert_same(got, one_device(training, single(make_modules())), label)
-        expected = _adam(training, single(make_modules()), [torch.device("cpu")] * len(devices), label)
+            got = _trained(training, build(make(), devices), devices, label)
+            moments = _adam(training, build(make(), devices), devices, label)
+        assert_same(got, one_device(training, _PartsOnOneDevice(name, make())), label)
+        expected = _adam(training, _PartsOnOneDevice(name, make()), [torch.device("cpu")] * len(devices), label)
         tolerance = adam_tolerance(expected, ADAM_RATE)
         assert_gradients_agree(moments, expected, tolerance=tolerance, what=f"{label}, Adam")
 
 
-class _StagedOnOne(nn.Module):
-    """Stages on one device, with the same parameter names as stages on several."""
+class _PartsOnOneDevice(nn.Module):
+    """Stages or branches on one device, with the same parameter names as those on several."""
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, name: str, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self.add_module(name, nn.ModuleList(parts))
+        self.name, self.parts = name, list(parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
+        if self.name == "branches":
+            return torch.stack([branch(x) for branch in self.parts]).sum(0)
+        for stage in self.parts:
             x = stage(x)
         return x
-
-
-class _BranchedOnOne(nn.Module):
-    """Branches on one device, with the same parameter names as branches on several."""
-
-    def __init__(self, branches: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([branch(x) for branch in self.branches]).sum(0)
 
 
 def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
@@ -190,6 +163,10 @@ def _stages(training: ExactTraining, count: int) -> list[nn.Module]:
     starts = list(range(0, len(layers), 2))
     cuts = [starts[index * len(starts) // count] for index in range(count)] + [len(layers)]
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
+
+
+def _branches(training: ExactTraining, count: int) -> list[nn.Module]:
+    return [ExactTraining(training.widths, seed=training.seed + 7 * index).model() for index in range(count)]
 
 
 def _trained(
@@ -242,13 +219,8 @@ def _assert_at_home(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None, "the loss depends on each parameter"
+    assert parameter.grad is not None, "the loss depends on each parameter, and on the inputs"
     return parameter.grad
-
-
-def _with_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    gradients = {f"gradient of {name}": copied(_gradient(value)) for name, value in parameters.items()}
-    return gradients | {name: copied(value) for name, value in parameters.items()}
 
 
 _SHAPES = ((2, 3), (5,))
@@ -273,7 +245,7 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
     Args:
         devices: at least one, in any order; the norm is computed on the first.
     """
-    count = len(devices)
+    count, places = len(devices), ", ".join(map(str, devices))
     # The largest element must be on one device only, and not always on the first: otherwise its norm is that of all.
     factors = [1 + (number + seed) % count for number in range(count) for _ in _SHAPES]
     gradients = [gradient * factor for gradient, factor in zip(_drawn(count, seed), factors, strict=True)]
@@ -286,32 +258,28 @@ def assert_clipped_over_devices(devices: Sequence[torch.device], seed: int) -> N
         expected = {"norm": norm} | _named([gradient.double() / (norm + 1e-6) for gradient in gradients])
         # About a dozen roundings of 2^-24 each, relative to the largest element.
         tolerance = {name: 2.0**-19 * float(value.abs().max()) for name, value in expected.items()}
-        label = f"clip_grad_norm_ of order {order:g} over {', '.join(map(str, devices))}, foreach={foreach}"
+        label = f"clip_grad_norm_ of order {order:g} over {places}, {foreach=}"
         assert_gradients_agree({"norm": got} | _gradients(parameters), expected, tolerance=tolerance, what=label)
     for foreach in (None, True, False):
         _assert_infinity_refused(devices, gradients, foreach)
         parameters = _on(devices, gradients)
         nn.utils.clip_grad_value_(parameters, 2.0, foreach=foreach)
         expected = _named([gradient.clamp(-2, 2) for gradient in gradients])
-        label = f"clip_grad_value_ over {', '.join(map(str, devices))}, foreach={foreach}"
-        assert_gradients_agree(_gradients(parameters), expected, tolerance=dict.fromkeys(expected, 0.0), what=label)
+        assert_same(_gradients(parameters), expected, f"clip_grad_value_ over {places}, {foreach=}")
 
 
 def _assert_infinity_refused(
     devices: Sequence[torch.device], gradients: list[torch.Tensor], foreach: bool | None
 ) -> None:
     parameters = _on(devices, gradients)
-    spoilt = parameters[-1].grad
-    assert spoilt is not None
-    spoilt[-1:] = torch.inf
+    _gradient(parameters[-1])[-1:] = torch.inf
     label = f"clip_grad_norm_ of an infinite gradient over {', '.join(map(str, devices))}, {foreach=}"
     try:
         nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True, foreach=foreach)
     except RuntimeError as error:
         if "non-finite" not in str(error):
             raise GradientMismatch(f"{label}: it raised another error: {error}") from error
-        kept = _named([gradient.double() for gradient in gradients[:-1]])
-        assert_gradients_agree(_gradients(parameters[:-1]), kept, tolerance=dict.fromkeys(kept, 0.0), what=label)
+        assert_same(_gradients(parameters[:-1]), _named([gradient.double() for gradient in gradients[:-1]]), label)
     else:
         raise GradientMismatch(f"{label}: error_if_nonfinite=True raised no error")
 
@@ -344,9 +312,7 @@ def _stepped(devices: Sequence[torch.device], seed: int, make: Callable[..., Any
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = scaler.scale(gradient.detach())
         if 1 <= step <= count:
-            spoilt = parameters[len(_SHAPES) * step - 1].grad
-            assert spoilt is not None
-            spoilt[-1:] = torch.inf
+            _gradient(parameters[len(_SHAPES) * step - 1])[-1:] = torch.inf
         scaler.step(optimizer)
         scaler.update()
     return {"scale": torch.tensor(scaler.get_scale())} | _named([copied(parameter) for parameter in parameters])
@@ -478,11 +444,8 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
                     outputs = model(x)
                     recipe.weighted(outputs, factors.to(rank.device)).backward()
                     optimizer.step()
-                    assert x.grad is not None
-                    got |= {
-                        f"step {step}: outputs": copied(outputs),
-                        f"step {step}: gradient of inputs": copied(x.grad),
-                    }
+                    got[f"step {step}: outputs"] = copied(outputs)
+                    got[f"step {step}: gradient of inputs"] = copied(_gradient(x))
                     got |= seen(model, step)
             how = "gathered between" if gather else "divided between"
             with findings.collected():
@@ -499,8 +462,7 @@ def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]
     model.register_forward_pre_hook(require)
     expected = one_device(training, model)
     for step, inputs in enumerate(recorded, 1):
-        assert inputs.grad is not None
-        expected[f"step {step}: gradient of inputs"] = copied(inputs.grad)
+        expected[f"step {step}: gradient of inputs"] = copied(_gradient(inputs))
     return expected
 
 
@@ -508,10 +470,6 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
     """Assert that a hand-written pipeline with a stage on each rank trains as one device does. A collective.
 
     The model must have as many linear layers as there are ranks. Micro-batches may be of different sizes.
-
-    Raises:
-        GradientMismatch: this rank's outputs, gradients or parameters differ.
-        ValueError: the numbers of layers and ranks differ.
     """
     layers = training.layers()
     if len(layers) != rank.size:

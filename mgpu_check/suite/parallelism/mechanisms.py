@@ -25,12 +25,10 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.gradient_exchange import chunks
 from mgpu_check.oracles.training_steps import weighted
 from mgpu_check.simulated import simulated_device_count
-from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 from mgpu_check.suite.recipes import experts as recipe
-from mgpu_check.suite.recipes import sequence_parallel as context
-from mgpu_check.suite.recipes import sequence_parallel as sequence
-from mgpu_check.suite.recipes import tensor_parallel
+from mgpu_check.suite.recipes import sequence_parallel, tensor_parallel
 from mgpu_check.torch_hooks.tensors import copied
 
 
@@ -85,6 +83,16 @@ class DividedStep(ABC):
         """Run the step with the recipe, in `dtype`; return what this rank has of each result. A collective."""
 
 
+def _gradients(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"gradient of {name}": gradient_or_zeros(value) for name, value in tensors.items()}
+
+
+def _portions(results: Mapping[str, torch.Tensor], places: Mapping[str, tuple[int, Any]]) -> Results:
+    """Return results; those of the tensors in `places` are parts, at indices of a dimension."""
+    chosen = {name: places.get(name.removeprefix("gradient of ")) for name in results}
+    return {name: Portion(value, *place) if (place := chosen[name]) else value for name, value in results.items()}
+
+
 def total(own: torch.Tensor) -> torch.Tensor:
     """Return the sum of the ranks' parts of a loss. A collective."""
     summed = own.detach().clone()
@@ -120,24 +128,17 @@ def assert_mechanisms_agree(rank: Rank, cases: Sequence[MechanismCase]) -> None:
                 continue
             with full_precision():
                 got = step.divided(rank)
-            undivided = step.undivided(torch.float64)
-            tolerance = tolerance_of(undivided, step.dtype)
-            portions = {name: result for name, result in got.items() if isinstance(result, Portion)}
-            expected = {
-                name: portions[name].of(value) if name in portions else value for name, value in undivided.items()
-            }
+            expected = step.undivided(torch.float64)
+            tolerance = tolerance_of(expected, step.dtype)
+            results: dict[str, torch.Tensor] = {}
+            for name, result in got.items():
+                results[name] = copied(result.value if isinstance(result, Portion) else result)
+                if isinstance(result, Portion) and name in expected:
+                    expected[name] = result.of(expected[name])
             sizes = ", ".join(f"{name} {value}" for name, value in case.sizes.items())
+            label = f"{case.name} ({sizes}, {case.dtype}) on {rank.size} ranks, {rank.device}"
             with findings.collected():
-                assert_gradients_agree(
-                    {
-                        name: copied(result.value if isinstance(result, Portion) else result)
-                        for name, result in got.items()
-                    },
-                    expected,
-                    tolerance=tolerance,
-                    rank=rank.index,
-                    what=f"{case.name} ({sizes}, {case.dtype}) on {rank.size} ranks, {rank.device}",
-                )
+                assert_gradients_agree(results, expected, tolerance=tolerance, rank=rank.index, what=label)
             if findings.enough(rank):
                 break
 
@@ -218,16 +219,11 @@ class ExpertsByHand(DividedStep):
         loss = weighted(outputs, factors[own].to(rank.device)) + _OF_BALANCE * balance
         loss.backward()
         finish()
-        results: Results = {
-            "outputs": Portion(outputs.detach(), 0, own),
-            "balance": total(balance),
-            "loss": total(loss),
-        }
-        at = {"tokens": own, "expert": model.owned[model.place]}
-        for name, value in _gradients_of_experts(x, model.router, model.experts).items():
-            indices = next((owned for word, owned in at.items() if word in name), None)
-            results[name] = value if indices is None else Portion(value, 0, indices)
-        return results
+        whole = {"outputs": outputs.detach(), "balance": total(balance), "loss": total(loss)}
+        whole |= _gradients_of_experts(x, model.router, model.experts)
+        at = {"outputs": own, "tokens": own, "expert": model.owned[model.place]}
+        owned = [(name, part) for name in whole for word, part in at.items() if word in name]
+        return {**whole, **{name: Portion(whole[name], 0, part) for name, part in owned}}
 
     def parallel(self, router: nn.Linear, experts: recipe.Experts, rank: Rank, **options: Any) -> Any:
         """Return the divided model, and a function to call after backward."""
@@ -280,11 +276,10 @@ def _projected(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
 class ContextByHand(DividedStep):
     """`recipes.sequence_parallel`: projection and causal attention, as a ring or with keys gathered."""
 
-    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def data(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return inputs, the factors of outputs in the loss, and the weight of the projection."""
         shape = self["batch"], 2 * self.ranks * self["piece"], _FEATURES
-        x, factors, weight = self.numbers(1, *shape), self.numbers(2, *shape), self.numbers(3, 3 * _FEATURES, _FEATURES)
-        return x.to(dtype), factors.to(dtype), weight.to(dtype)
+        return self.tensors(dtype, shape, shape, (3 * _FEATURES, _FEATURES))
 
     def undivided(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         x, factors, weight = self.data(dtype)
@@ -296,31 +291,23 @@ class ContextByHand(DividedStep):
         outputs = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         loss = weighted(outputs, factors)
         loss.backward()
-        return {
-            "outputs": outputs.detach(),
-            "loss": loss.detach(),
-            "gradient of inputs": gradient_or_zeros(x),
-            "gradient of weight": gradient_or_zeros(weight),
-        }
+        return {"outputs": outputs.detach(), "loss": loss.detach()} | _gradients({"inputs": x, "weight": weight})
 
     def divided(self, rank: Rank) -> Results:
         x, factors, weight = self.data(self.dtype)
-        positions = context.positions_of(x.shape[1], rank.size, zigzag=self.case.sizes["order"] == "zigzag")
+        positions = sequence_parallel.positions_of(x.shape[1], rank.size, zigzag=self.case.sizes["order"] == "zigzag")
         own = positions[rank.index]
         x, factors = (tensor[:, own].to(rank.device) for tensor in (x, factors))
         parameter = nn.Parameter(weight.to(rank.device))
         q, k, v = _projected(x.requires_grad_(), parameter)
-        attend = context.ring_attention if self.case.sizes["way"] == "ring" else context.gathered_attention
+        ways = {"ring": sequence_parallel.ring_attention, "gathered": sequence_parallel.gathered_attention}
+        attend = ways[str(self.case.sizes["way"])]
         outputs = attend(q, k, v, positions, rank.index).transpose(1, 2).flatten(2)
         loss = weighted(outputs, factors)
         loss.backward()
-        sequence.sum_gradients([parameter])
-        return {
-            "outputs": context.restored(outputs.detach(), positions, 1),
-            "loss": total(loss),
-            "gradient of inputs": Portion(gradient_or_zeros(x), 1, own),
-            "gradient of weight": gradient_or_zeros(parameter),
-        }
+        sequence_parallel.sum_gradients([parameter])
+        results = {"outputs": sequence_parallel.restored(outputs.detach(), positions, 1), "loss": total(loss)}
+        return _portions(results | _gradients({"inputs": x, "weight": parameter}), {"inputs": (1, own)})
 
 
 class ContextOfTorch(DividedStep):
@@ -337,10 +324,7 @@ class ContextOfTorch(DividedStep):
         causal = self.case.sizes["causal"] != "not causal"
         outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         weighted(outputs, factors).backward()
-        gradients = {
-            f"gradient of {name}": gradient_or_zeros(tensor) for name, tensor in zip("qkv", (q, k, v), strict=True)
-        }
-        return {"outputs": outputs.detach(), **gradients}
+        return {"outputs": outputs.detach()} | _gradients({"q": q, "k": k, "v": v})
 
     def divided(self, rank: Rank) -> Results:
         from torch.distributed.tensor.experimental import _attention as attention
@@ -359,12 +343,12 @@ class ContextOfTorch(DividedStep):
                 outputs = F.scaled_dot_product_attention(q, k, v, is_causal=causal != "not causal")
                 weighted(outputs, factors).backward()
                 # The outputs with the sequence before the heads, as a model has them outside of its attention.
-                shards = [outputs.detach().transpose(1, 2), *map(gradient_or_zeros, (q, k, v))]
-                full_tensors = attention.context_parallel_unshard(mesh, shards, [1, 2, 2, 2])
+                shards = {"outputs": outputs.detach().transpose(1, 2)} | _gradients({"q": q, "k": k, "v": v})
+                full_tensors = attention.context_parallel_unshard(mesh, [*shards.values()], [1, 2, 2, 2])
                 full_tensors[0] = full_tensors[0].transpose(1, 2)
         finally:
             options.enable_load_balance, options.rotate_method = before
-        return dict(zip(("outputs", *(f"gradient of {name}" for name in "qkv")), full_tensors, strict=True))
+        return dict(zip(shards, full_tensors, strict=True))
 
 
 class SequenceByHand(DividedStep):
@@ -391,29 +375,28 @@ class SequenceByHand(DividedStep):
         (norm, up, down), (x, factors) = self.model(dtype), self.data(dtype)
         outputs = x.requires_grad_() + down(F.gelu(up(norm(x))))
         weighted(outputs, factors).backward()
-        gradients = [norm.weight, norm.bias, down.bias, up.weight, up.bias, down.weight, x]
-        return {"outputs": outputs.detach()} | _named(gradients)
+        gradients = norm.weight, norm.bias, down.bias, up.weight, up.bias, down.weight, x
+        return {"outputs": outputs.detach()} | self._gradients_of(*gradients)
 
     def divided(self, rank: Rank) -> Results:
         (norm, up, down), (x, factors) = self.model(self.dtype), self.data(self.dtype)
-        mlp = sequence.SequenceParallelMlp(norm, up, down, rank.device)
+        mlp = sequence_parallel.SequenceParallelMlp(norm, up, down, rank.device)
         own, hidden = chunks(len(x), rank.size)[rank.index], chunks(self["hidden"], rank.size)[rank.index]
         x = x[own].to(rank.device).requires_grad_()
         outputs = mlp(x)
         weighted(outputs, factors[own].to(rank.device)).backward()
         mlp.sum_partial_gradients()
-        gradients = [*mlp.norm.parameters(), mlp.down_bias, mlp.up_weight, mlp.up_bias, mlp.down_weight, x]
-        placements = {"up": (0, hidden), "up bias": (0, hidden), "down": (1, hidden), "inputs": (0, own)}
-        results: Results = {"outputs": Portion(outputs.detach(), 0, own)}
-        for name, value in _named(gradients).items():
-            placement = placements.get(name.removeprefix("gradient of "))
-            results[name] = Portion(value, *placement) if placement else value
-        return results
+        gradients = *mlp.norm.parameters(), mlp.down_bias, mlp.up_weight, mlp.up_bias, mlp.down_weight, x
+        results = {"outputs": outputs.detach()} | self._gradients_of(*gradients)
+        of_up, of_tokens = (0, hidden), (0, own)
+        return _portions(
+            results,
+            {"outputs": of_tokens, "up": of_up, "up bias": of_up, "down": (1, hidden), "inputs": of_tokens},
+        )
 
-
-def _named(values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    labels = ("norm", "norm bias", "down bias", "up", "up bias", "down", "inputs")
-    return {f"gradient of {name}": gradient_or_zeros(value) for name, value in zip(labels, values, strict=True)}
+    def _gradients_of(self, *values: torch.Tensor) -> dict[str, torch.Tensor]:
+        labels = ("norm", "norm bias", "down bias", "up", "up bias", "down", "inputs")
+        return _gradients(dict(zip(labels, values, strict=True)))
 
 
 _LAYER_FEATURES = 6
@@ -467,10 +450,8 @@ class AsynchronousLayers(DividedStep):
     """`recipes.tensor_parallel`: two layers whose products overlap with their collectives."""
 
     def lacks(self, rank: Rank) -> str:
-        own_device, count = rank.device.index, torch.cuda.device_count()
-        unreachable = not all(
-            torch.cuda.can_device_access_peer(own_device, peer) for peer in range(count) if peer != own_device
-        )
+        peers = {*range(torch.cuda.device_count())} - {rank.device.index}
+        unreachable = not all(torch.cuda.can_device_access_peer(rank.device, peer) for peer in peers)
         if on_any_rank(rank, unreachable or rank.node_index > 0):
             return "GPUs that do not reach the memory of each other"
         refused = False
@@ -493,10 +474,7 @@ class AsynchronousLayers(DividedStep):
         x, factors, up, down = (tensor.requires_grad_() for tensor in self.data(dtype))
         outputs = F.linear(F.gelu(F.linear(x, up)), down)
         weighted(outputs, factors).backward()
-        gradients = {"inputs": x, "up": up, "down": down}
-        return {"outputs": outputs.detach()} | {
-            f"gradient of {name}": gradient_or_zeros(value) for name, value in gradients.items()
-        }
+        return {"outputs": outputs.detach()} | _gradients({"inputs": x, "up": up, "down": down})
 
     def divided(self, rank: Rank) -> Results:
         x, factors, up, down = self.data(self.dtype)
@@ -504,12 +482,8 @@ class AsynchronousLayers(DividedStep):
         x, up, down = (tensor.to(rank.device).requires_grad_() for tensor in (x[rows], up[hidden], down[:, hidden]))
         outputs = tensor_parallel.scattered_linear(F.gelu(tensor_parallel.gathered_linear(x, up)), down)
         weighted(outputs, factors[rows].to(rank.device)).backward()
-        return {
-            "outputs": Portion(outputs.detach(), 0, rows),
-            "gradient of inputs": Portion(gradient_or_zeros(x), 0, rows),
-            "gradient of up": Portion(gradient_or_zeros(up), 0, hidden),
-            "gradient of down": Portion(gradient_or_zeros(down), 1, hidden),
-        }
+        results = {"outputs": outputs.detach()} | _gradients({"inputs": x, "up": up, "down": down})
+        return _portions(results, {"outputs": (0, rows), "inputs": (0, rows), "up": (0, hidden), "down": (1, hidden)})
 
 
 class GroupedQueries(DividedStep):
@@ -518,9 +492,8 @@ class GroupedQueries(DividedStep):
     def heads(self) -> tensor_parallel.FusedHeads:
         """Return the heads: one number, of ranks and of heads of keys, is a multiple of the other."""
         fewer = max((count for count in range(1, self.ranks) if self.ranks % count == 0), default=1)
-        shared = {"fewer": fewer, "as many": self.ranks, "more": 2 * self.ranks, "one": 1}[
-            str(self.case.sizes["shared"])
-        ]
+        numbers = {"fewer": fewer, "as many": self.ranks, "more": 2 * self.ranks, "one": 1}
+        shared = numbers[str(self.case.sizes["shared"])]
         queries = max(shared, self.ranks) * self["each"]
         return tensor_parallel.FusedHeads(queries, shared, 2, self.case.sizes["layout"] == "interleaved")
 
@@ -549,7 +522,7 @@ class GroupedQueries(DividedStep):
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
         outputs = F.linear(torch.einsum("bhqk,bkhw->bqhw", weights, v).flatten(2), out)
         weighted(outputs, factors).backward()
-        return {"outputs": outputs.detach()} | _gradients_of_attention(x, fused, out)
+        return {"outputs": outputs.detach()} | _gradients({"inputs": x, "queries, keys and values": fused, "out": out})
 
     def divided(self, rank: Rank) -> Results:
         x, factors, fused, out = self.data(self.dtype)
@@ -558,23 +531,8 @@ class GroupedQueries(DividedStep):
         outputs = attention(x)
         weighted(outputs, factors.to(rank.device)).backward()
         attention.sum_partial_gradients()
-        gradients = _gradients_of_attention(x, attention.fused, attention.out)
         columns = attention.out.shape[1]
-        return {
-            "outputs": outputs.detach(),
-            "gradient of inputs": gradients["gradient of inputs"],
-            "gradient of queries, keys and values": Portion(
-                gradients["gradient of queries, keys and values"], 0, attention.rows
-            ),
-            "gradient of out": Portion(
-                gradients["gradient of out"], 1, slice(rank.index * columns, (rank.index + 1) * columns)
-            ),
-        }
-
-
-def _gradients_of_attention(x: torch.Tensor, fused: torch.Tensor, out: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "gradient of inputs": gradient_or_zeros(x),
-        "gradient of queries, keys and values": gradient_or_zeros(fused),
-        "gradient of out": gradient_or_zeros(out),
-    }
+        own = slice(rank.index * columns, (rank.index + 1) * columns)
+        results = {"outputs": outputs.detach()}
+        results |= _gradients({"inputs": x, "queries, keys and values": attention.fused, "out": attention.out})
+        return _portions(results, {"queries, keys and values": (0, attention.rows), "out": (1, own)})

@@ -73,18 +73,10 @@ def assert_schedule_options_agree(training: ExactTraining, rank: Rank, *, more: 
             if name not in ("schedule", "micro_batches", "scale_grads") and value is not _OPTIONS[name][0]
         }
         stages = 1 if schedule in _SINGLE else 2
-        check = functools.partial(
-            assert_schedule_agrees,
-            training,
-            schedule,
-            micro_batches,
-            rank,
-            stages,
-            scaled=row["scale_grads"],
-            in_vee=schedule in _VEE,
-            options=others,
-        )
-        checks.append(check)
+        options = {"scaled": row["scale_grads"], "in_vee": schedule in _VEE, "options": others}
+        checks.append(functools.partial(
+            assert_schedule_agrees, training, schedule, micro_batches, rank, stages, **options
+        ))  # fmt: skip
     if TAKES_UNEVEN:
         checks.append(functools.partial(_assert_uneven_parts_are_joined, rank))
     else:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mgpu_check import strategies
 from mgpu_check.oracles.strategies import exact_trainings
 from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import MORE, examples
-from mgpu_check.suite.parallelism.cases import MechanismCase
-from mgpu_check.suite.parallelism.strategies import mechanism_cases
+from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 CHECKS = "mgpu_check.suite.parallelism"
 TRAININGS = exact_trainings()
 ORDERS = strategies.device_orders()
+
+
+@st.composite
+def mechanism_cases(draw: st.DrawFn) -> list[MechanismCase]:
+    """Draw a case of each mechanism; at the level "quick" of one."""
+    mechanisms = list(MECHANISMS) if active().depth != "quick" else [draw(st.sampled_from(list(MECHANISMS)))]
+    cases = []
+    for name in mechanisms:
+        sizes = {key: draw(st.sampled_from(values)) for key, values in MECHANISMS[name].sizes.items()}
+        dtype = draw(st.sampled_from(MECHANISMS[name].dtypes))
+        cases.append(MechanismCase(name, sizes, dtype, draw(strategies.seeds())))
+    return cases
 
 
 @examples(8, quick=2)

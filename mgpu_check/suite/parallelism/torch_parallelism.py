@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from mgpu_check.asserts.findings import Findings, on_any_rank, run_all
-from mgpu_check.asserts.models import assert_gradients_agree, assert_same
+from mgpu_check.asserts.models import assert_gradients_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles.reference_training import gathered, one_device, seen, sgd
@@ -60,10 +60,8 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
     with Findings() as findings:
         for divided, local in ((False, True), (True, False), (True, True)):
             layout = Shard(0) if divided else Replicate()
-            plan = {
-                "0": ColwiseParallel(input_layouts=layout),
-                "2": RowwiseParallel(output_layouts=layout, use_local_output=local),
-            }
+            by_rows = RowwiseParallel(output_layouts=layout, use_local_output=local)
+            plan = {"0": ColwiseParallel(input_layouts=layout), "2": by_rows}
             model = parallelize_module(training.model().to(rank.device), mesh, plan)
             optimizer = sgd(training, model)
             got: dict[str, torch.Tensor] = {}
@@ -79,8 +77,7 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
                     optimizer.step()
                     got[f"step {step}: outputs"] = copied(full_outputs)
                     got |= gathered(model, step)
-            how = "the batch divided" if divided else "the batch on all ranks"
-            how += ", use_local_output" if local else ""
+            how = ("the batch divided" if divided else "the batch on all ranks") + ", use_local_output" * local
             label = f"parallelize_module, {how}, on {rank.device}"
             with findings.collected():
                 assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=label)
@@ -114,10 +111,9 @@ def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) ->
             outputs = divided(tokens.to(rank.device)).full_tensor()
             weighted(outputs, factors.to(rank.device)).backward()
             got = {"outputs": copied(outputs), "gradient": gathered(divided, 1)["step 1: gradient of weight"]}
+            label = f"an embedding of {rows} rows, divided by {how}, on {rank.device}"
             with findings.collected():
-                assert_same(
-                    got, expected, f"an embedding of {rows} rows, divided by {how}, on {rank.device}", rank.index
-                )
+                assert_same(got, expected, label, rank.index)
 
 
 def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -142,27 +138,19 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
     return expected, tolerance
 
 
-def _with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
-    """Return one step of a training whose first stage passes on 64 Ki elements per micro-batch.
-
-    It is exact for up to 16 samples and few features after the first stage, because sums of 64 Ki small numbers are
-    below 2^24.
-    """
-    width = _LARGE * micro_batches // training.batch
-    return replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
-
-
 def assert_schedules_agree(training: ExactTraining, rank: Rank, most: int) -> None:
     """Assert that schedules with up to `most` stages per rank train as one device does. A collective.
 
     If `most` is 2, schedules with one stage per rank also run with large activations, and without a scaled loss.
     """
-    large = _with_large_activations(training, 4)
+    # One step whose first stage passes on 64 Ki elements per micro-batch. It is exact for up to 16 samples and few
+    # features after the first stage, because sums of 64 Ki small numbers are below 2^24.
+    width = _LARGE * 4 // training.batch
+    large = replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
     schedules = [(name, stages) for name, stages in _SCHEDULES.items() if stages <= most]
     checks = [partial(assert_schedule_agrees, training, name, 4, rank, stages) for name, stages in schedules]
-    for name, stages in schedules:
-        if stages == 1 and most == 2:
-            checks.append(partial(assert_schedule_agrees, large, name, 4, rank, stages, scaled=False))
+    of_one = [name for name, stages in schedules if stages == 1 and most == 2]
+    checks += [partial(assert_schedule_agrees, large, name, 4, rank, 1, scaled=False) for name in of_one]
     run_all(checks, rank)
 
 
@@ -234,12 +222,10 @@ def assert_schedule_agrees(
     for number, module in own.items():
         of_layer = stage_of(single, number // stages_of_a_rank, False)
         parameter_names = tuple(name for name, _ in module.named_parameters())
-        expected |= _of_stage(
-            number, {name: value for name, value in of_layer.items() if name.endswith(parameter_names)}
-        )
+        rows = {f"step {step}: rows of micro-batches": numbers.cpu() for step in range(1, training.steps + 1)}
+        of_module = {key: value for key, value in of_layer.items() if key.endswith(parameter_names)}
+        expected |= _of_stage(number, of_module | rows)
     for step, (_, factors) in enumerate(training.batches(), 1):
-        for number in own:
-            expected |= _of_stage(number, {f"step {step}: rows of micro-batches": numbers.cpu()})
         if last:
             expected[f"step {step}: outputs"] = single[f"step {step}: outputs"]
             pairs = zip(single[f"step {step}: outputs"].chunk(micro_batches), factors.chunk(micro_batches), strict=True)
@@ -350,9 +336,8 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
                 outputs = DTensor.from_local(outputs, mesh, [Shard(1)])
             label = f"SequenceParallel of dimension {dim}, {norm_type}, on {rank.device}"
             divided = outputs.placements == (Shard(dim),) and outputs.shape == inputs.shape
-            findings.require(
-                divided, f"{label}: the outputs are not divided along dimension {dim}", ranks=(rank.index,)
-            )
+            text = f"{label}: the outputs are not divided along dimension {dim}"
+            findings.require(divided, text, ranks=(rank.index,))
             if findings.anywhere(rank):
                 return
             everything = outputs.full_tensor()
@@ -363,18 +348,16 @@ def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
                 assert isinstance(gradient, DTensor)
                 got["gradient of inputs"] = copied(gradient.full_tensor())
             expected = _norm_of_one_device(norm_type, inputs, factors)
+            tolerance = _of_norms(expected, inputs)
             with findings.collected():
-                assert_gradients_agree(
-                    got, expected, tolerance=_of_norms(expected, inputs), rank=rank.index, what=label
-                )
+                assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=label)
 
 
 def _norm_of_one_device(norm_type: str, inputs: torch.Tensor, factors: torch.Tensor) -> dict[str, torch.Tensor]:
     norm, x = _norm(norm_type).double(), inputs.double().requires_grad_()
     outputs = norm(x)
     weighted(outputs, factors.double()).backward()
-    assert x.grad is not None
-    return {"outputs": outputs.detach(), "gradient of inputs": x.grad, **seen(norm, 1)}
+    return {"outputs": outputs.detach(), "gradient of inputs": gradient_or_zeros(x), **seen(norm, 1)}
 
 
 def _of_norms(expected: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
@@ -440,11 +423,8 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
                 (weighted(out_x, own_factors[0]) + weighted(out_y, own_factors[1])).backward()
             got = {f"{name} that the module is given": value for name, value in module.given.items()}
             got |= {"outputs of x": copied(out_x), "outputs of y": copied(out_y)}
-            got |= {
-                f"gradient of {name}": copied(argument.grad)
-                for name, argument in (("x", own), ("y", full_y))
-                if argument.grad is not None
-            }
+            gradients = {"gradient of x": own.grad, "gradient of y": full_y.grad}
+            got |= {name: copied(gradient) for name, gradient in gradients.items() if gradient is not None}
             with findings.collected():
                 assert_same(got, expected, f"{how}, on {rank.device}", rank.index)
             findings.require(word == "word", f"{how}: a word came back as {word!r}", ranks=(rank.index,))
@@ -457,31 +437,17 @@ def _prepared(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
     Args:
         local: modules and callers get the parts of this rank, else DTensors.
     """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        PrepareModuleInput,
-        PrepareModuleInputOutput,
-        PrepareModuleOutput,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Replicate, Shard, parallel
 
-    inputs: dict[str, Any] = {
-        "input_layouts": (Shard(0), None),
-        "desired_input_layouts": (Replicate(), None),
-        "input_kwarg_layouts": {"y": Replicate()},
-        "desired_input_kwarg_layouts": {"y": Shard(1)},
-    }
-    outputs: dict[str, Any] = {
-        "output_layouts": (Replicate(), None, Shard(1)),
-        "desired_output_layouts": (Shard(0), None, Replicate()),
-    }
-    separate = parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs, use_local_output=local))
-    parallelize_module(separate, mesh, PrepareModuleOutput(**outputs, use_local_output=local))
-    both = PrepareModuleInputOutput(**inputs, **outputs, use_local_input=local, use_local_output=local)
-    return {
-        "PrepareModuleInput and PrepareModuleOutput": separate,
-        "PrepareModuleInputOutput": parallelize_module(_Told(), mesh, both),
-    }
+    whole, rows, columns = Replicate(), Shard(0), Shard(1)
+    inputs: dict[str, Any] = {"input_layouts": (rows, None), "desired_input_layouts": (whole, None)}
+    inputs |= {"input_kwarg_layouts": {"y": whole}, "desired_input_kwarg_layouts": {"y": columns}}
+    outputs: dict[str, Any] = {"output_layouts": (whole, None, columns), "desired_output_layouts": (rows, None, whole)}
+    separate = parallel.parallelize_module(_Told(), mesh, parallel.PrepareModuleInput(**inputs, use_local_output=local))
+    parallel.parallelize_module(separate, mesh, parallel.PrepareModuleOutput(**outputs, use_local_output=local))
+    style = parallel.PrepareModuleInputOutput(**inputs, **outputs, use_local_input=local, use_local_output=local)
+    both = parallel.parallelize_module(_Told(), mesh, style)
+    return {"PrepareModuleInput and PrepareModuleOutput": separate, "PrepareModuleInputOutput": both}
 
 
 _NO_CLASS = -100
@@ -522,13 +488,17 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
         own_target = target if "ignore_index" in options or "weight" in options else without_class
         return F.cross_entropy(x, own_target.to(x.device), **arguments)
 
+    def compare(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], label: str) -> None:
+        tolerances = dict.fromkeys(expected, tolerance)
+        with findings.collected():
+            assert_gradients_agree(got, expected, tolerance=tolerances, rank=rank.index, what=label)
+
     with Findings() as findings:
         for options in _LOSSES:
             single = logits.double().requires_grad_()
             expected = loss_of(single, options)
             weighted(expected, factors[: expected.numel()].view_as(expected).double()).backward()
-            assert single.grad is not None
-            expected_results = {"loss": expected.detach(), "gradient of logits": single.grad}
+            expected_results = {"loss": expected.detach(), "gradient of logits": gradient_or_zeros(single)}
             divided = distribute_tensor(logits.to(rank.device), mesh, [Shard(1)]).requires_grad_()
             with loss_parallel():
                 loss = loss_of(divided, options)
@@ -540,14 +510,7 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
                 assert isinstance(divided.grad, DTensor)
                 got["gradient of logits"] = copied(divided.grad.full_tensor())
             named = ", ".join(f"{name}={value}" for name, value in options.items()) or "as it is"
-            with findings.collected():
-                assert_gradients_agree(
-                    got,
-                    expected_results,
-                    tolerance=dict.fromkeys(expected_results, tolerance),
-                    rank=rank.index,
-                    what=f"cross_entropy within loss_parallel, {named}, on {rank.device}",
-                )
+            compare(got, expected_results, f"cross_entropy within loss_parallel, {named}, on {rank.device}")
         replicated: Any = distribute_tensor(logits.to(rank.device), mesh, [Replicate()])
         label = f"log_softmax after loss_parallel, on {rank.device}"
         try:
@@ -556,12 +519,4 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
             findings.require(False, f"{label}, rank {rank.index}: {refused}", ranks=[rank.index])
         else:
             full_tensor = copied(logarithms.full_tensor() if isinstance(logarithms, DTensor) else torch.zeros(0))
-            expected_results = {"result": F.log_softmax(logits.double(), 1)}
-            with findings.collected():
-                assert_gradients_agree(
-                    {"result": full_tensor},
-                    expected_results,
-                    tolerance={"result": tolerance},
-                    rank=rank.index,
-                    what=label,
-                )
+            compare({"result": full_tensor}, {"result": F.log_softmax(logits.double(), 1)}, label)

@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,21 +45,15 @@ def assert_split_aligned(
     input_shards, label_shards = split
     if len(input_shards) != len(label_shards):
         raise ShardError(f"inputs are in {len(input_shards)} shards, labels in {len(label_shards)}")
-    for index, (input_shard, label_shard) in enumerate(zip(input_shards, label_shards, strict=True)):
-        if len(input_shard) != len(label_shard):
-            raise ShardError(
-                f"shard {index}, on {input_shard.device}: {len(input_shard)} inputs, but {len(label_shard)} labels",
-                ranks=(index,),
-            )
-        if input_shard.device != label_shard.device:
-            raise ShardError(
-                f"shard {index}: its inputs are on {input_shard.device}, its labels on {label_shard.device}",
-                ranks=(index,),
-            )
-    assert_shards_cover({"inputs": inputs, "labels": labels}, [
-        {"inputs": input_shard, "labels": label_shard}
-        for input_shard, label_shard in zip(input_shards, label_shards, strict=True)
-    ], devices)  # fmt: skip
+    shards = [{"inputs": x, "labels": y} for x, y in zip(input_shards, label_shards, strict=True)]
+    for index, (x, y) in enumerate(zip(input_shards, label_shards, strict=True)):
+        if len(x) != len(y):
+            text = f"shard {index}, on {x.device}: {len(x)} inputs, but {len(y)} labels"
+            raise ShardError(text, ranks=(index,))
+        if x.device != y.device:
+            text = f"shard {index}: its inputs are on {x.device}, its labels on {y.device}"
+            raise ShardError(text, ranks=(index,))
+    assert_shards_cover({"inputs": inputs, "labels": labels}, shards, devices)
 
 
 def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.device]) -> None:
@@ -138,9 +133,8 @@ def assert_scalars_stacked(
         got = nn.parallel.gather(losses, target)  # type: ignore[arg-type]  # as above
     expected = torch.tensor(list(values), device="cpu")
     if got.device != torch.device(target) or not same_bits(expected, got):
-        raise ShardError(
-            f"gathered scalars: expected {expected.tolist()} on {target}, got {got.tolist()} on {got.device}"
-        )
+        shown = f"{got.tolist()} on {got.device}"
+        raise ShardError(f"gathered scalars: expected {expected.tolist()} on {target}, got {shown}")
     factors = torch.arange(1.0, len(losses) + 1, device="cpu")
     with _torchs_own_warnings():
         (got * factors.to(got.device)).sum().backward()
@@ -160,21 +154,34 @@ def _torchs_own_warnings() -> Iterator[None]:
 def _require(label: str, leaf: torch.Tensor, expected: torch.Tensor, index: int) -> None:
     gradient = leaf.grad
     if gradient is None:
-        raise ShardError(f"{label}, on {leaf.device}: there is no gradient", ranks=(index,))
-    if gradient.device != leaf.device:
-        raise ShardError(f"{label}, on {leaf.device}: its gradient is on {gradient.device}", ranks=(index,))
-    if not same_bits(expected, gradient):
-        if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
-            raise ShardError(f"{label}: gradient {tuple(gradient.shape)} of {gradient.dtype}", ranks=(index,))
+        text = "there is no gradient"
+    elif gradient.device != leaf.device:
+        text = f"its gradient is on {gradient.device}"
+    elif same_bits(expected, gradient):
+        return
+    elif gradient.shape != expected.shape or gradient.dtype != expected.dtype:
+        text = f"gradient {tuple(gradient.shape)} of {gradient.dtype}"
+    else:
         at = first_difference(expected, gradient)
-        raise ShardError(
-            f"{label}, on {leaf.device}: gradient of element {list(at)}: expected {expected[at].item()}, "
-            f"got {gradient[at].item()}",
-            ranks=(index,),
-        )
+        text = f"gradient of element {list(at)}: expected {expected[at].item()}, got {gradient[at].item()}"
+    raise ShardError(f"{label}, on {leaf.device}: {text}", ranks=(index,))
 
 
 WAYS = ("slices", "chunks", "every n-th row")
+
+
+def _assert_restored(
+    batch: Any, devices: Sequence[torch.device], dim: int = 0, targets: Sequence[torch.device | str] = ()
+) -> None:
+    """Assert that the shards of a batch cover it, and that gathering them on each of `targets` gives the batch.
+
+    Without `targets`, it is the last of `devices`.
+    """
+    shards = nn.parallel.scatter(batch, devices, dim)
+    assert_shards_cover(batch, shards, devices, dim)
+    for target in targets or devices[-1:]:
+        # The annotation of gather lacks the string "cpu", which it supports and requires.
+        assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
 
 
 def assert_scattered(gpus: Sequence[torch.device], split: Split) -> None:
@@ -215,7 +222,6 @@ def assert_gather_restores(gpus: Sequence[torch.device], split: Split) -> None:
     """Assert that gathering the shards gives the batch on the target; see `assert_gathered`."""
     batch = split.build()
     shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
-    # The annotation of `gather` lacks the string "cpu", which it accepts and needs.
     assert_gathered(batch, nn.parallel.gather(shards, split.target, split.dim), split.target)  # type: ignore[arg-type]
 
 
@@ -235,16 +241,9 @@ def assert_dealt_by_hand(gpus: Sequence[torch.device], split: Split) -> None:
 def assert_gradient_scattered(
     gpus: Sequence[torch.device], split: Split, seed: int, used_shards: Collection[int] | None
 ) -> None:
-    """Assert that the gradient of the shards returns to the batch; see `assert_scatter_differentiable`.
+    """Assert that the gradient of the shards returns to the batch, whose weights come from `seed`.
 
-    Args:
-        split: the batch, a single tensor, and the devices that get its shards.
-        seed: makes the weights of the loss sum(batch · weights).
-        used_shards: the shards that the loss uses, modulo their number; None for all. The others get zero gradients.
-
-    Raises:
-        ShardError: naming the element of the gradient, with the expected and the actual value.
-        TypeError: the batch is not a single tensor.
+    See `assert_scatter_differentiable`.
     """
     weights = split.tensor.like("contiguous", seed=seed).build()
     assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used_shards)
@@ -275,19 +274,13 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
     for outer, inner in itertools.product(KINDS, (None, *KINDS)):
         second = specs[1] if inner is None else Nested(inner, (specs[2], specs[3]))
         spec = Nested(outer, (specs[0], second))
-        batch = spec.build()
-        shards = nn.parallel.scatter(batch, devices)
-        assert_shards_cover(batch, shards, devices)
-        target = devices[-1]
-        assert_gathered(batch, nn.parallel.gather(shards, target), target)
+        _assert_restored(spec.build(), devices)
         leaves = Nested(outer, (spec, Leaf("train"))).build()
         assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
     # Replicas may fill their dicts in different orders; gather must match keys, and keep the order of the first dict.
     named = {"a": specs[0].build(), "b": specs[3].build()}
-    turned = [
-        dict(sorted(shard.items(), reverse=bool(number % 2)))
-        for number, shard in enumerate(nn.parallel.scatter(named, devices))
-    ]
+    shards = enumerate(nn.parallel.scatter(named, devices))
+    turned = [dict(sorted(shard.items(), reverse=bool(number % 2))) for number, shard in shards]
     assert_gathered(named, nn.parallel.gather(turned, devices[-1]), devices[-1])
 
 
@@ -303,19 +296,12 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
         shape = (3 * len(devices) - 1, 16) if dim == 0 else (16, 3 * len(devices) - 1)
         batch = TensorSpec(shape, dtype, seed=seed + number, values="bits").build(source)
         chosen = orders[(number + number // len(sources)) % len(orders)]
-        shards = nn.parallel.scatter(batch, chosen, dim)
-        assert_shards_cover(batch, shards, chosen, dim)
-        assert_gathered(batch, nn.parallel.gather(shards, chosen[0], dim), chosen[0])
+        _assert_restored(batch, chosen, dim, chosen[:1])
     for chosen, dim in itertools.product(orders, (0, 1)):
-        square = _filled((3 * len(devices) - 1,) * 2, torch.float16, seed + dim)
-        shards = nn.parallel.scatter(square, chosen, dim)
-        assert_shards_cover(square, shards, chosen, dim)
-        assert_gathered(square, nn.parallel.gather(shards, chosen[-1], dim), chosen[-1])
+        _assert_restored(_filled((3 * len(devices) - 1,) * 2, torch.float16, seed + dim), chosen, dim)
     for chosen in orders:
-        images = _filled((3 * len(devices) - 1, 3, 2, 4), torch.float32, seed).to(memory_format=torch.channels_last)
-        shards = nn.parallel.scatter(images, chosen)
-        assert_shards_cover(images, shards, chosen)
-        assert_gathered(images, nn.parallel.gather(shards, chosen[-1]), chosen[-1])
+        images = _filled((3 * len(devices) - 1, 3, 2, 4), torch.float32, seed)
+        _assert_restored(images.to(memory_format=torch.channels_last), chosen)
 
 
 def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -345,11 +331,7 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
         elif source == "a device":
             batch = batch.to(devices[number % len(devices)])
         chosen = devices if number % 2 else backwards
-        shards = nn.parallel.scatter(batch, chosen, dim)
-        assert_shards_cover(batch, shards, chosen, dim)
-        for target in (devices[(number + seed) % len(devices)], "cpu"):
-            # The annotation of gather lacks the string "cpu", which it supports and requires.
-            assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
+        _assert_restored(batch, chosen, dim, (devices[(number + seed) % len(devices)], "cpu"))
 
 
 def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: int) -> None:
@@ -372,9 +354,8 @@ def assert_given_sizes(devices: Sequence[torch.device], sizes: list[int], seed: 
         assert_shards_cover(batch, got, chosen, dim)
         out = [torch.full_like(shard, 7) for shard in got]
         filled = comm.scatter(batch, dim=dim, out=out)
-        mismatches = [
-            index for index, (result, output) in enumerate(zip(filled, out, strict=True)) if result is not output
-        ]
+        pairs = enumerate(zip(filled, out, strict=True))
+        mismatches = [index for index, (result, output) in pairs if result is not output]
         if mismatches:
             raise ShardError(f"{label}: the given output tensor {mismatches[0]} was not returned", ranks=mismatches)
         assert_shards_cover(batch, out, chosen, dim)

@@ -180,14 +180,6 @@ def _touched(shard: Tensor, change: Callable[[Tensor], None]) -> Tensor:
     return values.to(shard.device)
 
 
-def _flip_first(values: Tensor) -> None:
-    as_bits(values).view(-1)[0] ^= 1
-
-
-def _zero_at_end(values: Tensor) -> None:
-    values.view(-1)[-4:] = 0
-
-
 @covering("the second shard starts one sample early, so shards overlap", scattering)
 def shards_overlap(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     samples, size = x.shape[dim], -(-x.shape[dim] // len(devices))
@@ -285,8 +277,12 @@ def _without_leaves(entry: Any) -> Any:
 @large("the last elements of a large shard are zero", scattering, "shards above 1 MiB")
 def large_shards_cut(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     """As with a copy in pieces that forgets the last one."""
+
+    def zero_at_end(values: Tensor) -> None:
+        values.view(-1)[-4:] = 0
+
     shards = scatter(x, devices)
-    return tuple(_touched(shard, _zero_at_end) if shard.nbytes > LARGE else shard for shard in shards)
+    return tuple(_touched(shard, zero_at_end) if shard.nbytes > LARGE else shard for shard in shards)
 
 
 @large("shards of 64 KiB to 1 MiB from pinned memory arrive as zeros on the last device", scattering,
@@ -315,14 +311,11 @@ def devices_sorted(scatter: Any, x: Tensor, devices: Devices, dim: int) -> Any:
     return tuple(shard.to(torch.device("cuda", index)) for shard, index in zip(shards, sorted(devices), strict=False))
 
 
-@caught_by("test_sizes_and_outputs_that_are_given")(
-    "a device with a given size of 0 gets one row of the next device",
-    around(comm, "scatter"),
-    call(
-        "a size of 0 among the given sizes",
-        lambda tensor, devices=None, chunk_sizes=None, *_, **__: chunk_sizes is not None and 0 in chunk_sizes,
-    ),
-)
+@fault("a device with a given size of 0 gets one row of the next device", "test_sizes_and_outputs_that_are_given",
+       by=around(comm, "scatter"),
+       when=call("a size of 0 among the given sizes",
+           lambda tensor, devices=None, chunk_sizes=None, *_, **__:
+               chunk_sizes is not None and 0 in chunk_sizes))  # fmt: skip
 def nothing_is_one_row(scatter: Any, x: Tensor, devices: Any, chunk_sizes: Any, *rest: Any, **named: Any) -> Any:
     """As if sizes were clamped to 1."""
     sizes = list(chunk_sizes)
@@ -352,9 +345,12 @@ def _slice_goes_to_a_device(x: Tensor, *args: Any, **_: Any) -> bool:
 @by_hand("non-blocking copies to the second device flip a bit", around(Tensor, "to"),
     call("non_blocking copies to the second device", lambda *_, non_blocking=False, **__: non_blocking))  # fmt: skip
 def bit_flipped_in_copies_that_do_not_block(to: Any, *args: Any, **kwargs: Any) -> Any:
+    def flip_first(values: Tensor) -> None:
+        as_bits(values).view(-1)[0] ^= 1
+
     copy = to(*args, **kwargs)
     second = torch.device("cuda", min(1, torch.cuda.device_count() - 1))
-    return _touched(copy, _flip_first) if copy.device == second and copy.numel() else copy
+    return _touched(copy, flip_first) if copy.device == second and copy.numel() else copy
 
 
 register(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -38,7 +38,7 @@ from mgpu_check.oracles.reference_training import one_device, sgd
 from mgpu_check.oracles.training_cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.sharded.checkpoints import shared_directory, step_of
-from mgpu_check.suite.sharded.fully_sharded import sharded
+from mgpu_check.suite.sharded.fully_sharded import require, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied
 
@@ -74,10 +74,7 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
 
     One parameter is frozen after the first step. The state is that of an Adam with the rate 0, which has counts of
     steps beside its tensors. Unless options are strict, an entry of the state is missing when it is set, and torch must
-    name it.
-
-    Args:
-        more: whether to use all rows of options, or half of them, by the seed of the training.
+    name it. With `more` all rows of options are tried, else half of them, by the seed of the training.
     """
     expected = one_device(training)
     model = sharded(training, rank)
@@ -90,22 +87,25 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
     model.get_parameter(_FROZEN).requires_grad_(False)
     with Findings() as findings:
         for row in drawn_rows(_STATE_OPTIONS, _state_options_together, seed=training.seed, more=more, share=2):
-            subject = f"state dict with {words_of(row, _STATE_OPTIONS)}, on {rank.device}, rank {rank.index}"
+            subject = f"state dict with {words_of(row, _STATE_OPTIONS)}, on {rank.device}"
             options = StateDictOptions(**{name: value for name, value in row.items() if name != "apart"})
-            parameters, moments = _taken(model, optimizer, options, separately=row["apart"])
+            parameters: Any
+            moments: Any
+            if row["apart"]:
+                parameters = get_model_state_dict(model, options=options)
+                moments = get_optimizer_state_dict(model, optimizer, options=options)
+            else:
+                parameters, moments = get_state_dict(model, optimizer, options=options)
             full_tensors = {name: _whole(value) for name, value in parameters.items()}
             kept = [name for name in states if not (row["ignore_frozen_params"] and name == _FROZEN)]
-            findings.require(
-                [*full_tensors] == kept, f"{subject}: has {[*full_tensors]}, expected {kept}", ranks=[rank.index]
-            )
+            judge, again = partial(require, findings, rank), f"{subject}, rank {rank.index}, set again"
+            judge([*full_tensors] == kept, subject, f"has {[*full_tensors]}, expected {kept}")
             for name, value in full_tensors.items():
                 same = same_bits(expected[f"step 1: {name}"].float(), value)
-                findings.require(
-                    same, f"{subject}: {name} is {value}, not the value after the step", ranks=[rank.index]
-                )
+                judge(same, subject, f"{name} is {value}, not the value after the step")
                 device_type = "cpu" if row["cpu_offload"] else rank.device.type
                 on_device = parameters[name].device.type == device_type
-                findings.require(on_device, f"{subject}: {name} is on {parameters[name].device}", ranks=[rank.index])
+                judge(on_device, subject, f"{name} is on {parameters[name].device}")
             fresh = sharded(replace(training, seed=training.seed + 1), rank)
             fresh_optimizer = torch.optim.Adam(fresh.parameters(), lr=0.0)
             fresh.get_parameter(_FROZEN).requires_grad_(False)
@@ -120,29 +120,16 @@ def assert_state_options_agree(training: ExactTraining, rank: Rank, *, more: boo
                 )
             # Torch completes a full state by the model's own values.
             named = row["full_state_dict"] or {*incompatible_keys.missing_keys} - {_FROZEN} == {*omitted}
-            findings.require(
-                named,
-                f"{subject}: {incompatible_keys.missing_keys} are missing, expected {omitted}",
-                ranks=[rank.index],
-            )
+            judge(named, subject, f"{incompatible_keys.missing_keys} are missing, expected {omitted}")
             for name, value in fresh.named_parameters():
                 if name in full_tensors and name not in omitted:
                     same = same_bits(full_tensors[name], _whole(value))
-                    findings.require(same, f"{subject}, set again: {name} is another one", ranks=[rank.index])
+                    findings.require(same, f"{again}: {name} is another one", ranks=[rank.index])
                 if value.requires_grad:  # torch sets no state of frozen parameters
                     state = _copies(fresh_optimizer.state[value])
-                    mismatches = [
-                        key for key, tensor in states[name].items() if not same_bits(tensor, state.get(key, _NONE))
-                    ]
-                    message = f"{subject}, set again: {', '.join(mismatches)} of {name} is another one"
-                    findings.require(not mismatches, message, ranks=[rank.index])
-
-
-def _taken(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions, *, separately: bool) -> Any:
-    """Return the state dicts of a model and its optimizer, by one call or by two."""
-    if not separately:
-        return get_state_dict(model, optimizer, options=options)
-    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+                    wrong = [key for key, own in states[name].items() if not same_bits(own, state.get(key, _NONE))]
+                    message = f"{again}: {', '.join(wrong)} of {name} is another one"
+                    findings.require(not wrong, message, ranks=[rank.index])
 
 
 def _copies(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -203,15 +190,13 @@ def _checkpoint_options_together(row: Mapping[str, Any]) -> bool:
 def assert_checkpoint_options_agree(rank: Rank, seed: int, *, more: bool) -> None:
     """Assert that each tensor is loaded as it was saved, with each pair of options. A collective.
 
-    Args:
-        more: whether to save with all rows of options, or with an eighth of them, by the seed.
+    With `more` all rows of options are tried, else an eighth of them, by the seed.
     """
     directory = shared_directory(rank)
     with Findings() as findings:
         try:
-            for number, row in enumerate(
-                drawn_rows(_CHECKPOINT_OPTIONS, _checkpoint_options_together, seed=seed, more=more, share=8)
-            ):
+            rows = drawn_rows(_CHECKPOINT_OPTIONS, _checkpoint_options_together, seed=seed, more=more, share=8)
+            for number, row in enumerate(rows):
                 subject = f"checkpoint with {words_of(row, _CHECKPOINT_OPTIONS)}, on {rank.device}, rank {rank.index}"
                 path = Path(directory) / str(number) / (str(rank.index) if row["no_dist"] else "")
                 with findings.collected():

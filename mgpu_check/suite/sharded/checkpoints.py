@@ -8,23 +8,17 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -38,8 +32,8 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles import training_steps as recipe
 from mgpu_check.oracles.reference_training import gathered, one_device, own_part, sgd
 from mgpu_check.oracles.training_cases import ExactTraining
-from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.sharded.fully_sharded import scale_of, sharded
+from mgpu_check.suite.common.pairs import near_square
+from mgpu_check.suite.sharded.fully_sharded import require, scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed
 from mgpu_check.torch_hooks.tensors import copied, name_of, plain
 
@@ -62,8 +56,7 @@ def step_of(
 def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that full state dicts of a sharded model and its optimizer equal those of one device. A collective.
 
-    Rank 0 then broadcasts them to a fresh model, which must train on as one device does. The model has buffers too,
-    which are not sharded.
+    Rank 0 then broadcasts them to a fresh model, which must train on as one device does.
     """
     subject = f"full state dict on {rank.device}"
     model = sharded(training, rank)
@@ -96,22 +89,18 @@ def _require_places(model: nn.Module, findings: Findings, subject: str, rank: Ra
     host, and that the others are sharded. A collective."""
     for full, offload in itertools.product((False, True), repeat=2):
         state_options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
-        state: dict[str, Any] = get_model_state_dict(model, options=state_options)
+        state: dict[str, Any] = state_dicts.get_model_state_dict(model, options=state_options)
         device_type = "cpu" if offload else rank.device.type
         tensors = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
         elsewhere = sorted(name for name, value in tensors.items() if value.device.type != device_type)
-        options = f"{subject}, rank {rank.index}: with full_state_dict={full} and cpu_offload={offload}"
-        findings.require(
-            not elsewhere, f"{options} {', '.join(elsewhere)} are not on the {device_type} device", ranks=[rank.index]
-        )
+        judge = partial(require, findings, rank)
+        options = f"with full_state_dict={full} and cpu_offload={offload}"
+        judge(not elsewhere, subject, f"{options} {', '.join(elsewhere)} are not on the {device_type} device")
         unsharded = [name for name, _ in model.named_parameters() if not full and not isinstance(state[name], DTensor)]
-        findings.require(not unsharded, f"{options} {', '.join(unsharded)} are not sharded", ranks=[rank.index])
+        judge(not unsharded, subject, f"{options} {', '.join(unsharded)} are not sharded")
         kept = not (full and offload) or rank.index == 0
-        findings.require(
-            bool(state) == kept,
-            f"{options} the state dict has {len(state)} entries, expected {'all' if kept else 'them on rank 0 only'}",
-            ranks=[rank.index],
-        )
+        text = f"the state dict has {len(state)} entries, expected {'all' if kept else 'them on rank 0 only'}"
+        judge(bool(state) == kept, subject, f"{options} {text}")
 
 
 def _with_buffers(model: nn.Sequential, rank: Rank, factor: int) -> dict[str, torch.Tensor]:
@@ -137,13 +126,21 @@ def take_full_state(
 ) -> FullState:
     """Return the full state dicts after the first step; rank 0 compares them with `expected`. A collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(model, options=options)
-    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
-    if rank.index == 0:
-        with findings.collected():
-            _compare_full_state(training, state, moments, expected, subject)
-        return state, moments
-    return {}, {}
+    state: dict[str, Any] = state_dicts.get_model_state_dict(model, options=options)
+    moments: dict[str, Any] = dict(state_dicts.get_optimizer_state_dict(model, optimizer, options=options))
+    if rank.index:
+        return {}, {}
+    got = {f"step 1: {name}": copied(value) for name, value in state.items()}
+    wanted = _after(expected, 1)
+    if training.momentum:
+        # The momentum of the first step is its gradient.
+        momentum = {name: entry["momentum_buffer"] for name, entry in moments["state"].items()}
+        got |= {f"step 1: gradient of {name}": copied(value) for name, value in momentum.items()}
+    else:
+        wanted = {name: value for name, value in wanted.items() if "gradient of" not in name}
+    with findings.collected():
+        assert_same(got, wanted, subject, 0)
+    return state, moments
 
 
 def give_full_state(
@@ -152,36 +149,14 @@ def give_full_state(
     """Load the full state dicts of rank 0 into a model and its optimizer on all ranks. A collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     parameters, moments = state
-    set_model_state_dict(model, dict(parameters), options=options)
+    state_dicts.set_model_state_dict(model, dict(parameters), options=options)
     if training.momentum:  # torch refuses to broadcast a state without tensors, because it cannot infer the device
-        set_optimizer_state_dict(model, optimizer, dict(moments), options=options)
-
-
-def _compare_full_state(
-    training: ExactTraining,
-    state: Mapping[str, Any],
-    moments: Mapping[str, Any],
-    expected: Mapping[str, torch.Tensor],
-    subject: str,
-) -> None:
-    """Compare parameters and momentum of the full state dicts after the first step; rank 0 alone has them."""
-    got = {f"step 1: {name}": copied(value) for name, value in state.items()}
-    if training.momentum:
-        # The momentum of the first step is its gradient.
-        got |= {
-            f"step 1: gradient of {name}": copied(entry["momentum_buffer"]) for name, entry in moments["state"].items()
-        }
-    wanted = _after(expected, 1)
-    if not training.momentum:
-        wanted = {name: value for name, value in wanted.items() if "gradient of" not in name}
-    assert_same(got, wanted, subject, 0)
+        state_dicts.set_optimizer_state_dict(model, optimizer, dict(moments), options=options)
 
 
 def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """Return the gradients and parameters after a step on one device."""
-    return {
-        name: value for name, value in expected.items() if name.startswith(f"step {step}: ") and "outputs" not in name
-    }
+    names = [name for name in expected if name.startswith(f"step {step}: ") and "outputs" not in name]
+    return {name: expected[name] for name in names}
 
 
 def shared_directory(rank: Rank) -> str:
@@ -195,38 +170,28 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     """Train for a step and save model and optimizer by `torch.distributed.checkpoint`. A collective.
 
     The state of the optimizer is saved twice: nested, and flattened after each group of parameters got its own rate.
-    The checkpoint also has DTensors with uneven parts in several dtypes. One of them has a mesh of two dimensions, and
-    one has more than 64 Ki elements. It has a replicated tensor, a 0-dim tensor, a number and a text. `async_save`
-    saves other tensors while they change.
-
-    Returns:
-        the directory of the checkpoint.
+    `async_save` saves other tensors while they change. The result is the directory of the checkpoint.
     """
     directory = shared_directory(rank)
     model = sharded(training, rank)
     optimizer = _in_groups(model, training, training.rate)
     step_of(training, 1, model, optimizer, rank)
     try:
-        parameters, moments = get_state_dict(model, optimizer)
+        parameters, moments = state_dicts.get_state_dict(model, optimizer)
         _set_rates(optimizer, training.rate)
-        flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        flat = state_dicts.get_optimizer_state_dict(model, optimizer, options=_FLAT)
         state = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 1)}
         state_dict_saver.save(state, checkpoint_id=directory)
-        _save_meanwhile(directory, rank)
+        meanwhile = _meanwhile(rank, 1)
+        done = state_dict_saver.async_save(meanwhile, checkpoint_id=Path(directory) / _MEANWHILE)
+        for value in meanwhile.values():
+            value.fill_(-1)
+        assert isinstance(done, Future), "async_save was given no stager of its own"
+        done.result()
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     return directory
-
-
-def _save_meanwhile(directory: str, rank: Rank) -> None:
-    """Save tensors of device and CPU by `async_save`, and change them before it has ended. A collective."""
-    state = _meanwhile(rank, 1)
-    done = state_dict_saver.async_save(state, checkpoint_id=Path(directory) / _MEANWHILE)
-    for value in state.values():
-        value.fill_(-1)
-    assert isinstance(done, Future), "async_save was given no stager of its own"
-    done.result()
 
 
 def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
@@ -253,11 +218,8 @@ def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
     """Assert that a checkpoint of `saved_checkpoint` is whole at this world size, and training continues. A collective.
 
-    The next step must give the results of one device, and the groups of parameters must have their saved rates.
-
-    Args:
-        directory: the directory of the checkpoint; it is removed.
-        saved_by: the number of ranks that saved it, for the message.
+    The next step must give the results of one device, and the groups of parameters must have their saved rates. The
+    directory is removed.
     """
     subject = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
     fresh_training = replace(training, seed=training.seed + 1)
@@ -265,8 +227,8 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     # Loading works in place, so each state needs an optimizer of its own.
     optimizer, another = (_in_groups(model, training, 2 * training.rate) for _ in range(2))
     try:
-        parameters, moments = get_state_dict(model, optimizer)
-        flat = get_optimizer_state_dict(model, another, options=_FLAT)
+        parameters, moments = state_dicts.get_state_dict(model, optimizer)
+        flat = state_dicts.get_optimizer_state_dict(model, another, options=_FLAT)
         state: dict[str, Any] = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 0)}
         state_dict_loader.load(state, checkpoint_id=directory)
         # Each saving rank had its own tensors, and there may be more ranks now.
@@ -277,7 +239,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     finally:
         if rank.index == 0:
             shutil.rmtree(Path(directory), ignore_errors=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    state_dicts.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     expected = one_device(training)
     loaded = {}
     for name, value in model.named_parameters():
@@ -286,19 +248,17 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     with Findings() as findings:
         with findings.collected():
             assert_same(loaded, {name: expected[name] for name in loaded}, subject, rank.index)
-        message = (
-            f"{subject}, rank {rank.index}: a tensor that was not saved was loaded, expected an error that names it"
-        )
+        text = "a tensor that was not saved was loaded, expected an error that names it"
+        message = f"{subject}, rank {rank.index}: {text}"
         findings.require(refused, message, ranks=[rank.index])
         others = _others(rank, 1)
         with findings.collected():
             _compare_others(state, others, subject, rank)
         with findings.collected():
-            assert_same(
-                meanwhile, _meanwhile(rank, 1) if meanwhile else {}, f"{subject}, saved by async_save", rank.index
-            )
+            saved = _meanwhile(rank, 1) if meanwhile else {}
+            assert_same(meanwhile, saved, f"{subject}, saved by async_save", rank.index)
         with findings.collected():
-            set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
+            state_dicts.set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
             _compare_flat(training, model, another, optimizer, subject, rank)
         step_of(training, 2, model, optimizer, rank)
         stepped = gathered(model, 2)
@@ -322,16 +282,11 @@ def _compare_flat(
     if rates != wanted:
         raise ShardError(f"{prefix}: groups have the rates {rates}, {wanted} were saved", ranks=[rank.index])
     for name, value in model.named_parameters():
-        own, should = (plain(_momentum(optimizer, value)) for optimizer in (got, reference))
+        both = [optimizer.state[value].get("momentum_buffer") for optimizer in (got, reference)]
+        own, should = (plain(each.to_local()) if isinstance(each, DTensor) else torch.zeros(0) for each in both)
         if not same_bits(should, own):
             text = f"the momentum of {name} differs from that of the nested state"
             raise ShardError(f"{prefix}: {text}", ranks=[rank.index])
-
-
-def _momentum(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the momentum of a parameter; an empty tensor without momentum."""
-    momentum = optimizer.state[value].get("momentum_buffer")
-    return momentum.to_local() if isinstance(momentum, DTensor) else torch.zeros(0)
 
 
 def _refuses_what_was_not_saved(directory: str) -> bool:
@@ -347,9 +302,7 @@ def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], subject
     for name, wanted in others.items():
         got = state[name]
         if isinstance(wanted, torch.Tensor):
-            own, should = (
-                plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in (got, wanted)
-            )
+            own, should = (plain(value.to_local() if isinstance(value, DTensor) else value) for value in (got, wanted))
             differs = not same_bits(should, own)
             got, wanted = f"{own.flatten()[:4].tolist()}…", f"{should.flatten()[:4].tolist()}…"
         else:

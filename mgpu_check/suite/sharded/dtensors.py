@@ -1,7 +1,7 @@
 """Check device meshes, and DTensors on them: how they are made, code on the parts of ranks, operators and losses.
 
-In a mesh, each rank has its coordinate, and each dimension its group. Operators on DTensors give the results and
-gradients of whole tensors, for each placement. They are functions of matrices with at least 3 rows and 5 columns.
+Operators on DTensors give the results and gradients of whole tensors, for each placement. They are functions of
+matrices with at least 3 rows and 5 columns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mgpu_check.asserts.findings import on_any_rank
 from mgpu_check.asserts.known_defects import is_known, known_defect, left_out
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
-from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.sharded.redistribution import compared, part_of, placed, require_none_wrong, text_of
 from mgpu_check.torch_hooks.tensors import plain
 from mgpu_check.version import torch_version
@@ -46,8 +46,7 @@ def assert_meshes_agree(rank: Rank) -> None:
     """Assert that meshes of one to three dimensions have the right coordinates and groups. A collective.
 
     Meshes have their ranks in order and out of order; one leaves the last rank out. The group of each dimension runs an
-    all_reduce and an all_gather. A mesh made from a group must have the ranks of the group. A mesh of three dimensions
-    is also sliced to each two of them.
+    all_reduce and an all_gather. A mesh made from a group must have the ranks of the group.
     """
     rows, columns = near_square(rank.size)
     everybody = torch.arange(rank.size)
@@ -55,10 +54,9 @@ def assert_meshes_agree(rank: Rank) -> None:
     if columns % 2 == 0:
         shapes.append((rows, columns // 2, 2))
     messages = []
-    meshes = [
-        (init_device_mesh("cuda", shape, mesh_dim_names=_NAMES[-len(shape) :]), everybody.reshape(shape))
-        for shape in shapes
-    ]
+    meshes: list[tuple[DeviceMesh, torch.Tensor]] = []
+    for shape in shapes:
+        meshes.append((init_device_mesh("cuda", shape, mesh_dim_names=_NAMES[-len(shape) :]), everybody.reshape(shape)))
     turned = everybody.flip(0).reshape(columns, rows).T.contiguous()
     meshes.append((DeviceMesh("cuda", turned, mesh_dim_names=("dp", "tp")), turned))
     if rank.size > 1:
@@ -72,9 +70,8 @@ def assert_meshes_agree(rank: Rank) -> None:
             messages.append(_wrong_mesh(rank, mesh, ranks, calling=calling))
         elif mesh.get_coordinate() is not None:
             messages.append(f"a mesh without rank {rank.index} gives it the coordinate {mesh.get_coordinate()}")
-    texts = [text for text in messages if text]
-    if texts:
-        raise ReplicaMismatch(f"device mesh, rank {rank.index}: {texts[0]}", ranks=[rank.index])
+    if text := next(filter(None, messages), ""):
+        raise ReplicaMismatch(f"device mesh, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def _coordinate(rank: Rank, ranks: torch.Tensor) -> list[int]:
@@ -100,46 +97,36 @@ def _wrong_mesh(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: b
         texts.append(f"{description} has this rank at {coordinate}, expected {expected_coordinate}")
     for dim, (members, line) in enumerate(_groups(rank, mesh, ranks)):
         name = (mesh.mesh_dim_names or ())[dim]
+        group, of_dimension = mesh.get_group(name), f"{description}, dimension {name!r}"
         if sorted(members) != sorted(line):
-            texts.append(f"{description}, dimension {name!r}: the group has ranks {members}, expected {line}")
-        elif calling and (text := _wrong_collectives(rank, mesh.get_group(name), members)):
-            texts.append(f"{description}, dimension {name!r}: {text}")
+            texts.append(f"{of_dimension}: the group has ranks {members}, expected {line}")
+        elif calling and (text := _wrong_collectives(rank, group, members)):
+            texts.append(f"{of_dimension}: {text}")
+        if mesh.get_all_groups()[dim] is not group:
+            texts.append(f"{of_dimension}: get_all_groups has another group than get_group")
         # A group has its ranks in order, and the local rank is the position in the group.
         number = members.index(rank.index) if rank.index in members else None
-        for dimension in (name, dim):
-            if (local_rank := mesh.get_local_rank(dimension)) != number:
-                texts.append(f"{description}, dimension {dimension!r}: local rank {local_rank}, expected {number}")
-        if mesh.size(dim) != len(line):
-            texts.append(f"{description}, dimension {name!r}: size {mesh.size(dim)}, expected {len(line)}")
-        slice_ranks = mesh[name].mesh.tolist() if ranks.dim() > 1 else line
-        if slice_ranks != line:
-            texts.append(f"{description}[{name!r}] has ranks {slice_ranks}, expected {line}")
-        if [*map(id, mesh.get_all_groups())][dim] != id(mesh.get_group(name)):
-            texts.append(f"{description}, dimension {name!r}: get_all_groups has another group than get_group")
-        of_group = DeviceMesh.from_group(mesh.get_group(name), "cuda").mesh.tolist()
-        if of_group != members:
-            texts.append(
-                f"{description}, dimension {name!r}: the mesh of its group has ranks {of_group}, expected {members}"
-            )
+        of_group = DeviceMesh.from_group(group, "cuda").mesh.tolist()
+        for subject, got, expected in (
+            (f"{description}, dimension {name!r}: local rank", mesh.get_local_rank(name), number),
+            (f"{description}, dimension {dim!r}: local rank", mesh.get_local_rank(dim), number),
+            (f"{of_dimension}: size", mesh.size(dim), len(line)),
+            (f"{description}[{name!r}] has ranks", mesh[name].mesh.tolist() if ranks.dim() > 1 else line, line),
+            (f"{of_dimension}: the mesh of its group has ranks", of_group, members),
+        ):
+            texts += [f"{subject} {got}, expected {expected}"] * (got != expected)
     if ranks.dim() > 1:
         rebuilt_mesh = DeviceMesh.from_group(mesh.get_all_groups(), "cuda", ranks, mesh_dim_names=mesh.mesh_dim_names)
-        if rebuilt_mesh.get_coordinate() != mesh.get_coordinate() or rebuilt_mesh.mesh.tolist() != ranks.tolist():
-            got = rebuilt_mesh.mesh.tolist()
+        got = rebuilt_mesh.mesh.tolist()
+        if rebuilt_mesh.get_coordinate() != mesh.get_coordinate() or got != ranks.tolist():
             texts.append(f"a mesh from the groups of {description} has ranks {got}, expected {ranks.tolist()}")
-    texts += list(_wrong_slices(mesh, ranks, expected_coordinate, description))
-    return texts[0] if texts else ""
-
-
-def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, coordinate: list[int], description: str) -> Iterator[str]:
-    """Describe each slice of two of three dimensions without the ranks that share this rank's place in the third."""
-    axis_names = mesh.mesh_dim_names or ()
-    if ranks.dim() != 3:
-        return
-    for dropped in range(3):
-        kept = tuple(name for dim, name in enumerate(axis_names) if dim != dropped)
-        slice_ranks, expected = mesh[kept].mesh.tolist(), ranks.select(dropped, coordinate[dropped]).tolist()
+    for dropped in range(3 if ranks.dim() == 3 else 0):
+        # Without the ranks that share this rank's place in the third of three dimensions.
+        kept = tuple(name for dim, name in enumerate(mesh.mesh_dim_names or ()) if dim != dropped)
+        slice_ranks, expected = mesh[kept].mesh.tolist(), ranks.select(dropped, expected_coordinate[dropped]).tolist()
         if slice_ranks != expected:
-            yield f"{description}[{', '.join(kept)}] has ranks {slice_ranks}, expected {expected}"
+            texts.append(f"{description}[{', '.join(kept)}] has ranks {slice_ranks}, expected {expected}")
+    return texts[0] if texts else ""
 
 
 def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:
@@ -149,17 +136,13 @@ def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int])
     # all_gather shows the order of the ranks in the group.
     dist.all_gather(gathered, own_index, group=group)
     dist.all_reduce(own_index, group=group)
-    if [int(index) for index in gathered] != members:
-        return f"all_gather gives ranks {[int(index) for index in gathered]}"
+    if (ranks := [int(index) for index in gathered]) != members:
+        return f"all_gather gives ranks {ranks}"
     return "" if int(own_index) == sum(members) else f"the sum of the ranks {members} is {int(own_index)}"
 
 
 def assert_dtensors_are_made(rank: Rank, seed: int) -> None:
-    """Assert that DTensors are made with the right parts, and that functions of parts see them. A collective.
-
-    Filled tensors, tensors from local parts with their gradients, casts on the way, `distribute_module`, `local_map`,
-    `implicit_replication` and `register_sharding`; filled tensors and modules over two dimensions too.
-    """
+    """Assert that DTensors are made with the right parts, and that functions of parts see them. A collective."""
     line = init_device_mesh("cuda", (rank.size,))
     square = init_device_mesh("cuda", near_square(rank.size))
     full_tensor = _numbers(rank.size, seed)
@@ -183,23 +166,17 @@ def _numbers(ranks: int, seed: int) -> torch.Tensor:
 def _filled(mesh: DeviceMesh, seed: int, targets: list[tuple[Placement, ...]]) -> Iterator[str]:
     """Fill tensors whose parts are uneven."""
     shape = 2 * mesh.size() + 1, mesh.size() + 2
-    makers: dict[str, Callable[..., DTensor]] = {
-        "zeros": functools.partial(dtensors.zeros, shape),
-        "ones": functools.partial(dtensors.ones, shape),
-        "full": functools.partial(dtensors.full, shape, 7),
-        "empty": functools.partial(dtensors.empty, shape),
-    }
+    values = {"zeros": 0, "ones": 1, "full": 7, "empty": 5}
     for number, target in enumerate(targets):
-        for name, make in makers.items():
+        for name, value in values.items():
+            make: Any = functools.partial(getattr(dtensors, name), shape, *[value] * (name == "full"))
             dtype = (torch.float32, torch.float64, torch.int64)[(seed + number) % 3]
             trained = dtype.is_floating_point
             dtensor = make(dtype=dtype, requires_grad=trained, device_mesh=mesh, placements=target)
             if name == "empty":
                 with torch.no_grad():
                     dtensor.fill_(5)
-            expected = torch.full(
-                shape, {"zeros": 0, "ones": 1, "full": 7, "empty": 5}[name], dtype=dtype, device="cpu"
-            )
+            expected = torch.full(shape, value, dtype=dtype, device="cpu")
             subject = f"{name} as {text_of(target)}"
             local: Any = dtensor.detach()
             yield compared(local.to_local(), part_of(expected, target, mesh), subject)
@@ -232,11 +209,8 @@ def _from_parts(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iter
         # Each rank has a part of 1/size, which a GPU may round otherwise: it multiplies by the reciprocal.
         total = DTensor.from_local(leaf.grad, mesh, [Partial()]).full_tensor()
         near = (total - total.round()).abs() <= (rank.size + 1) * torch.finfo(total.dtype).eps * total.abs()
-        yield compared(
-            torch.where(near, total.round(), total),
-            full_tensor,
-            "sum of the gradients of from_local(grad_placements=[Partial()])",
-        )
+        subject = "sum of the gradients of from_local(grad_placements=[Partial()])"
+        yield compared(torch.where(near, total.round(), total), full_tensor, subject)
 
 
 def _cast(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
@@ -270,42 +244,27 @@ def _modules(rank: Rank, mesh: DeviceMesh, full_tensor: torch.Tensor) -> Iterato
         return outputs.redistribute(over, [Replicate(), Replicate()]).to_local()
 
     sharded_layer = distribute_module(layer.to(rank.device), mesh, partition, taken, given_back)
-    weight = sharded_layer.weight
-    assert isinstance(weight, DTensor)
-    yield compared(
-        weight.to_local().detach(), part_of(full_tensor, [Replicate(), Shard(0)], mesh), "weight of a module"
-    )
-    yield compared(
-        sharded_layer(full_tensor.to(rank.device)).detach(),
-        full_tensor @ full_tensor.T,
-        "outputs of a module under distribute_module",
-    )
+    weight: Any = sharded_layer.weight
+    own = part_of(full_tensor, [Replicate(), Shard(0)], mesh)
+    yield compared(weight.to_local().detach(), own, "weight of a module")
+    outputs = sharded_layer(full_tensor.to(rank.device)).detach()
+    yield compared(outputs, full_tensor @ full_tensor.T, "outputs of a module under distribute_module")
 
 
 def _on_parts(rank: Rank, mesh: DeviceMesh, square: DeviceMesh, full_tensor: torch.Tensor) -> Iterator[str]:
     """Apply functions of plain tensors to parts, and functions of DTensors to plain tensors."""
-    columns, rows = placed(full_tensor, [Shard(1)], mesh), placed(full_tensor.T.contiguous(), [Shard(0)], mesh)
+    turned = full_tensor.T.contiguous()
+    columns, rows = placed(full_tensor, [Shard(1)], mesh), placed(turned, [Shard(0)], mesh)
     leaf = columns.detach().requires_grad_()
-    for how, x, y, over, outer_placements, options in (
-        ("", leaf, rows, mesh, [], {}),
-        (
-            " over two dimensions, redistributed",
-            placed(full_tensor, [Shard(0), Replicate()], square),
-            placed(full_tensor.T.contiguous(), [Replicate(), Shard(1)], square),
-            square,
-            [Replicate()],
-            {"redistribute_inputs": True},
-        ),
+    x_of_square, y_of_square = [Shard(0), Replicate()], [Replicate(), Shard(1)]
+    on_square = placed(full_tensor, x_of_square, square), placed(turned, y_of_square, square)
+    for how, (x, y), over, outer, options in (
+        ("", (leaf, rows), mesh, [], {}),
+        (" over two dimensions, redistributed", on_square, square, [Replicate()], {"redistribute_inputs": True}),
     ):
-        divided = [*outer_placements, Shard(1)], [*outer_placements, Shard(0)]
-        mapped = experimental.local_map(
-            torch.matmul,
-            out_placements=[*outer_placements, Partial()],
-            in_placements=divided,
-            in_grad_placements=divided,
-            device_mesh=over,
-            **options,
-        )
+        divided = [*outer, Shard(1)], [*outer, Shard(0)]
+        places: dict[str, Any] = {"in_placements": divided, "in_grad_placements": divided, "device_mesh": over}
+        mapped = experimental.local_map(torch.matmul, out_placements=[*outer, Partial()], **(places | options))
         product = mapped(x, y)
         yield compared(product.full_tensor().detach(), full_tensor @ full_tensor.T, f"local_map{how}")
         if x is leaf:
@@ -316,10 +275,8 @@ def _on_parts(rank: Rank, mesh: DeviceMesh, square: DeviceMesh, full_tensor: tor
     with experimental.implicit_replication():
         mixed: Any = columns + full_tensor.to(rank.device)
     yield compared(mixed.to_local(), part_of(2 * full_tensor, [Shard(1)], mesh), "a sum under implicit_replication")
-    reversed_rows = _reversed_rows()(columns)
-    yield compared(
-        reversed_rows.to_local(), part_of(full_tensor.flip(0), [Shard(1)], mesh), "an operator with registered sharding"
-    )
+    own = part_of(full_tensor.flip(0), [Shard(1)], mesh)
+    yield compared(_reversed_rows()(columns).to_local(), own, "an operator with registered sharding")
 
 
 @functools.cache
@@ -499,11 +456,8 @@ def assert_operators_agree(rank: Rank, seed: int, *, more: bool) -> None:
     """Assert that operators on DTensors give each rank its part of the right results and gradients. A collective.
 
     Operands are divided unevenly, and no part is empty. Each operator runs with one placement per operand; `seed`
-    selects it, and the operators. The operands are small whole numbers. Results may differ by rounding, which depends
-    on how sums are divided.
-
-    Args:
-        more: whether to run half of the operators, or a quarter.
+    selects it, and a quarter of the operators, or half of them with `more`. The operands are small whole numbers.
+    Results may differ by rounding, which depends on how sums are divided.
     """
     mesh = init_device_mesh("cuda", (rank.size,))
     shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses the maximum of an empty part
@@ -550,9 +504,7 @@ def _described(calls: Iterable[_Call], mesh: DeviceMesh) -> Iterator[str]:
 def _fills_each_part(operand: DTensor, judged: Callable[..., str], message: str) -> bool:
     """Return whether `fill_` of a partial copy has the result of a known defect, not met if `clone` sums the parts.
 
-    Args:
-        judged: describes the error of the call by a reference.
-        message: the error of the call.
+    `judged` describes the error of the call by a reference; `message` is the error of the call.
     """
     copy, size = operand.clone(), operand.device_mesh.size()
     if not (isinstance(copy, DTensor) and copy.placements[0].is_partial()):
@@ -580,10 +532,7 @@ def _wrong_result(
     """Describe the error of a call; "" if it is right: as on whole tensors, or as the `reference` is on them."""
     leaves = [full_tensor.clone().requires_grad_() for full_tensor in wholes]
     expected_output = (reference or call)(*leaves)
-    operands = [
-        placed(full_tensor, [placement], mesh).requires_grad_()
-        for full_tensor, placement in zip(wholes, places, strict=True)
-    ]
+    operands = [placed(whole, [place], mesh).requires_grad_() for whole, place in zip(wholes, places, strict=True)]
     got = call(*operands)
     if not isinstance(got, DTensor):
         return f"{subject} is not a DTensor"
@@ -592,38 +541,32 @@ def _wrong_result(
         return message or f"{subject} has requires_grad={got.requires_grad}, expected {expected_output.requires_grad}"
     if not expected_output.requires_grad:
         return message
-    weights = (torch.arange(expected_output.numel(), device="cpu").view(expected_output.shape) % 5 - 1.0).to(
-        expected_output.dtype
-    )
+    places_of_elements = torch.arange(expected_output.numel(), device="cpu").view(expected_output.shape)
+    weights = (places_of_elements % 5 - 1.0).to(expected_output.dtype)
     back = [Replicate() if isinstance(placement, Partial) else placement for placement in got.placements]
     # With allow_unused they may be None, which torch's annotations lack.
     expected_gradients: Any = torch.autograd.grad(expected_output, leaves, weights, allow_unused=True)
     gradients: Any = torch.autograd.grad(got, operands, placed(weights, back, mesh), allow_unused=True)
     for number, (gradient, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
-        if gradient is None or expected is None:
-            lost = "lost" if gradient is None else "made"
-            message = message or (
-                "" if gradient is expected else f"the gradient of operand {number} of {subject} is {lost}"
-            )
-            continue
-        assert isinstance(gradient, DTensor)
-        message = message or _differs(f"the gradient of operand {number} of {subject}", gradient, expected, mesh)
+        what = f"the gradient of operand {number} of {subject}"
+        if gradient is not None and expected is not None:
+            message = message or _differs(what, gradient, expected, mesh)
+        elif gradient is not expected:
+            message = message or f"{what} is {'lost' if gradient is None else 'made'}"
     return message
 
 
 @torch.no_grad()
 def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: DeviceMesh) -> str:
     if got.shape != expected_output.shape or got.dtype != expected_output.dtype:
-        return (
-            f"{subject} is {got.dtype}{list(got.shape)}, expected {expected_output.dtype}{list(expected_output.shape)}"
-        )
+        expected_form = f"{expected_output.dtype}{list(expected_output.shape)}"
+        return f"{subject} is {got.dtype}{list(got.shape)}, expected {expected_form}"
     partial = any(isinstance(placement, Partial) for placement in got.placements)
     local = plain(got.full_tensor() if partial else got.to_local())
     expected = expected_output if partial else part_of(expected_output, got.placements, mesh)
+    where = f"{subject}, {text_of(got.placements)}"
     if local.shape != expected.shape:
-        return (
-            f"{subject}, {text_of(got.placements)}, has a part of {list(local.shape)}, expected {list(expected.shape)}"
-        )
+        return f"{where}, has a part of {list(local.shape)}, expected {list(expected.shape)}"
     off = (local.double() - expected.double()).abs()
     # Sums of fewer than 2^8 terms below 2^8 are exact; functions of these sums round about ten times.
     most = float(expected_output.double().abs().max()) * 2.0**-18
@@ -632,7 +575,7 @@ def _differs(subject: str, got: DTensor, expected_output: torch.Tensor, mesh: De
     at = int(torch.where(off.isnan(), torch.inf, off).argmax())
     values = f"got {local.flatten()[at].item()}, expected {expected.flatten()[at].item()}"
     count = int((~(off <= most)).sum())
-    return f"{subject}, {text_of(got.placements)}: {count} of {local.numel()} elements differ: {values}"
+    return f"{where}: {count} of {local.numel()} elements differ: {values}"
 
 
 _LOSSES = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
@@ -666,11 +609,9 @@ def _judge_loss(
 ) -> None:
     """Compare the loss of operands that are divided by samples with that of the whole operands."""
     divided = [placed(full_tensor, [Shard(0)], mesh) for full_tensor in wholes]
-    replicated_options = {
-        key: placed(value, [Replicate()], mesh) if isinstance(value, torch.Tensor) else value
-        for key, value in options.items()
-    }
-    got = loss(*divided, **replicated_options)
+    tensors = {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
+    replicated = {key: placed(value, [Replicate()], mesh) for key, value in tensors.items()}
+    got = loss(*divided, **{**options, **replicated})
     assert isinstance(got, DTensor)
     mean_loss = plain(got.full_tensor())
     rows = len(wholes[0])

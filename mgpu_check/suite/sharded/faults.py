@@ -1,17 +1,10 @@
-"""Planted faults of sharding by torch.
-
-- Device meshes and DTensors.
-- FSDP2 (`fully_shard`) with its policies, and FSDP1 with its flat parameters.
-- SyncBatchNorm and ZeroRedundancyOptimizer.
-- State dicts and distributed checkpoints.
-"""
+"""Planted faults of sharding: meshes, DTensors, FSDP2 and FSDP1, SyncBatchNorm, ZeRO, and checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +33,7 @@ from mgpu_check.suite.common.faults.planting import (
     LAST_RANK,
     Count,
     around,
+    both,
     counted,
     given,
     is_last,
@@ -48,71 +42,26 @@ from mgpu_check.suite.common.faults.planting import (
     ranks_here,
     returned,
 )
-from mgpu_check.suite.common.faults.registry import FaultRow, Planter, When, caught_by, fault, register
+from mgpu_check.suite.common.faults.registry import FaultRow, When, caught_by, fault, register
 from mgpu_check.suite.sharded.dtensors import lacks
-
-device_meshes = caught_by("test_device_meshes")
-redistribution = caught_by("test_redistribution")
-losses = caught_by("test_losses_of_dtensors")
 
 _LARGE = 16_384
 _LOCAL_RANK = around(DeviceMesh, "get_local_rank")
 _REDUCE = around(Partial, "_reduce_value")
 
 
-def _is_along(real: object, self: torch.Tensor, *args: Any, **_: Any) -> bool:
-    """Return whether the last argument is the dimension that is divided."""
-    return isinstance(self, DTensor) and args[-1:] == (getattr(self.placements[0], "dim", None),)
+def _clear(values: torch.Tensor) -> None:
+    values.zero_()
 
 
-_ALONG = When("the dimension that is divided", _is_along)
-_NAMED = When("meshes of two dimensions", lambda self, dim=None: self.ndim == 2 and isinstance(dim, str))
-_LAST_OF_THREE = When("the last of three ranks or more", lambda *args: is_last() and ranks_here() > 2)
-_MAXIMUM = When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")
-_SECOND_PLACE = When("the second dimension of a mesh", lambda self, local, mesh, mesh_dim, index: mesh_dim == 1)
-_SECOND_SUM = When("the second dimension of a mesh", lambda real, self, x, mesh, dim: dim == 1 and mesh.ndim > 1)
-_LAST_GRADIENT = When("the last rank", lambda grads, *args: is_last() and grads[0] is not None)
+_ALONG = When("the dimension that is divided", lambda real, self, *args, **_:
+    isinstance(self, DTensor) and args[-1:] == (getattr(self.placements[0], "dim", None),))  # fmt: skip
 _PARTIAL = When(
     "partial operands, several ranks",
     lambda real, self, *args: (
         isinstance(self, DTensor) and any(placement.is_partial() for placement in self.placements)
     ),
 )
-_UNEQUAL_PARTS = When("parts of unequal sizes", lambda real, *tensors: all(isinstance(x, DTensor) for x in tensors))
-
-
-@device_meshes("a mesh gives the group of the other dimension", given(DeviceMesh, "get_group"), _NAMED)
-def group_of_the_other_dimension(self: DeviceMesh, mesh_dim: str) -> tuple[DeviceMesh, str]:
-    axis_names = self.mesh_dim_names or ()
-    return self, axis_names[1 - axis_names.index(mesh_dim)]
-
-
-@device_meshes("DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group", _LOCAL_RANK,
-    When("meshes of two dimensions with unsorted ranks, dimension given by number",
-        lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None),
-    least_gpus=2)  # fmt: skip
-def local_rank_of_the_place(real: Any, self: Any, mesh_dim: int) -> int:
-    coordinate: list[int] = self.get_coordinate()
-    return coordinate[mesh_dim]
-
-
-@redistribution("gathered tensors end with a slice of padding", returned(Shard, "_to_replicate_tensor"),
-    When("sizes that are no multiple of the number of ranks",
-        lambda tensor, self, local, mesh, dim, shape: tensor.shape[self.dim] % mesh.size(dim) > 0))  # fmt: skip
-def padding_gathered(full_tensor: torch.Tensor, self: Shard, *args: Any) -> None:
-    full_tensor.narrow(self.dim, full_tensor.shape[self.dim] - 1, 1).zero_()
-
-
-@redistribution("partial maxima are added up", _REDUCE, _MAXIMUM)
-def maxima_added_up(real: Any, self: Partial, *args: Any) -> torch.Tensor:
-    added: torch.Tensor = real(Partial("sum"), *args)
-    return added
-
-
-@redistribution("reduce-scatter of partial sums loses the last element", returned(Shard, "_reduce_shard_tensor"),
-    When("parts above 16 Ki elements", lambda shard, *args: shard.numel() > _LARGE))  # fmt: skip
-def large_parts_reduced_short(shard: torch.Tensor, *args: Any) -> None:
-    shard.view(-1)[-1] = 0
 
 
 @fault("functions of partial tensors are applied to each part before the sum", "test_operators_on_dtensors",
@@ -121,11 +70,6 @@ def partial_operands_not_reduced(real: Any, x: DTensor, *args: Any) -> DTensor:
     """As if the functions were linear, or along another dimension."""
     shard = real(x.to_local(), *args)
     return DTensor.from_local(shard, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-
-
-@losses("l1_loss of DTensors averages the means of the parts", around(F, "l1_loss"), _UNEQUAL_PARTS)
-def mean_of_unequal_parts(real: Any, x: DTensor, y: DTensor) -> DTensor:
-    return DTensor.from_local(real(x.to_local(), y.to_local()), x.device_mesh, [Partial("avg")], run_check=False)
 
 
 _OF_TURNS = (
@@ -137,8 +81,7 @@ _OF_TURNS = (
 register(
     __name__,
     FaultRow("local-rank-of-the-world", "DeviceMesh.get_local_rank returns the global rank", "test_device_meshes",
-        _LOCAL_RANK, lambda real, self, *_: self.get_rank(),
-        When("the last rank of a mesh of two dimensions or more",
+        _LOCAL_RANK, lambda real, self, *_: self.get_rank(), When("the last rank of a mesh of two dimensions or more",
             lambda real, self, dim=None: self.ndim > 1 and is_last())),
     FaultRow("other-dimensions-taken-out",
         "a slice of the outer two dimensions of a mesh returns the first and the last", "test_device_meshes",
@@ -148,7 +91,8 @@ register(
         least_gpus=4),
     FaultRow("exchanged-out-of-order", "a change of the shard dimension reverses the order of elements",
         "test_redistribution", returned(Shard, "_to_new_shard_dim"),
-        lambda shard, self, *_: shard.flip(self.dim).contiguous(), _LAST_OF_THREE),
+        lambda shard, self, *_: shard.flip(self.dim).contiguous(),
+        When("the last of three ranks or more", lambda *args: is_last() and ranks_here() > 2)),
     FaultRow("own-data-distributed", "distribute_tensor shards each rank's own tensor instead of rank 0's",
         "test_redistribution", around(Shard, "_make_shard_tensor"),
         lambda real, cls, dim, tensor, mesh, mesh_dim, *_: real(cls, dim, tensor, mesh, mesh_dim, None),
@@ -157,9 +101,11 @@ register(
         around(_random.OffsetBasedRNGTracker, "_set_pre_op_offset"), lambda *_: None, "parts of divided DTensors"),
     FaultRow("cut-for-the-neighbour", "a rank gets the shard of the next rank", "test_redistribution_in_two_dimensions",
         given(Shard, "_replicate_to_shard"),
-        lambda self, local, mesh, dim, index: (self, local, mesh, dim, (int(index) + 1) % mesh.size(1)), _SECOND_PLACE),
+        lambda self, local, mesh, dim, index: (self, local, mesh, dim, (int(index) + 1) % mesh.size(1)),
+        When("the second dimension of a mesh", lambda self, local, mesh, mesh_dim, index: mesh_dim == 1)),
     FaultRow("second-dimension-not-reduced", "partial sums are reduced over the first dimension of the mesh only",
-        "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(), _SECOND_SUM),
+        "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, tensor, *_: tensor.clone(),
+        When("the second dimension of a mesh", lambda real, self, x, mesh, dim: dim == 1 and mesh.ndim > 1)),
     FaultRow("second-averages-added-up", "averages over the second dimension of a mesh are added up",
         "test_redistribution_in_two_dimensions", _REDUCE, lambda real, self, *args: real(Partial("sum"), *args),
         When("partial averages", lambda real, self, x, mesh, dim: self.reduce_op == "avg" and dim == 1), least_gpus=4),
@@ -180,8 +126,7 @@ register(
         around(DTensor, "full_tensor"), lambda real, self, **_: real(self), "full_tensor with grad_placements"),
     FaultRow("sharded-twice-gathered-in-reverse", "full_tensor takes nested shards in the wrong order",
         "test_redistribution_in_two_dimensions", returned(DTensor, "full_tensor"),
-        lambda full_tensor, *_, **__: full_tensor.flip(0),
-        When("two dimensions that both divide the first",
+        lambda full_tensor, *_, **__: full_tensor.flip(0), When("two dimensions that both divide the first",
             lambda full_tensor, self, **_: tuple(self.placements) == (Shard(0), Shard(0)))),
     FaultRow("moved-as-it-is", "redistribute ignores forward_dtype", "test_making_dtensors",
         around(DTensor, "redistribute"), lambda real, *args, forward_dtype=None, **kwargs: real(*args, **kwargs),
@@ -196,10 +141,36 @@ register(
             real(x.to_local(), *dim, **options), x.device_mesh, [Replicate()], run_check=False), _ALONG),
     FaultRow("redistributed-gradient-doubled", "the gradient of redistribution is doubled on one rank",
         "test_gradients_of_redistribution", returned(redistribute.Redistribute, "backward"),
-        lambda grads, *_: (grads[0] * 2, *grads[1:]), _LAST_GRADIENT),
+        lambda grads, *_: (grads[0] * 2, *grads[1:]),
+        When("the last rank", lambda grads, *args: is_last() and grads[0] is not None)),
     FaultRow("gradient-placements-ignored", "to_local ignores grad_placements, so partial gradients count as full",
         "test_gradients_of_redistribution", given(api._ToTorchTensor, "forward"),
         lambda ctx, tensor, *_: (ctx, tensor, None), "to_local with placements of the gradient"),
+    FaultRow("group-of-the-other-dimension", "a mesh gives the group of the other dimension", "test_device_meshes",
+        given(DeviceMesh, "get_group"),
+        lambda self, dim: (self, self.mesh_dim_names[1 - self.mesh_dim_names.index(dim)]),
+        When("meshes of two dimensions", lambda self, dim=None: self.ndim == 2 and isinstance(dim, str))),
+    FaultRow("local-rank-of-the-place",
+        "DeviceMesh.get_local_rank returns the coordinate instead of the rank in the group", "test_device_meshes",
+        _LOCAL_RANK, lambda real, self, dim: self.get_coordinate()[dim],
+        When("meshes of two dimensions with unsorted ranks, dimension given by number",
+            lambda real, self, dim=None: self.ndim == 2 and isinstance(dim, int) and self.get_coordinate() is not None),
+        2),
+    FaultRow("padding-gathered", "gathered tensors end with a slice of padding", "test_redistribution",
+        returned(Shard, "_to_replicate_tensor"),
+        lambda tensor, self, *_: _clear(tensor.narrow(self.dim, tensor.shape[self.dim] - 1, 1)),
+        When("sizes that are no multiple of the number of ranks",
+            lambda tensor, self, local, mesh, dim, shape: tensor.shape[self.dim] % mesh.size(dim) > 0)),
+    FaultRow("maxima-added-up", "partial maxima are added up", "test_redistribution", _REDUCE,
+        lambda real, self, *args: real(Partial("sum"), *args),
+        When("Partial('max') only", lambda real, self, *args: self.reduce_op == "max")),
+    FaultRow("large-parts-reduced-short", "reduce-scatter of partial sums loses the last element",
+        "test_redistribution", returned(Shard, "_reduce_shard_tensor"), lambda shard, *_: _clear(shard.view(-1)[-1:]),
+        When("parts above 16 Ki elements", lambda shard, *args: shard.numel() > _LARGE)),
+    FaultRow("mean-of-unequal-parts", "l1_loss of DTensors averages the means of the parts", "test_losses_of_dtensors",
+        around(F, "l1_loss"), lambda real, x, y: DTensor.from_local(
+            real(x.to_local(), y.to_local()), x.device_mesh, [Partial("avg")], run_check=False),
+        When("parts of unequal sizes", lambda real, *tensors: all(isinstance(x, DTensor) for x in tensors))),
 )  # fmt: skip
 
 
@@ -221,16 +192,6 @@ mixed_precision = caught_by("test_mixed_precision")
 flat_parameters = caught_by("test_flat_parameters")
 
 _ACCUMULATE = "accumulate_unsharded_grad_if_needed"
-_THREE_RANKS = When("three ranks or more", lambda *args, **kwargs: is_last() and ranks_here() > 2)
-# The first assignment is the initial value of the parameter, not a gradient.
-_COLUMNS = When(
-    "shard_placement_fn, parameters that are divided by another dimension than the first",
-    lambda self, tensor: self.fsdp_placement.dim and hasattr(self, "sharded_param"),
-)
-_DTENSORS = When(
-    "parameters that were DTensors", lambda self, tensor: self.is_dtensor and hasattr(self, "sharded_param")
-)
-_INFINITE = When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))
 
 
 @fully_shard("the all-gather of parameters returns a stale result on one rank",
@@ -305,22 +266,6 @@ def fetched_too_early() -> Iterator[None]:
         yield
 
 
-@fully_shard("parameters resharded to two ranks after forward return as zeros on the second",
-    returned(FSDPParam, "to_sharded_post_forward"),
-    When("reshard_after_forward=2, one of two ranks",
-        lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1), least_gpus=4)  # fmt: skip
-def half_of_a_pair_lost(result: None, self: Any) -> None:
-    self._sharded_post_forward_param_data.zero_()
-
-
-@fully_shard("the last of several layers sharded together has no gradient", given(FSDPParamGroup, "post_backward"),
-    When("fully_shard of several layers", lambda self, *args: len(self.modules) > 1))  # fmt: skip
-def last_of_a_group_forgotten(self: Any, *args: Any) -> None:
-    gradient = self.fsdp_params[-1].unsharded_param.grad
-    if gradient is not None:
-        gradient.zero_()
-
-
 @fault("gradients are not reduced among replicas", "test_hybrid_shard", when="meshes of two dimensions")
 def repeats_not_reduced() -> Iterator[None]:
     reducing: list[bool] = []
@@ -380,20 +325,6 @@ def third_micro_batch_dropped(self: Any) -> None:
         new.zero_()
 
 
-@fault("infinity norms of parts are added up instead of their maximum", "test_clipping",
-       by=returned(clip_grad, "_get_total_norm"), when=_INFINITE)  # fmt: skip
-def largest_of_parts_added_up(norm: torch.Tensor, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    ranks: int = tensors[0].device_mesh.size()
-    return norm * ranks
-
-
-@flat_parameters("gradients of a flat parameter under no_sync are forgotten", given(runtime, "_post_backward_hook"),
-    When("no_sync", lambda state, *args: not state._sync_gradients))  # fmt: skip
-def unsynchronized_gradients_forgotten(state: Any, handle: Any, *args: Any) -> None:
-    if handle.flat_param.grad is not None:
-        handle.flat_param.grad.zero_()
-
-
 @flat_parameters("hybrid strategies of FSDP1 do not reduce gradients over replicas", around(runtime, "_reduce_grad"),
     "HYBRID_SHARD")  # fmt: skip
 def flat_repeats_not_reduced(real: Any, state: Any, handle: Any) -> None:
@@ -409,9 +340,12 @@ register(
     FaultRow("divisor-rounded", "the number that divides gradients is rounded to a power of two",
         ("test_fully_shard", "test_hybrid_shard"), given(FSDPModule, "set_gradient_divide_factor"),
         lambda self, factor: (self, 2.0 ** int(math.log2(factor))), "other divisors than powers of two"),
+    # The first assignment is the initial value of the parameter, not a gradient.
     FaultRow("columns-of-a-gradient-reversed", "the columns of a gradient come in reverse order", "test_hybrid_shard",
         given(FSDPParam, "to_sharded_dtensor"),
-        lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()), _COLUMNS),
+        lambda self, tensor: (self, tensor.flip(self.fsdp_placement.dim).contiguous()),
+        When("shard_placement_fn, parameters that are divided by another dimension than the first",
+            lambda self, tensor: self.fsdp_placement.dim and hasattr(self, "sharded_param"))),
     *(
         FaultRow("inputs-cast-anyway", "fully_shard casts inputs in spite of cast_forward_inputs=False",
             "test_options_of_fully_shard", around(FSDPState, "_cast_forward_inputs"),
@@ -423,8 +357,7 @@ register(
     FaultRow("flat-inputs-cast-anyway", "FSDP1 casts inputs in spite of cast_root_forward_inputs=False",
         "test_options_of_flat_parameters", around(runtime, "_root_cast_forward_input"),
         lambda real, state, _, args, kwargs: torch.distributed.utils._cast_forward_inputs(
-            state.mixed_precision.param_dtype, *args, **kwargs),
-        "cast_root_forward_inputs=False"),
+            state.mixed_precision.param_dtype, *args, **kwargs), "cast_root_forward_inputs=False"),
     FaultRow("hook-of-flat-copy", "the communication hook of FSDP1 gets a copy of the gradients",
         "test_options_of_flat_parameters", given(FullyShardedDataParallel, "register_comm_hook"),
         lambda self, state, hook: (self, state, lambda state, gradient, *rest: hook(state, gradient.clone(), *rest)),
@@ -446,13 +379,14 @@ register(
     *(
         FaultRow("gradients-of-dtensors-doubled", "gradients of parameters that were DTensors are added twice",
             "test_fully_shard", given(FSDPParam, "to_sharded_dtensor"), lambda self, tensor: (self, 2 * tensor),
-            _DTENSORS)
+            When("parameters that were DTensors",
+                lambda self, tensor: self.is_dtensor and hasattr(self, "sharded_param")))
         for _ in range(hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
     ),
     FaultRow("last-rank-not-reduced", "the reduce-scatter of gradients leaves out the last rank", "test_fully_shard",
-        around(DefaultReduceScatter, "__call__"),
-        lambda real, self, output_tensor, input_tensor, *args, **kw:
-            real(self, output_tensor, torch.zeros_like(input_tensor), *args, **kw), _THREE_RANKS),
+        around(DefaultReduceScatter, "__call__"), lambda real, self, output_tensor, input_tensor, *args, **kw:
+            real(self, output_tensor, torch.zeros_like(input_tensor), *args, **kw), When("three ranks or more",
+            lambda *args, **kwargs: is_last() and ranks_here() > 2)),
     FaultRow("scattered-gradients-forgotten",
         "gradients that were reduce-scattered, but not yet all-reduced over replicas, are lost", "test_hybrid_shard",
         returned(FSDPParamGroup, "post_backward"),
@@ -467,9 +401,26 @@ register(
         When("MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
             lambda result, self, policy: policy.param_dtype is None)),
     FaultRow("norm-of-the-part", "FSDP1 clips by the norm of each rank's part", "test_flat_parameters",
-        around(FullyShardedDataParallel, "clip_grad_norm_"),
-        lambda real, self, max_norm, norm_type=2.0:
+        around(FullyShardedDataParallel, "clip_grad_norm_"), lambda real, self, max_norm, norm_type=2.0:
             torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type), "several ranks"),
+    FaultRow("half-of-a-pair-lost", "parameters resharded to two ranks after forward return as zeros on the second",
+        "test_fully_shard", returned(FSDPParam, "to_sharded_post_forward"),
+        lambda result, self: _clear(self._sharded_post_forward_param_data),
+        When("reshard_after_forward=2, one of two ranks",
+            lambda result, self: self.post_forward_mesh_info.shard_mesh_rank == 1), 4),
+    FaultRow("largest-of-parts-added-up", "infinity norms of parts are added up instead of their maximum",
+        "test_clipping", returned(clip_grad, "_get_total_norm"),
+        lambda norm, tensors, *_, **__: norm * tensors[0].device_mesh.size(),
+        When("the norm inf", lambda norm, tensors, norm_type=2.0, *args, **kwargs: norm_type == float("inf"))),
+    FaultRow("unsynchronized-gradients-forgotten", "gradients of a flat parameter under no_sync are forgotten",
+        "test_flat_parameters", given(runtime, "_post_backward_hook"),
+        lambda state, handle, *_: handle.flat_param.grad is not None and handle.flat_param.grad.zero_(),
+        When("no_sync", lambda state, *args: not state._sync_gradients)),
+    FaultRow("last-of-a-group-forgotten", "the last of several layers sharded together has no gradient",
+        "test_fully_shard", given(FSDPParamGroup, "post_backward"),
+        lambda self, *_: [param.unsharded_param.grad.zero_() for param in self.fsdp_params[-1:]
+            if param.unsharded_param.grad is not None],
+        When("fully_shard of several layers", lambda self, *args: len(self.modules) > 1)),
 )  # fmt: skip
 
 
@@ -481,15 +432,7 @@ _ZERO = "torch.distributed.optim:ZeroRedundancyOptimizer"
 """Imported by its faults only, because this import makes torch compile functions of the optimizers."""
 _LAST = When("on the last rank", lambda *args, **kwargs: is_last())
 _EMPTY = When("a rank without samples", lambda real, self, x: not x.numel())
-_AS_VIEWS = keyword("parameters_as_bucket_view", True)
 _VIEWS = When("parameters_as_bucket_view", lambda real, self: self.parameters_as_bucket_view and is_last())
-
-
-@sync_batchnorm("SyncBatchNorm weighs all ranks alike", given(torch, "batch_norm_gather_stats_with_counts"),
-    "different numbers of samples")  # fmt: skip
-def samples_not_counted(*args: Any) -> tuple[Any, ...]:
-    *others, counts = args
-    return (*others, torch.full_like(counts, float(counts.mean())))
 
 
 @sync_batchnorm("SyncBatchNorm of a rank without samples keeps the statistics of before",
@@ -547,13 +490,6 @@ def state_put_together_in_part(state: dict[str, Any], self: Any) -> None:
     entry["exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
 
 
-@zero_redundancy_state("a loaded state has the rate of the first group in all groups",
-    returned(_ZERO, "load_state_dict"), "the second group of parameters")  # fmt: skip
-def rates_of_groups_lost(result: None, self: Any, state: Any) -> None:
-    for group in (*self.param_groups, *self.optim.param_groups):
-        group["lr"] = self.param_groups[0]["lr"]
-
-
 @zero_redundancy_state("of the changes of a scheduler, only the learning rate reaches the optimizers of the ranks",
     around(_ZERO, "_sync_param_groups"), "a weight decay that changes")  # fmt: skip
 def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -563,23 +499,12 @@ def rates_alone_shared(real: Any, source: list[dict[str, Any]], target: list[dic
         group["weight_decay"] = decay
 
 
-@zero_redundancy_state(
-    "a step resets the changes of a scheduler, which a consolidation would have kept", given(_ZERO, "_local_step")
-)
-def changes_lost_in_step(self: Any, *args: Any, **kwargs: Any) -> None:
-    self._sync_param_groups(self.optim.param_groups, self.param_groups)
-
-
 @zero_redundancy_state("the first consolidated state is returned by all later calls",
     around(_ZERO, "consolidate_state_dict"), "the second consolidation")  # fmt: skip
 def consolidated_once(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     before = self._all_state_dicts
     real(self, *args, **kwargs)
     self._all_state_dicts = before or self._all_state_dicts
-
-
-def _without_decay(real: Any, self: Any, *args: Any, weight_decay: float = 0.0, **kwargs: Any) -> None:
-    real(self, *args, **kwargs)
 
 
 register(
@@ -596,40 +521,30 @@ register(
         "test_zero_redundancy_state", given(_ZERO, "_sync_param_groups"),
         lambda source, target: (source[:1], target[:1]), "ZeroRedundancyOptimizer, two groups"),
     FaultRow("defaults-of-views-lost", "the default weight decay is lost with parameters_as_bucket_view",
-        "test_zero_redundancy_state", around(_ZERO, "__init__"), _without_decay, _AS_VIEWS),
+        "test_zero_redundancy_state", around(_ZERO, "__init__"),
+        lambda real, self, *args, weight_decay=0.0, **kwargs: real(self, *args, **kwargs),
+        keyword("parameters_as_bucket_view", True)),
     FaultRow("group-lost-in-conversion", "convert_sync_batchnorm ignores process_group", "test_sync_batchnorm",
         returned(nn.SyncBatchNorm, "__init__"),
         lambda result, self, *args, **kwargs: setattr(self, "process_group", None), "process_group="),
     FaultRow("conversion-thaws", "convert_sync_batchnorm unfreezes parameters", "test_sync_batchnorm",
         returned(nn.SyncBatchNorm, "convert_sync_batchnorm"), lambda layer, *args: layer.requires_grad_(True),
         "parameters that need no gradient"),
+    FaultRow("samples-not-counted", "SyncBatchNorm weighs all ranks alike", "test_sync_batchnorm",
+        given(torch, "batch_norm_gather_stats_with_counts"),
+        lambda *args: (*args[:-1], torch.full_like(args[-1], float(args[-1].mean()))), "different numbers of samples"),
+    FaultRow("rates-of-groups-lost", "a loaded state has the rate of the first group in all groups",
+        "test_zero_redundancy_state", returned(_ZERO, "load_state_dict"),
+        lambda result, self, state: [group.update(lr=self.param_groups[0]["lr"])
+            for group in (*self.param_groups, *self.optim.param_groups)], "the second group of parameters"),
+    FaultRow("changes-lost-in-step", "a step resets the changes of a scheduler, which a consolidation would have kept",
+        "test_zero_redundancy_state", given(_ZERO, "_local_step"),
+        lambda self, *_, **__: self._sync_param_groups(self.optim.param_groups, self.param_groups)),
 )  # fmt: skip
 
 
 state_dict = caught_by("test_state_dict")
 distributed_checkpoint = caught_by("test_distributed_checkpoint")
-
-_LARGE_PARTS = When("parts above 16 Ki elements", lambda self, item, tensor: tensor.numel() > _LARGE)
-
-
-def _both(outer: Planter, inner: Planter) -> Planter:
-    """Plant a function by two planters."""
-
-    @contextlib.contextmanager
-    def plant(function: Callable[..., Any]) -> Iterator[None]:
-        with outer(function), inner(function):
-            yield
-
-    return plant
-
-
-@state_dict("a full state dict distributed by rank 0 is cut at the wrong rows", given(utils, "_distribute_tensors"),
-    When("the last rank, tensors of two dimensions", lambda *args, **kwargs: is_last()))  # fmt: skip
-def full_state_cut_wrongly(local: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
-    for key in keys:
-        # Entries of tensors that are not sharded are not pairs.
-        if isinstance(local[key], tuple) and local[key][1].dim() == 2:
-            local[key] = (local[key][0], local[key][1].roll(1, 0))
 
 
 @state_dict("0-dim buffers keep their old values on the last rank", around(state_dicts, "_broadcast_state_dict"),
@@ -642,21 +557,8 @@ def counts_not_given_out(real: Any, full: Any, local: dict[str, Any], *args: Any
         local.update(before)
 
 
-@state_dict("the momentum is not distributed with the parameters", returned(torch.optim.Optimizer, "load_state_dict"))
-def momentum_not_given_out(result: None, self: torch.optim.Optimizer, state_dict: object) -> None:
-    for entry in self.state.values():
-        if entry.get("momentum_buffer") is not None:
-            entry["momentum_buffer"] = entry["momentum_buffer"] * 0
-
-
-@distributed_checkpoint("tensors read from a checkpoint lack the last element",
-    given(DefaultLoadPlanner, "commit_tensor"), _LARGE_PARTS)  # fmt: skip
-def large_parts_read_short(self: Any, item: Any, tensor: torch.Tensor) -> None:
-    tensor.detach()[-1] = 0
-
-
 @distributed_checkpoint("async_save does not copy CPU tensors, so it writes later changes",
-    _both(returned(staging.DefaultStager, "stage"), returned(staging.BlockingAsyncStager, "stage")),
+    both(returned(staging.DefaultStager, "stage"), returned(staging.BlockingAsyncStager, "stage")),
     "async_save, tensors of the CPU that change meanwhile")  # fmt: skip
 def host_memory_not_staged(staged_state: Any, self: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """They need no copy from a device, so the copy is skipped."""
@@ -678,13 +580,6 @@ _FLAT = returned(state_dicts, "_unflatten_optim_state_dict")
 _SEVERAL_GROUPS = "flatten_optimizer_state_dict, several groups of parameters"
 
 
-@distributed_checkpoint("all parameter groups of a flat optimizer state have the learning rate of the first", _FLAT,
-    _SEVERAL_GROUPS)  # fmt: skip
-def flat_rates_of_the_first_group(flat_state: dict[str, Any], *args: Any) -> None:
-    for group in flat_state["param_groups"]:
-        group["lr"] = flat_state["param_groups"][0]["lr"]
-
-
 @distributed_checkpoint("parameter groups after the first of a flat optimizer state have no momentum", _FLAT,
     _SEVERAL_GROUPS)  # fmt: skip
 def flat_momentum_of_the_first_group(flat_state: dict[str, Any], *args: Any) -> None:
@@ -700,23 +595,10 @@ def lacking_set_to_zero(plan: Any, state: dict[str, Any], metadata: Any, *args: 
             value.zero_()
 
 
-@fault("get_optimizer_state_dict gives steps of zero", "test_options_of_state_dicts",
-       by=returned("mgpu_check.suite.sharded.checkpoint_options", "get_optimizer_state_dict"),
-       when="nested states, optimizers that count steps")  # fmt: skip
-def steps_lost_apart(state: dict[str, Any], *_: Any, **__: Any) -> None:
-    for entry in state.get("state", {}).values():
-        entry["step"] = entry["step"] * 0
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
-
-
 register(
     __name__,
     FaultRow("zeros-saved", "a checkpoint has zeros for some tensors", "test_distributed_checkpoint",
-        returned(DefaultSavePlanner, "resolve_data"), lambda tensor, *_: torch.zeros_like(tensor),
-        When("bfloat16 only",
+        returned(DefaultSavePlanner, "resolve_data"), lambda tensor, *_: torch.zeros_like(tensor), When("bfloat16 only",
             lambda tensor, *args: isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16)),
     FaultRow("state-of-whole-parameters", "a state dict of layers that are gathered has whole parameters",
         "test_state_dict",
@@ -737,8 +619,7 @@ register(
         counted("every seventh tensor", lambda count: count.every(7)) & _LAST),
     FaultRow("scalars-not-loaded", "0-dim tensors keep their values when a checkpoint is loaded",
         "test_distributed_checkpoint", returned(DefaultLoadPlanner, "resolve_tensor"),
-        lambda tensor, *_: tensor.clone(),
-        When("tensors without dimensions", lambda tensor, *args: not tensor.dim())),
+        lambda tensor, *_: tensor.clone(), When("tensors without dimensions", lambda tensor, *args: not tensor.dim())),
     FaultRow("lacking-passed-over", "missing entries of a checkpoint are ignored", "test_distributed_checkpoint",
         around(default_planner, "create_default_local_load_plan"),
         lambda real, state, metadata, *_: real(state, metadata, False), "a tensor that was not saved"),
@@ -747,7 +628,30 @@ register(
         lambda real, *args, cpu_offload=False, **kwargs: real(*args, **kwargs)),
     FaultRow("saved-in-the-order-of-memory", "a transposed matrix is saved in the order of its memory",
         "test_distributed_checkpoint", returned(DefaultSavePlanner, "resolve_data"),
-        lambda tensor, *_: tensor.t().reshape(tensor.shape),
-        When("matrices that are transposed",
-            lambda tensor, *_: isinstance(tensor, torch.Tensor) and _is_transposed(tensor))),
+        lambda tensor, *_: tensor.t().reshape(tensor.shape), When("matrices that are transposed",
+            lambda tensor, *_: isinstance(tensor, torch.Tensor) and tensor.dim() == 2
+            and not tensor.is_contiguous() and tensor.t().is_contiguous())),
+    # Entries of tensors that are not sharded are not pairs.
+    FaultRow("full-state-cut-wrongly", "a full state dict distributed by rank 0 is cut at the wrong rows",
+        "test_state_dict", given(utils, "_distribute_tensors"), lambda local, keys, *_, **__: local.update({
+            key: (local[key][0], local[key][1].roll(1, 0)) for key in keys
+            if isinstance(local[key], tuple) and local[key][1].dim() == 2}),
+        When("the last rank, tensors of two dimensions", lambda *args, **kwargs: is_last())),
+    FaultRow("momentum-not-given-out", "the momentum is not distributed with the parameters", "test_state_dict",
+        returned(torch.optim.Optimizer, "load_state_dict"),
+        lambda result, self, state_dict: [entry.update(momentum_buffer=entry["momentum_buffer"] * 0)
+            for entry in self.state.values() if entry.get("momentum_buffer") is not None]),
+    FaultRow("large-parts-read-short", "tensors read from a checkpoint lack the last element",
+        "test_distributed_checkpoint", given(DefaultLoadPlanner, "commit_tensor"),
+        lambda self, item, tensor: tensor.detach()[-1:].zero_(),
+        When("parts above 16 Ki elements", lambda self, item, tensor: tensor.numel() > _LARGE)),
+    FaultRow("flat-rates-of-the-first-group",
+        "all parameter groups of a flat optimizer state have the learning rate of the first",
+        "test_distributed_checkpoint", _FLAT, lambda flat, *_: {**flat, "param_groups": [
+            {**group, "lr": flat["param_groups"][0]["lr"]} for group in flat["param_groups"]]}, _SEVERAL_GROUPS),
+    FaultRow("steps-lost-apart", "get_optimizer_state_dict gives steps of zero", "test_options_of_state_dicts",
+        returned("mgpu_check.suite.sharded.checkpoint_options", "get_optimizer_state_dict"),
+        lambda state, *_, **__: {**state, "state": {
+            name: {**entry, "step": entry["step"] * 0} for name, entry in state["state"].items()
+            }} if "state" in state else None, "nested states, optimizers that count steps"),
 )  # fmt: skip

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles import training_steps as recipe
 from mgpu_check.oracles.reference_training import one_device, own_part, own_results, sgd
 from mgpu_check.oracles.training_cases import ExactTraining
-from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.suite.sharded.checkpoints import give_full_state, take_full_state
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand
 from mgpu_check.torch_hooks.tensors import copied
@@ -37,10 +37,9 @@ PREFIX = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class Way:
-    """A configuration of `FullyShardedDataParallel`.
+    """A configuration of `FullyShardedDataParallel`: a member of `ShardingStrategy`, and options.
 
     Attributes:
-        strategy: a member of `ShardingStrategy`.
         named: parameters keep their names and shapes (``use_orig_params``), so each has a gradient of its own.
         unsynchronized: the first micro-batch runs under ``no_sync``.
         ahead: the parameters of the next layer are fetched while a layer computes, in both passes.
@@ -56,26 +55,17 @@ class Way:
         return "FullyShardedDataParallel, " + ", ".join(word for word in words if word)
 
 
+_AHEAD = {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
 _WAYS = (Way("FULL_SHARD", unsynchronized=True, ahead=True), Way("SHARD_GRAD_OP", named=False), Way("HYBRID_SHARD"))
 
 
-def _wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShardedDataParallel:
+def _plainly_wrapped(training: ExactTraining, rank: Rank, way: Way) -> FullyShardedDataParallel:
     """Return the model of a training on the device of `rank`, with each linear layer and the whole model wrapped."""
-    options: dict[str, Any] = {"use_orig_params": way.named, "device_id": rank.device}
-    if way.ahead:
-        options |= {
-            "forward_prefetch": True,
-            "limit_all_gathers": False,
-            "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
-        }
+    options: dict[str, Any] = {"limit_all_gathers": False} if way.ahead else {}
     if way.strategy == "HYBRID_SHARD":
         options["device_mesh"] = init_device_mesh("cuda", near_square(rank.size), mesh_dim_names=("repeat", "shard"))
-    return FullyShardedDataParallel(
-        training.model().to(rank.device),
-        sharding_strategy=ShardingStrategy[way.strategy],
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        **options,
-    )
+    defaults = {name: values[0] for name, values in _OPTIONS.items()}
+    return _wrapped(training, rank, {**defaults, **vars(way)}, options)
 
 
 @contextlib.contextmanager
@@ -90,24 +80,18 @@ def quiet() -> Iterator[None]:
 def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that a model in `FullyShardedDataParallel` trains as on one device. A collective.
 
-    The configurations free parameters after the forward pass, keep them until the backward pass, fetch them ahead, and
-    repeat shards over one dimension of a mesh. The first step accumulates gradients over two micro-batches; one
-    configuration skips the reduction after the first. FSDP divides gradients by the number of ranks, so the loss is
-    multiplied by it. The norm from clipping must cover all gradients.
+    The first step accumulates gradients over two micro-batches; one configuration skips the reduction after the first.
+    FSDP divides gradients by the number of ranks, so the loss is multiplied by it. The norm from clipping must cover
+    all gradients.
     """
     expected = one_device(training)
     wanted = own_results(training, expected, rank)
     with Findings() as findings, quiet():
         for way in _WAYS:
             subject = f"{way}, on {rank.device}"
-            model = _wrapped(training, rank, way)
+            model = _plainly_wrapped(training, rank, way)
             optimizer = sgd(training, model)
-            got: dict[str, torch.Tensor] = {}
-            for step, batch in enumerate(training.batches(), 1):
-                outputs = step_of(
-                    model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1
-                )
-                got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs)}
+            got = _trained(training, model, optimizer, rank, way)
             norm = float(model.clip_grad_norm_(1e30))
             with findings.collected():
                 assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
@@ -117,7 +101,18 @@ def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
                 _judge_parts(model, training, rank, way, subject)
 
 
-def step_of(
+def _trained(
+    training: ExactTraining, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, rank: Rank, way: Way
+) -> dict[str, torch.Tensor]:
+    """Return outputs, gradients and parameters after each step; the first has two micro-batches."""
+    got: dict[str, torch.Tensor] = {}
+    for step, batch in enumerate(training.batches(), 1):
+        outputs = _step_of(model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1)
+        got |= _whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs)}
+    return got
+
+
+def _step_of(
     model: FullyShardedDataParallel,
     optimizer: torch.optim.Optimizer,
     samples: tuple[torch.Tensor, torch.Tensor],
@@ -139,11 +134,8 @@ def step_of(
     return torch.cat(outputs)
 
 
-def whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, torch.Tensor]:
-    """Gather parameters, and gradients if they have names, under the names of `reference_training.seen`.
-
-    A collective.
-    """
+def _whole_of(model: FullyShardedDataParallel, step: int, way: Way) -> dict[str, torch.Tensor]:
+    """Gather parameters, and gradients if they have names, as `reference_training.seen` names them. A collective."""
     tensors = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
         for name, value in model.named_parameters():
@@ -161,11 +153,8 @@ def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, subj
     # Squares, sums and roots in float32 round once each: see `mgpu_check.numerics.bounds`.
     most = expected * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
     if not abs(norm - expected) <= most:
-        raise GradientMismatch(
-            f"{subject}, rank {rank.index}: clip_grad_norm_ gives a norm of {norm!r}, "
-            f"expected {expected!r} ± {most:.2g}",
-            ranks=[rank.index],
-        )
+        text = f"clip_grad_norm_ gives a norm of {norm!r}, expected {expected!r} ± {most:.2g}"
+        raise GradientMismatch(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: Way, subject: str) -> None:
@@ -176,33 +165,30 @@ def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank:
     totals = [sum(value.numel() for value in layer.parameters()) for layer in training.layers()]
     expected = [-(-count // rank.size) for count in totals]
     if got != expected:
-        raise ShardError(
-            f"{subject}, rank {rank.index}: holds {got} elements of the layers, expected {expected} of {totals}",
-            ranks=[rank.index],
-        )
+        text = f"holds {got} elements of the layers, expected {expected} of {totals}"
+        raise ShardError(f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     """Assert that full state dicts under `FullyShardedDataParallel` equal those of one device. A collective.
 
-    A model with another configuration loads the state dicts of model and optimizer, and must then train as on one
-    device.
+    A model with another configuration loads them, and must then train as on one device.
     """
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]
     subject = f"full state dict of {before}, on {rank.device}"
     with Findings() as findings, quiet():
-        model = _wrapped(training, rank, before)
+        model = _plainly_wrapped(training, rank, before)
         optimizer = sgd(training, model)
-        step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
+        _step_of(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
         state = take_full_state(training, model, optimizer, expected, findings, subject, rank)
         if findings.anywhere(rank):
             return  # rank 0 would broadcast the wrong state, and all ranks would report it again
-        fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
+        fresh = _plainly_wrapped(replace(training, seed=training.seed + 1), rank, after)
         fresh_optimizer = sgd(training, fresh)
         give_full_state(training, state, fresh, fresh_optimizer)
-        step_of(fresh, fresh_optimizer, own_part(training.batches()[1], rank), rank.size, after, windows=1)
-        got = whole_of(fresh, 2, after)
+        _step_of(fresh, fresh_optimizer, own_part(training.batches()[1], rank), rank.size, after, windows=1)
+        got = _whole_of(fresh, 2, after)
         with findings.collected():
             assert_same(got, {name: expected[name] for name in got}, f"{subject}, loaded, then one step", rank.index)
 
@@ -247,11 +233,9 @@ def _together(row: Mapping[str, Any]) -> bool:
 
 
 def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
-    """Assert that a model in `FullyShardedDataParallel` trains as on one device with each pair of options. A
-    collective.
+    """Assert that a model in `FullyShardedDataParallel` trains as on one device with each pair of options.
 
-    Args:
-        more: whether to train with all rows of options, or with a sixth of them, by the seed of the training.
+    With `more` all rows of options are tried, else a sixth of them, by the seed of the training. A collective.
     """
     expected = one_device(training)
     wanted = own_results(training, expected, rank)
@@ -259,20 +243,14 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
         reached = rank.size == 1  # one rank has no shards to summon
         for row in drawn_rows(_OPTIONS, _together, seed=training.seed, more=more, share=6):
             subject = f"FullyShardedDataParallel with {words_of(row, _OPTIONS)}, on {rank.device}"
-            model = _wrapped_by_options(training, rank, row)
+            model = _wrapped(training, rank, row, {})
             way = Way(row["strategy"], row["named"], row["unsynchronized"], row["ahead"])
             optimizer = sgd(training, model)
             if row["dtypes"] == "inputs not cast":
                 cast_by_hand(model.module, optimizer, rank, subject, findings)
-            before = optimizer.register_step_pre_hook(
-                lambda *_, model=model, row=row: _reduce_ignored(model, row, rank)
-            )
-            got: dict[str, torch.Tensor] = {}
-            for step, batch in enumerate(training.batches(), 1):
-                outputs = step_of(
-                    model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1
-                )
-                got |= whole_of(model, step, way) | {f"step {step}: outputs": copied(outputs).float()}
+            before = optimizer.register_step_pre_hook(partial(_reduce_ignored, model, row, rank))
+            got = _trained(training, model, optimizer, rank, way)
+            got |= {name: value.float() for name, value in got.items() if name.endswith(": outputs")}
             before.remove()
             with findings.collected():
                 assert_same(got, {name: wanted[name] for name in got}, subject, rank.index)
@@ -283,14 +261,15 @@ def assert_flat_options_agree(training: ExactTraining, rank: Rank, *, more: bool
                 break
 
 
-def _wrapped_by_options(training: ExactTraining, rank: Rank, row: Mapping[str, Any]) -> FullyShardedDataParallel:
-    source = training.model()
-    model = training.model()
-    options: dict[str, Any] = {"use_orig_params": row["named"], "device_id": rank.device}
+def _wrapped(
+    training: ExactTraining, rank: Rank, row: Mapping[str, Any], options: dict[str, Any]
+) -> FullyShardedDataParallel:
+    source, model = training.model(), training.model()
+    options |= {"use_orig_params": row["named"], "device_id": rank.device}
     if row["start"] == "param_init_fn":
         values = dict(zip(map(id, model.modules()), source.modules(), strict=True))
         model = model.to("meta")
-        options["param_init_fn"] = _filling(values, rank.device)
+        options["param_init_fn"] = partial(_fill, values, rank.device)
     else:
         if row["start"] == "sync_module_states":
             options["sync_module_states"] = True
@@ -299,7 +278,7 @@ def _wrapped_by_options(training: ExactTraining, rank: Rank, row: Mapping[str, A
                     value.add_(rank.index)
         model = model.to(rank.device)
     if row["ahead"]:
-        options |= {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+        options |= _AHEAD
     if row["ignored"]:
         options["ignored_modules"] = [model[0]]
     wrapped = FullyShardedDataParallel(
@@ -315,17 +294,13 @@ def _wrapped_by_options(training: ExactTraining, rank: Rank, row: Mapping[str, A
     return wrapped
 
 
-def _filling(values: Mapping[int, nn.Module], device: torch.device) -> Callable[[nn.Module], None]:
-    """Return a function that gives a module of 'meta' memory, and the values of its twin."""
-
-    def fill(module: nn.Module) -> None:
-        twin = values[id(module)]
-        module.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            for name, value in module.named_parameters(recurse=False):
-                value.copy_(twin.get_parameter(name))
-
-    return fill
+def _fill(values: Mapping[int, nn.Module], device: torch.device, module: nn.Module) -> None:
+    """Give a module of 'meta' memory, and the values of its twin."""
+    twin = values[id(module)]
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        for name, value in module.named_parameters(recurse=False):
+            value.copy_(twin.get_parameter(name))
 
 
 @torch.no_grad()
@@ -339,7 +314,7 @@ def _mean(rank: Rank, gradient: torch.Tensor, shard: torch.Tensor | None = None)
     shard.div_(rank.size)
 
 
-def _reduce_ignored(model: nn.Module, row: Mapping[str, Any], rank: Rank) -> None:
+def _reduce_ignored(model: nn.Module, row: Mapping[str, Any], rank: Rank, *_: object) -> None:
     """Average the gradients of the first layer if the model ignores it, and it is not done."""
     if row["ignored"]:
         for name, value in model.named_parameters():
@@ -382,10 +357,8 @@ def _judge_access(
         for name, value in model.named_parameters():
             name = name.replace(PREFIX, "")
             if rank.index == 0 and name in expected:
-                check(
-                    value.is_cpu and torch.equal(copied(value), expected[name].float()),
-                    f"{name} is summoned as {value}",
-                )
+                same = value.is_cpu and torch.equal(copied(value), expected[name].float())
+                check(same, f"{name} is summoned as {value}")
     for layer in FullyShardedDataParallel.fsdp_modules(model)[1:]:
         with summon(layer, recurse=False, writeback=True):
             for value in layer.parameters():
@@ -404,8 +377,6 @@ def _judge_access(
         FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
         loaded_state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
         for name, entry in state["state"].items():
-            momentum = loaded_state[name]["momentum_buffer"]
-            check(
-                torch.equal(copied(momentum), copied(entry["momentum_buffer"])),
-                f"the momentum of {name} was not loaded",
-            )
+            momentum = copied(loaded_state[name]["momentum_buffer"])
+            same = torch.equal(momentum, copied(entry["momentum_buffer"]))
+            check(same, f"the momentum of {name} was not loaded")

@@ -1,7 +1,6 @@
 """Compare models under `fully_shard` (FSDP2) with one device, bit for bit, on exact data.
 
-Each pair of values of its options is tried. The parts of the parameters that each rank holds are placed, prefetched and
-checked. Inputs are cast by hand where FSDP must not cast them.
+Each pair of values of its options is tried, and the parts of the parameters that each rank holds are checked.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.oracles import training_steps as recipe
 from mgpu_check.oracles.reference_training import gathered, one_device, own_part, own_results, sgd
 from mgpu_check.oracles.training_cases import ExactTraining
-from mgpu_check.suite.common.meshes import near_square
-from mgpu_check.suite.common.pairs import drawn_rows, words_of
+from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.torch_hooks.tensors import copied, name_of
 
 
@@ -54,7 +52,7 @@ def cast_by_hand(
 
     def judge(*_: object) -> None:
         text = f"inputs of float32 arrived as {', '.join(sorted(arrived))}" if arrived else "its module was not called"
-        findings.require(arrived == {"float32"}, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
+        require(findings, rank, arrived == {"float32"}, subject, text)
         arrived.clear()
 
     module.register_forward_pre_hook(cast)
@@ -140,8 +138,7 @@ def sharded(
     Gradients are averaged if the world size is a power of two, so that no quotient rounds, and summed otherwise.
 
     Args:
-        memory_later: shard the model on the meta device and allocate it afterwards, as for a model that is too large
-            for one device; its values are undefined.
+        memory_later: shard the model on the meta device and allocate it afterwards; its values are undefined.
         together: shard the last two layers as one group.
         root: shard the rest of the model, too.
         dtensors: make each parameter a DTensor that all ranks hold whole, if this torch shards such DTensors, and each
@@ -183,10 +180,18 @@ def _as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 
 def add_up(model: nn.Module) -> None:
-    for layer in model.modules():
-        if isinstance(layer, FSDPModule):
-            layer.set_gradient_divide_factor(1.0)
-            layer.set_force_sum_reduction_for_comms(True)
+    for layer in _sharded_modules(model):
+        layer.set_gradient_divide_factor(1.0)
+        layer.set_force_sum_reduction_for_comms(True)
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def require(findings: Findings, rank: Rank, holds: bool, subject: str, text: str) -> None:
+    """Keep a finding of this rank about `subject`, unless `holds`."""
+    findings.require(holds, f"{subject}, rank {rank.index}: {text}", ranks=[rank.index])
 
 
 def mesh_of(rank: Rank, dimensions: int) -> DeviceMesh:
@@ -203,17 +208,10 @@ def scale_of(ranks: int) -> float:
 def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensions: int) -> None:
     """Assert that a model under `fully_shard` trains as on one device, on a mesh of `dimensions`. A collective.
 
-    Three configurations free parameters after the forward pass, keep them until the backward pass, or offload them to
-    the CPU. The parameters of the second are DTensors before. The first step accumulates gradients over two
-    micro-batches. The first configuration reduces them after the last one only. The others scatter after each, and sum
-    over the replicating dimension of the mesh (HSDP) after the last one only.
-
-    Freed parameters are prefetched explicitly. If more than two ranks divide them, and an even number, each pair of
-    ranks keeps a whole copy after the forward pass. Kept weights are divided by columns if their number is a multiple
-    of the parts. All other parameters are divided along the first dimension. Each rank must hold exactly its chunk
-    before and after each step.
-
-    The sum of gradients is also divided by numbers that are no power of two.
+    The first step accumulates gradients over two micro-batches. The first configuration reduces them after the last one
+    only. The others scatter after each, and sum over the replicating dimension of the mesh (HSDP) after the last only.
+    If more than two ranks divide freed parameters, and an even number, each pair of ranks keeps a whole copy after the
+    forward pass. Each rank must hold exactly its chunk before and after each step.
     """
     expected = one_device(training, scale=scale_of(rank.size))
     wanted = own_results(training, expected, rank)
@@ -235,9 +233,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
                 return
             for step, batch in enumerate(training.batches(), 1):
                 windows = 2 if step == 1 else 1
-                outputs = _step_of_windows(
-                    model, optimizer, *own_part(batch, rank), windows=windows, until_last=until_last
-                )
+                outputs = _stepped(optimizer, model, own_part(batch, rank), windows, getattr(model, until_last))
                 if not chunks_are_right(model, mesh, rank, device, subject, findings):
                     return
                 got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
@@ -257,34 +253,31 @@ def _judge_divisors(mesh: DeviceMesh, rank: Rank, findings: Findings) -> None:
         expected = 72.0 * rank.size / divisor
         own = copied(layer.weight.grad.to_local())
         subject = f"fully_shard over {tuple(mesh.shape)}, gradient divide factor {divisor}, on {rank.device}"
-        findings.require(
-            bool((own == expected).all()), f"{subject}: the gradient is {own}, expected {expected}", ranks=[rank.index]
-        )
+        message = f"{subject}: the gradient is {own}, expected {expected}"
+        findings.require(bool((own == expected).all()), message, ranks=[rank.index])
 
 
-def _step_of_windows(
-    model: nn.Module,
+def _stepped(
     optimizer: torch.optim.Optimizer,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    *,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    samples: tuple[torch.Tensor, torch.Tensor],
     windows: int,
-    until_last: str,
+    prepare: Callable[[bool], object],
+    before_step: Callable[[], object] = bool,
+    divisor: int = 1,
 ) -> torch.Tensor:
-    """Train for one step with gradients accumulated over `windows` micro-batches; return the outputs.
-
-    Args:
-        until_last: the method of the model that switches a reduction off until the last micro-batch.
-    """
+    """Train for one step of micro-batches; `prepare` is told before each whether it is the last. Return the outputs."""
+    x, y = samples
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
     borders = [len(x) * number // windows for number in range(windows + 1)]
     with full_precision():
         for start, end in itertools.pairwise(borders):
             # Ranks without samples take part with an empty batch.
-            getattr(model, until_last)(len(outputs) == windows - 1)
-            outputs.append(model(x[start:end]))
-            recipe.weighted(outputs[-1], y[start:end]).backward()
+            prepare(len(outputs) == windows - 1)
+            outputs.append(forward(x[start:end]))
+            (recipe.weighted(outputs[-1], y[start:end]) / divisor).backward()
+        before_step()
         optimizer.step()
     return torch.cat(outputs)
 
@@ -292,9 +285,8 @@ def _step_of_windows(
 def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that mixed precision computes and reduces in its dtypes, and keeps float32 parameters. A collective.
 
-    Gradients come from one micro-batch, or accumulate over two or three. Parameters are whole numbers plus a small
-    fraction, which the low precision drops. So a result shows whether the fraction took part in the computation, or was
-    lost from the parameters. Whole numbers stay small enough for bfloat16. If only the reduction is in low precision,
+    Parameters are whole numbers plus a small fraction, which the low precision drops. So a result shows whether the
+    fraction took part in the computation, or was lost from the parameters. If only the reduction is in low precision,
     it drops the fraction of the gradients. Inputs and outputs in containers must be cast too.
     """
     with Findings() as findings:
@@ -344,14 +336,13 @@ def _compare_precision(
     if low is None:
         # Gradients exceed whole numbers by this fraction, until the reduction drops it.
         y *= 1 + 2.0**-12
-    outputs = _step_of_windows(model, optimizer, x, y, windows=windows, until_last="set_requires_gradient_sync")
+    fsdp_model: Any = model
+    outputs = _stepped(optimizer, model, (x, y), windows, fsdp_model.set_requires_gradient_sync)
     got = gathered(model, 1)
     got["outputs"] = copied(outputs)
-    dtypes = {value.dtype for value in got.values()}
-    if dtypes != {torch.float32}:
-        raise ShardError(
-            f"{subject}: outputs, gradients and parameters are {dtypes}, expected float32", ranks=[rank.index]
-        )
+    if (dtypes := {value.dtype for value in got.values()}) != {torch.float32}:
+        message = f"{subject}: outputs, gradients and parameters are {dtypes}, expected float32"
+        raise ShardError(message, ranks=[rank.index])
     single.double()
     reference_outputs = single(inputs.double())
     recipe.weighted(reference_outputs, factors.double()).backward()
@@ -383,7 +374,7 @@ class _InContainers(nn.Module):
 
 def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings) -> None:
     """Compare outputs in containers, and the gradients of the one that the loss uses."""
-    subject = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}, rank {rank.index}"
+    subject = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     model, exact = (_InContainers(training.layers()[0]) for _ in range(2))
     fully_shard(model.to(rank.device), mesh=init_device_mesh("cuda", (rank.size,)), mp_policy=policy)
@@ -397,9 +388,8 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
     exact(containers={"x": [inputs.double(), None]})["list"][0].sum().backward()
     leaves, form = pytree.tree_flatten_with_path(got)
     wanted, expected_form = pytree.tree_flatten_with_path(expected)
-    findings.require(
-        form == expected_form, f"{subject}: outputs have the form {form}, expected {expected_form}", ranks=[rank.index]
-    )
+    text = f"outputs have the form {form}, expected {expected_form}"
+    require(findings, rank, form == expected_form, subject, text)
     pairs = zip(leaves, wanted, strict=False)  # the lengths are equal if the form is right
     results = [(f"output{pytree.keystr(path)}", leaf, should) for (path, leaf), (_, should) in pairs]
     for name, value in exact.named_parameters():
@@ -411,14 +401,13 @@ def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings)
             same = isinstance(leaf, torch.Tensor) and leaf.dtype == should.dtype and torch.equal(copied(leaf), should)
         else:
             same = leaf == should
-        findings.require(same, f"{subject}: {name} is {leaf}, expected {should}", ranks=[rank.index])
+        require(findings, rank, same, subject, f"{name} is {leaf}, expected {should}")
 
 
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that clipping under `fully_shard` uses the norm of all gradients, not of this rank's parts. A collective.
 
-    Clips by the 1-norm, by the 2-norm, by the maximum norm, and by value. The maximum norm is left out if a rank has no
-    part of some parameter.
+    The maximum norm is left out if a rank has no part of some parameter.
     """
     exact = one_device(training, scale=scale_of(rank.size))
     x, y = own_part(training.batches()[0], rank)
@@ -427,8 +416,7 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
         recipe.weighted(model(x), y).backward()
     with Findings() as findings:
         for name, value in model.named_parameters():
-            message = f"clipping on {rank.device}, rank {rank.index}: {name} has no gradient"
-            findings.require(value.grad is not None, message, ranks=[rank.index])
+            require(findings, rank, value.grad is not None, f"clipping on {rank.device}", f"{name} has no gradient")
         if findings.anywhere(rank):
             return  # a missing gradient cannot be gathered
     raw = {name: _grad(value).to_local().clone() for name, value in model.named_parameters()}
@@ -447,7 +435,8 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
         for name, value in model.named_parameters():
             got[f"{name}, clipped by its {order:g}-norm"] = copied(_grad(value).full_tensor())
             expected[f"{name}, clipped by its {order:g}-norm"] = gradients[name] * min(1.0, most / (float(norm) + 1e-6))
-        _put_back(model, raw)
+        for name, value in model.named_parameters():
+            _grad(value).to_local().copy_(raw[name])
     nn.utils.clip_grad_value_(model.parameters(), 1.0)
     for name, value in model.named_parameters():
         got[f"{name}, clipped by value"] = copied(_grad(value).full_tensor())
@@ -460,11 +449,6 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
 def _grad(value: torch.Tensor) -> DTensor:
     assert isinstance(value.grad, DTensor), "the loss depends on each parameter, which is sharded"
     return value.grad
-
-
-def _put_back(model: nn.Module, raw: Mapping[str, torch.Tensor]) -> None:
-    for name, value in model.named_parameters():
-        _grad(value).to_local().copy_(raw[name])
 
 
 _OFFLOADED: Mapping[str, Callable[[], OffloadPolicy]] = {
@@ -535,8 +519,7 @@ def _together(row: Mapping[str, Any]) -> bool:
 def assert_options_agree(training: ExactTraining, rank: Rank, *, more: bool) -> None:
     """Assert that a model under `fully_shard` trains as on one device with each pair of options. A collective.
 
-    Args:
-        more: whether to train with all rows of options, or with an eighth of them, by the seed of the training.
+    With `more` all rows of options are tried, else an eighth of them, by the seed of the training.
     """
     expected = one_device(training, scale=scale_of(rank.size))
     wanted = own_results(training, expected, rank)
@@ -557,12 +540,12 @@ def _trained(
 ) -> dict[str, torch.Tensor] | None:
     """Return outputs, gradients and parameters after each step; None if a rank does not hold its parts."""
     mesh = mesh_of(rank, row["dimensions"])
-    model = _sharded(training, rank, mesh, row)
-    layers = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
+    unsharded = ("0.bias",) if row["ignored"] else ()
+    model = _sharded(training, rank, mesh, row, unsharded)
+    layers = _sharded_modules(model)
     optimizer = sgd(training, model)
     if row["dtypes"] == "inputs not cast":
         cast_by_hand(model[0], optimizer, rank, subject, findings)
-    unsharded = _whole(row)
     if unsharded:
         optimizer.param_groups[0]["foreach"] = False  # a list cannot have DTensors and other tensors
     device = rank.device if row["offloaded"] == "no" else torch.device("cpu")
@@ -585,12 +568,9 @@ def _trained(
     return got
 
 
-def _whole(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the parameters that are not sharded."""
-    return ("0.bias",) if row["ignored"] else ()
-
-
-def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping[str, Any]) -> nn.Sequential:
+def _sharded(
+    training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping[str, Any], unsharded: Collection[str]
+) -> nn.Sequential:
     options: dict[str, Any] = {
         "offload_policy": _OFFLOADED[row["offloaded"]](),
         "mp_policy": MixedPrecisionPolicy(**_DTYPES[row["dtypes"]]),
@@ -601,24 +581,18 @@ def _sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh, row: Mapping
         options["reshard_after_forward"] = after if isinstance(after, bool) or even else True
     if row["columns"]:
         options["shard_placement_fn"] = by_columns(mesh.size(-1))
-    model = sharded(training, rank, mesh, together=row["together"], root=row["root"], ignored=_whole(row), **options)
+    model = sharded(training, rank, mesh, together=row["together"], root=row["root"], ignored=unsharded, **options)
     roots = [layer for layer in model if isinstance(layer, FSDPModule)]
-    if not row["root"]:
-        _share_streams(roots)
+    if not row["root"] and (share := getattr(torch.distributed.fsdp, "share_comm_ctx", None)):
+        share(roots)
     if row["ahead"] == "in order":
         fetch_ahead(model)
-    _configure(model, [module for module in model.modules() if isinstance(module, FSDPModule)], row)
+    _configure(model, _sharded_modules(model), row)
     if row["unneeded_in_backward"]:
         # The gradient of the first weight needs the inputs alone.
         for value in (True, False):
             roots[0].set_unshard_in_backward(value)
     return model
-
-
-def _share_streams(roots: Sequence[FSDPModule]) -> None:
-    share = getattr(torch.distributed.fsdp, "share_comm_ctx", None)
-    if share:
-        share(roots)
 
 
 def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[str, Any]) -> None:
@@ -632,21 +606,15 @@ def _configure(model: nn.Sequential, layers: Sequence[FSDPModule], row: Mapping[
                 layer.set_force_sum_reduction_for_comms(enable)
         if row["doubled_by_hook"]:
             layer.set_all_reduce_hook(_double, stream=torch.cuda.Stream() if row["dimensions"] == 1 else None)
-    _configure_more(model, layers[0], row)
-
-
-def _configure_more(model: nn.Sequential, layer: FSDPModule, row: Mapping[str, Any]) -> None:
     if row["more"] == "buffers":
-        layer.set_reduce_scatter_max_input_buffers(2, recurse=row["recurse"])
-    elif row["more"] == "unused":
-        for value in (False, True):
-            layer.set_reduce_scatter_unused_params(value, recurse=row["recurse"])
+        layers[0].set_reduce_scatter_max_input_buffers(2, recurse=row["recurse"])
     elif row["more"] == "method":
         vars(model)["computed"] = functools.partial(nn.Sequential.forward, model)
         register_fsdp_forward_method(model, "computed")
-    elif row["more"] == "reshard later":
+    elif row["more"] in ("unused", "reshard later"):
+        method = "set_reduce_scatter_unused_params" if row["more"] == "unused" else "set_reshard_after_forward"
         for value in (False, True):
-            layer.set_reshard_after_forward(value, recurse=row["recurse"])
+            getattr(layers[0], method)(value, recurse=row["recurse"])
 
 
 def _double(reduced: torch.Tensor) -> None:
@@ -662,25 +630,15 @@ def _step(
     row: Mapping[str, Any],
 ) -> torch.Tensor:
     """Train for one step, and return the outputs."""
-    x, y = samples
-    forward: Callable[[torch.Tensor], torch.Tensor] = getattr(model, "computed", model)
-    optimizer.zero_grad()
     if row["more"] == "interrupted":
-        _interrupt(model, layers[0], x)
-    outputs: list[torch.Tensor] = []
-    borders = [len(x) * number // row["windows"] for number in range(row["windows"] + 1)]
-    with full_precision():
-        for start, end in itertools.pairwise(borders):
-            _prepare(layers, row, last=len(outputs) == row["windows"] - 1)
-            outputs.append(forward(x[start:end]))
-            loss = recipe.weighted(outputs[-1], y[start:end])
-            (loss / 2 if row["doubled_by_hook"] else loss).backward()
-        _reduce_ignored(model, rank, row)
-        optimizer.step()
-    return torch.cat(outputs)
+        _interrupt(model, layers[0], samples[0])
+    prepare = functools.partial(_prepare, layers, row)
+    reduce = functools.partial(_reduce_ignored, model, rank, row)
+    forward, divisor = getattr(model, "computed", model), 2 if row["doubled_by_hook"] else 1
+    return _stepped(optimizer, forward, samples, row["windows"], prepare, reduce, divisor)
 
 
-def _prepare(layers: Sequence[FSDPModule], row: Mapping[str, Any], *, last: bool) -> None:
+def _prepare(layers: Sequence[FSDPModule], row: Mapping[str, Any], last: bool) -> None:
     """Switch reductions for a micro-batch, and fetch parameters."""
     called = layers if not row["recurse"] or not row["root"] else layers[:1]
     for layer in called:

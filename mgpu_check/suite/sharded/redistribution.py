@@ -18,7 +18,7 @@ from torch.nn import functional
 from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
-from mgpu_check.suite.common.meshes import near_square
+from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
 _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
@@ -27,7 +27,8 @@ _FLOATS = ("float32", "float64")
 _WHOLE = (Shard(0), Shard(1), Replicate())
 
 
-_PAIRS: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
+_Pairs = list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
+_PAIRS: _Pairs = [
     ((Shard(0), Shard(0)), (Replicate(), Replicate())),
     ((Replicate(), Replicate()), (Shard(0), Shard(0))),
     ((Shard(0), Shard(1)), (Shard(1), Shard(0))),
@@ -44,7 +45,7 @@ _PAIRS: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
 ]
 """Pairs of placements on a mesh of two dimensions that move data across both."""
 
-_AVERAGES: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
+_AVERAGES: _Pairs = [
     ((Replicate(), Partial("avg")), (Replicate(), Replicate())),
     ((Shard(0), Partial("avg")), (Shard(0), Shard(1))),
     ((Partial("avg"), Partial("avg")), (Replicate(), Replicate())),
@@ -52,7 +53,7 @@ _AVERAGES: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
 """Pairs from averages, which are exact on powers of two ranks only."""
 
 
-def _every_pair(partial: Sequence[Partial]) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]:
+def _every_pair(partial: Sequence[Partial]) -> _Pairs:
     """Return every pair of placements on a mesh of two dimensions. Sums and maxima do not occur together."""
     places = (*_WHOLE, *partial)
     sources = [
@@ -78,10 +79,8 @@ class _RedistributionCase:
 def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
     """Assert that redistributed DTensors have the right parts, over a mesh of one or two dimensions. A collective.
 
-    In one dimension every pair of placements is tried; in two, all of `_PAIRS` and others by `seed`. Sizes are even,
-    uneven, below the number of ranks, and above 64 Ki elements. `seed` rotates the dtypes. Partial tensors have exact
-    sums. `distribute_tensor` and random numbers are checked too: random numbers must differ between shards, and be
-    equal between replicas.
+    In one dimension every pair of placements is tried; in two, all of `_PAIRS` and others by `seed`, which rotates the
+    dtypes. Partial tensors have exact sums. Random numbers must differ between shards, and be equal between replicas.
     """
     shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
     mesh = init_device_mesh("cuda", shape)
@@ -100,8 +99,7 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
 def require_none_wrong(messages: Iterable[str], rank: Rank) -> None:
     """Require that `messages` describes no error of a DTensor on this rank; "" means that a DTensor is right.
 
-    Raises:
-        ShardError: has the first description, and the number of the others.
+    The ShardError has the first description, and the number of the others.
     """
     texts = [text for text in messages if text]
     if texts:
@@ -115,34 +113,23 @@ def _cases(ranks: int, seed: int, dimensions: int) -> list[_RedistributionCase]:
     # NCCL multiplies by 1/n before it sums, which rounds unless n is a power of two.
     if ranks & (ranks - 1) == 0:
         partial.append(Partial("avg"))
-    pairs: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
+    pairs: _Pairs
     if dimensions == 1:
         pairs = [((source,), (target,)) for source in (*_WHOLE, *partial) for target in _WHOLE]
     else:
         pairs = _PAIRS + _AVERAGES * (Partial("avg") in partial) + _every_pair(partial[:3])[seed % 90 :: 90]
     cases = []
     for number, (source, target) in enumerate(pairs):
-        dtype_names: tuple[str, ...] = (
-            _REDUCED if any(isinstance(source_placement, Partial) for source_placement in source) else _MOVED
-        )
-        if Partial("avg") in source:
-            dtype_names = _FLOATS
+        reduces = any(isinstance(placement, Partial) for placement in source)
+        dtype_names: tuple[str, ...] = _FLOATS if Partial("avg") in source else _REDUCED if reduces else _MOVED
         dtype = getattr(torch, dtype_names[(seed + number) % len(dtype_names)])
         cases.append(_RedistributionCase(shapes[(seed + number) % len(shapes)], dtype, source, target))
         if number % 5 == 0:  # so that every example has some uneven shapes
             cases.append(_RedistributionCase(shapes[0], torch.float32, source, target))
-    outer_placements = (Replicate(),) * (dimensions - 1)
+    outer = (Replicate(),) * (dimensions - 1)
     large = (4 * ranks + 1, 65_537 // (4 * ranks) + 3)
-    for source_placement, target_placement in (
-        (Shard(0), Replicate()),
-        (Partial("sum"), Shard(0)),
-        (Shard(0), Shard(1)),
-    ):
-        cases.append(
-            _RedistributionCase(
-                large, torch.float32, (*outer_placements, source_placement), (*outer_placements, target_placement)
-            )
-        )
+    for own, wanted in ((Shard(0), Replicate()), (Partial("sum"), Shard(0)), (Shard(0), Shard(1))):
+        cases.append(_RedistributionCase(large, torch.float32, (*outer, own), (*outer, wanted)))
     return cases
 
 
@@ -161,12 +148,10 @@ def part_of(tensor: torch.Tensor, placements: Sequence[Placement], mesh: DeviceM
     assert coordinate is not None, "this rank is in the mesh"
     for dim, (placement, position) in enumerate(zip(placements, coordinate, strict=True)):
         if isinstance(placement, Shard):
-            size = -(-tensor.shape[placement.dim] // mesh.size(dim))
-            tensor = tensor.narrow(
-                placement.dim,
-                min(size * position, tensor.shape[placement.dim]),
-                max(0, min(size, tensor.shape[placement.dim] - size * position)),
-            )
+            whole = tensor.shape[placement.dim]
+            size = -(-whole // mesh.size(dim))
+            start = min(size * position, whole)
+            tensor = tensor.narrow(placement.dim, start, min(size, whole - start))
     return tensor
 
 
@@ -190,9 +175,11 @@ def placed(full_tensor: torch.Tensor, placements: Sequence[Placement], mesh: Dev
             off = (holder != position) * (1 + position)
             shard = shard - off.to(shard.dtype) if placement.reduce_op == "max" else shard + off.to(shard.dtype)
     device = torch.device(mesh.device_type, torch.cuda.current_device())
-    return DTensor.from_local(
-        shard.to(device), mesh, placements, run_check=False, shape=full_tensor.shape, stride=full_tensor.stride()
-    )
+    return _of_part(shard.to(device), full_tensor, placements, mesh)
+
+
+def _of_part(own: torch.Tensor, whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _targets(mesh: DeviceMesh, seed: int) -> list[tuple[Placement, ...]]:
@@ -223,14 +210,9 @@ def _drawn(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
     """Draw random numbers in each placement, apply dropout to shards, and yield the errors."""
     for number, target in enumerate(_targets(mesh, seed)):
         draw = (random_tensor, uniform_tensor)[(seed + number) % 2]
-        dtensor: Any = draw(
-            2 * rank.size,
-            64 * rank.size,
-            dtype=getattr(torch, _FLOATS[(seed + number) % 2]),
-            requires_grad=(seed + number) % 3 == 0,
-            device_mesh=mesh,
-            placements=target,
-        ).detach()
+        dtype, trained = getattr(torch, _FLOATS[(seed + number) % 2]), (seed + number) % 3 == 0
+        options: dict[str, Any] = {"dtype": dtype, "requires_grad": trained, "placements": target}
+        dtensor: Any = draw(2 * rank.size, 64 * rank.size, device_mesh=mesh, **options).detach()
         subject = f"random numbers as {text_of(target)}"
         local = plain(dtensor.to_local())
         if not torch.equal(part_of(plain(dtensor.full_tensor()), target, mesh), local):
@@ -248,12 +230,9 @@ def _wrongly_shared(own: torch.Tensor, target: Sequence[Placement], mesh: Device
     """
     shards = [torch.empty_like(own) for _ in range(mesh.size())]
     dist.all_gather(shards, own.contiguous())
-    places = {
-        int(mesh.mesh[at]): [
-            position for position, placement in zip(at, target, strict=True) if isinstance(placement, Shard)
-        ]
-        for at in itertools.product(*map(range, mesh.shape))
-    }
+    divided = [dim for dim, placement in enumerate(target) if isinstance(placement, Shard)]
+    coordinates = itertools.product(*map(range, mesh.shape))
+    places = {int(mesh.mesh[at]): [at[dim] for dim in divided] for at in coordinates}
     for rank, peer in itertools.combinations(sorted(places), 2):
         alike = places[rank] == places[peer]
         if torch.equal(shards[rank], shards[peer]) != alike:
@@ -294,10 +273,8 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
     messages = []
     for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):
         shape = (rows, 5)
-        factors = [
-            _whole(_RedistributionCase(shape, torch.float32, (), ()), seed + number + 11 * peer) % 8
-            for peer in range(rank.size)
-        ]
+        any_case = _RedistributionCase(shape, torch.float32, (), ())
+        factors = [_whole(any_case, seed + number + 11 * peer) % 8 for peer in range(rank.size)]
         total, own = torch.stack(factors).sum(0), factors[rank.index]
         for source, target, grad_placement, back in (
             (Shard(0), Replicate(), Partial(), total),
@@ -308,10 +285,7 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
             case = _RedistributionCase(shape, torch.float32, (source,), (target,))
             full_tensor = _whole(case, seed)
             leaf = part_of(full_tensor, [source], mesh).to(rank.device, copy=True).requires_grad_()
-            tensor = DTensor.from_local(
-                leaf, mesh, [source], run_check=False, shape=full_tensor.shape, stride=full_tensor.stride()
-            )
-            moved = tensor.redistribute(mesh, [target])
+            moved = _of_part(leaf, full_tensor, [source], mesh).redistribute(mesh, [target])
             local = moved.to_local() if grad_placement is None else moved.to_local(grad_placements=[grad_placement])
             factor = own if grad_placement is not None else part_of(factors[0], [target], mesh)
             (local * factor.to(rank.device)).sum().backward()

@@ -25,11 +25,8 @@ _KEPT = "what the conversion keeps"
 def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     """Assert that `convert_sync_batchnorm` gives the outputs, gradients and statistics of one device. A collective.
 
-    The conversion must also keep the mode of the layer and its frozen parameters. Cases are float32 and float64, a
-    momentum and the cumulative average, images in channels_last, and a group without the last rank. Each case trains
-    two steps and then evaluates by the running statistics. Ranks have different numbers of samples: the last rank has
-    one and the last but one has many. In one case the first of more than two ranks has none. The tolerance is measured:
-    see `mgpu_check.numerics.steps`.
+    The conversion must also keep the mode of the layer and its frozen parameters. Each case trains two steps and then
+    evaluates by the running statistics. Ranks have different numbers of samples. The tolerance is measured.
     """
     everybody = list(range(rank.size))
     # With more than two ranks, the last one has a group of its own.
@@ -51,13 +48,9 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
 
 @dataclass(frozen=True)
 class _BatchNormCase:
-    """A layer, and the ranks that share it.
+    """A layer, and the `ranks` of a group that share it; None for the cumulative average, or for all ranks.
 
-    Attributes:
-        momentum: None for the cumulative average.
-        rest: sizes of the dimensions after samples and channels.
-        ranks: the members of `group`, which is None for all ranks.
-        empty: the first of more than two ranks has no samples.
+    `rest` has the sizes of the dimensions after samples and channels. The first of more than two ranks may be `empty`.
     """
 
     dtype: torch.dtype
@@ -77,10 +70,6 @@ class _BatchNormCase:
             counts[0] = 0
         return counts
 
-    @property
-    def of_images(self) -> bool:
-        return len(self.rest) == 2
-
     def own(self, rank: Rank) -> slice:
         """Return the samples of a rank, as a slice of all."""
         position = self.ranks.index(rank.index)
@@ -92,13 +81,10 @@ class _BatchNormCase:
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(self.counts), _CHANNELS, *self.rest)
         offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in self.rest))
-        tensors = {
-            f"x{step}": torch.randn(shape, generator=generator, dtype=torch.float32) * 2 + offset for step in _STEPS
-        }
+        tensors = {f"x{step}": torch.randn(shape, generator=generator) * 2 + offset for step in _STEPS}
         tensors |= {f"dy{step}": torch.randn(shape, generator=generator) for step in _STEPS}
-        return tensors | {
-            name: torch.rand(_CHANNELS, generator=generator) + 0.5 for name in ("weight", "bias", "mean", "var")
-        }
+        names = ("weight", "bias", "mean", "var")
+        return tensors | {name: torch.rand(_CHANNELS, generator=generator) + 0.5 for name in names}
 
 
 def _compare(case: _BatchNormCase, rank: Rank, seed: int) -> None:
@@ -119,17 +105,10 @@ def _compare(case: _BatchNormCase, rank: Rank, seed: int) -> None:
 
 def _batchnorm(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return the layer to convert: in evaluation mode, with a frozen weight."""
-    layer_type = nn.BatchNorm2d if case.of_images else nn.BatchNorm1d
+    layer_type = nn.BatchNorm2d if len(case.rest) == 2 else nn.BatchNorm1d
     plain = layer_type(_CHANNELS, eps=_EPS, momentum=case.momentum, dtype=case.dtype)
-    plain.load_state_dict(
-        {
-            "weight": inputs["weight"],
-            "bias": inputs["bias"],
-            "running_mean": inputs["mean"],
-            "running_var": inputs["var"],
-            "num_batches_tracked": torch.tensor(0),
-        }
-    )
+    state = {"running_mean": inputs["mean"], "running_var": inputs["var"], "num_batches_tracked": torch.tensor(0)}
+    plain.load_state_dict({"weight": inputs["weight"], "bias": inputs["bias"], **state})
     plain.weight.requires_grad_(False)
     return plain.eval()
 
@@ -143,19 +122,22 @@ def _on_this_rank(
         for step in _STEPS:
             layer.zero_grad()
             x = inputs[f"x{step}"][own].to(device, case.dtype)
-            if case.of_images:
+            if len(case.rest) == 2:
                 x = x.to(memory_format=torch.channels_last)
             x.requires_grad_()
             y = layer(x)
             y.backward(inputs[f"dy{step}"][own].to(device, case.dtype))
             # A rank without samples has no gradients.
-            got |= {f"step {step}: outputs": y.detach(), f"step {step}: gradient of inputs": gradient_or_zeros(x)}
-            got[f"step {step}: gradient of weight"] = gradient_or_zeros(layer.get_parameter("weight"))
-            got[f"step {step}: gradient of bias"] = gradient_or_zeros(layer.get_parameter("bias"))
-            got[f"step {step}: running mean"] = layer.get_buffer("running_mean").clone()
-            got[f"step {step}: running variance"] = layer.get_buffer("running_var").clone()
+            values = (x, layer.get_parameter("weight"), layer.get_parameter("bias"))
+            statistics = (layer.get_buffer("running_mean").clone(), layer.get_buffer("running_var").clone())
+            got |= _named(step, y.detach(), *map(gradient_or_zeros, values), *statistics)
         got["evaluation: outputs"] = layer.eval()(inputs["x1"][own].to(device, case.dtype)).detach()
     return got
+
+
+def _named(step: int, *results: torch.Tensor) -> dict[str, torch.Tensor]:
+    names = ("outputs", *(f"gradient of {name}" for name in ("inputs", "weight", "bias")), "running mean")
+    return {f"step {step}: {name}": own for name, own in zip((*names, "running variance"), results, strict=True)}
 
 
 def _on_one_device(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor], own: slice) -> dict[str, torch.Tensor]:
@@ -177,11 +159,8 @@ def _on_one_device(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor], own
         dims = [dim for dim in range(x.dim()) if dim != 1]
         mean = (1 - momentum) * mean + momentum * x.detach().mean(dims)
         variance = (1 - momentum) * variance + momentum * x.detach().var(dims, unbiased=True)
-        results |= {f"step {step}: outputs": y.detach()[own], f"step {step}: gradient of inputs": _of(x)[own]}
-        results[f"step {step}: gradient of weight"] = _of(own_weight)
-        results[f"step {step}: gradient of bias"] = _of(own_bias)
-        results[f"step {step}: running mean"] = mean
-        results[f"step {step}: running variance"] = variance
+        gradients = gradient_or_zeros(x)[own], gradient_or_zeros(own_weight), gradient_or_zeros(own_bias)
+        results |= _named(step, y.detach()[own], *gradients, mean, variance)
     results["evaluation: outputs"] = F.batch_norm(inputs["x1"][own], mean, variance, weight, bias, False, 0.0, _EPS)
     return results
 
@@ -189,8 +168,3 @@ def _on_one_device(case: _BatchNormCase, inputs: Mapping[str, torch.Tensor], own
 def _flags(layer: nn.Module) -> torch.Tensor:
     """Return as numbers whether weight and bias need gradients, and whether the layer is in training mode."""
     return torch.tensor([float(value.requires_grad) for value in layer.parameters()] + [float(layer.training)])
-
-
-def _of(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.grad is not None, "the outputs depend on it"
-    return tensor.grad

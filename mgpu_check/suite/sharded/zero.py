@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils import _pytree as pytree
 
 from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.asserts.models import assert_gradients_agree, assert_same
@@ -42,8 +43,7 @@ steps on all ranks.
 
 
 def _together(row: Mapping[str, Any]) -> bool:
-    """Return whether a group may be added: it cannot be a view."""
-    return not (row.get("later") and row.get("parameters_as_bucket_view"))
+    return not (row.get("later") and row.get("parameters_as_bucket_view"))  # an added group cannot be a view
 
 
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -54,14 +54,10 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
             model = training.model().to(rank.device)
             parameters = list(model.parameters())
             later = 1 if row["later"] else len(parameters)
-            optimizer = ZeroRedundancyOptimizer(
-                parameters[:later],
-                torch.optim.SGD,
-                process_group=rank.group if row["process_group"] else None,
-                parameters_as_bucket_view=row["parameters_as_bucket_view"],
-                lr=training.rate,
-                momentum=training.momentum,
-            )
+            options: dict[str, Any] = {"parameters_as_bucket_view": row["parameters_as_bucket_view"]}
+            options |= {"process_group": rank.group if row["process_group"] else None, "lr": training.rate}
+            sgd = torch.optim.SGD
+            optimizer = ZeroRedundancyOptimizer(parameters[:later], sgd, momentum=training.momentum, **options)
             if parameters[later:]:
                 optimizer.add_param_group({"params": parameters[later:]})
             got: dict[str, torch.Tensor] = {}
@@ -90,9 +86,8 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the ranks together keep the state of one AdamW optimizer, and that it can be reloaded. A collective.
 
     Two groups of parameters have different rates and weight decays, which a schedule has halved; the first has the
-    defaults of the optimizer. Parameters are tensors of their own, and then views of buckets. The last rank
-    consolidates the state twice, and the second state must be the current one. A new optimizer loads this state and
-    takes one more step.
+    defaults of the optimizer. The last rank consolidates the state twice, and the second state must be the current one.
+    A new optimizer loads this state and takes one more step.
     """
     single = _with_gradients(training, torch.device("cpu"))
     groups, steps = _groups(single), DocumentedSteps(torch.optim.AdamW)
@@ -112,9 +107,8 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
 
 def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, torch.Tensor], **view: bool) -> None:
     model = _with_gradients(training, rank.device)
-    optimizer = ZeroRedundancyOptimizer(
-        _groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE, weight_decay=_DECAY / 2, **view
-    )
+    groups, adam = _groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW
+    optimizer = ZeroRedundancyOptimizer(groups, adam, lr=2 * ADAM_RATE, weight_decay=_DECAY / 2, **view)
     last = rank.size - 1
     optimizer.consolidate_state_dict(to=last)  # before the changes, which it would hand to the rank's own optimizer
     for group in optimizer.param_groups:
@@ -126,9 +120,13 @@ def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, tor
     dist.all_reduce(total)
     optimizer.consolidate_state_dict(to=last)
     torch.cuda.synchronize()  # consolidate_state_dict copies to the host without waiting
-    box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
+    # On the host, because tensors of a device belong to their process.
+    box: list[Any] = [None]
+    if rank.index == last:
+        box = [pytree.tree_map_only(torch.Tensor, copied, optimizer.state_dict())]
     dist.broadcast_object_list(box, src=last, device=rank.device)
-    got = _named(box[0]["state"])  # before loading, which drops the state of other ranks
+    entries = box[0]["state"].items()  # before loading, which drops the state of other ranks
+    got = {f"{key} of parameter {at}": copied(entry[key]) for at, entry in entries for key in ("exp_avg", "exp_avg_sq")}
     fresh_optimizer = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0, weight_decay=1.0, **view)
     fresh_optimizer.load_state_dict(box[0])
     fresh_optimizer.step()
@@ -136,10 +134,8 @@ def _judge_state(training: ExactTraining, rank: Rank, expected: Mapping[str, tor
     subject = f"ZeroRedundancyOptimizer with AdamW, {words_of(view, _OPTIONS)}, on {rank.device}"
     wanted = sum(value.numel() for value in model.parameters())
     if int(total) != wanted:
-        raise ReplicaMismatch(
-            f"{subject}: the ranks together keep the state of {int(total)} elements, expected {wanted}, "
-            f"each of them once"
-        )
+        text = f"the ranks together keep the state of {int(total)} elements, expected {wanted}, each of them once"
+        raise ReplicaMismatch(f"{subject}: {text}")
     tolerance = adam_tolerance(expected, ADAM_RATE)
     assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=subject)
 
@@ -156,20 +152,3 @@ def _groups(model: nn.Module, rate: float = ADAM_RATE, decay: float = _DECAY) ->
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
     weights = [value for name, value in model.named_parameters() if not name.endswith("bias")]
     return [{"params": weights}, {"params": biases, "lr": rate / 4, "weight_decay": decay}]
-
-
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a state to the host, because tensors of a device belong to their process."""
-    moved = {
-        key: {name: copied(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-        for key, entry in state["state"].items()
-    }
-    return {**state, "state": moved}
-
-
-def _named(state: dict[int, dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {
-        f"{key} of parameter {index}": copied(entry[key])
-        for index, entry in state.items()
-        for key in ("exp_avg", "exp_avg_sq")
-    }

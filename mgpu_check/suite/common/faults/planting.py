@@ -265,20 +265,15 @@ def first(text: str, holds: Callable[[Any], bool]) -> When:
 
 def dtype_on_device(*dtypes: torch.dtype, text: str = "") -> When:
     """Return the condition that the first argument is a tensor of one of the dtypes, on a device."""
-    return first(
-        text or _names(dtypes),
-        lambda x: isinstance(x, torch.Tensor) and x.is_cuda and (not dtypes or x.dtype in dtypes),
-    )
+    words = text or " and ".join(map(name_of, dtypes))
+    return first(words, lambda x: isinstance(x, torch.Tensor) and x.is_cuda and (not dtypes or x.dtype in dtypes))
 
 
 def one_device(*dtypes: torch.dtype, text: str = "") -> When:
     """Return the condition that the first argument is a tensor on the last device, of one of the dtypes if any are
     given."""
-    return first(text or ", ".join(filter(None, ("one device", _names(dtypes)))), lambda x: on(x, last(), *dtypes))
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return " and ".join(map(name_of, dtypes))
+    words = text or ", ".join(filter(None, ("one device", " and ".join(map(name_of, dtypes)))))
+    return first(words, lambda x: on(x, last(), *dtypes))
 
 
 def last() -> int:
@@ -288,12 +283,9 @@ def last() -> int:
 
 def on(tensor: object, index: int, *dtypes: torch.dtype) -> bool:
     """Return whether `tensor` is a tensor on device `index` and of one of the dtypes, if any are given."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device.type == "cuda"
-        and tensor.device.index == index
-        and (not dtypes or tensor.dtype in dtypes)
-    )
+    if not isinstance(tensor, torch.Tensor) or tensor.device != torch.device("cuda", index):
+        return False
+    return not dtypes or tensor.dtype in dtypes
 
 
 def narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -37,13 +37,6 @@ class When:
 
         return When(f"{self.text}, {other.text}", fresh(), fresh)
 
-    def __invert__(self) -> When:
-        def fresh() -> Callable[..., bool]:
-            holds = self.test()
-            return lambda *args, **kwargs: not holds(*args, **kwargs)
-
-        return When(f"not {self.text}", fresh(), fresh)
-
     def __str__(self) -> str:
         return self.text
 
@@ -163,10 +156,6 @@ def entered(function: Callable[[], AbstractContextManager[None]]) -> AbstractCon
     return function()
 
 
-def _generated(function: Callable[[], Iterator[None]]) -> AbstractContextManager[None]:
-    return contextlib.contextmanager(function)()
-
-
 def fault(
     summary: str, *caught_by: str, by: Planter | None = None, when: When | str = "", least_gpus: int = 1
 ) -> Callable[[_Function], _Function]:
@@ -193,7 +182,8 @@ def fault(
         name = function.__name__.replace("_", "-")
         if isinstance(when, When) and by is None:
             raise ValueError(f"fault: {name!r} has `when`, which needs `by`: what plants the function")
-        register(function.__module__, FaultRow(name, summary, caught_by, by or _generated, function, when, least_gpus))
+        planter = by or (lambda generator: contextlib.contextmanager(generator)())
+        register(function.__module__, FaultRow(name, summary, caught_by, planter, function, when, least_gpus))
         return function
 
     return decorate
