@@ -6,7 +6,7 @@ They draw specs, frozen dataclasses of plain values, which are re-exported here.
 from __future__ import annotations
 
 from mgpu_check.oracles.batches import BatchSpec, Leaf, Nested, Sample, Split
-from mgpu_check.oracles.mixed_operands import OperatorTable
+from mgpu_check.oracles.devices.mixed_operands import OperatorTable
 from mgpu_check.oracles.strategies import (
     all_devices,
     batch_sizes,

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.oracles import operators
+from mgpu_check.oracles.devices import operators
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
 MASK = (1 << 64) - 1

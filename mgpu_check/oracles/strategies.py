@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mgpu_check import settings
 from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
 from mgpu_check.oracles.batches import KINDS, BatchSpec, Leaf, Nested, Split
-from mgpu_check.oracles.mixed_operands import OperatorTable
+from mgpu_check.oracles.devices.mixed_operands import OperatorTable
 from mgpu_check.oracles.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, PINNED, TensorSpec, layouts_for
-from mgpu_check.oracles.training_cases import OPTIMIZERS, ExactTraining, TrainingSpec, WholeRun
+from mgpu_check.oracles.training.cases import OPTIMIZERS, ExactTraining, TrainingSpec, WholeRun
 
 T = TypeVar("T")
 

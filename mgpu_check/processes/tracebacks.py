@@ -16,7 +16,7 @@ from mgpu_check.processes.collective_records import relative
 
 # Match the end of the path, because stacks from another host contain that host's paths.
 _ENGINE = re.compile(r"/mgpu_check/((processes|torch_hooks|devices|plugin)/|(engine|gates|simulated)/(\w+/)?)\w+\.py$")
-_ORACLE = re.compile(r"/mgpu_check/oracles/\w+\.py$")
+_ORACLE = re.compile(r"/mgpu_check/oracles/(\w+/)?\w+\.py$")
 _APPLICATION = re.compile(r"/mgpu_check/(?P<folder>\w+)/(?P<rest>.+\.py)$")
 _TEST = re.compile(r"(^|/)test_\w+\.py$")
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")

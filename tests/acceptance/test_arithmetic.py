@@ -11,9 +11,9 @@ import mgpu_check
 from mgpu_check.acceptance.compute import arithmetic
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
-from mgpu_check.oracles.arithmetic import OPERATIONS
-from mgpu_check.oracles.device_cases import ComputeCase
-from mgpu_check.oracles.operations import bits
+from mgpu_check.oracles.devices.arithmetic import OPERATIONS
+from mgpu_check.oracles.devices.cases import ComputeCase
+from mgpu_check.oracles.devices.operations import bits
 from tests.acceptance.nodes import Node
 
 CASES = [ComputeCase(name, "float32", 32, 5, 3) for name in ("softmax of random numbers", "sum of two")]

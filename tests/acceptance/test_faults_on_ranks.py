@@ -126,7 +126,7 @@ def test_a_gpu_that_is_lost_refuses_and_one_that_hangs_never_returns(ranks, plan
 def seconds_of_pairs(rank):
     """The seconds of broadcasts from the first rank of each pair, small and large."""
     from mgpu_check.acceptance.collectives.checks import time_collectives
-    from mgpu_check.oracles.repeated_calls import RepeatedCollective
+    from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
     pairs = ((0, 1), (0, 2), (1, 2))
     cases = [RepeatedCollective("broadcast", "int8", size, pair) for size in (64, MIB) for pair in pairs]

@@ -21,7 +21,7 @@ from mgpu_check.acceptance.training.checks import (
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.oracles.generated_data import digests
-from mgpu_check.oracles.training_cases import TrainingSpec
+from mgpu_check.oracles.training.cases import TrainingSpec
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.hardware import Defect, Hardware, cells
 from mgpu_check.simulated.hardware import planted as on_hardware

@@ -8,8 +8,8 @@ import torch
 from mgpu_check.asserts.models import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.steps import deviations, full_precision, measure_step, measure_step_provisionally
-from mgpu_check.oracles import models, training_steps
-from mgpu_check.oracles.training_cases import TrainingSpec
+from mgpu_check.oracles.training import models, training_steps
+from mgpu_check.oracles.training.cases import TrainingSpec
 
 
 def _steps(training: TrainingSpec, shards: int):

@@ -18,7 +18,7 @@ from mgpu_check.acceptance.collectives import test_collectives as acceptance
 from mgpu_check.asserts import known_defects
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import RankFailure
-from mgpu_check.oracles.collective_cases import (
+from mgpu_check.oracles.collectives.cases import (
     COPIED,
     COPYING,
     FUNCTIONS,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mgpu_check.errors import CollectiveMismatch
-from mgpu_check.oracles.collective_cases import FLOATING, OPERATIONS, REDUCED, CollectiveCall, left_out
-from mgpu_check.oracles.collective_findings import assert_shared
-from mgpu_check.oracles.repeated_calls import LIMIT, elements_for, mean_error, most_ranks, terms_of
+from mgpu_check.oracles.collectives.cases import FLOATING, OPERATIONS, REDUCED, CollectiveCall, left_out
+from mgpu_check.oracles.collectives.findings import assert_shared
+from mgpu_check.oracles.collectives.repeated_calls import LIMIT, elements_for, mean_error, most_ranks, terms_of
 from mgpu_check.suite.collectives import strategies as collective_calls
 from mgpu_check.suite.collectives.calls import CallMemory, _may_refuse, given_blocks, right_block, shaped, stretched
 from mgpu_check.torch_hooks.tensors import as_bits

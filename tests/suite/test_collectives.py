@@ -15,7 +15,7 @@ from mgpu_check.acceptance.collectives.checks import examine_collectives, observ
 from mgpu_check.acceptance.faults import planted_from
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Part, Subject
-from mgpu_check.oracles.repeated_calls import Cases, RepeatedCollective, Terms, View, WrongIteration
+from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective, Terms, View, WrongIteration
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 from mgpu_check.torch_hooks.tensors import as_bits
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from mgpu_check.devices.observations import Subject
-from mgpu_check.oracles import arithmetic, products
-from mgpu_check.oracles import device_cases as compute
-from mgpu_check.oracles.arithmetic import OPERATIONS
-from mgpu_check.oracles.device_cases import ComputeCase
+from mgpu_check.oracles.devices import arithmetic, products
+from mgpu_check.oracles.devices import cases as compute
+from mgpu_check.oracles.devices.arithmetic import OPERATIONS
+from mgpu_check.oracles.devices.cases import ComputeCase
+from mgpu_check.oracles.devices.operations import DTYPES, CaseUnsupported, bits, digests_of_pieces, evidence_of
 from mgpu_check.oracles.generated_data import digest, integers
-from mgpu_check.oracles.operations import DTYPES, CaseUnsupported, bits, digests_of_pieces, evidence_of
 
 CPU = torch.device("cpu")
 GPU = Subject("gpu", (0,))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.oracles import copies as checks
+from mgpu_check.oracles.devices import copies as checks
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.common.faults.registry import planted
 

@@ -7,9 +7,9 @@ import torch
 
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
-from mgpu_check.oracles import training_steps as recipe
-from mgpu_check.oracles.reference_training import one_device, seen, sgd
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training import training_steps as recipe
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import one_device, seen, sgd
 from mgpu_check.suite.parallelism.handwritten_parallelism import assert_replicas_are_apart
 
 CPU = torch.device("cpu")

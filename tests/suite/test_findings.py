@@ -18,9 +18,9 @@ from mgpu_check import Ranks
 from mgpu_check.asserts.findings import Findings, first_suffices, run_all
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CheckFailure, GradientMismatch, ShardError
-from mgpu_check.oracles.reference_training import gathered
-from mgpu_check.oracles.training_cases import ExactTraining
-from mgpu_check.oracles.training_steps import weighted
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import gathered
+from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.suite.collectives import on_ranks as collectives
 from mgpu_check.suite.collectives.groups import assert_mesh_matches
 from mgpu_check.suite.collectives.messages import assert_drawn_objects_travel
@@ -214,7 +214,7 @@ CASES = (
     Case("suite: meshes", lambda rank: collectives.assert_meshes_match(rank, [(2, 2), (4,)]),
          group_of_the_first_dimension, "mesh of 2x2: the members of dim1", who=3, size=4),
     Case("suite: bias of rounding", lambda rank: collectives.assert_sums_are_unbiased(rank, 1),
-         misread("oracles.repeated_calls.mean_error", lambda mean: mean + 1), "rounding leans away from zero"),
+         misread("oracles.collectives.repeated_calls.mean_error", lambda mean: mean + 1), "rounding leans away from zero"),
     Case("suite: schedules", lambda rank: assert_schedules_agree(DEEP, rank, 2),
          misread("suite.parallelism.torch_parallelism.seen"), "ScheduleGPipe"),
 )  # fmt: skip

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel, scatter_gather
 
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch, RankFailure, UnexpectedError
-from mgpu_check.oracles.collective_cases import CollectiveCall
-from mgpu_check.oracles.repeated_calls import RepeatedCollective
+from mgpu_check.oracles.collectives.cases import CollectiveCall
+from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.distributed.state import assert_arguments_arrive
 from mgpu_check.torch_hooks.patches import replaced
@@ -26,7 +26,7 @@ def test_the_expression_that_raised_is_named(ranks):
     """No dtype of torch has this name."""
     cases = [RepeatedCollective("all_reduce", "float33", 64)]
     with pytest.raises(RankFailure) as caught:
-        ranks.run("mgpu_check.oracles.repeated_calls:views_of", cases)
+        ranks.run("mgpu_check.oracles.collectives.repeated_calls:views_of", cases)
     first = str(caught.value).splitlines()[0]
     assert re.search(
         r"raised UnexpectedError: getattr\(torch, \S+\) raised AttributeError: .*'float33' \(in \w+(/\w+)?.py:\d+\)",
@@ -37,7 +37,7 @@ def test_the_expression_that_raised_is_named(ranks):
 
 def test_a_function_that_raises_itself_is_named_once(ranks):
     with pytest.raises(RankFailure) as caught:
-        ranks.run("mgpu_check.oracles.products:wrong_rows", *[torch.full((2, 2), 2.0**30)] * 3, 0)
+        ranks.run("mgpu_check.oracles.devices.products:wrong_rows", *[torch.full((2, 2), 2.0**30)] * 3, 0)
     first = str(caught.value).splitlines()[0]
     assert re.search(r"UnexpectedError: wrong_rows raised ValueError: wrong_rows: k=2, n=2 .*products.py:\d+\)", first)
 

@@ -16,9 +16,9 @@ from mgpu_check.acceptance.verdict import explain
 from mgpu_check.asserts.known_defects import Met, reported_to
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.oracles import copies
-from mgpu_check.oracles.copies import examine_copies, examine_host_copies
-from mgpu_check.oracles.device_cases import Copies
+from mgpu_check.oracles.devices import copies
+from mgpu_check.oracles.devices.cases import Copies
+from mgpu_check.oracles.devices.copies import examine_copies, examine_host_copies
 from mgpu_check.oracles.generated_data import HOST, bytes_of_content, compare, fill, tag_of
 from mgpu_check.simulated import simulated_node
 from mgpu_check.simulated.hardware import Hardware, planted

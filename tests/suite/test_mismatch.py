@@ -11,7 +11,7 @@ from torch import nn
 
 from mgpu_check.asserts.mismatch import devices_named, raises_device_mismatch
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.oracles.mixed_operands import OPERATORS, Operands, OperatorCase
+from mgpu_check.oracles.devices.mixed_operands import OPERATORS, Operands, OperatorCase
 from mgpu_check.simulated import simulated_node
 from mgpu_check.suite.mismatch import checks
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import mgpu_check.oracles.mixed_operands as apart
+import mgpu_check.oracles.devices.mixed_operands as apart
 from mgpu_check.asserts.collectives import same_bits
-from mgpu_check.oracles import device_cases, elements, operators
-from mgpu_check.oracles.arithmetic import OPERATIONS
-from mgpu_check.oracles.device_cases import COMPUTATIONS, FAMILIES, ComputeCase
+from mgpu_check.oracles.devices import cases, elements, operators
+from mgpu_check.oracles.devices.arithmetic import OPERATIONS
+from mgpu_check.oracles.devices.cases import COMPUTATIONS, FAMILIES, ComputeCase
+from mgpu_check.oracles.devices.operators import BINARY, FLOATS, FUNCTIONS, UNARY, ElementwiseOperator
 from mgpu_check.oracles.generated_data import anything
-from mgpu_check.oracles.operators import BINARY, FLOATS, FUNCTIONS, UNARY, ElementwiseOperator
 
 CPU = torch.device("cpu")
 
@@ -31,11 +31,11 @@ def test_the_acceptance_tries_each_row_and_each_function():
 
 def test_one_more_row_is_one_more_case_of_the_acceptance(monkeypatch):
     row = ElementwiseOperator(lambda a, b: torch.hypot(a, b), "hypotenuse", ("float64",))
-    monkeypatch.setattr(device_cases, "BINARY", (*BINARY, row))
+    monkeypatch.setattr(cases, "BINARY", (*BINARY, row))
     monkeypatch.setattr(elements, "BINARY", (*BINARY, row))
-    made = device_cases._exact()["hypotenuse"]
+    made = cases._exact()["hypotenuse"]
     assert (made.dtypes, made.prepare) == (("float64",), "elements:exact")
-    monkeypatch.setattr(device_cases, "OPERATIONS", {"hypotenuse": made.dtypes})
+    monkeypatch.setattr(cases, "OPERATIONS", {"hypotenuse": made.dtypes})
     prepared = elements.exact(ComputeCase("hypotenuse", "float64", 32, 1), CPU)
     result = prepared.call()
     assert prepared.judge is not None and prepared.judge(result) == {}
@@ -45,7 +45,7 @@ def test_one_more_row_is_one_more_case_of_the_acceptance(monkeypatch):
 @pytest.mark.parametrize("name", COMPUTATIONS)
 def test_each_operation_has_its_function_in_a_module_of_the_folder(name):
     module, _, function = COMPUTATIONS[name].prepare.partition(":")
-    assert Path(device_cases.__file__).with_name(f"{module}.py").exists()
+    assert Path(cases.__file__).with_name(f"{module}.py").exists()
     assert OPERATIONS[name].__name__ == function
 
 
@@ -59,6 +59,6 @@ def test_roots_are_rounded_as_ieee_754_says(dtype):
 
 
 def test_tables_are_read_without_torch():
-    names = [module.__name__ for module in (operators, device_cases, apart)]
+    names = [module.__name__ for module in (operators, cases, apart)]
     code = f"import sys; [__import__(name) for name in {names}]; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.oracles import models
+from mgpu_check.oracles.training import models
 
 
 def test_lenet_has_the_shapes_of_the_book() -> None:

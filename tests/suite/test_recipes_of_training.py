@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.oracles import gradient_exchange, models, training_steps
+from mgpu_check.oracles.training import gradient_exchange, models, training_steps
 
 CPU = torch.device("cpu")
 

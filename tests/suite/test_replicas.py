@@ -16,7 +16,7 @@ from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
-from mgpu_check.oracles import models
+from mgpu_check.oracles.training import models
 from mgpu_check.plugin.serialization import by_value
 
 

@@ -12,13 +12,13 @@ from torch.nn.parallel import comm
 
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import MeasuredStep
-from mgpu_check.oracles import gradient_exchange
-from mgpu_check.oracles.gradients import (
+from mgpu_check.oracles.training import gradient_exchange
+from mgpu_check.oracles.training.cases import TrainingSpec
+from mgpu_check.oracles.training.gradients import (
     _assert_as_measured,
     assert_data_parallel_agrees,
     assert_step_by_hand_agrees,
 )
-from mgpu_check.oracles.training_cases import TrainingSpec
 from mgpu_check.simulated import simulated_node
 from mgpu_check.torch_hooks.patches import replaced
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.oracles.reference_training import (
+from mgpu_check.oracles.training.cases import OPTIMIZERS, PLAIN, WholeRun
+from mgpu_check.oracles.training.reference_training import (
     BUILDERS,
     CLASSES,
     FEATURES,
@@ -18,8 +19,7 @@ from mgpu_check.oracles.reference_training import (
     slack,
     total,
 )
-from mgpu_check.oracles.training_cases import OPTIMIZERS, PLAIN, WholeRun
-from mgpu_check.oracles.training_steps import weighted
+from mgpu_check.oracles.training.training_steps import weighted
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mgpu_check import settings, strategies
-from mgpu_check.oracles.mixed_operands import GROUPS
+from mgpu_check.oracles.devices.mixed_operands import GROUPS
 from mgpu_check.suite.common import budget
 from tests.suite.test_seeds import SUITE
 from tests.suite.test_seeds import drawn as strategies_of

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.operations import measured, seconds_of
-from mgpu_check.oracles.repeated_calls import Cases, RepeatedCollective, View, groups_of, runner, views_of
+from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective, View, groups_of, runner, views_of
+from mgpu_check.oracles.devices.operations import measured, seconds_of
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 

@@ -17,7 +17,7 @@ from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
-    from mgpu_check.oracles.repeated_calls import RepeatedCollective
+    from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
@@ -51,7 +51,7 @@ def fits(node: Node, size: int) -> bool:
 
 def look(node: Node, cases: Sequence[RepeatedCollective]) -> None:
     from mgpu_check.acceptance.collectives.checks import examine_collectives
-    from mgpu_check.oracles.repeated_calls import Cases
+    from mgpu_check.oracles.collectives.repeated_calls import Cases
 
     node.on_ranks("collectives", examine_collectives, Cases(tuple(cases)))
 
@@ -61,7 +61,7 @@ def look(node: Node, cases: Sequence[RepeatedCollective]) -> None:
 @given(data=st.data())
 def test_each_operation(node: Node, operation: str, reduction: str, data: st.DataObject) -> None:
     """Each operation is right in each dtype and size over all GPUs, with a different root for each case."""
-    from mgpu_check.oracles.repeated_calls import RepeatedCollective
+    from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
     usable = [dtype for dtype in DTYPES if reduction != "avg" or "float" in dtype]
     chosen: Sequence[str] = usable
@@ -98,7 +98,7 @@ def test_each_operation(node: Node, operation: str, reduction: str, data: st.Dat
 @given(seed=st.integers(0, 2**30), delta=st.integers(-50, 50))
 def test_pairs_and_halves(node: Node, seed: int, delta: int) -> None:
     """Collectives are right over pairs (all, or as many as the level has time for), halves, and every second GPU."""
-    from mgpu_check.oracles.repeated_calls import RepeatedCollective
+    from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
     cases: list[RepeatedCollective] = []
     for members in groups(node):
@@ -134,7 +134,7 @@ def groups(node: Node) -> list[tuple[int, ...]]:
 def test_many_iterations(node: Node, seed: int, burst: int) -> None:
     """Collectives of each size class are right in every one of many iterations, above all an all_reduce of exactly
     1 MiB, where protocols change."""
-    from mgpu_check.oracles.repeated_calls import RepeatedCollective
+    from mgpu_check.oracles.collectives.repeated_calls import RepeatedCollective
 
     times = (_MANY_SIMULATED if node.simulated else _MANY)[node.depth]
     look(node, [RepeatedCollective("all_reduce", "float32", 1 << 20, iterations=times, burst=burst, seed=seed)])
@@ -149,7 +149,7 @@ def test_speed_of_collectives(node: Node) -> None:
     """Measure bandwidth and latency of each collective over all GPUs and over pairs; the check of performance judges
     them."""
     from mgpu_check.acceptance.collectives.checks import LATENCY_BYTES, measure_collectives
-    from mgpu_check.oracles.repeated_calls import Cases, RepeatedCollective
+    from mgpu_check.oracles.collectives.repeated_calls import Cases, RepeatedCollective
 
     numbers = node.numbers
     # Simulated time has no noise, so few repeats are enough.

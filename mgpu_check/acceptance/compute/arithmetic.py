@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.acceptance.comparison import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.oracles.device_cases import Ballot, ComputeCase
+from mgpu_check.oracles.devices.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.engine.rank_side.rank import Rank
 
 _EXAMINE, _ELEMENTS = (
-    NamedFunction(f"mgpu_check.oracles.arithmetic:{name}") for name in ("examine_arithmetic", "elements_of_piece")
+    NamedFunction(f"mgpu_check.oracles.devices.arithmetic:{name}")
+    for name in ("examine_arithmetic", "elements_of_piece")
 )
 _LISTED = 16
 _LAUNCHES = 20
 
 
 def _pieces(rank: Rank, case: ComputeCase, usual: int) -> tuple[bool, list[int]]:
-    from mgpu_check.oracles.arithmetic import pieces_of_result
+    from mgpu_check.oracles.devices.arithmetic import pieces_of_result
 
     return pieces_of_result(rank, case, usual, equal=rank.index > 0)
 
@@ -32,7 +33,7 @@ def measure_launches(rank: Rank, repeats: int) -> list[SubjectResult]:
     """Measure the seconds from one small kernel to the next, of kernels that are launched at once."""
     import torch
 
-    from mgpu_check.oracles.operations import measured, seconds_of
+    from mgpu_check.oracles.devices.operations import measured, seconds_of
 
     tensor = torch.zeros(1, device=rank.device)
     laps = seconds_of(lambda: tensor.add_(1), rank.device, repeats, inner=_LAUNCHES)

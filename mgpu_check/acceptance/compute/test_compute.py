@@ -9,7 +9,7 @@ from hypothesis import given
 
 from mgpu_check.acceptance.compute.arithmetic import compute, measure_launches
 from mgpu_check.acceptance.node import SEEDS, Node, drawn
-from mgpu_check.oracles.device_cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
+from mgpu_check.oracles.devices.cases import FAMILIES, OPERATIONS, TIMED, ComputeCase
 from mgpu_check.settings import active
 
 _BYTES = 512  # bytes of GPU memory for each element of a matrix: enough for several float64 matrices and their results

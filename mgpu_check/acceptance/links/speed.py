@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.devices.observations import Subject, SubjectResult, Unit
-from mgpu_check.oracles.operations import measured, seconds_of
+from mgpu_check.oracles.devices.operations import measured, seconds_of
 
 _LATENCY_BYTES = 16
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.oracles.device_cases import Copies, Path
+from mgpu_check.oracles.devices.cases import Copies, Path
 from mgpu_check.settings import active
 
 _PATHS: tuple[Path, ...] = ("engine", "casting")
 _BETWEEN_GPUS, _WITH_HOST = (
-    NamedFunction(f"mgpu_check.oracles.copies:{name}") for name in ("examine_copies", "examine_host_copies")
+    NamedFunction(f"mgpu_check.oracles.devices.copies:{name}") for name in ("examine_copies", "examine_host_copies")
 )
 PATHS = ("engine", "strided", "casting")
 

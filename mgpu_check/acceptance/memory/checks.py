@@ -22,8 +22,8 @@ from mgpu_check.acceptance.cases import MemoryCase
 from mgpu_check.acceptance.telemetry import keep_busy
 from mgpu_check.devices.observations import Measurement, Observation, Subject, SubjectResult, Work
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.oracles.devices.operations import Stopwatch, measured
 from mgpu_check.oracles.generated_data import MASK, mix_, mixed, position_of, signed
-from mgpu_check.oracles.operations import Stopwatch, measured
 
 PERIOD = 64
 """Period of repeating patterns, in words; the size of each chunk of memory is a multiple."""

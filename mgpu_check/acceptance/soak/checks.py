@@ -19,8 +19,8 @@ from mgpu_check.acceptance.memory.checks import examine_region, take_region
 from mgpu_check.acceptance.training.transformer import Training, Transformer, arithmetic, model_of, placed, tokens_of
 from mgpu_check.devices.observations import Observation, Subject, SubjectKind
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.oracles.devices.operations import Stopwatch
 from mgpu_check.oracles.generated_data import counted, digests, integers
-from mgpu_check.oracles.operations import Stopwatch
 
 _RANGE = 1 << 10
 _FAILED = 8  # most failed observations of one kind per round; a limit, because an error under load repeats

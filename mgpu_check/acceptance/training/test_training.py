@@ -11,7 +11,7 @@ from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, sized, train_alike
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.oracles.strategies import trainings
-from mgpu_check.oracles.training_cases import TrainingSpec
+from mgpu_check.oracles.training.cases import TrainingSpec
 
 
 @st.composite

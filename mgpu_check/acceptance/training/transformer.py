@@ -23,14 +23,14 @@ from mgpu_check.errors import CheckFailure, ReplicaMismatch
 from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, MeasuredStep, assess, deviations
+from mgpu_check.oracles.devices.operations import Stopwatch
 from mgpu_check.oracles.generated_data import digests, integers
-from mgpu_check.oracles.gradients import (
+from mgpu_check.oracles.training.cases import TrainingSpec
+from mgpu_check.oracles.training.gradients import (
     assert_data_parallel_agrees,
     assert_distributed_agrees,
     assert_distributed_replicas_agree,
 )
-from mgpu_check.oracles.operations import Stopwatch
-from mgpu_check.oracles.training_cases import TrainingSpec
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.switches import one_thread
 from mgpu_check.torch_hooks.tensors import bytes_of, copied, plain

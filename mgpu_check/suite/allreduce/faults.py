@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import comm
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.oracles import gradient_exchange as recipe
+from mgpu_check.oracles.training import gradient_exchange as recipe
 from mgpu_check.suite.common.faults.planting import around, given, is_last, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.torch_hooks.tensors import as_bits, plain

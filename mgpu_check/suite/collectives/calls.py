@@ -27,9 +27,9 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.reduction import exact_factors, exact_parts, random_parts, reduced
-from mgpu_check.oracles.collective_cases import FUNCTIONS, CollectiveCall, left_out
-from mgpu_check.oracles.collective_findings import WrongResult, raise_findings
-from mgpu_check.oracles.repeated_calls import called, coalescing, groups_of
+from mgpu_check.oracles.collectives.cases import FUNCTIONS, CollectiveCall, left_out
+from mgpu_check.oracles.collectives.findings import WrongResult, raise_findings
+from mgpu_check.oracles.collectives.repeated_calls import called, coalescing, groups_of
 from mgpu_check.torch_hooks.collective_table import TRANSFERS, is_list
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, digest_of
 

@@ -12,8 +12,8 @@ import torch
 
 from mgpu_check.asserts.findings import Findings, run_all
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.collective_cases import REDUCED, CollectiveCall, Message, messages_between
-from mgpu_check.oracles.repeated_calls import assert_rounding_is_unbiased, groups_of, most_ranks
+from mgpu_check.oracles.collectives.cases import REDUCED, CollectiveCall, Message, messages_between
+from mgpu_check.oracles.collectives.repeated_calls import assert_rounding_is_unbiased, groups_of, most_ranks
 from mgpu_check.suite.collectives.calls import assert_collectives_match
 from mgpu_check.suite.collectives.functional import (
     assert_differentiable_match,

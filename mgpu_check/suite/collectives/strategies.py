@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mgpu_check import settings
-from mgpu_check.oracles.collective_cases import (
+from mgpu_check.oracles.collectives.cases import (
     BUFFERS,
     COALESCED,
     COPIED,

@@ -21,7 +21,7 @@ from mgpu_check.asserts.collectives import first_difference, same_bits
 from mgpu_check.asserts.known_defects import known_defect
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.oracles.generated_data import significands
-from mgpu_check.oracles.models import Everything
+from mgpu_check.oracles.training.models import Everything
 from mgpu_check.torch_hooks.tensors import name_of
 
 Devices = Sequence[torch.device]

@@ -1,6 +1,6 @@
 """DataParallel and `data_parallel`: arguments, outputs and modes reach each replica and return bit for bit.
 
-Training uses whole numbers whose sums do not round (`mgpu_check.oracles.reference_training`), so no comparison
+Training uses whole numbers whose sums do not round (`mgpu_check.oracles.training.reference_training`), so no comparison
 needs a tolerance. Each check uses the devices in the drawn order and in its reverse.
 """
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mgpu_check import strategies
 from mgpu_check.engine.named_function import NamedFunction
 from mgpu_check.oracles.strategies import whole_runs
-from mgpu_check.oracles.training_cases import PLAIN, WholeRun
+from mgpu_check.oracles.training.cases import PLAIN, WholeRun
 from mgpu_check.suite.common.budget import examples
 
 if TYPE_CHECKING:

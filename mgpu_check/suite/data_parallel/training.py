@@ -13,10 +13,10 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.oracles import reference_training as oracle
-from mgpu_check.oracles.reference_training import OneDevice, Rows
-from mgpu_check.oracles.training_cases import WholeRun
-from mgpu_check.oracles.training_steps import weighted
+from mgpu_check.oracles.training import reference_training as oracle
+from mgpu_check.oracles.training.cases import WholeRun
+from mgpu_check.oracles.training.reference_training import OneDevice, Rows
+from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.suite.data_parallel.forward import Devices, both_ways, indices_of, require_same
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mgpu_check import Ranks
 
-COPIES = "mgpu_check.oracles.copies"
+COPIES = "mgpu_check.oracles.devices.copies"
 STREAMS = "mgpu_check.suite.devices.streams"
 RANDOM_NUMBERS = "mgpu_check.suite.devices.random_numbers"
 
@@ -56,14 +56,14 @@ def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
 
     A packed sequence moves with its order.
     """
-    NamedFunction("mgpu_check.oracles.copies:assert_modules_move")(gpus, seed)
+    NamedFunction("mgpu_check.oracles.devices.copies:assert_modules_move")(gpus, seed)
 
 
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
     """Documented copies have memory of their own, and documented views share the memory of their source."""
-    NamedFunction("mgpu_check.oracles.copies:assert_memory_owned")(gpus, seed)
+    NamedFunction("mgpu_check.oracles.devices.copies:assert_memory_owned")(gpus, seed)
 
 
 def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:

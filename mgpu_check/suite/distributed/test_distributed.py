@@ -1,8 +1,8 @@
 """DistributedDataParallel: with every option, each step leaves the same bits as on one device.
 
-The data are whole numbers whose sums do not round (`mgpu_check.oracles.reference_training`), so no comparison
+The data are whole numbers whose sums do not round (`mgpu_check.oracles.training.reference_training`), so no comparison
 needs a tolerance. One exception: if the number of ranks is not a power of two, the mean may round by
-`mgpu_check.oracles.reference_training.slack`.
+`mgpu_check.oracles.training.reference_training.slack`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.oracles.strategies import mostly_all, seeds, whole_runs
-from mgpu_check.oracles.training_cases import PLAIN, WholeRun
+from mgpu_check.oracles.training.cases import PLAIN, WholeRun
 from mgpu_check.suite.common.budget import MORE, examples
 
 if TYPE_CHECKING:

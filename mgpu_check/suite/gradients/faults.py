@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.oracles import gradient_exchange as reducing
-from mgpu_check.oracles import training_steps
+from mgpu_check.oracles.training import gradient_exchange as reducing
+from mgpu_check.oracles.training import training_steps
 from mgpu_check.suite.common.faults.planting import around, communicated, given, is_last, returned, wrapped
 from mgpu_check.suite.common.faults.registry import FaultRow, entered, fault, register
 from mgpu_check.torch_hooks.tensors import plain

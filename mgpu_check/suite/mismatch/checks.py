@@ -12,7 +12,7 @@ from torch import nn
 from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.mismatch import raises_device_mismatch, refusal
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.oracles.mixed_operands import OPERATORS, Operands, OperatorCase
+from mgpu_check.oracles.devices.mixed_operands import OPERATORS, Operands, OperatorCase
 from mgpu_check.oracles.tensors import DTYPES, TensorSpec
 from mgpu_check.torch_hooks.tensors import indices_of
 

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
 from mgpu_check.engine.rank_side.rank import current_rank
-from mgpu_check.oracles import gradient_exchange, training_steps
+from mgpu_check.oracles.training import gradient_exchange, training_steps
 from mgpu_check.suite.common.faults.planting import Count, around, given, is_last, ranks_here, returned
 from mgpu_check.suite.common.faults.registry import FaultRow, When, fault, register
 from mgpu_check.suite.parallelism.schedule_options import TAKES_UNEVEN

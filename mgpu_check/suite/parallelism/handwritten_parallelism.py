@@ -21,9 +21,10 @@ from mgpu_check.asserts.models import assert_gradients_agree, assert_replicas_ag
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles import gradient_exchange
-from mgpu_check.oracles import training_steps as recipe
-from mgpu_check.oracles.reference_training import (
+from mgpu_check.oracles.training import gradient_exchange
+from mgpu_check.oracles.training import training_steps as recipe
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import (
     ADAM_RATE,
     DocumentedSteps,
     adam_tolerance,
@@ -33,7 +34,6 @@ from mgpu_check.oracles.reference_training import (
     sgd,
     update_of,
 )
-from mgpu_check.oracles.training_cases import ExactTraining
 from mgpu_check.suite.recipes import model_parallel, tensor_parallel
 from mgpu_check.torch_hooks.tensors import copied
 

@@ -22,8 +22,8 @@ from mgpu_check.asserts.models import assert_gradients_agree, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles.gradient_exchange import chunks
-from mgpu_check.oracles.training_steps import weighted
+from mgpu_check.oracles.training.gradient_exchange import chunks
+from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.simulated import simulated_device_count
 from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase

@@ -17,7 +17,7 @@ from mgpu_check.asserts.findings import run_all
 from mgpu_check.asserts.known_defects import left_out
 from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.suite.common.pairs import drawn_rows
 from mgpu_check.suite.parallelism.torch_parallelism import assert_schedule_agrees
 from mgpu_check.torch_hooks.tensors import copied

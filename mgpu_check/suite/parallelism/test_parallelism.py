@@ -1,7 +1,7 @@
 """Parallelism by hand: every way to divide a step among devices or ranks gives the result of one device.
 
 Data are exact, so every order of sums must give the bits of one device; see
-`mgpu_check.oracles.training_cases`.
+`mgpu_check.oracles.training.cases`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mgpu_check import strategies
 from mgpu_check.oracles.strategies import exact_trainings
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import MORE, examples
 from mgpu_check.suite.parallelism.cases import MECHANISMS, MechanismCase

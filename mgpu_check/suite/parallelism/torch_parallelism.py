@@ -22,9 +22,9 @@ from mgpu_check.asserts.findings import Findings, on_any_rank, run_all
 from mgpu_check.asserts.models import assert_gradients_agree, assert_same, gradient_or_zeros
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles.reference_training import gathered, one_device, seen, sgd
-from mgpu_check.oracles.training_cases import ExactTraining
-from mgpu_check.oracles.training_steps import weighted
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import gathered, one_device, seen, sgd
+from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.suite.parallelism.handwritten_parallelism import stage_of
 from mgpu_check.torch_hooks.tensors import copied
 

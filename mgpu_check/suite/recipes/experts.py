@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from mgpu_check.oracles.gradient_exchange import chunks
+from mgpu_check.oracles.training.gradient_exchange import chunks
 from mgpu_check.suite.recipes.sequence_parallel import sum_gradients
 
 Group = dist.ProcessGroup | None

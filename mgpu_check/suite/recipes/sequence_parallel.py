@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.oracles.gradient_exchange import chunks
+from mgpu_check.oracles.training.gradient_exchange import chunks
 
 _Way = Callable[[torch.Tensor, int], torch.Tensor]
 

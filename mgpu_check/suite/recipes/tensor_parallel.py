@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.oracles.gradient_exchange import chunks
+from mgpu_check.oracles.training.gradient_exchange import chunks
 
 
 def _own(width: int) -> slice:

@@ -34,8 +34,8 @@ from mgpu_check.asserts.collectives import same_bits
 from mgpu_check.asserts.findings import Findings
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
-from mgpu_check.oracles.reference_training import one_device, sgd
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import one_device, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.suite.sharded.checkpoints import shared_directory, step_of
 from mgpu_check.suite.sharded.fully_sharded import require, sharded

@@ -29,9 +29,9 @@ from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles import training_steps as recipe
-from mgpu_check.oracles.reference_training import gathered, one_device, own_part, sgd
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training import training_steps as recipe
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import gathered, one_device, own_part, sgd
 from mgpu_check.suite.common.pairs import near_square
 from mgpu_check.suite.sharded.fully_sharded import require, scale_of, sharded
 from mgpu_check.suite.sharded.redistribution import placed

@@ -24,9 +24,9 @@ from mgpu_check.asserts.models import assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch, ShardError
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles import training_steps as recipe
-from mgpu_check.oracles.reference_training import one_device, own_part, own_results, sgd
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training import training_steps as recipe
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import one_device, own_part, own_results, sgd
 from mgpu_check.suite.common.pairs import drawn_rows, near_square, words_of
 from mgpu_check.suite.sharded.checkpoints import give_full_state, take_full_state
 from mgpu_check.suite.sharded.fully_sharded import cast_by_hand

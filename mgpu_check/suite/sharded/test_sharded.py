@@ -1,7 +1,7 @@
 """Sharding by torch: each rank has its part of the single-device state, and all ranks together have all of it.
 
 Data are exact where possible, so results must have the bits of one device; see
-`mgpu_check.oracles.training_cases`.
+`mgpu_check.oracles.training.cases`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import given
 
 from mgpu_check import strategies
 from mgpu_check.oracles.strategies import exact_trainings
-from mgpu_check.oracles.training_cases import ExactTraining
+from mgpu_check.oracles.training.cases import ExactTraining
 from mgpu_check.settings import active
 from mgpu_check.suite.common.budget import MORE, examples
 

@@ -18,9 +18,9 @@ from mgpu_check.asserts.models import assert_gradients_agree, assert_same
 from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles.reference_training import ADAM_RATE, DocumentedSteps, adam_tolerance, one_device, seen
-from mgpu_check.oracles.training_cases import ExactTraining
-from mgpu_check.oracles.training_steps import weighted
+from mgpu_check.oracles.training.cases import ExactTraining
+from mgpu_check.oracles.training.reference_training import ADAM_RATE, DocumentedSteps, adam_tolerance, one_device, seen
+from mgpu_check.oracles.training.training_steps import weighted
 from mgpu_check.suite.common.pairs import drawn_rows, words_of
 from mgpu_check.torch_hooks.tensors import copied
 

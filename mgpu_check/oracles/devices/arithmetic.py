@@ -16,9 +16,8 @@ import torch
 
 from mgpu_check.devices.observations import Observation, Outcome, Subject, SubjectResult, Unit, Work
 from mgpu_check.engine.rank_side.rank import Rank
-from mgpu_check.oracles.device_cases import COMPUTATIONS, Ballot, ComputeCase
-from mgpu_check.oracles.generated_data import digest
-from mgpu_check.oracles.operations import (
+from mgpu_check.oracles.devices.cases import COMPUTATIONS, Ballot, ComputeCase
+from mgpu_check.oracles.devices.operations import (
     CaseUnsupported,
     Prepare,
     Prepared,
@@ -30,6 +29,7 @@ from mgpu_check.oracles.operations import (
     length_of_piece,
     measured,
 )
+from mgpu_check.oracles.generated_data import digest
 from mgpu_check.torch_hooks import switches
 
 OPERATIONS: dict[str, Prepare] = {

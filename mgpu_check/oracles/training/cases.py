@@ -61,7 +61,7 @@ class WholeRun:
 
     def build(self, variant: int = 0) -> nn.Module:
         """Return the initial model, on the CPU. Variants differ in their whole state."""
-        from mgpu_check.oracles.reference_training import BUILDERS, draw
+        from mgpu_check.oracles.training.reference_training import BUILDERS, draw
 
         return draw(BUILDERS[self.model](), self.seed + 7919 * variant, self.most)
 
@@ -81,7 +81,7 @@ class WholeRun:
         """Return, for each step, inputs (batch, 16) and odd targets (batch, 4), float32 on the CPU."""
         import torch
 
-        from mgpu_check.oracles.reference_training import CLASSES, FEATURES
+        from mgpu_check.oracles.training.reference_training import CLASSES, FEATURES
 
         generator = torch.Generator().manual_seed(self.seed)
         targets = 1 if self.small else _TARGETS.get(self.model, _LARGEST)
@@ -211,7 +211,7 @@ class TrainingSpec:
 
     def build(self) -> nn.Module:
         """Build the model, its parameters drawn from torch's global generator."""
-        from mgpu_check.oracles import models
+        from mgpu_check.oracles.training import models
 
         if self.model == "lenet":
             # Larger than the book's 0.01, so that logits differ between samples from the first step on.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from mgpu_check.oracles.operators import BINARY, FLOATS, FUNCTIONS, INTEGERS, NUMBERS, UNARY
+from mgpu_check.oracles.devices.operators import BINARY, FLOATS, FUNCTIONS, INTEGERS, NUMBERS, UNARY
 
 Path = Literal["engine", "strided", "casting"]
 

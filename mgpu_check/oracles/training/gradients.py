@@ -18,9 +18,9 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.steps import MeasuredStep, Step, full_precision, measure_step, measure_step_provisionally
-from mgpu_check.oracles import models
-from mgpu_check.oracles import training_steps as steps
-from mgpu_check.oracles.training_cases import TrainingSpec
+from mgpu_check.oracles.training import models
+from mgpu_check.oracles.training import training_steps as steps
+from mgpu_check.oracles.training.cases import TrainingSpec
 
 _PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
 

@@ -22,7 +22,7 @@ from mgpu_check.asserts.known_defects import is_known
 from mgpu_check.devices.observations import Observation, Subject, SubjectResult, Work
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.oracles.agreement import WrongCase, difference, named_wrong
-from mgpu_check.oracles.device_cases import Copies
+from mgpu_check.oracles.devices.cases import Copies
 from mgpu_check.oracles.generated_data import (
     ALL,
     CHUNK,

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from mgpu_check.numerics.bounds import significand_bits
-from mgpu_check.oracles.device_cases import ComputeCase
+from mgpu_check.oracles.devices.cases import ComputeCase
+from mgpu_check.oracles.devices.operations import DTYPES, Judge, Prepared, evidence_of, exactly, seeded
+from mgpu_check.oracles.devices.operators import BINARY, FUNCTIONS, UNARY, Function
+from mgpu_check.oracles.devices.products import require
 from mgpu_check.oracles.generated_data import counted, fractions, integers
-from mgpu_check.oracles.operations import DTYPES, Judge, Prepared, evidence_of, exactly, seeded
-from mgpu_check.oracles.operators import BINARY, FUNCTIONS, UNARY, Function
-from mgpu_check.oracles.products import require
 
 _HOST = torch.device("cpu")
 _MOST = 1 << 20

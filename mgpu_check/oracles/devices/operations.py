@@ -17,8 +17,8 @@ import torch
 
 from mgpu_check.asserts.collectives import index_of
 from mgpu_check.devices.observations import Measurement, Subject, Unit, median_and_spread
-from mgpu_check.oracles import operators
-from mgpu_check.oracles.device_cases import ComputeCase
+from mgpu_check.oracles.devices import operators
+from mgpu_check.oracles.devices.cases import ComputeCase
 from mgpu_check.oracles.generated_data import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 

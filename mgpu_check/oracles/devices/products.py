@@ -19,9 +19,9 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mgpu_check.oracles.device_cases import ComputeCase
+from mgpu_check.oracles.devices.cases import ComputeCase
+from mgpu_check.oracles.devices.operations import DTYPES, CaseUnsupported, Prepared, evidence_of, exactly, seeded
 from mgpu_check.oracles.generated_data import fractions, integers, several
-from mgpu_check.oracles.operations import DTYPES, CaseUnsupported, Prepared, evidence_of, exactly, seeded
 
 _CHOICES, _FEWEST = 1024, 128
 _VECTORS = 2

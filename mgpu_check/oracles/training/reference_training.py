@@ -29,9 +29,9 @@ from mgpu_check.engine.rank_side.rank import Rank
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.differences import difference
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.oracles.gradient_exchange import Update
-from mgpu_check.oracles.training_cases import ExactTraining, WholeRun
-from mgpu_check.oracles.training_steps import split, weighted
+from mgpu_check.oracles.training.cases import ExactTraining, WholeRun
+from mgpu_check.oracles.training.gradient_exchange import Update
+from mgpu_check.oracles.training.training_steps import split, weighted
 from mgpu_check.torch_hooks.tensors import copied
 
 FEATURES = 16

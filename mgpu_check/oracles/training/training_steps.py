@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.asserts.models import gradient_or_zeros
-from mgpu_check.oracles import gradient_exchange as reducing
+from mgpu_check.oracles.training import gradient_exchange as reducing
 
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]
