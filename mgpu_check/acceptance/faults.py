@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.devices.observations import Part, PartKind
 from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.sources import Override
-from mgpu_check.simulated.defects.parameters import PATTERNS, UNITS, Parameters, Value
+from mgpu_check.simulated.defects import PATTERNS, UNITS, Parameters, Value
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
 
 if TYPE_CHECKING:

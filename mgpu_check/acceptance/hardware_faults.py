@@ -8,7 +8,7 @@ from typing import Any
 from mgpu_check.acceptance.faults import HardwareFault, gpu, hardware_fault, host, host_link, link, made_by
 from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.sources import Override
-from mgpu_check.simulated.defects.parameters import UNITS, Parameters, Value
+from mgpu_check.simulated.defects import UNITS, Parameters, Value
 
 Accused = Callable[[Parameters], tuple[Part, ...]]
 

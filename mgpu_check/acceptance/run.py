@@ -51,7 +51,7 @@ from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.nvml import past_xids
 from mgpu_check.devices.telemetry.sampler import Snapshot
 from mgpu_check.devices.telemetry.sources import SimulatedTelemetry
-from mgpu_check.plugin.planting import Planting
+from mgpu_check.plugin.serialization import Planting
 from mgpu_check.processes.machine import boot_id
 from mgpu_check.version import version
 

@@ -68,9 +68,9 @@ def columns(batch: Any, shards: Sequence[Any], location: str = "batch") -> Itera
     if isinstance(batch, Mapping):
         for key in batch:
             yield from columns(batch[key], _parts(batch, shards, key, location), f"{location}[{key!r}]")
-        _require_same_length(batch, shards, location)
+        _require_same_kind(batch, shards, location, same_length=True)
     elif isinstance(batch, (tuple, list)) and len(batch) > 0:
-        _require_same_length(batch, shards, location)
+        _require_same_kind(batch, shards, location, same_length=True)
         field_names = getattr(batch, "_fields", None)
         for index, entry in enumerate(batch):
             name = f"{location}.{field_names[index]}" if field_names else f"{location}[{index}]"
@@ -85,8 +85,7 @@ def columns(batch: Any, shards: Sequence[Any], location: str = "batch") -> Itera
 def _parts(batch: Any, shards: Sequence[Any], key: Any, location: str) -> list[Any]:
     entries = []
     for index, shard in enumerate(shards):
-        if type(shard) is not type(batch):
-            _fail(location, index, type(batch).__name__, type(shard).__name__)
+        _require_same_kind(batch, [shard], location, index)
         try:
             entries.append(shard[key])
         except (KeyError, IndexError):
@@ -94,11 +93,13 @@ def _parts(batch: Any, shards: Sequence[Any], key: Any, location: str) -> list[A
     return entries
 
 
-def _require_same_length(batch: Any, shards: Sequence[Any], location: str) -> None:
-    for index, shard in enumerate(shards):
+def _require_same_kind(
+    batch: Any, shards: Sequence[Any], location: str, start: int = 0, *, same_length: bool = False
+) -> None:
+    for index, shard in enumerate(shards, start):
         if type(shard) is not type(batch):
             _fail(location, index, type(batch).__name__, type(shard).__name__)
-        if len(shard) != len(batch):
+        if same_length and len(shard) != len(batch):
             _fail(location, index, f"{len(batch)} entries", f"{len(shard)}")
 
 
@@ -144,40 +145,29 @@ def assert_allreduce_matches(
             f"{what}: {len(results_by_rank)} results for {count} contributions",
             ranks=range(len(results_by_rank), count),
         )
-    texts = (
-        (_difference(result, should.value, should.tolerance, should.contributions, rank, count), rank)
-        for rank, result in sorted(results_by_rank.items())
-    )
+    contribution = should.contributions[0]
+
+    def deviation(result: torch.Tensor, rank: int) -> str:
+        if result.dtype != contribution.dtype:
+            return f"has dtype {result.dtype}, expected {contribution.dtype}"
+        if result.shape != should.value.shape:
+            return f"has shape {tuple(result.shape)}, expected {tuple(should.value.shape)}"
+        own = result, should.value, should.tolerance
+        if (off := difference(*own)) is None:
+            return ""
+        parts, constants = should.contributions, {"world size": count}
+        return "; ".join([str(off), *diagnose(*own, contributions=parts, rank=rank, constants=constants)])
+
+    texts = ((deviation(result, rank), rank) for rank, result in sorted(results_by_rank.items()))
     failures = grouped((text, rank) for text, rank in texts if text)
     if not failures:
         return
     wrong_ranks = sorted(rank for _, ranks in failures for rank in ranks)
-    contribution = should.contributions[0]
     description = f"{operation} of {count} x {tuple(contribution.shape)} {name_of(contribution.dtype)}"
-    head = f"{what}: {description} is wrong on {named(wrong_ranks)}" + (
-        f" (of {len(results_by_rank)})" if len(results_by_rank) > 1 else ""
-    )
+    among = f" (of {len(results_by_rank)})" if len(results_by_rank) > 1 else ""
+    head = f"{what}: {description} is wrong on {named(wrong_ranks)}{among}"
     lines = [f"  {named(ranks)}: {text}" for text, ranks in failures[:4]]
     raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong_ranks)
-
-
-def _difference(
-    result: torch.Tensor,
-    value: torch.Tensor,
-    tolerance: torch.Tensor,
-    contributions: Sequence[torch.Tensor],
-    rank: int,
-    count: int,
-) -> str:
-    if result.dtype != contributions[0].dtype:
-        return f"has dtype {result.dtype}, expected {contributions[0].dtype}"
-    if result.shape != value.shape:
-        return f"has shape {tuple(result.shape)}, expected {tuple(value.shape)}"
-    deviation = difference(result, value, tolerance)
-    if deviation is None:
-        return ""
-    looks = diagnose(result, value, tolerance, contributions=contributions, rank=rank, constants={"world size": count})
-    return "; ".join([str(deviation), *looks])
 
 
 def assert_contributions_kept(
@@ -194,11 +184,8 @@ def assert_contributions_kept(
         AllreduceMismatch: an input has changed; `.ranks` has the ranks of the changed inputs.
     """
     __tracebackhide__ = True
-    changed = [
-        rank
-        for rank, (placed_tensor, contribution) in enumerate(zip(placed, contributions, strict=True))
-        if not same_bits(contribution, placed_tensor)
-    ]
+    pairs = enumerate(zip(contributions, placed, strict=True))
+    changed = [rank for rank, (before, after) in pairs if not same_bits(before, after)]
     if changed:
         raise AllreduceMismatch(
             f"{what}: the input of {named(changed)} has changed; expected the result in a new tensor", ranks=changed

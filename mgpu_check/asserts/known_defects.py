@@ -69,26 +69,17 @@ def left_out(case: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """A defect of another project that a check meets.
+    """A defect of another project that a check meets."""
 
-    Attributes:
-        name: lower-case words joined by hyphens.
-        summary: a clause that describes the defect.
-        link: the upstream report.
-        shown_by: the checks that meet it: ``"test_allreduce.py::test_all_reduce_of_views_on_the_cpu"``.
-        strikes: takes the facts from the check as keyword arguments, and returns whether the defect occurs.
-        since: the first version of torch with the defect, "" if every version has it.
-        fixed: the first version without it, "" if it is not fixed.
-        raises: the exceptions of a check that meets it; an error of torch if torch refuses a valid call.
-    """
-
-    name: str
-    summary: str
-    link: str
-    shown_by: tuple[str, ...]
+    name: str  # lower-case words joined by hyphens
+    summary: str  # a clause that describes the defect
+    link: str  # the upstream report
+    shown_by: tuple[str, ...]  # the checks that meet it: ``"test_allreduce.py::test_all_reduce_of_views_on_the_cpu"``
+    # takes the facts from the check as keyword arguments, and returns whether the defect occurs
     strikes: Callable[..., bool]
-    since: str = ""
-    fixed: str = ""
+    since: str = ""  # the first version of torch with the defect, "" if every version has it
+    fixed: str = ""  # the first version without it, "" if it is not fixed
+    # the exceptions of a check that meets it; an error of torch if torch refuses a valid call
     raises: tuple[type[Exception], ...] = (AssertionError,)
 
     def is_in(self, version: str) -> bool:

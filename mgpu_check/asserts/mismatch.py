@@ -15,10 +15,8 @@ Device = torch.device | str
 
 _NAMES = re.compile(r"(?<![\w.])(cpu|cuda:\d+)(?![\w:])")
 # Messages of torch that do not name both devices. Convolution: types of tensors, without an index.
-_TYPES = re.compile(
-    r"Input type \(torch\.(cuda\.)?\w+Tensor\) and "
-    r"(?:weight|bias) type \(torch\.(cuda\.)?\w+Tensor\) should be the same"
-)
+_TYPE = r"type \(torch\.(cuda\.)?\w+Tensor\)"
+_TYPES = re.compile(rf"Input {_TYPE} and (?:weight|bias) {_TYPE} should be the same")
 # cuDNN's own check: the indices only.
 _INDICES = re.compile(r"to have the same device as tensor for .*; but device (\d+) does not equal (\d+)")
 # Indexing: the device of the indexed tensor only.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
-from mgpu_check.numerics.differences import Difference, diagnose, difference, show
+from mgpu_check.numerics.differences import diagnose, difference, show
 from mgpu_check.numerics.steps import MeasuredStep
 from mgpu_check.torch_hooks.nested import named_buffers, named_parameters
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
@@ -84,7 +84,10 @@ def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | Non
     device = next((value.device for value in state.values()), torch.device("cpu"))
     own = _fingerprints(state)
     combined = fingerprint(torch.tensor(own[1:], dtype=torch.int64))
-    rows = _gathered(torch.tensor([own[0], combined], dtype=torch.int64, device=device), group)
+    values = torch.tensor([own[0], combined], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, values, group=group)
+    rows: list[list[int]] = [row.tolist() for row in gathered]
     if all(row == rows[0] for row in rows):
         return
     rank = dist.get_rank(group)
@@ -94,7 +97,9 @@ def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | Non
     head = f"{subject}: {_named(odd, 'rank')} of {len(rows)} differ{'s' * (len(odd) == 1)} from rank {model}"
     if any(row[0] != usual[0] for row in rows):
         if rank in odd:
-            raise ReplicaMismatch(f"{head} in names, shapes or dtypes; here: {_listed(state)}", ranks=odd)
+            entries = [f"{name} {_kind(value)}" for name, value in state.items()]
+            here = ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
+            raise ReplicaMismatch(f"{head} in names, shapes or dtypes; here: {here}", ranks=odd)
         return
     # All ranks have found the difference, so all take part in this broadcast, which locates it.
     source = model if group is None else dist.get_global_rank(group, model)
@@ -106,12 +111,6 @@ def _across_ranks(state: dict[str, torch.Tensor], group: dist.ProcessGroup | Non
             deviation = _first_difference({name: value}, {name: reference}, f"rank {model}")
     if deviation:
         raise ReplicaMismatch(f"{head}: {deviation}", ranks=odd)
-
-
-def _gathered(values: torch.Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, values, group=group)
-    return [row.tolist() for row in rows]
 
 
 def _first_difference(state: State, reference: State, owner: str) -> str:
@@ -126,18 +125,12 @@ def _first_difference(state: State, reference: State, owner: str) -> str:
         off = difference(value, expected)
         if off is None:
             return f"{name!r} differs from {owner} in the sign of zeros or the bits of NaN only"
-        looks = "".join(f"; {line}" for line in diagnose(value, expected))
-        return f"{name!r} is not that of {owner}: {off}{looks}"
+        return "; ".join([f"{name!r} is not that of {owner}: {off}", *diagnose(value, expected)])
     return f"nothing by value; compare the layouts with {owner}"
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {name_of(tensor.dtype)}"
-
-
-def _listed(state: State) -> str:
-    entries = [f"{name} {_kind(value)}" for name, value in state.items()]
-    return ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
 
 
 def _named(indices: Sequence[int], noun: str) -> str:
@@ -212,17 +205,20 @@ def assert_gradients_agree(
             off = difference(got[name], value, tolerance[name])
             if off is None:
                 continue
-            finding = f"{_describe(off)}; {_kind_of(got[name])}" + _looks(
-                diagnose(
-                    got[name],
-                    value,
-                    tolerance[name],
-                    contributions=(parts or {}).get(name, ()),
-                    rank=rank,
-                    constants=constants,
-                    previous=(previous or {}).get(name),
-                )
+            looks = diagnose(
+                got[name],
+                value,
+                tolerance[name],
+                contributions=(parts or {}).get(name, ()),
+                rank=rank,
+                constants=constants,
+                previous=(previous or {}).get(name),
             )
+            # Results are often copied to the CPU: name the device of a tensor that is still there.
+            device = f" on {got[name].device}" if got[name].device.type == "cuda" else ""
+            kind = f"{name_of(got[name].dtype)}{list(got[name].shape)}{device}"
+            ratio = f" (ratio {show(off.got / off.expected, torch.float32)})" if off.expected else ""
+            finding = "; ".join([f"{off}{ratio}", kind, *looks])
         wrong_count += 1
         if len(lines) < _SHOWN:
             lines.append(f"{name}: {finding}")
@@ -258,28 +254,12 @@ def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _describe(off: Difference) -> str:
-    ratio = f" (ratio {show(off.got / off.expected, torch.float32)})" if off.expected else ""
-    return f"{off}{ratio}"
-
-
-def _kind_of(got: torch.Tensor) -> str:
-    """Return dtype and shape, and the device of a tensor that is still there: results are often copied to the CPU."""
-    device = f" on {got.device}" if got.device.type == "cuda" else ""
-    return f"{name_of(got.dtype)}{list(got.shape)}{device}"
-
-
-def _looks(findings: Sequence[str]) -> str:
-    return "".join(f"; {line}" for line in findings)
-
-
 def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], wrong_count: int) -> list[str]:
     """Return a line about a common factor of all results, which is stronger evidence than a factor for each."""
     if wrong_count < len(expected) or wrong_count < 2:
         return []
-    ratios = torch.cat(
-        [(plain(got[name]).double() / plain(value).double()).flatten() for name, value in expected.items()]
-    )
+    pairs = [(plain(got[name]).double(), plain(value).double()) for name, value in expected.items()]
+    ratios = torch.cat([(own / right).flatten() for own, right in pairs])
     ratios = ratios[ratios.isfinite()]
     if not len(ratios):
         return []

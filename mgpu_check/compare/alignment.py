@@ -26,20 +26,18 @@ the optimizer or a buffer after the step."""
 
 QUANTITIES: tuple[Quantity, ...] = ("before", "gradient", "parameter", "state")
 """In the order of a step."""
+FIELDS = {"before": "before", "gradient": "gradients", "parameter": "parameters", "state": "states"}
+"""Quantity -> the field of a step with its tensors."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The deviation of a tensor from the expected one.
+    """The deviation of a tensor from the expected one."""
 
-    Attributes:
-        size: the largest deviation of a number of the summary, relative to the tensor (see `TensorSummary.entries`).
-        number: name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]".
-        got, expected: its two values.
-    """
-
+    # the largest deviation of a number of the summary, relative to the tensor (see `TensorSummary.entries`)
     size: float
-    number: str = ""
+    number: str = ""  # name of the number: "norm", "sum of elements 0 to 9", "element [3, 1]"
+    # got, expected: its two values
     got: float = 0.0
     expected: float = 0.0
 
@@ -64,8 +62,7 @@ def largest_deviation(
 ) -> Deviation:
     """Return the largest deviation among numbers, each with its typical size (see `TensorSummary.entries`).
 
-    Args:
-        labels: the name of each number, and whether it is an element of the tensor.
+    `labels`: the name of each number, and whether it is an element of the tensor.
     """
     worst = Deviation(0.0)
     for (name, is_element), (value, size_here), (wanted, size) in zip(labels, got, expected, strict=True):
@@ -94,26 +91,19 @@ def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
     for size in chunk_sizes(count):
         labels.append((f"sum of elements {start} to {start + size - 1} of {count}" if size > 1 else "sum", False))
         start += size
-    return [*labels, *((f"element {_index(position, shape)}", True) for position in positions(count))]
+    for position in positions(count):
+        index = []
+        for size in reversed(shape):
+            position, along = divmod(position, size)
+            index.append(along)
+        labels.append((f"element {index[::-1]}", True))
+    return labels
 
 
-def _index(position: int, shape: Sequence[int]) -> list[int]:
-    index = []
-    for size in reversed(shape):
-        index.append(position % size)
-        position //= size
-    return index[::-1]
-
-
-def of_quantity(step: Step, quantity: Quantity) -> Mapping[str, TensorSummary | None]:
+def of_quantity(step: Step, quantity: Quantity) -> dict[str, TensorSummary | None]:
     """Return the tensors of one quantity in a step, by parameter."""
-    tensors: Mapping[str, Mapping[str, TensorSummary | None]] = {
-        "before": step.before,
-        "gradient": step.gradients,
-        "parameter": step.parameters,
-        "state": step.states,
-    }
-    return tensors[quantity]
+    tensors: dict[str, TensorSummary | None] = getattr(step, FIELDS[quantity])
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -122,10 +112,8 @@ class Samples:
 
     one: Counter[int]
     ranks: tuple[Counter[int], ...]
-    divided: bool = False
-    """Ranks hold parts of the model, so several ranks may correctly see the same samples."""
-    staged: bool = False
-    """The inputs of some ranks are outputs of other ranks."""
+    divided: bool = False  # ranks hold parts of the model, so several ranks may correctly see the same samples
+    staged: bool = False  # the inputs of some ranks are outputs of other ranks
 
     @property
     def together(self) -> Counter[int]:
@@ -194,12 +182,10 @@ def _with_common_samples(steps: Sequence[Step]) -> Sequence[Step]:
     if sorted(steps[0].seen) == sorted(sample for step in steps[1:] for sample in step.seen):
         return steps
     calls_by_module = [[{call.module: call for call in calls} for calls in step.inputs] for step in steps]
+    if not all(calls_by_module):
+        return steps
     chains = [calls for own in calls_by_module for calls in own]
-    name = (
-        next((name for name in calls_by_module[0][0] if all(name in calls for calls in chains)), None)
-        if all(calls_by_module)
-        else None
-    )
+    name = next((name for name in calls_by_module[0][0] if all(name in calls for calls in chains)), None)
     if name is None:
         return steps
     rows = divided_tensors([own[0][name].rows for own in calls_by_module])
@@ -216,34 +202,24 @@ def _with_common_samples(steps: Sequence[Step]) -> Sequence[Step]:
 
 @dataclass
 class Aligned:
-    """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports.
+    """The run on one device and the run on several ranks. Steps are counted from 0 here, and from 1 in reports."""
 
-    Attributes:
-        one: the trace of the run on one device.
-        ranks: the traces of the ranks, in order; one trace for a single process with several devices.
-        world: number of ranks, or of devices of the single process.
-        divided, reasons, placements, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`.
-        replayed: one device was given the samples and random numbers of the ranks.
-        names: parameters in both runs, in the order of the model.
-        states: states of optimizers and buffers in both runs, in the same order, without buffers that never change.
-        missing: parameters that only one device trains.
-        extra: parameters that only ranks train.
-    """
-
-    one: Trace
-    ranks: list[Trace]
-    world: int = 0
+    one: Trace  # the trace of the run on one device
+    ranks: list[Trace]  # the traces of the ranks, in order; one trace for a single process with several devices
+    world: int = 0  # number of ranks, or of devices of the single process
+    # divided, reasons, placements, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`
     divided: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, str] = field(default_factory=dict)
     holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     partial: Mapping[str, str] = field(default_factory=dict)
-    replayed: bool = False
-    names: list[str] = field(init=False)
+    replayed: bool = False  # one device was given the samples and random numbers of the ranks
+    names: list[str] = field(init=False)  # parameters in both runs, in the order of the model
+    # states of optimizers and buffers in both runs, in the same order, without buffers that never change
     states: list[str] = field(init=False)
-    missing: list[str] = field(init=False)
-    extra: list[str] = field(init=False)
+    missing: list[str] = field(init=False)  # parameters that only one device trains
+    extra: list[str] = field(init=False)  # parameters that only ranks train
 
     def __post_init__(self) -> None:
         self.world = self.world or len(self.ranks)
@@ -253,9 +229,8 @@ class Aligned:
         self.names = [p.name for p in ordered if p.name in trained]
         self.missing = [p.name for p in ordered if p.name not in trained]
         self.extra = sorted(trained - self.one.parameters.keys())
-        changing = {
-            name for trace in (self.one, *self.ranks) for name, state in trace.states.items() if not state.constant
-        }
+        states = [entry for trace in (self.one, *self.ranks) for entry in trace.states.items()]
+        changing = {name for name, state in states if not state.constant}
         kept = sorted(self.one.states.values(), key=lambda state: (state.order, state.key))
         kept_states = {name for trace in self.ranks for name in trace.states}
         self.states = [state.name for state in kept if state.name in kept_states & changing]
@@ -300,14 +275,12 @@ class Aligned:
     @property
     def held(self) -> list[str]:
         """The parameters that are whole at some step both on one device and on some rank."""
-        return [
-            name
-            for name in self.names
-            if any(
-                expected is not None and any(by_rank.values())
-                for expected, by_rank in (self.found(step, "parameter", name) for step in range(self.steps))
-            )
-        ]
+
+        def is_held(name: str) -> bool:
+            found = (self.found(step, "parameter", name) for step in range(self.steps))
+            return any(expected is not None and any(by_rank.values()) for expected, by_rank in found)
+
+        return [name for name in self.names if is_held(name)]
 
     def samples(self, step: int) -> Samples:
         """Return the rows of the model's inputs, or the columns if only columns equal those of one device."""
@@ -321,21 +294,15 @@ class Aligned:
 
     def _samples(self, reference: Sequence[int], ranks: Sequence[Sequence[int]]) -> Samples:
         expected, observed = Counter(reference), [Counter(rank) for rank in ranks]
-        if self.divided and any(samples & expected for samples in observed):
-            trained = [set(trace.parameters) for trace in self.ranks]
-            first_stages = [index for index, samples in enumerate(observed) if samples & expected]
-            # Later stages receive outputs of the first stage. They hold other parameters than the first stage.
-            observed = [
-                samples
-                if any(
-                    2 * len(trained[index] & trained[stage]) >= min(len(trained[index]), len(trained[stage]))
-                    for stage in first_stages
-                )
-                else Counter()
-                for index, samples in enumerate(observed)
-            ]
-            return Samples(expected, tuple(observed), divided=True, staged=not all(observed))
-        return Samples(expected, tuple(observed), self.divided)
+        if not self.divided or not any(samples & expected for samples in observed):
+            return Samples(expected, tuple(observed), self.divided)
+        trained = [set(trace.parameters) for trace in self.ranks]
+        first_stages = [own for own, samples in zip(trained, observed, strict=True) if samples & expected]
+        # Later stages receive outputs of the first stage. They hold other parameters than the first stage.
+        for index, own in enumerate(trained):
+            if not any(2 * len(own & stage) >= min(len(own), len(stage)) for stage in first_stages):
+                observed[index] = Counter()
+        return Samples(expected, tuple(observed), divided=True, staged=not all(observed))
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
         """Return the loss on one device, the mean loss of the ranks, and the loss of each rank.

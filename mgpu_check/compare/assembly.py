@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from mgpu_check.compare.alignment import QUANTITIES, Quantity, deviation, of_quantity
+from mgpu_check.compare.alignment import FIELDS, QUANTITIES, Quantity, deviation, of_quantity
 from mgpu_check.compare.trace import (
     HeldSlice,
     Parameter,
@@ -31,11 +32,9 @@ from mgpu_check.processes.rank_lists import named
 
 AMBIGUOUS = "its initial values match several parameters of one device"
 
-_SAME = 1e-9
-"""Relative deviation of summaries of equal tensors: kernels may add the elements in another order."""
+_SAME = 1e-9  # relative deviation of summaries of equal tensors: kernels may add the elements in another order
 
-_NEAR_GRADIENT = 1e-3
-"""Relative deviation of gradients of the same parameter: rounding causes less."""
+_NEAR_GRADIENT = 1e-3  # relative deviation of gradients of the same parameter: rounding causes less
 
 
 def matched(reference: Trace, rank: Trace) -> dict[str, str | None]:
@@ -48,10 +47,9 @@ def matched(reference: Trace, rank: Trace) -> dict[str, str | None]:
     full_parameters = {label: parameter for label, parameter in rank.parameters.items() if parameter.held is None}
     matches: dict[str, str | None] = dict.fromkeys(rank.parameters)
     candidates = _candidates(reference, rank, full_parameters)
-    claims = Counter(options[0] for options in candidates.values() if len(options) == 1)
-    matches |= {
-        label: options[0] for label, options in candidates.items() if len(options) == 1 and claims[options[0]] == 1
-    }
+    alone = {label: options[0] for label, options in candidates.items() if len(options) == 1}
+    claims = Counter(alone.values())
+    matches |= {label: name for label, name in alone.items() if claims[name] == 1}
     matched_names = {name for name in matches.values() if name is not None}
     modules = prefixes(matches)
     for label, options in candidates.items():
@@ -87,8 +85,7 @@ def matched_in_order(reference: Trace, ranks: Sequence[Trace], matches: Sequence
     Stages may number their layers from 0, so the same name means another layer. Nothing is changed if the ranks
     together have each parameter of one device, or if the shapes do not follow in order.
 
-    Args:
-        matches: for each rank, the names from `matched`, which this function changes.
+    `matches`: for each rank, the names from `matched`, which this function changes.
     """
     moved_starts = [_started_elsewhere(reference, trace) for trace in ranks]
     pairs = list(zip(matches, moved_starts, strict=True))
@@ -114,11 +111,8 @@ def _started_elsewhere(reference: Trace, rank: Trace) -> dict[str, int]:
     starts = _starts(rank)
     ordered = sorted(rank.parameters.values(), key=lambda own: own.order)
     full_parameters = {own.name: own for own in ordered if own.held is None and own.name in starts}
-    return {
-        label: _bits(starts[label])
-        for label, namesakes in _candidates(reference, rank, full_parameters).items()
-        if not namesakes
-    }
+    candidates = _candidates(reference, rank, full_parameters)
+    return {label: _bits(starts[label]) for label, namesakes in candidates.items() if not namesakes}
 
 
 def _candidates(reference: Trace, rank: Trace, full_parameters: Mapping[str, Parameter]) -> dict[str, list[str]]:
@@ -130,10 +124,8 @@ def _candidates(reference: Trace, rank: Trace, full_parameters: Mapping[str, Par
     candidates: dict[str, list[str]] = {}
     for label, own in full_parameters.items():
         start = starts.get(label)
-        options = by_bits.get((own.shape, _bits(start)), []) if start is not None else []
-        candidates[label] = [
-            name for name in options if not deviation(start, reference_starts[name], own.shape).size > _SAME
-        ]
+        near = by_bits.get((own.shape, _bits(start)), []) if start is not None else []
+        candidates[label] = [n for n in near if not deviation(start, reference_starts[n], own.shape).size > _SAME]
     return candidates
 
 
@@ -144,17 +136,12 @@ def _bits(summary: TensorSummary) -> int:
 
 def _by_gradient(label: str, candidates: Sequence[str], reference: Trace, rank: Trace) -> str | None:
     """Return the name whose gradient equals the first gradient of a parameter; None if no or several names match."""
+    shape = rank.parameters[label].shape
     for step, reference_step in zip(rank.steps, reference.steps, strict=False):
-        own = step.gradients.get(label)
-        if own is None or not own.norm:
-            continue
-        shape = rank.parameters[label].shape
-        near = [
-            name
-            for name in candidates
-            if deviation(own, reference_step.gradients.get(name), shape).size <= _NEAR_GRADIENT
-        ]
-        return near[0] if len(near) == 1 else None
+        own, gradients = step.gradients.get(label), reference_step.gradients
+        if own is not None and own.norm:
+            near = [n for n in candidates if deviation(own, gradients.get(n), shape).size <= _NEAR_GRADIENT]
+            return near[0] if len(near) == 1 else None
     return None
 
 
@@ -195,9 +182,8 @@ def modules_of(reference: Trace, rank: Trace, matches: Mapping[str, str | None])
 
     A module without all parameters that it has on one device is left out: a stage of a pipeline is no whole model.
 
-    Args:
-        rank: the rank, with the parameters that it holds under their names on one device.
-        matches: name on the rank -> name on one device, for each parameter.
+    `rank`: the rank, with the parameters that it holds under their names on one device. `matches`: name on the rank ->
+    name on one device, for each parameter.
     """
     counterparts = prefixes(matches)
     modules = {}
@@ -214,32 +200,32 @@ _SHARE = 1e-6
 """Deviation of a sum of shares from 1: more than floating-point numbers cause, and less than one of a million rows."""
 
 
-def together(
-    slices: Collection[tuple[HeldSlice, TensorSummary]], expected: TensorSummary | None
-) -> TensorSummary | None:
+_Value = tuple[HeldSlice, TensorSummary]
+_Values = Collection[_Value]
+
+
+def together(slices: _Values, expected: TensorSummary | None) -> TensorSummary | None:
     """Return the whole tensor from all of its parts; None without parts.
 
-    Args:
-        expected: the tensor on one device. The norm of a mean is unknown without its elements, so its norm is taken.
+    `expected`: the tensor on one device. The norm of a mean is unknown without its elements, so its norm is taken.
     """
     if not slices:
         return None
-    full_tensor = joined([_mean(own) for own in _by_place(slices)])
-    return (
-        replace(full_tensor, norm=expected.norm)
-        if math.isnan(full_tensor.norm) and expected is not None
-        else full_tensor
-    )
+    pieces = []
+    for own in _by_place(slices):
+        values, shares = [value for _, value in own], [held_slice.share for held_slice, _ in own]
+        # Equal parts of a statistic are the mean themselves.
+        pieces.append(mean_of(values, shares) if _is_mean(own) else values[0])
+    whole = joined(pieces)
+    return replace(whole, norm=expected.norm) if math.isnan(whole.norm) and expected is not None else whole
 
 
-def is_partial(slices: Iterable[tuple[HeldSlice, TensorSummary]]) -> bool:
+def is_partial(slices: _Values) -> bool:
     """Return whether ranks have different values of a statistic for the same place."""
     return any(_is_mean(own) for own in _by_place(slices))
 
 
-def why_not_together(
-    slices: Collection[tuple[HeldSlice, TensorSummary]], expected: TensorSummary | None, shape: Sequence[int]
-) -> str:
+def why_not_together(slices: _Values, expected: TensorSummary | None, shape: Sequence[int]) -> str:
     """Return why parts of a statistic are not the statistic of one device; "" if they are."""
     coverage = "; ".join(dict.fromkeys(held_slice.covers for held_slice, _ in slices))
     if any(abs(math.fsum(held_slice.share for held_slice, _ in own) - 1) > _SHARE for own in _by_place(slices)):
@@ -249,66 +235,48 @@ def why_not_together(
     return f"each rank may keep a statistic of its own slice ({coverage}), and their mean is not that of one device"
 
 
-def _by_place(slices: Iterable[tuple[HeldSlice, TensorSummary]]) -> list[list[tuple[HeldSlice, TensorSummary]]]:
-    groups: dict[tuple[int, int], list[tuple[HeldSlice, TensorSummary]]] = defaultdict(list)
+def _by_place(slices: _Values) -> list[list[_Value]]:
+    groups: dict[tuple[int, int], list[_Value]] = defaultdict(list)
     for held_slice, value in slices:
         groups[held_slice.key].append((held_slice, value))
     return list(groups.values())
 
 
-def _is_mean(slices: Sequence[tuple[HeldSlice, TensorSummary]]) -> bool:
-    return any(value != slices[0][1] for _, value in slices)
-
-
-def _mean(slices: Sequence[tuple[HeldSlice, TensorSummary]]) -> TensorSummary:
-    """Return the mean of partial statistics. Equal parts are the mean themselves."""
-    if not _is_mean(slices):
-        return slices[0][1]
-    return mean_of([value for _, value in slices], [held_slice.share for held_slice, _ in slices])
+def _is_mean(slices: _Values) -> bool:
+    return len({value for _, value in slices}) > 1
 
 
 def mean_of(values: Sequence[TensorSummary], shares: Sequence[float]) -> TensorSummary:
     """Return the weighted mean; its norm is not a number, since it is unknown."""
 
     def mean(numbers: Sequence[float]) -> float:
+        if None in numbers:  # an element that no rank has at this place
+            return numbers[0]
         return sum(share * value for share, value in zip(shares, numbers, strict=True))
 
-    return TensorSummary(
-        0,
-        math.nan if all(value.finite for value in values) else math.inf,
-        tuple(map(mean, zip(*(value.sums for value in values), strict=True))),
-        # None is an element that no rank has at this place.
-        tuple(
-            numbers[0] if None in numbers else mean(numbers)
-            for numbers in zip(*(v.samples for v in values), strict=True)
-        ),
+    sums, samples = (
+        tuple(map(mean, zip(*numbers, strict=True)))
+        for numbers in ([value.sums for value in values], [value.samples for value in values])
     )
+    return TensorSummary(0, math.nan if all(value.finite for value in values) else math.inf, sums, samples)
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """Traces of ranks as if each rank held whole tensors with the names of one device.
-
-    Attributes:
-        divided: ranks hold parts of the model.
-        reasons: parameter -> why it could not be placed or assembled.
-        placements: parameter -> the slices that ranks hold, in words.
-        holders: sliced parameter -> for each element of `positions`, the ranks that hold it.
-        parts: sliced parameter -> rank -> a key of its elements: ranks with the same elements have equal keys.
-        open: a rank may hold a slice that is not placed yet, of a parameter or buffer. Its values may show the place.
-        same_elsewhere: a rank holds values that occur in several places. Distinct values may show the place.
-        partial: state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in
-            words.
-    """
+    """Traces of ranks as if each rank held whole tensors with the names of one device."""
 
     ranks: list[Trace]
-    divided: bool
-    reasons: Mapping[str, str]
-    placements: Mapping[str, str]
+    divided: bool  # ranks hold parts of the model
+    reasons: Mapping[str, str]  # parameter -> why it could not be placed or assembled
+    placements: Mapping[str, str]  # parameter -> the slices that ranks hold, in words
+    # sliced parameter -> for each element of `positions`, the ranks that hold it
     holders: Mapping[str, list[tuple[int, ...]]]
+    # sliced parameter -> rank -> a key of its elements: ranks with the same elements have equal keys
     parts: Mapping[str, Mapping[int, object]]
+    # a rank may hold a slice that is not placed yet, of a parameter or buffer. Its values may show the place.
     open: bool
-    same_elsewhere: bool
+    same_elsewhere: bool  # a rank holds values that occur in several places. Distinct values may show the place.
+    # state of an optimizer -> the parts of a parameter that ranks compute their own values of it from, in words
     partial: Mapping[str, str]
 
 
@@ -324,6 +292,9 @@ class _LabelledSlice:
     def place(self) -> tuple[tuple[int, int], str]:
         """A key that is equal for pieces with the same elements, computed from the same part of the model."""
         return self.held.key, self.held.covers
+
+
+_Slices = Sequence[_LabelledSlice]
 
 
 def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
@@ -342,7 +313,10 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
                 pieces[parameter.held.whole].append(_LabelledSlice(index, label, parameter.held))
                 pieces_of[index][label] = parameter.held.whole
                 continue
-            shown = name or _free(label, parameter, trace.rank, reference, own)
+            shown = name or label
+            namesake = reference.parameters.get(label)
+            if not name and namesake is not None and (namesake.shape == parameter.shape or label in own.values()):
+                shown = f"{label} of rank {trace.rank}"  # another parameter has its name
             order = reference.parameters[shown].order if shown in reference.parameters else parameter.order
             traces[index].parameters[shown] = replace(parameter, name=shown, order=order)
             if name is None and parameter.held is None:
@@ -353,26 +327,17 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
         unmatched |= _add_states(
             index, reference, trace, matches[index], pieces_of[index], traces[index], pieces, reasons
         )
-    complete = {
-        name: slices
-        for name, slices in pieces.items()
-        if not _gap(name, reference, slices, reasons)
-        and not _apart(name, slices, ranks, reasons)
-        and not _unlike(name, reference, slices, ranks, reasons)
-    }
+    complete = _complete(reference, pieces, ranks, reasons)
     for name, slices in complete.items():
         for index in dict.fromkeys(piece.rank for piece in slices):
             local = ranks[index].entry(next(piece.label for piece in slices if piece.rank == index))
             if local is not None:
                 _put(reference, name, local, traces[index])
-    modules = [
-        modules_of(reference, new, {**own, **piece_names})
-        for new, own, piece_names in zip(traces, matches, pieces_of, strict=True)
-    ]
+    names = [{**own, **pieces_on_rank} for own, pieces_on_rank in zip(matches, pieces_of, strict=True)]
+    modules = [modules_of(reference, new, own) for new, own in zip(traces, names, strict=True)]
     for new, module_names in zip(traces, modules, strict=True):
         new.modules = {module_names[label]: dtype for label, dtype in new.modules.items() if label in module_names}
-    idle = [_idle(trace) for trace in ranks]
-    users = _users(traces, matches, idle)
+    users = _users(traces, ranks, matches)
     for number in range(max((len(trace.steps) for trace in ranks), default=0)):
         at = [trace.steps[number] if number < len(trace.steps) else None for trace in ranks]
         reference_step = reference.steps[number] if number < len(reference.steps) else None
@@ -382,7 +347,6 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
                 renamed = _step(step, matches[index], pieces_of[index], users, index, views)
                 outputs = {name: step.outputs[label] for label, name in modules[index].items() if label in step.outputs}
                 traces[index].steps.append(replace(renamed, outputs=outputs))
-    _take_unused(users, traces)
     divided = any(name in reference.parameters for name in pieces) or any(
         name in reference.parameters and 0 < sum(name in trace.parameters for trace in traces) < len(traces)
         for trace in traces
@@ -392,7 +356,7 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
         traces,
         divided or any(parameter.sharded for trace in ranks for parameter in trace.parameters.values()),
         reasons,
-        {name: _placement(slices, ranks) for name, slices in pieces.items()},
+        {name: _told((piece.held.told, ranks[piece.rank].rank) for piece in own) for name, own in pieces.items()},
         {name: _holders(reference, name, slices, ranks) for name, slices in complete.items()},
         {name: _parts(slices, ranks) for name, slices in complete.items()},
         unmatched,
@@ -401,7 +365,11 @@ def assembled(reference: Trace, ranks: Sequence[Trace]) -> Assembly:
             for trace, own in zip(ranks, matches, strict=True)
             for label, entry in (*trace.parameters.items(), *trace.states.items())
         ),
-        {name: description for name, slices in pieces.items() if (description := _own_parts(slices, ranks))},
+        {
+            name: _told((piece.held.covers, ranks[piece.rank].rank) for piece in own)
+            for name, own in pieces.items()
+            if any(piece.held.covers for piece in own) and is_partial(_first(own, ranks)[1])
+        },
     )
 
 
@@ -426,85 +394,72 @@ def _add_states(
             pieces[state.held.whole].append(_LabelledSlice(index, label, state.held))
             pieces_of[label] = state.held.whole
             continue
+        owner = state.of
         if state.key:
-            owner = pieces_of.get(state.of) or matches.get(state.of) or state.of
-        else:
-            owner = _buffer(state, modules, reference)
-        moved = state.moved_to(
-            owner, reference.parameters[owner].order if owner in reference.parameters else state.order
-        )
-        reference_state = reference.states.get(moved.name)
-        matches[label] = moved.name
-        assembled_trace.states[moved.name] = moved
-        if state.unplaced and (reference_state is None or reference_state.shape != state.shape):
-            reasons[moved.name] = state.unplaced
-        open_ |= (
-            not state.key and not state.constant and (reference_state is None or reference_state.shape != state.shape)
-        )
+            owner = pieces_of.get(owner) or matches.get(owner) or owner
+        elif name := beside(owner, modules):
+            counterpart = reference.states.get(named_state("", name))
+            owner = name if counterpart is not None and counterpart.shape == state.shape else owner
+        order = reference.parameters[owner].order if owner in reference.parameters else state.order
+        name = matches[label] = named_state(state.key, owner)
+        assembled_trace.states[name] = replace(state, name=name, of=owner, order=order)
+        reference_state = reference.states.get(name)
+        if reference_state is None or reference_state.shape != state.shape:
+            if state.unplaced:
+                reasons[name] = state.unplaced
+            open_ |= not state.key and not state.constant
     return open_
-
-
-def _buffer(state: State, modules: Mapping[str, set[str]], reference: Trace) -> str:
-    """Return the name of a buffer on one device, from the modules around it; its own name if they do not match."""
-    name = beside(state.of, modules)
-    counterpart = reference.states.get(named_state("", name)) if name else None
-    return name if name and counterpart is not None and counterpart.shape == state.shape else state.of
 
 
 def _put(reference: Trace, name: str, local: Parameter, trace: Trace) -> None:
     """Add to a rank the description of a whole tensor that it holds a slice of."""
+    kind: dict[str, Any] = {"dtype": local.dtype, "device": local.device}
     if name in reference.states:
-        trace.states[name] = replace(
-            reference.states[name],
-            dtype=local.dtype,
-            device=local.device,
-            constant=isinstance(local, State) and local.constant,
-        )
+        constant = isinstance(local, State) and local.constant
+        trace.states[name] = replace(reference.states[name], **kind, constant=constant)
     else:
-        trace.parameters[name] = replace(reference.parameters[name], dtype=local.dtype, device=local.device)
+        trace.parameters[name] = replace(reference.parameters[name], **kind)
 
 
-def _free(label: str, parameter: Parameter, rank: int, reference: Trace, own: Mapping[str, str | None]) -> str:
-    """Return a name for an unmatched parameter: its own, unless another parameter has this name."""
-    namesake = reference.parameters.get(label)
-    is_taken = namesake is not None and (namesake.shape == parameter.shape or label in own.values())
-    return f"{label} of rank {rank}" if is_taken else label
+def _complete(
+    reference: Trace, pieces: Mapping[str, list[_LabelledSlice]], ranks: Sequence[Trace], reasons: dict[str, str]
+) -> dict[str, list[_LabelledSlice]]:
+    """Return the slices that can be put together, and record why others cannot."""
+    complete: dict[str, list[_LabelledSlice]] = {}
+    for name, slices in pieces.items():
+        full_tensor = reference.parameters.get(name) or reference.states[name]
+        reason = _gap(full_tensor, slices) or _apart(slices, ranks) or _unlike(name, reference, slices, ranks)
+        if reason:
+            reasons[name] = reason
+        else:
+            complete[name] = slices
+    return complete
 
 
-def _gap(name: str, reference: Trace, slices: Sequence[_LabelledSlice], reasons: dict[str, str]) -> bool:
-    """Return whether slices fail to cover a whole tensor exactly once, and record the reason."""
-    distinct = {piece.held.key: piece.held for piece in slices}
-    count = sum(held_slice.count for held_slice in distinct.values())
-    full_tensor = reference.entry(name)
-    assert full_tensor is not None
-    head = slices[0].held
-    if (
-        count == full_tensor.count
-        and (sum(held_slice.mark for held_slice in distinct.values()) - head.all) % 2**64 == 0
-    ):
-        return False
-    description = "; ".join(dict.fromkeys(held_slice.told for held_slice in distinct.values()))
-    many = "more than once" if count >= full_tensor.count else f"by {count} of {full_tensor.count} elements"
-    reasons[name] = f"the slices of the ranks cover it {many}: {description}"
-    return True
+def _gap(reference: Parameter, slices: _Slices) -> str:
+    """Return why slices do not cover a whole tensor exactly once; "" if they do."""
+    distinct = {piece.held.key: piece.held for piece in slices}.values()
+    count = sum(held_slice.count for held_slice in distinct)
+    marks = sum(held_slice.mark for held_slice in distinct) - slices[0].held.all
+    if count == reference.count and marks % 2**64 == 0:
+        return ""
+    description = "; ".join(dict.fromkeys(held_slice.told for held_slice in distinct))
+    many = "more than once" if count >= reference.count else f"by {count} of {reference.count} elements"
+    return f"the slices of the ranks cover it {many}: {description}"
 
 
-def _apart(name: str, slices: Sequence[_LabelledSlice], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
-    """Return whether ranks hold a slice with different initial values, and record that."""
+def _apart(slices: _Slices, ranks: Sequence[Trace]) -> str:
+    """Return that ranks hold a slice with different initial values; "" if they do not."""
     starts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for piece in slices:
         before = next((s.before[piece.label] for s in ranks[piece.rank].steps if piece.label in s.before), None)
         if before is not None:
             starts[piece.held.key].add(before.bits)
-    if all(len(bits) == 1 for bits in starts.values()):
-        return False
-    reasons[name] = "ranks that hold the same slice of it start with different values"
-    return True
+    apart = any(len(bits) > 1 for bits in starts.values())
+    return "ranks that hold the same slice of it start with different values" if apart else ""
 
 
-def _first(
-    slices: Sequence[_LabelledSlice], ranks: Sequence[Trace]
-) -> tuple[int, list[tuple[HeldSlice, TensorSummary]]]:
+def _first(slices: _Slices, ranks: Sequence[Trace]) -> tuple[int, list[_Value]]:
     """Return the first step with a value of each part of a statistic, and the values, if there is one."""
     wanted = {piece.place for piece in slices}
     for number in range(min(len(ranks[piece.rank].steps) for piece in slices)):
@@ -518,41 +473,26 @@ def _first(
     return 0, []
 
 
-def _unlike(
-    name: str, reference: Trace, slices: Sequence[_LabelledSlice], ranks: Sequence[Trace], reasons: dict[str, str]
-) -> bool:
-    """Return whether statistics of slices cannot be put together, and record the reason."""
+def _unlike(name: str, reference: Trace, slices: _Slices, ranks: Sequence[Trace]) -> str:
+    """Return why statistics of slices cannot be put together; "" if they can."""
     if not any(piece.held.covers for piece in slices):
-        return False
+        return ""
     number, statistics = _first(slices, ranks)
     expected = reference.steps[number].states.get(name) if number < len(reference.steps) else None
-    reason = why_not_together(statistics, expected, reference.states[name].shape)
-    if reason:
-        reasons[name] = reason
-    return bool(reason)
-
-
-def _own_parts(slices: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> str:
-    """Describe the parts that ranks compute a statistic from; "" if all ranks have the same value of it."""
-    if not any(piece.held.covers for piece in slices) or not is_partial(_first(slices, ranks)[1]):
-        return ""
-    return _told((piece.held.covers, ranks[piece.rank].rank) for piece in slices)
-
-
-def _idle(trace: Trace) -> set[str]:
-    """Return the parameters that a rank never used: they had no gradient, and their modules were not called."""
-    idle: set[str] | None = None
-    active: set[str] = set()
-    for step in trace.steps:
-        active |= step.gradients.keys() - step.idle
-        idle = (idle or set()) | step.idle
-    return (idle or set()) - active
+    return why_not_together(statistics, expected, reference.states[name].shape)
 
 
 def _users(
-    traces: Sequence[Trace], matches: Sequence[Mapping[str, str | None]], idle: Sequence[set[str]]
+    traces: Sequence[Trace], ranks: Sequence[Trace], matches: Sequence[Mapping[str, str | None]]
 ) -> dict[str, set[int]]:
-    """Return the ranks that use a parameter, for each parameter that only some of its ranks use."""
+    """Return the ranks that use a parameter, for each that only some of its ranks use, and take it from the others.
+
+    These never had its gradient, and never called its module. States of the parameter go with it.
+    """
+    idle: list[set[str]] = []
+    for trace in ranks:
+        active = {name for step in trace.steps for name in step.gradients.keys() - step.idle}
+        idle.append({name for step in trace.steps for name in step.idle} - active)
     users: dict[str, set[int]] = {}
     for name in {own[label] for own, labels in zip(matches, idle, strict=True) for label in labels}:
         holders = {index for index, trace in enumerate(traces) if name in trace.parameters}
@@ -560,23 +500,16 @@ def _users(
         if name is not None and 0 < len(using) < len(holders):
             users[name] = using
     owned = [state for trace in traces for state in trace.states.values() if state.of in users]
-    return users | {state.name: users[state.of] for state in owned}
-
-
-def _take_unused(users: Mapping[str, set[int]], traces: Sequence[Trace]) -> None:
-    """Remove parameters and their states from ranks that do not use them."""
-    for name, using in users.items():
-        for index, trace in enumerate(traces):
-            if index not in using:
-                trace.parameters.pop(name, None)
-                trace.states.pop(name, None)
+    users |= {state.name: users[state.of] for state in owned}
+    for index, trace in enumerate(traces):
+        for name in (name for name, using in users.items() if index not in using):
+            trace.parameters.pop(name, None)
+            trace.states.pop(name, None)
+    return users
 
 
 def _views(
-    complete: Mapping[str, Sequence[_LabelledSlice]],
-    at: Sequence[Step | None],
-    reference: Step | None,
-    quantity: Quantity,
+    complete: Mapping[str, _Slices], at: Sequence[Step | None], reference: Step | None, quantity: Quantity
 ) -> dict[str, dict[int, TensorSummary | None]]:
     """Return the whole tensors from the view of each rank: its own slices, completed with slices of other ranks."""
     views: dict[str, dict[int, TensorSummary | None]] = {}
@@ -607,45 +540,30 @@ def _step(
     index: int,
     views: Mapping[Quantity, Mapping[str, Mapping[int, TensorSummary | None]]],
 ) -> Step:
-    def renamed(quantity: Quantity) -> Iterator[tuple[str, TensorSummary | None]]:
+    def renamed(quantity: Quantity) -> dict[str, TensorSummary | None]:
+        tensors = {}
         for label, value in of_quantity(step, quantity).items():
             name = matches.get(label)
             if name is not None and index in users.get(name, (index,)):
-                yield name, value
-        for name, view in views[quantity].items():
-            if index in view:
-                yield name, view[index]
+                tensors[name] = value
+        tensors |= {name: view[index] for name, view in views[quantity].items() if index in view}
+        return {name: value for name, value in tensors.items() if value is not None or quantity == "gradient"}
 
     def scale(label: str) -> float:
         """Return the final norm of the whole gradient relative to that of a slice; 1 if unknown."""
         own, full_gradient = step.gradients.get(label), views["gradient"].get(pieces.get(label, ""), {}).get(index)
         return full_gradient.norm / own.norm if full_gradient is not None and own is not None and own.norm else 1.0
 
-    def there(quantity: Quantity) -> dict[str, TensorSummary]:
-        return {name: value for name, value in renamed(quantity) if value is not None}
+    def named(label: str) -> str:
+        return pieces.get(label) or matches.get(label) or label
 
+    fields: dict[str, Any] = {FIELDS[quantity]: renamed(quantity) for quantity in QUANTITIES}
     return replace(
         step,
-        before=there("before"),
-        gradients=dict(renamed("gradient")),
-        parameters=there("parameter"),
-        states=there("state"),
-        calls=[
-            (
-                description,
-                {
-                    pieces.get(label) or matches.get(label) or label: norm * scale(label)
-                    for label, norm in norms.items()
-                },
-            )
-            for description, norms in step.calls
-        ],
-        options={pieces.get(label) or matches[label] or label: options for label, options in step.options.items()},
+        **fields,
+        calls=[(told, {named(k): norm * scale(k) for k, norm in norms.items()}) for told, norms in step.calls],
+        options={named(label): options for label, options in step.options.items()},
     )
-
-
-def _placement(slices: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> str:
-    return _told((piece.held.told, ranks[piece.rank].rank) for piece in slices)
 
 
 def _told(descriptions: Iterable[tuple[str, int]]) -> str:
@@ -655,9 +573,7 @@ def _told(descriptions: Iterable[tuple[str, int]]) -> str:
     return "; ".join(f"{text} on {named(sorted(set(ranks)))}" for text, ranks in ranks_by_text.items())
 
 
-def _holders(
-    reference: Trace, name: str, slices: Sequence[_LabelledSlice], ranks: Sequence[Trace]
-) -> list[tuple[int, ...]]:
+def _holders(reference: Trace, name: str, slices: _Slices, ranks: Sequence[Trace]) -> list[tuple[int, ...]]:
     full_tensor = reference.entry(name)
     holders: list[set[int]] = [set() for _ in positions(full_tensor.count if full_tensor else 0)]
     for piece in slices:
@@ -669,7 +585,7 @@ def _holders(
     return [tuple(sorted(owners)) for owners in holders]
 
 
-def _parts(slices: Sequence[_LabelledSlice], ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
+def _parts(slices: _Slices, ranks: Sequence[Trace]) -> dict[int, frozenset[tuple[int, int]]]:
     keys_by_rank: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for piece in slices:
         keys_by_rank[ranks[piece.rank].rank].add(piece.held.key)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mgpu_check.compare.alignment import Aligned, Quantity, of_quantity
 from mgpu_check.compare.rounding import Rounding
-from mgpu_check.compare.trace import TensorSummary, Trace
+from mgpu_check.compare.trace import State, TensorSummary, Trace
 from mgpu_check.processes.rank_lists import few, named
 
 SEEDS = "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits"
@@ -86,8 +86,7 @@ def standing(reference: Trace, ranks: Sequence[Trace], own: Path | None) -> Iter
     Report them only if the runs are not comparable for another reason: a script without seeds is comparable if it loads
     a checkpoint, and a script may check for a file without loading it.
 
-    Args:
-        own: a directory of the run on one device alone.
+    `own`: a directory of the run on one device alone.
     """
     if (random := drawing(reference)) is not None:
         yield random
@@ -98,16 +97,16 @@ def standing(reference: Trace, ranks: Sequence[Trace], own: Path | None) -> Iter
         yield Obstacle("the gradients of all parameters are zero on one device", LOSS)
     if not reference.of("seed"):
         yield Obstacle("torch.manual_seed was never called on one device", SEEDS)
-    if (file := _snapshot(reference)) and not (own and Path(file).is_relative_to(own)):
+    missed = (event["file"] for event in reference.of("save") if event["missed"])  # at first, and saved later
+    if (file := next(missed, None)) and not (own and Path(file).is_relative_to(own)):
         yield Obstacle(
             f"the script checks for {file}, and saves it later: does each run resume the run before?", SNAPSHOT
         )
     batch = len(reference.steps[0].seen) if reference.steps else 0
     same_batches = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)
-    in_parts = any(
-        parameter.sharded or parameter.held or parameter.unplaced or len(trace.parameters) < len(reference.parameters)
-        for trace in ranks
-        for parameter in trace.parameters.values()
+    parameters = [parameter for trace in ranks for parameter in trace.parameters.values()]
+    in_parts = any(own.sharded or own.held or own.unplaced for own in parameters) or any(
+        0 < len(trace.parameters) < len(reference.parameters) for trace in ranks
     )
     if batch and len(ranks) > 1 and same_batches and not in_parts:
         yield Obstacle(f"each rank has a batch as large as that of one device ({batch})", divided(batch))
@@ -121,13 +120,7 @@ def divided(batch: int) -> str:
     )
 
 
-def _snapshot(reference: Trace) -> str | None:
-    """Return a file that the script did not find at first, and saved later; None if there is no such file."""
-    return next((event["file"] for event in reference.of("save") if event["missed"]), None)
-
-
-_WIDE = 0.1
-"""Relative to the values: a wider tolerance would accept a factor of 2, or a missing rank."""
+_WIDE = 0.1  # relative to the values: a wider tolerance would accept a factor of 2, or a missing rank
 _SMALL = 1e-2
 """Relative to the largest tensor of its kind: a smaller tensor, such as the gradient of a bias before a norm, may
 consist of rounding errors only."""
@@ -154,14 +147,13 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
     """Return the trained parameters, states and buffers that were never compared, each with the reason."""
     reasons: dict[str, str] = {}
     reference_trained = trained(aligned.one)
-    for name in aligned.one.parameters:
-        if name not in reference_trained:
-            continue
+    for name in (name for name in aligned.one.parameters if name in reference_trained):
+        found = [*_found(aligned, "gradient", name), *_found(aligned, "parameter", name)]
         if name in aligned.missing:
             reasons[name] = aligned.reasons.get(name, _NOWHERE)
-        elif not any(_found(aligned, name)):
+        elif not found:
             reasons[name] = aligned.reasons.get(name) or _shapes(aligned, name)
-        elif not any(_tells(aligned, rounding, step, quantity, name) for step, quantity in _found(aligned, name)):
+        elif not any(_tells(aligned, rounding, step, quantity, name) for step, quantity in found):
             reasons[name] = _DROWNED
     ranks: dict[str, list[int]] = defaultdict(list)
     for trace in aligned.ranks:
@@ -179,47 +171,35 @@ def _unread(aligned: Aligned, judged: Set[str]) -> dict[str, str]:
     """
     on_reference = [event for event in aligned.one.of("unread") if not event["of"] or event["of"] in judged]
     events = on_reference or [event for trace in aligned.ranks for event in trace.of("unread")]
+    tensors = "compare cannot read the values of its type {}"
     states = "its type {} is neither a number nor a tensor that compare can read"
-    return {
-        event["name"]: (states if event["of"] else "compare cannot read the values of its type {}").format(
-            event["type"]
-        )
-        for event in events
-    }
+    return {event["name"]: (states if event["of"] else tensors).format(event["type"]) for event in events}
 
 
 def _states(aligned: Aligned, rounding: Rounding, judged: Set[str]) -> dict[str, str]:
     """Return the states of compared parameters, and the changing buffers, that were never compared."""
+
+    def is_measured(step: int, name: str) -> bool:
+        """Return whether a state has a tolerance, or is not finite on one device, which needs none."""
+        expected, _ = aligned.found(step, "state", name)
+        return (expected is not None and not expected.finite) or math.isfinite(rounding.tolerance(step, "state", name))
+
+    def is_judged(state: State) -> bool:
+        return state.of in judged if state.key else not state.constant
+
     reasons: dict[str, str] = {}
-    for name, state in aligned.one.states.items():
-        if state.of not in judged if state.key else state.constant:
-            continue
-        steps = list(_compared(aligned, name))
+    for name in (name for name, state in aligned.one.states.items() if is_judged(state)):
+        steps = [step for step, _ in _found(aligned, "state", name)]
         if not steps:
             on_ranks = any(name in trace.states for trace in aligned.ranks)
             reasons[name] = aligned.reasons.get(name) or (_shapes(aligned, name) if on_ranks else _NOT_KEPT)
-        elif not any(_is_measured(aligned, rounding, step, name) for step in steps):
+        elif not any(is_measured(step, name) for step in steps):
             reasons[name] = _UNMEASURED
     for trace in aligned.ranks:
         for name, state in trace.states.items():
-            if name in aligned.one.states or (state.of not in judged if state.key else state.constant):
-                continue
-            reasons[name] = aligned.reasons.get(name, _KEPT_BY_RANKS)
+            if name not in aligned.one.states and is_judged(state):
+                reasons[name] = aligned.reasons.get(name, _KEPT_BY_RANKS)
     return reasons
-
-
-def _is_measured(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
-    """Return whether a state has a tolerance, or is not finite on one device, which needs none."""
-    expected, _ = aligned.found(step, "state", name)
-    return (expected is not None and not expected.finite) or math.isfinite(rounding.tolerance(step, "state", name))
-
-
-def _compared(aligned: Aligned, name: str) -> Iterator[int]:
-    """Yield each step at which some rank's state was compared with one device."""
-    for step in range(aligned.compared):
-        expected, by_rank = aligned.found(step, "state", name)
-        if expected is not None and any(by_rank.values()):
-            yield step
 
 
 def left_over(aligned: Aligned, missed: Sequence[str]) -> str:
@@ -253,39 +233,34 @@ def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[lis
             accepted[pattern].append(name)
         if not patterns:
             remaining[reason].append(name)
-    lines = [f"not compared: {few(group, _SHOWN)}: {reason}" for reason, group in remaining.items()]
-    lines += [
-        f"not compared, accepted by --unjudged: {few(group, _SHOWN)}: {unjudged[pattern]}"
-        for pattern, group in accepted.items()
-    ]
+    groups = [("not compared", group, reason) for reason, group in remaining.items()]
+    groups += [("not compared, accepted by --unjudged", group, unjudged[own]) for own, group in accepted.items()]
+    lines = [f"{outcome}: {few(group, _SHOWN)}: {reason}" for outcome, group, reason in groups]
     idle = [pattern for pattern in unjudged if pattern not in accepted]
     return [name for group in remaining.values() for name in group], lines, idle
 
 
-def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Quantity]]:
-    """Yield each step and quantity at which some rank's tensor was compared with one device."""
-    quantities: tuple[Quantity, ...] = ("gradient", "parameter")
+def _found(aligned: Aligned, quantity: Quantity, name: str) -> Iterator[tuple[int, Quantity]]:
+    """Yield each step at which some rank's tensor was compared with one device, with the quantity."""
     for step in range(aligned.compared):
-        for quantity in quantities:
-            expected, by_rank = aligned.found(step, quantity, name)
-            if expected is not None and any(by_rank.values()):
-                yield step, quantity
+        expected, by_rank = aligned.found(step, quantity, name)
+        if expected is not None and any(by_rank.values()):
+            yield step, quantity
 
 
 def _tells(aligned: Aligned, rounding: Rounding, step: int, quantity: Quantity, name: str) -> bool:
     """Return whether the tolerance is narrow enough to detect a mistake."""
+
+    def size(summary: TensorSummary | None, name: str) -> float:
+        """Return the root mean square of a tensor's elements."""
+        known = summary is not None and summary.finite
+        return summary.norm / math.sqrt(max(aligned.parameter(name).count, 1)) if summary is not None and known else 0.0
+
     tensors = of_quantity(aligned.one.steps[step], quantity)
-    own = _size(tensors[name], aligned.parameter(name).count)
-    largest = max(
-        (_size(value, aligned.parameter(other_name).count) for other_name, value in tensors.items()), default=0.0
-    )
+    own = size(tensors[name], name)
+    largest = max((size(value, other) for other, value in tensors.items()), default=0.0)
     width = rounding.tolerance(step, quantity, name) * own
     return math.isfinite(width) and width <= _WIDE * max(own, _SMALL * largest)
-
-
-def _size(summary: TensorSummary | None, count: int) -> float:
-    """Return the root mean square of a tensor's elements."""
-    return summary.norm / math.sqrt(max(count, 1)) if summary is not None and summary.finite else 0.0
 
 
 def _shapes(aligned: Aligned, name: str) -> str:

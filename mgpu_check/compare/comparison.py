@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.assembly import Assembly, assembled
@@ -31,13 +32,15 @@ from mgpu_check.compare.verdict import (
     of_failure,
     of_inputs,
     refused,
-    starts_its_own,
+    refused_with,
     verdict_of,
-    without_steps,
 )
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.rank_lists import named
+
+Tell = Callable[[str], None]
+"""Called with a line about each run after it has ended."""
 
 
 class RecorderError(RuntimeError):
@@ -46,42 +49,27 @@ class RecorderError(RuntimeError):
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """The settings of a comparison.
+    """The settings of a comparison."""
 
-    Attributes:
-        command: the Python interpreter, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads
-            them.
-        shown: the script and its arguments for reports.
-        world: number of ranks.
-        single, several: environments of the run on one device and of the ranks.
-        simulated: the kind of simulated devices, as in "SIMULATED cpu"; "" for real devices.
-        timeout: seconds without progress until a run is ended.
-        steps: number of optimizer steps to compare; None: all up to `limit`, and `STEPS` of
-            `in_script/tape.py` in a replay.
-        limit: number of optimizer steps of each run if `steps` is None; None: all steps of the script.
-        fresh: each run starts in a directory of its own.
-        without_gpus: torch sees no GPU, and no GPU is simulated.
-        unjudged: pattern of parameters that need not be compared -> the reason.
-        directory: where the script runs; None: in the current directory.
-        launcher: whose variables the ranks get; see `mgpu_check.processes.python_environment.VARIABLES`.
-        replaced: the words of a launcher that is not run.
-    """
-
+    # the Python interpreter, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them
     command: Sequence[str]
-    shown: str
-    world: int
+    shown: str  # the script and its arguments for reports
+    world: int  # number of ranks
+    # single, several: environments of the run on one device and of the ranks
     single: Mapping[str, str]
     several: Mapping[str, str]
-    simulated: str
-    timeout: float
+    simulated: str  # the kind of simulated devices, as in "SIMULATED cpu"; "" for real devices
+    timeout: float  # seconds without progress until a run is ended
+    # number of optimizer steps to compare; None: all up to `limit`, and `STEPS` of `in_script/tape.py` in a replay
     steps: int | None
-    fresh: bool = False
-    without_gpus: bool = False
+    fresh: bool = False  # each run starts in a directory of its own
+    without_gpus: bool = False  # torch sees no GPU, and no GPU is simulated
+    # pattern of parameters that need not be compared -> the reason
     unjudged: Mapping[str, str] = field(default_factory=dict)
-    directory: Path | None = None
-    launcher: str = "torchrun"
-    replaced: str = ""
-    limit: int | None = None
+    directory: Path | None = None  # where the script runs; None: in the current directory
+    launcher: str = "torchrun"  # whose variables the ranks get; see `mgpu_check.processes.python_environment.VARIABLES`
+    replaced: str = ""  # the words of a launcher that is not run
+    limit: int | None = None  # number of optimizer steps of each run if `steps` is None; None: all steps of the script
 
     @property
     def note(self) -> str:
@@ -103,45 +91,33 @@ class ScriptComparison:
     verdict: ComparisonVerdict = field(default_factory=lambda: refused("nothing was run"))
 
 
-def compare(plan: ComparisonPlan, tell: Callable[[str], None]) -> ScriptComparison:
-    """Compare the script on one device with the script on several ranks, in as many runs as that needs.
-
-    Args:
-        tell: called with a line about each run after it has ended.
-    """
+def compare(plan: ComparisonPlan, tell: Tell) -> ScriptComparison:
+    """Compare the script on one device with the script on several ranks, in as many runs as that needs."""
     comparison = ScriptComparison(plan)
     with contextlib.ExitStack() as undo:
         tapes = [temporary(undo).fileno() for _ in range(plan.world)]
         verdict = _verdict(comparison, tell, tapes)
         if verdict.inputs_differ and comparison.assembly is not None:
             verdict = _replay(comparison, tell, tapes, verdict)
-    remarks = [
-        *verdict.report.remarks,
-        *_also(comparison, verdict),
-        *_led(comparison.runs),
-        *crashes_at_exit(comparison.runs),
-    ]
-    if plan.limit and verdict.kind == "equal" and not verdict.replayed and _stopped(comparison.runs):
+    runs = comparison.runs
+    remarks = [*verdict.report.remarks, *_also(comparison, verdict), *_led(runs), *crashes_at_exit(runs)]
+    # Later runs may be ended earlier.
+    earliest = [runs[0], *[run for run in runs if len(run.ranks) > 1][:1]]
+    stopped = any(ended.how == "stopped" for run in earliest for ended in run.ranks)
+    if plan.limit and verdict.kind == "equal" and not verdict.replayed and stopped:
         remarks.insert(0, f"compared {verdict.compared} steps, where the runs were ended; --steps=all compares all")
-    if plan.without_gpus and any(run.failed for run in comparison.runs):
+    if plan.without_gpus and any(run.failed for run in runs):
         remarks.append("torch sees no GPU here; do: pass --simulate if the script needs GPUs")
     comparison.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return comparison
 
 
-def _stopped(runs: Sequence[ScriptRun]) -> bool:
-    """Return whether the first runs on one device and on the ranks were ended. Some later ones are ended earlier."""
-    earliest_runs = [runs[0], *[run for run in runs if len(run.ranks) > 1][:1]]
-    return any(ended.how == "stopped" for run in earliest_runs for ended in run.ranks)
-
-
 def _replay(
-    comparison: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int], refusal: ComparisonVerdict
+    comparison: ScriptComparison, tell: Tell, tapes: Sequence[int], refusal: ComparisonVerdict
 ) -> ComparisonVerdict:
     """Compare the ranks with one device that is given their inputs; return `refusal` if that is not possible."""
-    from mgpu_check.compare.replay_judgement import (
-        replayed,  # it imports torch, which a comparison of traces does without
-    )
+    # It imports torch, which a comparison of traces does without.
+    from mgpu_check.compare.replay_judgement import replayed
 
     def run(label: str, *, steps: int, moved: int | None, files: Mapping[str, int]) -> ScriptRun:
         return run_script(comparison, tell, label, 1, moved=moved, files=files, until=steps)
@@ -149,30 +125,28 @@ def _replay(
     plan, assembly = comparison.plan, comparison.assembly
     assert assembly is not None
     replay = replayed(refusal, comparison.runs[0].traces[0], assembly, tapes, plan.steps, plan.unjudged, run)
-    comparison.aligned, comparison.rounding = (
-        replay.aligned or comparison.aligned,
-        replay.rounding or comparison.rounding,
-    )
+    comparison.aligned = replay.aligned or comparison.aligned
+    comparison.rounding = replay.rounding or comparison.rounding
     return replay.verdict
 
 
-def _verdict(comparison: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ComparisonVerdict:
+def _verdict(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> ComparisonVerdict:
     plan = comparison.plan
     reference = run_script(comparison, tell, "one device", 1)
     if reference.has("starts"):
-        return starts_its_own(one_device=True)
+        return refused_with(reports.starts_ranks_itself(one_device=True))
     if reference.failed:
         return of_failure(reference, reference.failed, one_device=True)
     if not reference.traces[0].steps:
-        return without_steps(reference, reference.ranks)
+        return refused_with(reports.no_steps(reference, reference.ranks))
     several = _several(comparison, tell, tapes)
     if several.has("starts"):
-        return starts_its_own(one_device=False)
+        return refused_with(reports.starts_ranks_itself(one_device=False))
     if several.failed:
         return of_failure(several, several.failed, one_device=False)
     silent = [ended for ended in several.ranks if not ended.steps]
     if silent:
-        return without_steps(several, silent)
+        return refused_with(reports.no_steps(several, silent))
     assembly = assembled(reference.traces[0], several.traces)
     if len(several.ranks) == plan.world:
         comparison.assembly = assembly
@@ -182,12 +156,8 @@ def _verdict(comparison: ScriptComparison, tell: Callable[[str], None], tapes: S
     if others := others_from_the_start(aligned):
         reason = " and ".join(dict.fromkeys(obstacle.reason for obstacle in others))
         return of_inputs(reason, [obstacle.todo for obstacle in others], step=1)
-    if (
-        (random := drawing(reference.traces[0]))
-        and comparison.assembly
-        and not assembly.open
-        and aligned.samples(0).same
-    ):
+    random = drawing(reference.traces[0])
+    if random and comparison.assembly and not assembly.open and aligned.samples(0).same:
         return of_inputs(random.reason, [random.todo])
     repeated, stopped = _again(comparison, tell, assembly.open and len(several.ranks) == plan.world)
     if stopped is not None:
@@ -204,21 +174,17 @@ def _verdict(comparison: ScriptComparison, tell: Callable[[str], None], tapes: S
     return verdict_of(aligned, comparison.rounding, repeat, plan.unjudged)
 
 
-def _again(
-    comparison: ScriptComparison, tell: Callable[[str], None], divided: bool
-) -> tuple[ScriptRun, ComparisonVerdict | None]:
+def _again(comparison: ScriptComparison, tell: Tell, divided: bool) -> tuple[ScriptRun, ComparisonVerdict | None]:
     """Run on one device again. Return the run, and the verdict if the comparison ends here.
 
-    Args:
-        divided: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one
-            device.
+    `divided`: ranks may hold slices. Then the ranks run again, too, and find their slices in the parameters of one
+    device.
     """
     world = comparison.plan.world
     with contextlib.ExitStack() as undo:
         wholes = temporary(undo)
-        repeated = run_script(
-            comparison, tell, "one device, again", 1, files={"keep": wholes.fileno()} if divided else {}
-        )
+        keep = {"keep": wholes.fileno()} if divided else {}
+        repeated = run_script(comparison, tell, "one device, again", 1, files=keep)
         if repeated.failed:
             return repeated, of_failure(repeated, repeated.failed, one_device=True)
         refusal = _found_what_was_left(comparison.runs)
@@ -244,12 +210,11 @@ def temporary(undo: contextlib.ExitStack) -> IO[bytes]:
 
 
 def constants_placed(
-    comparison: ScriptComparison, tell: Callable[[str], None], files: Mapping[str, int], undo: contextlib.ExitStack
+    comparison: ScriptComparison, tell: Tell, files: Mapping[str, int], undo: contextlib.ExitStack
 ) -> Mapping[str, int | Sequence[int]]:
     """Find the places of constants by runs with distinct values. Return the files of a run with them; empty on failure.
 
-    Args:
-        undo: closes the files.
+    `undo`: closes the files.
     """
     world = comparison.plan.world
     wholes, *placements = (temporary(undo).fileno() for _ in range(1 + world))
@@ -262,46 +227,37 @@ def constants_placed(
     return {**files, "placed": placements}
 
 
-def _aligned(reference: ScriptRun, assembly: Assembly, world: int) -> Aligned:
-    return Aligned(
-        reference.traces[0],
-        with_rows_together(reference.traces[0], assembly.ranks),
-        world,
-        assembly.divided,
-        assembly.reasons,
-        assembly.placements,
-        assembly.holders,
-        assembly.parts,
-        assembly.partial,
-    )
+def _aligned(reference: ScriptRun, own: Assembly, world: int) -> Aligned:
+    one = reference.traces[0]
+    ranks = with_rows_together(one, own.ranks)
+    return Aligned(one, ranks, world, own.divided, own.reasons, own.placements, own.holders, own.parts, own.partial)
 
 
-def _several(comparison: ScriptComparison, tell: Callable[[str], None], tapes: Sequence[int]) -> ScriptRun:
+def _several(comparison: ScriptComparison, tell: Tell, tapes: Sequence[int]) -> ScriptRun:
     """Return the run on several devices: a rank per device, or one process that divides the work.
 
     A script that never makes a process group trains the same model on each rank. That is a mistake unless one process
     uses several devices, through DataParallel or with layers on several devices.
     """
+
+    def has_several(trace: Trace) -> bool:
+        replicas = max((event["replicas"] for event in trace.of("module")), default=1)
+        return replicas > 1 or len({parameter.device for parameter in trace.parameters.values()}) > 1
+
     world = comparison.plan.world
     ranks = run_script(comparison, tell, f"{world} ranks", world, files={"tape": tapes})
-    if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
+    if ranks.has("group") or ranks.has("starts"):
         return ranks
     # A script that fails or hangs before it makes its group may still be one for several ranks.
-    several = ranks.failed is None and any(_on_several(trace) for trace in ranks.traces)
+    several = ranks.failed is None and any(map(has_several, ranks.traces))
     if not several and not all(ended.has("alone") for ended in ranks.ranks):
         return ranks
     return run_script(comparison, tell, f"one process with {world} GPUs", 1, environment=comparison.plan.several)
 
 
-def _on_several(trace: Trace) -> bool:
-    """Return whether a process has used several devices."""
-    replicas = max((event["replicas"] for event in trace.of("module")), default=1)
-    return replicas > 1 or len({parameter.device for parameter in trace.parameters.values()}) > 1
-
-
 def run_script(
     comparison: ScriptComparison,
-    tell: Callable[[str], None],
+    tell: Tell,
     label: str,
     world: int,
     moved: int | None = None,
@@ -365,7 +321,8 @@ def _led(runs: Sequence[ScriptRun]) -> Iterator[str]:
 
 def crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
     for script_run in runs:
-        crashed = [ended for ended in script_run.ranks if ended.crashed_at_exit]
+        # A signal ended them after the end of the script.
+        crashed = [ended for ended in script_run.ranks if ended.how == "finished" and ended.exit_code]
         if crashed:
             yield (
                 f"{named([ended.rank for ended in crashed])} of the run “{script_run.label}” ended with "
@@ -376,19 +333,12 @@ def crashes_at_exit(runs: Sequence[ScriptRun]) -> Iterator[str]:
 
 def _also(comparison: ScriptComparison, verdict: ComparisonVerdict) -> Iterator[str]:
     """Return the other obstacles of runs that could not be compared."""
-    if (
-        verdict.kind != "not comparable"
-        or not comparison.runs
-        or (reference := comparison.runs[0].traces[0]).steps == []
-    ):
+    if verdict.kind != "not comparable" or not comparison.runs or not comparison.runs[0].traces[0].steps:
         return
-    ranks = next((run.traces for run in comparison.runs[1:] if len(run.ranks) > 1), [])
-    scratch = (
-        comparison.runs[0].directory.parent.resolve()
-        if comparison.plan.fresh and comparison.runs[0].directory
-        else None
-    )
-    for obstacle in standing(reference, ranks, scratch):
+    one, *others = comparison.runs
+    ranks = next((run.traces for run in others if len(run.ranks) > 1), [])
+    scratch = one.directory.parent.resolve() if comparison.plan.fresh and one.directory else None
+    for obstacle in standing(one.traces[0], ranks, scratch):
         if (line := f"do: {obstacle.todo}") not in verdict.report.remarks:
             yield f"also: {obstacle.reason}"
             yield line
@@ -402,8 +352,6 @@ def _found_what_was_left(runs: Sequence[ScriptRun]) -> ComparisonVerdict | None:
         for event in trace.of("load"):
             own = [e for t in last.traces for e in t.of("save") if e["file"] == event["file"]]
             if event["file"] in written - {None} and not any(e["after"] <= event["after"] for e in own):
-                return refused(
-                    f"the run “{last.label}” has loaded {event['file']}, which an earlier run of this comparison wrote",
-                    [SNAPSHOT],
-                )
+                loaded = f"the run “{last.label}” has loaded {event['file']}"
+                return refused(f"{loaded}, which an earlier run of this comparison wrote", [SNAPSHOT])
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,12 +34,9 @@ from mgpu_check.diagnosis.rules.order import findings_of
 from mgpu_check.numerics.factors import common_factor
 from mgpu_check.processes.rank_lists import few, grouped, named
 
-_NEAR_FACTOR = 1e-3
-"""Relative deviation of two norms of the same gradient: sums in another order differ by less."""
-_LEAST = 1e-2
-"""Smallest distance of a factor from 1 that counts."""
-_FEWEST = 2
-"""Elements that must show the factor of a slice: any one element has a factor."""
+_NEAR_FACTOR = 1e-3  # relative deviation of two norms of the same gradient: sums in another order differ by less
+_LEAST = 1e-2  # smallest distance of a factor from 1 that counts
+_FEWEST = 2  # elements that must show the factor of a slice: any one element has a factor
 
 
 def call_at_fault(difference: FirstDifference) -> str:
@@ -72,10 +69,8 @@ def told_slice(difference: FirstDifference) -> str:
     if factor is None:
         return ""
     call = _call(difference, main.name, rank, got.norm / factor)
-    message = (
-        f"on {named(main.ranks)} the slice of the gradient of {main.name} is {factor:.4g} times that of one device"
-    )
-    return f"{message}, and the other slices are right{f'; {call}' if call else ''}"
+    message = f"the slice of the gradient of {main.name} is {factor:.4g} times that of one device"
+    return f"on {named(main.ranks)} {message}, and the other slices are right{f'; {call}' if call else ''}"
 
 
 def _call(difference: FirstDifference, name: str, rank: int, expected: float) -> str:
@@ -83,17 +78,15 @@ def _call(difference: FirstDifference, name: str, rank: int, expected: float) ->
     trace = next((trace for trace in difference.aligned.ranks if trace.rank == rank), None)
     got = difference.aligned.found(difference.step, "gradient", name)[1].get(rank)
     calls = [] if trace is None else trace.steps[difference.step].calls
-    norms_by_call = [
-        (index, description, norms[name]) for index, (description, norms) in enumerate(calls) if name in norms
-    ]
-    if got is None or not norms_by_call:
+    seen = [(index, description, norms[name]) for index, (description, norms) in enumerate(calls) if name in norms]
+    if got is None or not seen:
         return ""
-    if _near(norms_by_call[-1][2], got.norm):
-        earliest = len(norms_by_call) - 1
-        while earliest and _near(norms_by_call[earliest - 1][2], got.norm):
+    last, description, norm = seen[-1]
+    if _near(norm, got.norm):
+        earliest = len(seen) - 1
+        while earliest and _near(seen[earliest - 1][2], got.norm):
             earliest -= 1
-        return f"{norms_by_call[earliest][1]} leaves it so"
-    last, description, norm = norms_by_call[-1]
+        return f"{seen[earliest][1]} leaves it so"
     later = list(dict.fromkeys(description for description, _ in calls[last + 1 :]))
     if len(later) == 1:
         return f"{later[0]} runs between {description} and the step of the optimizer"
@@ -111,20 +104,22 @@ _LEFT = 1e-3
 """Relative to the largest number: the rest after division by the factor. Sums over elements of both signs cancel, so an
 element-wise limit would be too strict."""
 _GRADIENTS_APART = "at step {} the gradients that the optimizer uses differ between ranks: {}"
-_NEAR = 1e-2
-"""Relative: a factor further from 1 is significant, and a factor nearer to a number counts as that number."""
+_NEAR = 1e-2  # relative: a factor further from 1 is significant, and a factor nearer to a number counts as that number
 
 
 def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
     """Return the evidence at a step that differs.
 
-    Args:
-        attempts: records the pieces of evidence that raised an error; the result lacks them.
+    `attempts`: records the pieces of evidence that raised an error; the result lacks them.
     """
     world = difference.aligned.world
     if difference.quantity == "before":
+        start, differing = None, difference.differing["before"]
+        if differing:
+            subject = f"before its first step, {named(range(len(difference.aligned.ranks)))} differ in"
+            start = Start(f"{subject} {few(differing, 3)}", "ranks start from other parameters")
         message = attempts.piece(_apart_after_the_step, difference, "")
-        return Evidence(world, start=_start(difference), loads=_loads(difference), gradients_apart=message)
+        return Evidence(world, start=start, loads=_loads(difference), gradients_apart=message)
     skips = skipped_steps(difference)
     if skips.apart:
         return Evidence(world, decisions=[skips])
@@ -151,23 +146,17 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
     """Return the evidence of a step whose known samples differ from those of one device, or repeat on each rank."""
     samples, world, step = aligned.samples(number), len(aligned.ranks), number + 1
     if samples.repeated_on_each_rank:
-        return Evidence(
-            world, same_samples=f"at step {step} all {world} ranks saw the same {samples.counts[0]} samples"
-        )
+        message = f"at step {step} all {world} ranks saw the same {samples.counts[0]} samples"
+        return Evidence(world, same_samples=message)
     if repeated := _repeated_epoch(aligned, number):
         return Evidence(world, repeated_epoch=repeated)
     surplus = samples.together - samples.one
     if samples.one - samples.together or not surplus or samples.together.total() == world * samples.one.total():
         return Evidence(world)
-    return Evidence(
-        world,
-        surplus=f"at step {step} {surplus.total()} samples came again, so that each rank has the same number",
-        samplers=[
-            Sampler(event["length"], world, event["drop_last"])
-            for trace in aligned.ranks
-            for event in trace.of("sampler")
-        ],
-    )
+    message = f"at step {step} {surplus.total()} samples came again, so that each rank has the same number"
+    events = [event for trace in aligned.ranks for event in trace.of("sampler")]
+    samplers = [Sampler(event["length"], world, event["drop_last"]) for event in events]
+    return Evidence(world, surplus=message, samplers=samplers)
 
 
 def _repeated_epoch(aligned: Aligned, step: int) -> str:
@@ -189,14 +178,6 @@ def _repeated_epoch(aligned: Aligned, step: int) -> str:
     return ""
 
 
-def _start(difference: FirstDifference) -> Start | None:
-    differing = difference.differing["before"]
-    if not differing:
-        return None
-    ranks = named(range(len(difference.aligned.ranks)))
-    return Start(f"before its first step, {ranks} differ in {few(differing, 3)}", "ranks start from other parameters")
-
-
 def _apart_after_the_step(difference: FirstDifference) -> str:
     """Describe gradients that differ between ranks that start apart, and that the step does not reduce either.
 
@@ -208,11 +189,8 @@ def _apart_after_the_step(difference: FirstDifference) -> str:
     for name in difference.differing["gradient"] if difference.differing["before"] else ():
         changes = [changes_of(difference, name, index) for index in holders if name in aligned.ranks[index].parameters]
         size = max((abs(change) for rank_changes in changes for change in rank_changes), default=0.0)
-        if any(
-            abs(a - b) > _NEAR * size
-            for rank_changes in changes
-            for a, b in zip(rank_changes, changes[0], strict=False)
-        ):
+        pairs = [pair for rank_changes in changes for pair in zip(rank_changes, changes[0], strict=False)]
+        if any(abs(a - b) > _NEAR * size for a, b in pairs):
             differing.append(name)
     return _GRADIENTS_APART.format(difference.step + 1, few(differing, 3)) if differing else ""
 
@@ -227,20 +205,19 @@ def _loads(difference: FirstDifference) -> ByRank:
 
 
 def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
-    world, differing = difference.aligned.world, difference.differing["gradient"]
+    aligned, differing = difference.aligned, difference.differing["gradient"]
     factor = attempts.piece(_factor_within if differing else _factor, difference, None)
-    micro_batches = attempts.piece(_micro_batches, difference, 1)
     undivided = attempts.piece(_undivided, difference, 1.0)
+    if differing and factor is None:
+        return Evidence(aligned.world, gradients_apart=_GRADIENTS_APART.format(difference.step + 1, few(differing, 3)))
+    evidence = Evidence(
+        aligned.world, factor=factor, micro_batches=attempts.piece(_micro_batches, difference, 1), undivided=undivided
+    )
     if differing:
-        if factor is None:
-            return Evidence(world, gradients_apart=_GRADIENTS_APART.format(difference.step + 1, few(differing, 3)))
-        return Evidence(world, factor=factor, micro_batches=micro_batches, undivided=undivided)
-    return Evidence(
-        world,
+        return evidence
+    return replace(
+        evidence,
         norms=attempts.piece(_norms, difference, ByRank()),
-        factor=factor,
-        micro_batches=micro_batches,
-        undivided=undivided,
         normalizes=attempts.piece(_normalizes, difference, ""),
         may_draw=attempts.piece(_may_draw, difference, ""),
         uneven=attempts.piece(_uneven, difference, ""),
@@ -284,15 +261,9 @@ def _norms(difference: FirstDifference) -> ByRank:
         norms = [event["norm"] for event in call]
         if max(norms) - min(norms) > difference.rounding.margin * 2.0**-22 * max(norms):
             listing = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
-            most = f"clip_grad_norm_(…, {call[0]['most']:g})"
-            return ByRank(
-                norms, f"{most} returned the norms {listing}: it clips gradients before they are synchronized"
-            )
+            returned = f"clip_grad_norm_(…, {call[0]['most']:g}) returned the norms {listing}"
+            return ByRank(norms, f"{returned}: it clips gradients before they are synchronized")
     return ByRank()
-
-
-def _micro_batches(difference: FirstDifference) -> int:
-    return max(len(trace.steps[difference.step].losses) for trace in difference.aligned.ranks)
 
 
 def _undivided(difference: FirstDifference) -> float:
@@ -310,11 +281,9 @@ def _undivided(difference: FirstDifference) -> float:
 def _normalizes(difference: FirstDifference) -> str:
     events = [event for event in difference.aligned.ranks[0].of("module") if event["after"] <= difference.step]
     norms = sorted({name for event in events for name in event["batch_norms"]})
-    if not norms:
-        return ""
     several = len(difference.aligned.ranks) > 1
     extent = f"{difference.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
-    return f"the model has {', '.join(norms)} in training mode, over {extent}"
+    return f"the model has {', '.join(norms)} in training mode, over {extent}" if norms else ""
 
 
 def _may_draw(difference: FirstDifference) -> str:
@@ -325,20 +294,17 @@ def _may_draw(difference: FirstDifference) -> str:
 def _uneven(difference: FirstDifference) -> str:
     """Describe counts of samples or labels of the ranks that their mean losses need as weights; "" if none fit."""
     step, ranks = difference.step, difference.aligned.ranks
-    reference_loss, _, losses = difference.aligned.losses(step)
-    finite_losses = [loss for loss in losses if loss is not None]
-    if reference_loss is None or len(finite_losses) < len(ranks) or len(ranks) < 2:
+    one, _, losses = difference.aligned.losses(step)
+    finite = [loss for loss in losses if loss is not None]
+    if one is None or len(finite) < len(ranks) or len(ranks) < 2:
         return ""
-    mean, tolerance = (
-        math.fsum(finite_losses) / len(finite_losses),
-        difference.rounding.of_loss(step) * abs(reference_loss),
-    )
+    mean, tolerance = math.fsum(finite) / len(finite), difference.rounding.of_loss(step) * abs(one)
     labels = [sum(trace.steps[step].labels) for trace in ranks]
     for subject, counts in (("labels", labels), ("samples", difference.samples.counts)):
-        if not all(counts) or abs(mean - reference_loss) <= tolerance:
+        if not all(counts) or abs(mean - one) <= tolerance:
             continue
-        weighted = math.fsum(count * loss for count, loss in zip(counts, finite_losses, strict=True)) / sum(counts)
-        if abs(weighted - reference_loss) <= min(tolerance, _NEAR * abs(mean - reference_loss)):
+        weighted = math.fsum(count * loss for count, loss in zip(counts, finite, strict=True)) / sum(counts)
+        if abs(weighted - one) <= min(tolerance, _NEAR * abs(mean - one)):
             listing = ", ".join(f"{count:g}" for count in counts[:8])
             return (
                 f"at step {step + 1} the ranks have {listing} {subject}, and their losses and gradients have "
@@ -354,14 +320,14 @@ def _of_update(difference: FirstDifference) -> Evidence:
     loads, parted = _loads(difference), "the same gradient led to different parameters"
     if loads.apart:
         return Evidence(world, loads=loads, parted=parted)
+    evidence = Evidence(world, updates=_updates(difference))
     if differing:
-        message = (
-            f"at step {step} all ranks have the gradient of one device, but change {differing[0]} by different amounts"
-        )
+        subject = f"at step {step} all ranks have the gradient of one device"
+        message = f"{subject}, but change {differing[0]} by different amounts"
         if states := difference.differing["state"]:
             message += f", with different values of {few(states, _SHOWN)}"
         _, updated = difference.aligned.found(difference.step, "parameter", differing[0])
-        return Evidence(world, decisions=[ByRank(list(updated.values()), message)], updates=_updates(difference))
+        return replace(evidence, decisions=[ByRank(list(updated.values()), message)])
     pairs = []
     for tensor in difference.mismatches["parameter"]:
         changes = updates(difference, tensor.name)
@@ -369,43 +335,34 @@ def _of_update(difference: FirstDifference) -> Evidence:
         pairs += [(got / size, wanted / size) for got, wanted in changes if size]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
     if factor is None:
-        return Evidence(world, updates=_updates(difference))
-    message = (
-        f"at step {step} the gradient equals that of one device, but the update is {factor:.4g} times as large (does "
-        "the learning rate depend on the world size?)"
-    )
-    return Evidence(
-        world,
-        factor=Factor(factor, _NEAR, message, rough=True),
-        micro_batches=_micro_batches(difference),
-        updates=_updates(difference),
-    )
+        return evidence
+    subject = f"at step {step} the gradient equals that of one device, but the update is {factor:.4g} times as large"
+    message = f"{subject} (does the learning rate depend on the world size?)"
+    factor_of_update = Factor(factor, _NEAR, message, rough=True)
+    return replace(evidence, factor=factor_of_update, micro_batches=_micro_batches(difference))
+
+
+def _micro_batches(difference: FirstDifference) -> int:
+    return max(len(trace.steps[difference.step].losses) for trace in difference.aligned.ranks)
 
 
 def _updates(difference: FirstDifference) -> str:
     """Describe a wrong update from correct gradients, and name the options or states of the optimizer that differ."""
+    aligned = difference.aligned
     tensors = [tensor.name for tensor in difference.mismatches["parameter"]] or difference.differing["parameter"]
-    message = (
-        f"the gradients of step {difference.step + 1} are right, but it updates {few(tensors, _SHOWN)} differently "
-        "than on one device"
-    )
-    if options := other_options(difference.aligned, difference.step):
+    subject = f"the gradients of step {difference.step + 1} are right"
+    message = f"{subject}, but it updates {few(tensors, _SHOWN)} differently than on one device"
+    if options := other_options(aligned, difference.step):
         return f"{message}: {'; '.join(options)}"
-    states = [tensor.name for tensor in difference.mismatches["state"]]
-    if states:
+    if states := [tensor.name for tensor in difference.mismatches["state"]]:
         message += f", and leaves different values in {few(states, _SHOWN)}"
-    return f"{message}; {_of_slices(difference.aligned, tensors) or UPDATE_RULE}"
-
-
-def _of_slices(aligned: Aligned, parameters: Sequence[str]) -> str:
-    """Describe the statistics of parameters that each rank computes from its own slice; "" if there are none."""
-    kept = [name for name, state in aligned.one.states.items() if state.of in parameters]
-    partial = [name for name in kept if name in aligned.partial]
+    # The statistics of parameters that each rank computes from its own slice.
+    partial = [name for name, state in aligned.one.states.items() if state.of in tensors and name in aligned.partial]
     if not partial:
-        return ""
+        return f"{message}; {UPDATE_RULE}"
     return (
-        f"each rank computes {few(partial, _SHOWN)} from its own slice ({aligned.partial[partial[0]]}), and one "
-        "device from the whole: on slices the optimizer is another one, unless it reduces such statistics over the "
+        f"{message}; each rank computes {few(partial, _SHOWN)} from its own slice ({aligned.partial[partial[0]]}), and "
+        "one device from the whole: on slices the optimizer is another one, unless it reduces such statistics over the "
         "ranks"
     )
 
@@ -413,31 +370,23 @@ def _of_slices(aligned: Aligned, parameters: Sequence[str]) -> str:
 def _of_state(difference: FirstDifference) -> Evidence:
     """Return the evidence of a step with correct parameters, but wrong states of the optimizer or wrong buffers."""
     world, aligned, step = difference.aligned.world, difference.aligned, difference.step + 1
-    tensors = [*(tensor.name for tensor in difference.mismatches["state"]), *difference.differing["state"]]
-    states = [name for name in dict.fromkeys(tensors) if aligned.one.states[name].key]
-    if states:
-        ranks = sorted({r for tensor in difference.mismatches["state"] if tensor.name in states for r in tensor.ranks})
-        location = f" on {named(ranks)}" if ranks else ""
-        message = (
-            f"after step {step} gradients and parameters are right, but {few(states, _SHOWN)} {_is(states)} "
-            f"wrong{location}"
-        )
+    wrong, differing = difference.mismatches["state"], difference.differing["state"]
+    tensors = dict.fromkeys([*(tensor.name for tensor in wrong), *differing])
+    if states := [name for name in tensors if aligned.one.states[name].key]:
+        ranks = sorted({rank for tensor in wrong if tensor.name in states for rank in tensor.ranks})
+        verb, location = "is" if len(states) == 1 else "are", f" on {named(ranks)}" if ranks else ""
+        subject = few(states, _SHOWN)
+        message = f"after step {step} gradients and parameters are right, but {subject} {verb} wrong{location}"
         return Evidence(world, updates=message)
-    differing = [name for name in difference.differing["state"] if not aligned.one.states[name].key]
-    if differing:
-        message = f"after step {step} {few(differing, _SHOWN)} differ{'s' * (len(differing) == 1)} between ranks"
+    if buffers := [name for name in differing if not aligned.one.states[name].key]:
+        message = f"after step {step} {few(buffers, _SHOWN)} differ{'s' * (len(buffers) == 1)} between ranks"
         if any(event.get("broadcasts") for event in aligned.ranks[0].of("module")):
             message += ", and DistributedDataParallel keeps the values of rank 0 only (broadcast_buffers is on)"
         return Evidence(world, buffers_apart=message)
     return Evidence(world)
 
 
-def _is(subjects: Sequence[str]) -> str:
-    return "is" if len(subjects) == 1 else "are"
-
-
-_FAR = 1e-3
-"""Relative deviation of initial values: equal tensors whose sums are added in another order differ by less."""
+_FAR = 1e-3  # relative deviation of initial values: equal tensors whose sums are added in another order differ by less
 _SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
 _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 """Mistakes in the sampling that the verdict is to report as a difference, not as a reason to refuse."""
@@ -459,77 +408,52 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     # The diagnosis evaluates the same evidence later, and reports its errors.
     if findings or attempts.remarks:
         return []
-    return [*other_samples(aligned, 0, findings), *([OTHER_START] if _start_elsewhere(aligned) else [])]
-
-
-def _start_elsewhere(aligned: Aligned) -> bool:
+    obstacles = other_samples(aligned, 0, findings)
     for name in aligned.held:
         expected, by_rank = aligned.found(0, "before", name)
         shape = aligned.parameter(name).shape
         if any(deviation(value, expected, shape).size > _FAR for value in by_rank.values()):
-            return True
-    return False
+            return [*obstacles, OTHER_START]
+    return obstacles
 
 
 def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) -> list[Obstacle]:
     """Return why a step with other samples than on one device cannot be compared; empty if the samples are the mistake.
 
-    Args:
-        findings: the mistakes that the samples are evidence of.
+    `findings`: the mistakes that the samples are evidence of.
     """
     if any(finding.mistake in _OF_THE_SCRIPT for finding in findings):
         return []
     samples, world = aligned.samples(number), len(aligned.ranks)
-    together, reference = samples.together, samples.one
+    together, one = samples.together, samples.one
+    again = ""
+    if repeated := sum(count for sample, count in (together - one).items() if sample in one):
+        again = f"; {repeated} came a second time or to several ranks, and {(one - together).total()} are on no rank"
     reason = (
         f"step {number + 1}: the ranks together saw {together.total()} samples; {samples.common} of them are among the "
-        f"{reference.total()} samples of one device{_again(together, reference)}: the script is not comparable "
-        "without changes"
+        f"{one.total()} samples of one device{again}: the script is not comparable without changes"
     )
-    if together.total() == world * reference.total():
-        return [Obstacle(reason, divided(reference.total()))]
+    if together.total() == world * one.total():
+        return [Obstacle(reason, divided(one.total()))]
     if findings:
-        padded = (
-            "for the comparison, take a multiple of the global batch as the dataset, or pass drop_last=True to "
-            "sampler and loader"
-        )
-        return [Obstacle(reason, padded)]
-    return [
-        Obstacle(
-            reason,
-            "use the same global batch on one device and on the ranks at each step: one seed for the order of the "
-            f"samples on all ranks, and a sampler that splits the batch ({_SAMPLER}), also at world size 1",
-        ),
-        Obstacle(
-            reason, "for the comparison, seed augmentation with the index of the sample, or switch augmentation off"
-        ),
-    ]
-
-
-def _again(together: Counter[int], reference: Counter[int]) -> str:
-    """Describe, in a clause, how many samples of one device the ranks saw too often; "" if they saw none too often."""
-    repeated = sum(count for sample, count in (together - reference).items() if sample in reference)
-    if not repeated:
-        return ""
-    return f"; {repeated} came a second time or to several ranks, and {(reference - together).total()} are on no rank"
-
-
-"""Relative distance at which a factor counts as the size of an axis: summaries and rounding blur the factor by less."""
+        dataset = "take a multiple of the global batch as the dataset"
+        return [Obstacle(reason, f"for the comparison, {dataset}, or pass drop_last=True to sampler and loader")]
+    remedies = (
+        "use the same global batch on one device and on the ranks at each step: one seed for the order of the samples "
+        f"on all ranks, and a sampler that splits the batch ({_SAMPLER}), also at world size 1",
+        "for the comparison, seed augmentation with the index of the sample, or switch augmentation off",
+    )
+    return [Obstacle(reason, remedy) for remedy in remedies]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a mesh, or a partition of the world into groups of ranks.
+    """An axis of a mesh, or a partition of the world into groups of ranks."""
 
-    Attributes:
-        name: "tp", or "the groups of ranks 0-1 and of ranks 2-3".
-        lines: the lines along the axis, each a tuple of ranks that differ only in their index along the axis.
-        places: rank -> its index along the axis; empty for groups without a mesh.
-    """
-
-    name: str
+    name: str  # "tp", or "the groups of ranks 0-1 and of ranks 2-3"
+    # the lines along the axis, each a tuple of ranks that differ only in their index along the axis
     lines: tuple[tuple[int, ...], ...]
-    places: Mapping[int, int]
+    places: Mapping[int, int]  # rank -> its index along the axis; empty for groups without a mesh
 
     @property
     def size(self) -> int:
@@ -538,25 +462,23 @@ class Axis:
 
 def axes_of(ranks: Sequence[Trace]) -> list[Axis]:
     """Return the axes with more than one rank, first the axes of meshes, then those of other groups."""
-    axes_by_lines: dict[tuple[tuple[int, ...], ...], Axis] = {}
+    axes: list[Axis] = []
     for number in range(min((len(trace.of("mesh")) for trace in ranks), default=0)):
         meshes = {trace.rank: trace.of("mesh")[number]["axes"] for trace in ranks}
-        axis_names = {tuple(name for name, _, _ in axes) for axes in meshes.values()}
+        axis_names = {tuple(name for name, _, _ in mesh) for mesh in meshes.values()}
         for axis, name in enumerate(axis_names.pop() if len(axis_names) == 1 else ()):
             lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for rank, axes in meshes.items():
-                lines[tuple(index for position, (_, index, _) in enumerate(axes) if position != axis)].append(rank)
-            places = {rank: axes[axis][1] for rank, axes in meshes.items()}
-            _add(axes_by_lines, Axis(name, tuple(tuple(line) for line in lines.values()), places))
-    for lines_ in _partitions(ranks):
-        groups = " and of ".join(named(line) for line in lines_)
-        _add(axes_by_lines, Axis(f"the groups of {groups}", lines_, {}))
+            for rank, mesh in meshes.items():
+                lines[tuple(index for position, (_, index, _) in enumerate(mesh) if position != axis)].append(rank)
+            places = {rank: mesh[axis][1] for rank, mesh in meshes.items()}
+            axes.append(Axis(name, tuple(tuple(line) for line in lines.values()), places))
+    for partition in _partitions(ranks):
+        axes.append(Axis(f"the groups of {' and of '.join(map(named, partition))}", partition, {}))
+    axes_by_lines: dict[tuple[tuple[int, ...], ...], Axis] = {}
+    for own in axes:
+        if len({len(line) for line in own.lines}) == 1 and own.size > 1:
+            axes_by_lines.setdefault(tuple(sorted(own.lines)), own)
     return list(axes_by_lines.values())
-
-
-def _add(axes_by_lines: dict[tuple[tuple[int, ...], ...], Axis], axis: Axis) -> None:
-    if len({len(line) for line in axis.lines}) == 1 and axis.size > 1:
-        axes_by_lines.setdefault(tuple(sorted(axis.lines)), axis)
 
 
 def _partitions(ranks: Sequence[Trace]) -> list[tuple[tuple[int, ...], ...]]:
@@ -588,15 +510,9 @@ def told_axes(difference: FirstDifference) -> str:
 
 
 def _agreement(difference: FirstDifference, quantity: Quantity, name: str, axes: Sequence[Axis]) -> list[str]:
-    agree: list[str] = []
-    differ: list[str] = []
-    for axis in axes:
-        agrees = _agrees(difference, quantity, name, axis)
-        if agrees is not None:
-            (agree if agrees else differ).append(axis.name)
-    if not differ:
-        return []
-    return [f"ranks {f'agree along {_and(agree)}, and ' if agree else ''}differ along {_and(differ)}"]
+    agrees = {axis.name: _agrees(difference, quantity, name, axis) for axis in axes}
+    agree, differ = (" and ".join(axis for axis, own in agrees.items() if own is same) for same in (True, False))
+    return [f"ranks {f'agree along {agree}, and ' if agree else ''}differ along {differ}"] if differ else []
 
 
 def _agrees(difference: FirstDifference, quantity: Quantity, name: str, axis: Axis) -> bool | None:
@@ -608,16 +524,12 @@ def _agrees(difference: FirstDifference, quantity: Quantity, name: str, axis: Ax
     tolerance = difference.rounding.tolerance(difference.step, quantity, name)
     agrees: bool | None = None
     for line in axis.lines:
-        holders = [rank for rank in line if rank in by_rank]
-        for holder, neighbor in itertools.pairwise(holders):
+        for holder, neighbor in itertools.pairwise(rank for rank in line if rank in by_rank):
             entry = entries[holder]
             if shards.get(holder) != shards.get(neighbor) or (entry is not None and axis.name in entry.over):
                 continue
-            same = (
-                by_rank[holder] == by_rank[neighbor]
-                or deviation(by_rank[holder], by_rank[neighbor], shape).size <= tolerance
-            )
-            agrees = same and agrees is not False
+            own, other = by_rank[holder], by_rank[neighbor]
+            agrees = agrees is not False and (own == other or deviation(own, other, shape).size <= tolerance)
     return agrees
 
 
@@ -629,11 +541,8 @@ def _place(difference: FirstDifference, quantity: Quantity, name: str, axes: Seq
         return []
     for axis in axes:
         places = {axis.places.get(rank) for rank in wrong_ranks}
-        if (
-            len(places) == 1
-            and None not in places
-            and wrong_ranks == {r for r in by_rank if axis.places.get(r) in places}
-        ):
+        there = {rank for rank in by_rank if axis.places.get(rank) in places}
+        if len(places) == 1 and None not in places and wrong_ranks == there:
             return [f"it is wrong where the index along {axis.name} is {places.pop()}"]
     return []
 
@@ -647,15 +556,7 @@ def _clauses_of_factor(difference: FirstDifference, quantity: Quantity, name: st
     sizes = [axis.name for axis in axes if axis.places and abs(larger - axis.size) <= _NEAR * larger]
     if not sizes or abs(larger - difference.aligned.world) <= _NEAR * larger:
         return []
-    return [f"{larger:.3g}, the size of {_or(sizes)}, is the factor{' inverted' * (ratio < 1)}"]
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(words)
-
-
-def _or(words: Sequence[str]) -> str:
-    return " or ".join(words)
+    return [f"{larger:.3g}, the size of {' or '.join(sizes)}, is the factor{' inverted' * (ratio < 1)}"]
 
 
 def diagnose(difference: FirstDifference) -> Diagnosis:
@@ -676,29 +577,22 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
     """Return why the difference lies in the inputs of the training step; empty if it lies in the step itself."""
-    mistakes = {finding.mistake for finding in findings}
+    aligned, step, samples = difference.aligned, difference.step, difference.samples
     if difference.quantity == "before":
         if difference.differing["before"]:
             return []
-        samples = difference.samples
-        others = (
-            other_samples(difference.aligned, difference.step, findings) if samples.known and not samples.same else []
-        )
-        return [OTHER_START_OF_PARTS if difference.aligned.divided else OTHER_START, *others]
-    reference_skips, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
-    if ranks.apart:
+        others = other_samples(aligned, step, findings) if samples.known and not samples.same else []
+        return [OTHER_START_OF_PARTS if aligned.divided else OTHER_START, *others]
+    if skipped_steps(difference).apart:
         return []
-    if (rank_skips := skips_of(difference.aligned.ranks[0], difference.step)) != reference_skips:
-        return [
-            Obstacle(
-                f"step {difference.step + 1}: GradScaler skipped {len(reference_skips)} steps on one device, and "
-                f"{len(rank_skips)} on each rank",
-                "for the comparison, start with a smaller scale: GradScaler(init_scale=1024.0)",
-            )
-        ]
+    on_reference, on_rank = (skips_of(trace, step) for trace in (aligned.one, aligned.ranks[0]))
+    if on_rank != on_reference:
+        counts = f"{len(on_reference)} steps on one device, and {len(on_rank)} on each rank"
+        remedy = "for the comparison, start with a smaller scale: GradScaler(init_scale=1024.0)"
+        return [Obstacle(f"step {step + 1}: GradScaler skipped {counts}", remedy)]
     if difference.others_seen:
-        return other_samples(difference.aligned, difference.step, findings)
-    random = drawing(difference.aligned.ranks[0], difference.step)
-    if "random-numbers-per-rank" in mistakes and random is not None:
-        return [Obstacle(f"step {difference.step + 1}: {random.reason}", random.todo)]
+        return other_samples(aligned, step, findings)
+    random = drawing(aligned.ranks[0], step)
+    if random is not None and any(finding.mistake == "random-numbers-per-rank" for finding in findings):
+        return [Obstacle(f"step {step + 1}: {random.reason}", random.todo)]
     return []

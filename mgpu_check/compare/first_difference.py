@@ -34,15 +34,13 @@ from mgpu_check.diagnosis.report import Finding, Observable
 from mgpu_check.numerics.factors import common_factor
 from mgpu_check.processes.rank_lists import few, named
 
-_NEAR_ROWS = 1e-2
-"""Relative deviation of a state's norm and sum: other rows than supposed almost always cause more."""
+_NEAR_ROWS = 1e-2  # relative deviation of a state's norm and sum: other rows than supposed almost always cause more
 
 
 def reduced_within(aligned: Aligned, rounding: Rounding, step: int, differing: Collection[str]) -> list[str]:
     """Return the parameters whose gradients differ between ranks, but that the step changes alike.
 
-    Args:
-        differing: parameters and states that differ between ranks after the step.
+    `differing`: parameters and states that differ between ranks after the step.
     """
     states = {name: aligned.one.states[name] for name in aligned.states}
     off = {states[name].of if name in states else name for name in differing}
@@ -64,24 +62,26 @@ def factor_within(
 
     It is also None if the ranks do not reduce these gradients within the step.
 
-    Args:
-        differing: parameters whose gradients differ between ranks.
-        least, of_largest: see `mgpu_check.numerics.factors.common_factor`.
+    `differing`: parameters whose gradients differ between ranks. `least`, `of_largest`: see
+    `mgpu_check.numerics.factors.common_factor`.
     """
     pairs: list[tuple[float, float]] = []
     for name in differing:
-        expected, by_rank = aligned.found(step, "gradient", name)
-        gradients = [value for value in by_rank.values() if value is not None]
-        if expected is None or len(gradients) < aligned.world or not _alike(aligned, step, name):
-            return None
-        if not _changed(aligned, step, name):
+        expected, gradients = _gradients(aligned, step, name)
+        if expected is None or not gradients or not _alike(aligned, step, name) or not _changed(aligned, step, name):
             return None
         mean = mean_of(gradients, [1 / len(gradients)] * len(gradients))
         if expected.norm:
-            pairs += [
-                (g / expected.norm, e / expected.norm) for g, e in zip(mean.samples, expected.samples, strict=True)
-            ]
+            both = zip(mean.samples, expected.samples, strict=True)
+            pairs += [(g / expected.norm, e / expected.norm) for g, e in both]
     return common_factor(pairs, least=least, of_largest=of_largest)
+
+
+def _gradients(aligned: Aligned, step: int, name: str) -> tuple[TensorSummary | None, list[TensorSummary]]:
+    """Return a gradient on one device, and that of each rank; empty if a rank lacks it."""
+    expected, by_rank = aligned.found(step, "gradient", name)
+    gradients = [value for value in by_rank.values() if value is not None]
+    return expected, gradients if len(gradients) >= aligned.world else []
 
 
 def _alike(aligned: Aligned, step: int, name: str) -> bool:
@@ -104,9 +104,8 @@ def _changed(aligned: Aligned, step: int, name: str) -> bool:
 
 def _is_mean(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
     """Return whether ranks have different gradients, whose mean is the gradient of one device."""
-    expected, by_rank = aligned.found(step, "gradient", name)
-    gradients = [value for value in by_rank.values() if value is not None]
-    if expected is None or len(gradients) < max(aligned.world, 2) or all(value == gradients[0] for value in gradients):
+    expected, gradients = _gradients(aligned, step, name)
+    if expected is None or len(gradients) < 2 or all(value == gradients[0] for value in gradients):
         return False
     mean = replace(mean_of(gradients, [1 / len(gradients)] * len(gradients)), norm=expected.norm)
     # Parts that cancel have larger rounding errors than their mean.
@@ -124,27 +123,18 @@ def with_rows_together(reference: Trace, ranks: Sequence[Trace]) -> list[Trace]:
     joint_states = {name: rows for name in reference.states if (rows := _rows(reference, ranks, name))}
     if not joint_states:
         return list(ranks)
-    return [
-        replace(
-            trace,
-            states={
-                name: replace(reference.states[name], dtype=own.dtype, device=own.device)
-                if name in joint_states
-                else own
-                for name, own in trace.states.items()
-            },
-            steps=[
-                replace(
-                    step,
-                    states={name: value for name, value in step.states.items() if name not in joint_states}
-                    # If some rank lacks a state at a step, the others have only rows of it.
-                    | {name: rows[i] for name, rows in joint_states.items() if i in rows},
-                )
-                for i, step in enumerate(trace.steps)
-            ],
-        )
-        for trace in ranks
-    ]
+
+    def with_rows(trace: Trace) -> Trace:
+        kept = {name: trace.states[name] for name in joint_states if name in trace.states}
+        states = {n: replace(reference.states[n], dtype=own.dtype, device=own.device) for n, own in kept.items()}
+        steps = []
+        for i, step in enumerate(trace.steps):
+            # If some rank lacks a state at a step, the others have only rows of it.
+            others = {name: value for name, value in step.states.items() if name not in joint_states}
+            steps.append(replace(step, states=others | {n: rows[i] for n, rows in joint_states.items() if i in rows}))
+        return replace(trace, states=trace.states | states, steps=steps)
+
+    return list(map(with_rows, ranks))
 
 
 def _rows(reference: Trace, ranks: Sequence[Trace], name: str) -> dict[int, TensorSummary]:
@@ -152,50 +142,35 @@ def _rows(reference: Trace, ranks: Sequence[Trace], name: str) -> dict[int, Tens
 
     A single row is on one rank. The others keep zeros, as padding.
     """
-    reference_state, own = reference.states[name], [trace.states.get(name) for trace in ranks]
-    if len(ranks) < 2 or not reference_state.key or not reference_state.shape:
+    state, own = reference.states[name], [trace.states.get(name) for trace in ranks]
+    if len(ranks) < 2 or not state.key or not state.shape:
         return {}
-    shape = (-(-reference_state.shape[0] // len(ranks)), *reference_state.shape[1:])
-    if any(state is None or state.shape != shape for state in own):
+    shape = (-(-state.shape[0] // len(ranks)), *state.shape[1:])
+    if any(rank_state is None or rank_state.shape != shape for rank_state in own):
         return {}
     values = [[step.states.get(name) for step in trace.steps] for trace in ranks]
-    if (
-        shape == reference_state.shape
-        and sum(any(v is not None and v.norm for v in rank_values) for rank_values in values) != 1
-    ):
+    nonzero = sum(any(v is not None and v.norm for v in rank_values) for rank_values in values)
+    if shape == state.shape and nonzero != 1:
         return {}
-    steps = range(min(len(reference.steps), *(len(rank_values) for rank_values in values)))
     # A state whose gradient is off by the number of ranks still has these rows.
     for factor in (1.0, float(len(ranks)), 1 / len(ranks)):
-        expected = {
-            i: _times(reference.steps[i].states[name], factor) for i in steps if name in reference.steps[i].states
-        }
-        rows = {
-            i: _together(expected[i], shards)
-            for i in expected
-            if None not in (shards := [rank_values[i] for rank_values in values])
-        }
-        earliest = min(rows, default=None)
-        if (
-            earliest is not None
-            and deviation(rows[earliest], expected[earliest], reference_state.shape).size <= _NEAR_ROWS
-        ):
-            return rows
+        rows: dict[int, TensorSummary] = {}
+        for i, (step, *shards) in enumerate(zip(reference.steps, *values, strict=False)):
+            pieces = [shard for shard in shards if shard is not None]
+            if name not in step.states or len(pieces) < len(shards):
+                continue
+            one = step.states[name]
+            sums, samples = (tuple(factor * number for number in numbers) for numbers in (one.sums, one.samples))
+            off = math.fsum(sum(piece.sums) for piece in pieces) - math.fsum(sums)
+            row_sums = tuple(value + off / len(sums) for value in sums)
+            rows[i] = TensorSummary(0, math.hypot(*(piece.norm for piece in pieces)), row_sums, samples)
+            expected = one if factor == 1 else TensorSummary(0, one.norm * factor, sums, samples)
+            if len(rows) == 1 and not deviation(rows[i], expected, state.shape).size <= _NEAR_ROWS:
+                break
+        else:
+            if rows:
+                return rows
     return {}
-
-
-def _together(expected: TensorSummary, shards: Sequence[TensorSummary | None]) -> TensorSummary:
-    available = [shard for shard in shards if shard is not None]
-    off = math.fsum(sum(shard.sums) for shard in available) - math.fsum(expected.sums)
-    sums = tuple(value + off / len(expected.sums) for value in expected.sums)
-    return TensorSummary(0, math.hypot(*(shard.norm for shard in available)), sums, expected.samples)
-
-
-def _times(value: TensorSummary, factor: float) -> TensorSummary:
-    if factor == 1:
-        return value
-    sums, samples = (tuple(number * factor for number in numbers) for numbers in (value.sums, value.samples))
-    return TensorSummary(0, value.norm * factor, sums, samples)
 
 
 def remark(aligned: Aligned, rounding: Rounding) -> str:
@@ -203,10 +178,8 @@ def remark(aligned: Aligned, rounding: Rounding) -> str:
     parameters = next(filter(None, (reduced_within(aligned, rounding, s, ()) for s in range(aligned.compared))), [])
     if not parameters:
         return ""
-    return (
-        f"the gradients of {len(parameters)} parameters differ between ranks before the step, and their mean is that "
-        "of one device: the optimizer reduces them"
-    )
+    subject = f"the gradients of {len(parameters)} parameters differ between ranks before the step"
+    return f"{subject}, and their mean is that of one device: the optimizer reduces them"
 
 
 _SAME_SIZE = 0.9  # deviations this close to the largest count as equal, so the report names the first in the model
@@ -233,25 +206,19 @@ class WrongTensor:
 
 @dataclass
 class FirstDifference:
-    """A step (counted from 0) with wrong tensors.
-
-    Attributes:
-        mismatches: by quantity, the tensors that differ from one device, in the order of the model.
-        differing: by quantity, the names of the tensors that differ between ranks.
-    """
+    """A step (counted from 0) with wrong tensors."""
 
     aligned: Aligned
     rounding: Rounding
     step: int
+    # by quantity, the tensors that differ from one device, in the order of the model
     mismatches: dict[Quantity, list[WrongTensor]]
-    differing: dict[Quantity, list[str]]
+    differing: dict[Quantity, list[str]]  # by quantity, the names of the tensors that differ between ranks
 
     @property
     def quantity(self) -> Quantity | None:
         """The first wrong quantity, in the order of `QUANTITIES`; None if only the samples are wrong."""
-        return next(
-            (quantity for quantity in QUANTITIES if self.mismatches[quantity] or self.differing[quantity]), None
-        )
+        return next((own for own in QUANTITIES if self.mismatches[own] or self.differing[own]), None)
 
     @property
     def main(self) -> WrongTensor | None:
@@ -273,12 +240,9 @@ class FirstDifference:
         Hidden samples that led to correct gradients count as the same.
         """
         samples = self.samples
-        has_right_gradients = self.quantity in ("parameter", "state")
-        return (
-            samples.known
-            and (not samples.same or self.quantity is None)
-            and not (has_right_gradients and samples.hidden)
-        )
+        if not samples.known or (samples.hidden and self.quantity in ("parameter", "state")):
+            return False
+        return not samples.same or self.quantity is None
 
     def ratio(self, quantity: Quantity, name: str) -> float | None:
         """Return the norm of a wrong tensor relative to one device, on the worst rank; None if unknown."""
@@ -297,38 +261,24 @@ class FirstDifference:
                     continue
                 entry = mismatches.get(name)
                 ratio = ratio_of(by_rank[entry.worst_rank], expected) if entry else None
-                observables.append(
-                    Observable(
-                        _SHOWN[quantity] + name,
-                        {"one device": entry is None, "ranks agree": name not in self.differing[quantity]},
-                        "" if entry is None else f"{entry.worst}{f'; norm x {ratio:.4g}' if ratio else ''}",
-                    )
-                )
+                relations = {"one device": entry is None, "ranks agree": name not in self.differing[quantity]}
+                detail = "" if entry is None else f"{entry.worst}{f'; norm x {ratio:.4g}' if ratio else ''}"
+                observables.append(Observable(_SHOWN[quantity] + name, relations, detail))
         return observables
 
 
 @dataclass
 class Diagnosis:
-    """The diagnosis of a first difference.
+    """The diagnosis of a first difference."""
 
-    Attributes:
-        comparable: the difference lies in the training step, not in its inputs.
-        reason: how the inputs of the step differ, in a clause; "" if the runs are comparable.
-        todo: a line for each remedy.
-        failed: a line for each part of the diagnosis that raised an error.
-        axes: see `mgpu_check.compare.diagnosis.told_axes`.
-        of_slices: see `mgpu_check.compare.diagnosis.told_slice`.
-        outputs: see `mgpu_check.compare.first_difference.told_outputs`.
-    """
-
-    comparable: bool = True
+    comparable: bool = True  # the difference lies in the training step, not in its inputs
     findings: list[Finding] = field(default_factory=list)
-    reason: str = ""
-    todo: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    axes: str = ""
-    of_slices: str = ""
-    outputs: str = ""
+    reason: str = ""  # how the inputs of the step differ, in a clause; "" if the runs are comparable
+    todo: list[str] = field(default_factory=list)  # a line for each remedy
+    failed: list[str] = field(default_factory=list)  # a line for each part of the diagnosis that raised an error
+    axes: str = ""  # see `mgpu_check.compare.diagnosis.told_axes`
+    of_slices: str = ""  # see `mgpu_check.compare.diagnosis.told_slice`
+    outputs: str = ""  # see `mgpu_check.compare.first_difference.told_outputs`
 
 
 def ratio_of(got: TensorSummary | OutputSummary | None, expected: TensorSummary | OutputSummary | None) -> float | None:
@@ -409,24 +359,15 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
     Ranks that hold parts of the model correctly see all samples. Ranks with different losses divide the work within the
     model, as in context parallelism.
     """
-    aligned = difference.aligned
-    samples = difference.samples
-    if difference.step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.one:
+    aligned, samples, step = difference.aligned, difference.samples, difference.step
+    if step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.one or aligned.divided:
         return False
-    if aligned.divided or any(t.parameters[name].sharded for t in aligned.ranks for name in t.parameters):
+    parameters = [parameter for trace in aligned.ranks for parameter in trace.parameters.values()]
+    shapes = {name: aligned.parameter(name).shape for name in aligned.names}
+    if any(own.sharded or own.shape != shapes.get(own.name, own.shape) for own in parameters):
         return False
-    if any(
-        t.parameters[n].shape != aligned.parameter(n).shape
-        for t in aligned.ranks
-        for n in aligned.names
-        if n in t.parameters
-    ):
-        return False
-    _, _, losses = aligned.losses(difference.step)
-    finite_losses = [loss for loss in losses if loss is not None]
-    return not finite_losses or max(finite_losses) - min(finite_losses) <= difference.rounding.of_loss(
-        difference.step
-    ) * max(map(abs, finite_losses))
+    losses = [loss for loss in aligned.losses(step)[2] if loss is not None]
+    return not losses or max(losses) - min(losses) <= difference.rounding.of_loss(step) * max(map(abs, losses))
 
 
 def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
@@ -451,8 +392,7 @@ UPDATE_RULE = (
     "the options of its groups equal those of one device: check its update rule, and whether state such as momentum "
     "was lost or changed"
 )
-_NEAR_OPTION = 1e-9
-"""Relative: the same learning rate, computed in another order of operations, differs by less."""
+_NEAR_OPTION = 1e-9  # relative: the same learning rate, computed in another order of operations, differs by less
 
 
 def other_options(aligned: Aligned, step: int) -> list[str]:
@@ -461,8 +401,7 @@ def other_options(aligned: Aligned, step: int) -> list[str]:
     differences: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for trace in aligned.ranks:
         for name, options in trace.steps[step].options.items():
-            own = expected.get(name)
-            if own is None or name not in trace.parameters:
+            if (own := expected.get(name)) is None or name not in trace.parameters:
                 continue
             for key in sorted(own.keys() | options.keys()):
                 if not _same(own.get(key), options.get(key)):
@@ -470,26 +409,20 @@ def other_options(aligned: Aligned, step: int) -> list[str]:
     clauses = []
     for (key, on_reference, on_rank), ranks_by_name in differences.items():
         ranks = sorted({rank for holders in ranks_by_name.values() for rank in holders})
-        clauses.append(
-            f"{_WORDS.get(key, key)} of {few(list(ranks_by_name), 3)} is {on_rank} on {named(ranks)}, "
-            f"and {on_reference} on one device"
-        )
-    groups = _groups(expected)
-    for trace in aligned.ranks if clauses else []:
-        if (count := _groups(trace.steps[step].options)) != groups:
-            clauses.append(
-                f"the parameters have {count} different sets of options on rank {trace.rank}, and {groups} on one "
-                "device: were groups lost?"
-            )
-            break
+        subject = f"{_WORDS.get(key, key)} of {few(list(ranks_by_name), 3)}"
+        clauses.append(f"{subject} is {on_rank} on {named(ranks)}, and {on_reference} on one device")
+    groups, *counts = (
+        len({repr(sorted(entry.items(), key=str)) for entry in trace.steps[step].options.values()})
+        for trace in (aligned.one, *aligned.ranks)
+    )
+    others = [(trace.rank, count) for trace, count in zip(aligned.ranks, counts, strict=True) if count != groups]
+    for rank, count in others[:1] if clauses else ():
+        clause = f"the parameters have {count} different sets of options on rank {rank}, and {groups} on one device"
+        clauses.append(f"{clause}: were groups lost?")
     return clauses
 
 
 _WORDS = {"lr": "the learning rate", "weight_decay": "the weight decay", "optimizer": "the optimizer"}
-
-
-def _groups(options: Mapping[str, Mapping[str, Any]]) -> int:
-    return len({repr(sorted(entry.items(), key=str)) for entry in options.values()})
 
 
 def _told(options: Mapping[str, Any], key: str) -> str:
@@ -507,17 +440,12 @@ def _same(a: object, b: object) -> bool:
 
 @dataclass(frozen=True)
 class ComparedOutput:
-    """The outputs of a module at a step, compared with those of one device.
+    """The outputs of a module at a step, compared with those of one device."""
 
-    Attributes:
-        expected: those of one device; None if it has none.
-        by_rank: rank -> the whole outputs from its view; empty if they are not compared.
-        reason: why they are not compared; "" if they are.
-    """
-
-    expected: OutputSummary | None = None
+    expected: OutputSummary | None = None  # those of one device; None if it has none
+    # rank -> the whole outputs from its view; empty if they are not compared
     by_rank: Mapping[int, OutputSummary] = field(default_factory=dict)
-    reason: str = ""
+    reason: str = ""  # why they are not compared; "" if they are
 
     def deviation(self, rank: int) -> Deviation:
         """Return the deviation on a rank."""
@@ -531,31 +459,25 @@ class ComparedOutput:
 def compared_output(aligned: Aligned, step: int, name: str, tolerance: float) -> ComparedOutput:
     """Compare the outputs of a module at a step, counted from 0.
 
-    Args:
-        tolerance: that of the module; it decides whether ranks have partial results.
+    `tolerance`: that of the module; it decides whether ranks have partial results.
     """
     expected = aligned.one.steps[step].outputs.get(name)
     at = {trace.rank: trace.steps[step] for trace in aligned.ranks}
     shards = {rank: own.outputs[name] for rank, own in at.items() if name in own.outputs}
     if expected is None or not shards:
         return ComparedOutput(expected, reason="called on one side only, or its outputs cannot be read")
-    samples = {rank: tuple(sorted(at[rank].seen)) for rank in shards}
-    each, together, by_samples = views(shards, samples)
-    full_outputs = next(
-        (v for v in (each, together, by_samples) if {own.count for own in v.values()} == {expected.count}), None
-    )
-    if full_outputs is None:
+    possible = views(shards, {rank: tuple(sorted(at[rank].seen)) for rank in shards})
+    whole = next((view for view in possible if {own.count for own in view.values()} == {expected.count}), None)
+    if whole is None:
         counts = sorted({shard.count for shard in shards.values()})
         return ComparedOutput(expected, reason=f"ranks have {counts} elements, and one device {expected.count}")
-    compared = ComparedOutput(expected, full_outputs)
-    if full_outputs is each and len(shards) > 1 and compared.wrong(tolerance):
+    compared = ComparedOutput(expected, whole)
+    if whole is possible[0] and len(shards) > 1 and compared.wrong(tolerance):
         size = tolerance * max(expected.norm, *(shard.norm for shard in shards.values()))
         sums = [shard.sum for shard in shards.values()]
         numbers = [len(at[rank].seen) for rank in shards]
         weights = numbers if all(numbers) else [1] * len(sums)
-        mean = math.fsum(map(operator.mul, weights, sums)) / sum(
-            weights
-        )  # such as the mean loss of each rank's samples
+        mean = math.fsum(map(operator.mul, weights, sums)) / sum(weights)  # such as the mean loss of its samples
         for name_of_result, result in (("sum", math.fsum(sums)), ("mean", mean)):
             if abs(result - expected.sum) <= size < max(abs(own - expected.sum) for own in sums):
                 reason = f"ranks have partial results, whose {name_of_result} is that of one device"
@@ -568,19 +490,19 @@ def told_outputs(difference: FirstDifference) -> str:
 
     A module whose outputs also differed at an earlier step, when all gradients were right, proves nothing.
     """
-    aligned, rounding, step = difference.aligned, difference.rounding, difference.step
+
+    def compared(step: int, name: str) -> tuple[ComparedOutput, list[int], float]:
+        tolerance = difference.rounding.of_output(step, name)
+        outputs = compared_output(difference.aligned, step, name, tolerance)
+        return outputs, outputs.wrong(tolerance), tolerance
+
     if difference.quantity != "gradient" or difference.others_seen:
         return ""
     equal, mismatches, skipped = [], [], 0
-    for name in aligned.one.modules:
-        tolerance = rounding.of_output(step, name)
-        outputs = compared_output(aligned, step, name, tolerance)
-        off = outputs.wrong(tolerance)
-        if (
-            outputs.reason
-            or math.isinf(tolerance)
-            or (off and any(_differs(aligned, rounding, earlier, name) for earlier in range(step)))
-        ):
+    for name in difference.aligned.one.modules:
+        outputs, off, tolerance = compared(difference.step, name)
+        unknown = outputs.reason or math.isinf(tolerance)
+        if unknown or (off and any(compared(earlier, name)[1] for earlier in range(difference.step))):
             skipped += 1
         elif off:
             mismatches.append((name, off, outputs))
@@ -593,10 +515,9 @@ def told_outputs(difference: FirstDifference) -> str:
         rank = max(off, key=lambda rank: outputs.deviation(rank).size)
         ratio = ratio_of(outputs.by_rank[rank], outputs.expected)
         factor = f"; norm x {ratio:.5g}" if ratio is not None and abs(ratio - 1) > 1e-3 else ""
-        location = f"{named(off)} ({outputs.deviation(rank)}{factor})"
-        return f"forward: the first output that differs is that of {module_name(name)}, on {location}" + (
-            f"; {message}" * bool(equal) + not_compared
-        )
+        location = f"{module_name(name)}, on {named(off)} ({outputs.deviation(rank)}{factor})"
+        others = f"; {message}" * bool(equal) + not_compared
+        return f"forward: the first output that differs is that of {location}{others}"
     if equal:
         complete = "" in equal and not skipped
         so = ", so the error is in the loss, the backward pass or a reduction" if complete else ""
@@ -607,8 +528,3 @@ def told_outputs(difference: FirstDifference) -> str:
 def module_name(name: str) -> str:
     """Return the name of a module in reports."""
     return name or "the model"
-
-
-def _differs(aligned: Aligned, rounding: Rounding, step: int, name: str) -> bool:
-    tolerance = rounding.of_output(step, name)
-    return bool(compared_output(aligned, step, name, tolerance).wrong(tolerance))

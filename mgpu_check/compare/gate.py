@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -71,18 +72,9 @@ def assert_script_scales(
     single, several = (
         {**ranks._script_environment(world), **({FLOAT32: "1"} if float32 else {})} for world in (1, size)
     )
-    plan = ComparisonPlan(
-        [sys.executable, *words],
-        shlex.join(words),
-        size,
-        single,
-        several,
-        ranks._simulated,
-        timeout,
-        steps,
-        fresh_directory,
-        unjudged=dict(unjudged or {}),
-    )
+    command, shown, simulated = [sys.executable, *words], shlex.join(words), ranks._simulated
+    plan = ComparisonPlan(command, shown, size, single, several, simulated, timeout, steps, fresh_directory)
+    plan = replace(plan, unjudged=dict(unjudged or {}))
     verdict = compare(plan, lambda line: None).verdict
     if verdict.kind == "differs":
         report = verdict.report
@@ -107,18 +99,19 @@ def _checked(
     Raises:
         ValueError: an argument is not valid.
     """
+    gate = "assert_script_scales"
     if size is None:
         size = ranks.size
     if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= ranks.size:
         raise ValueError(
-            f"assert_script_scales: size is {size!r}; give a number of ranks from 2 to {ranks.size}"
+            f"{gate}: size is {size!r}; give a number of ranks from 2 to {ranks.size}"
             if ranks.size > 1
-            else "assert_script_scales needs 2 ranks or more, but the test has 1; mark it @pytest.mark.gpus(2)"
+            else f"{gate} needs 2 ranks or more, but the test has 1; mark it @pytest.mark.gpus(2)"
         )
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ValueError(f"assert_script_scales: steps is {steps!r}; give an integer of at least 1, or None for all")
+        raise ValueError(f"{gate}: steps is {steps!r}; give an integer of at least 1, or None for all")
     if not 0 < timeout < float("inf"):
-        raise ValueError(f"assert_script_scales: timeout is {timeout!r}; give a number of seconds above 0")
+        raise ValueError(f"{gate}: timeout is {timeout!r}; give a number of seconds above 0")
     module = str(script).removeprefix("-m ").strip() if str(script).startswith("-m ") else ""
     path = Path(script)
     runs = path.is_file() or (path / "__main__.py").is_file()  # a directory may have the name of a program
@@ -126,8 +119,8 @@ def _checked(
         path = Path(sys.executable).with_name(path.name)
     if not module and not path.exists():
         raise ValueError(
-            f"assert_script_scales: there is no script {str(script)!r} in {Path.cwd()}; give its path, "
-            "'-m package.module', or the name of a Python program that is installed here"
+            f"{gate}: there is no script {str(script)!r} in {Path.cwd()}; give its path, '-m package.module', or the "
+            "name of a Python program that is installed here"
         )
     words = [*(("-m", module) if module else (str(path),)), *map(str, arguments)]
     for world in (1, size):

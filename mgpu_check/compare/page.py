@@ -21,7 +21,6 @@ from mgpu_check.compare.reports import TENSORS
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import OutputSummary, State, TensorSummary
 from mgpu_check.diagnosis.registry import known_mistake
-from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.version import __version__
 
@@ -32,27 +31,14 @@ _MARKS = {"one": "circle", "ranks": "cross"}
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a picture.
-
-    Attributes:
-        values: one for each step; None leaves a gap.
-        style: "one" (broad and solid), "ranks" (narrow and dashed), "each" (dotted), "limit"; its class in the
-            SVG.
-    """
+    """A curve of a picture."""
 
     label: str
-    values: Sequence[float | None]
-    style: str
+    values: Sequence[float | None]  # one for each step; None leaves a gap
+    style: str  # "one" (broad and solid), "ranks" (narrow and dashed), "each" (dotted), "limit"; its class in the SVG
 
 
-def draw(
-    title: str,
-    unit: str,
-    curves: Sequence[Curve],
-    *,
-    logarithmic: bool = False,
-    mark: int | None = None,
-) -> str:
+def draw(title: str, unit: str, curves: Sequence[Curve], *, logarithmic: bool = False, mark: int | None = None) -> str:
     """Return the picture of `curves` as an ``<svg>`` element.
 
     Args:
@@ -93,32 +79,22 @@ _PASSES: dict[Quantity, str] = {
 
 @dataclass(frozen=True)
 class DifferenceCell:
-    """The tensors of a module at a step.
+    """The tensors of a module at a step."""
 
-    Attributes:
-        text: how many tolerances the most different tensor deviates; "" for equal bits, "·" for rounding, "?" without a
-            tolerance, "-" if nothing differs and a tensor was not compared.
-        shade: percent of colour, which grows with the deviation beyond the tolerance.
-        lines: the tensors with their values, the most different first.
-    """
-
+    # how many tolerances the most different tensor deviates; "" for equal bits, "·" for rounding, "?" without a
+    # tolerance, "-" if nothing differs and a tensor was not compared
     text: str
-    shade: int = 0
-    lines: tuple[str, ...] = ()
+    shade: int = 0  # percent of colour, which grows with the deviation beyond the tolerance
+    lines: tuple[str, ...] = ()  # the tensors with their values, the most different first
 
 
 @dataclass(frozen=True)
 class HeatPicture:
-    """The cells of ranks that differ alike from the first run.
-
-    Attributes:
-        steps: the shown steps, counted from 1.
-        rows: pass -> module -> its cells.
-    """
+    """The cells of ranks that differ alike from the first run."""
 
     ranks: str
-    steps: list[int]
-    rows: Mapping[str, Mapping[str, Sequence[DifferenceCell]]]
+    steps: list[int]  # the shown steps, counted from 1
+    rows: Mapping[str, Mapping[str, Sequence[DifferenceCell]]]  # pass -> module -> its cells
 
     @property
     def differs(self) -> bool:
@@ -129,9 +105,7 @@ class HeatPicture:
 def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None) -> list[HeatPicture]:
     """Return a picture for each group of ranks that differ alike.
 
-    Args:
-        rounding: None if there are no tolerances.
-        mark: the first step that differs, counted from 1.
+    `rounding`: None if there are no tolerances. `mark`: the first step that differs, counted from 1.
     """
     steps = shown_steps(min(aligned.steps, max(aligned.compared, mark or 0)), mark)
     measured = rounding is not None
@@ -139,23 +113,23 @@ def heat_pictures(aligned: Aligned, rounding: Rounding | None, mark: int | None)
     by_rank: dict[int, dict[str, dict[str, list[DifferenceCell]]]] = {
         trace.rank: {"forward": {"mean loss of the ranks": losses}} for trace in aligned.ranks
     }
-    for module, tensors in joined({name: name.split(".") for name in aligned.one.modules}).items():
-        outputs = [_by_rank([_output(aligned, rounding, step - 1, n) for n in tensors]) for step in steps]
+
+    def cells(by_step: Sequence[Sequence[Mapping[int, _Value]]], rank: int) -> list[DifferenceCell]:
+        return [_cell([tensor[rank] for tensor in tensors], measured) for tensors in by_step]
+
+    for module, names in joined({name: name.split(".") for name in aligned.one.modules}).items():
+        outputs = [[_output(aligned, rounding, step - 1, name) for name in names] for step in steps]
         for rank, rows in by_rank.items():
-            rows["forward"][f"output of {module}"] = [_cell(values[rank], measured) for values in outputs]
+            rows["forward"][f"output of {module}"] = cells(outputs, rank)
     for quantity in QUANTITIES:
-        for module, tensors in joined_modules(aligned, quantity).items():
-            by_step = [_by_rank([_tensor(aligned, rounding, step - 1, quantity, n) for n in tensors]) for step in steps]
+        for module, names in joined_modules(aligned, quantity).items():
+            by_step = [[_tensor(aligned, rounding, step - 1, quantity, name) for name in names] for step in steps]
             for rank, rows in by_rank.items():
-                cells = [_cell(values[rank], measured) for values in by_step]
-                if quantity != "before" or any(cell.shade for cell in cells):
-                    rows.setdefault(_PASSES[quantity], {})[module] = cells
+                row = cells(by_step, rank)
+                if quantity != "before" or any(cell.shade for cell in row):
+                    rows.setdefault(_PASSES[quantity], {})[module] = row
     groups = grouped((repr(rows), rank) for rank, rows in by_rank.items())
     return [HeatPicture(named(ranks), steps, by_rank[ranks[0]]) for _, ranks in groups]
-
-
-def _by_rank(tensors: Sequence[Mapping[int, _Value]]) -> dict[int, list[_Value]]:
-    return {rank: [tensor[rank] for tensor in tensors] for rank in tensors[0]}
 
 
 def shown_steps(count: int, mark: int | None) -> list[int]:
@@ -181,8 +155,7 @@ def joined_modules(aligned: Aligned, quantity: Quantity) -> dict[str, list[str]]
 def joined(owners: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return the names of each module. Deep modules are joined if there are too many.
 
-    Args:
-        owners: name -> the path of its module.
+    `owners`: name -> the path of its module.
     """
     depth = max((len(path) for path in owners.values()), default=0)
     while True:
@@ -195,11 +168,7 @@ def joined(owners: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
-    """Return the cell of some values.
-
-    Args:
-        measured: there are tolerances.
-    """
+    """Return the cell of some values. `measured`: there are tolerances."""
     ordered = sorted((value for value in values if value is not None), key=lambda value: -value[0])
     worst = ordered[0][0] if ordered else _MISSED
     lines = [line for _, line in ordered[:_LISTED]] + [f"and {len(ordered) - _LISTED} more"] * (len(ordered) > _LISTED)
@@ -217,42 +186,36 @@ def _cell(values: Sequence[_Value], measured: bool) -> DifferenceCell:
 
 
 def _loss(aligned: Aligned, rounding: Rounding | None, step: int) -> _Value:
-    reference_loss, mean, _ = aligned.losses(step)
+    one, mean, _ = aligned.losses(step)
     tolerance = 1.0 if rounding is None else rounding.of_loss(step)
-    if reference_loss is None or mean is None or not math.isfinite(tolerance):
+    if one is None or mean is None or not math.isfinite(tolerance):
         return _MISSED, "the mean loss: not compared"
-    excess = abs(mean - reference_loss) / (abs(reference_loss) or 1.0) / tolerance
+    excess = abs(mean - one) / (abs(one) or 1.0) / tolerance
     counted = f"; {excess:.3g} tolerances of {tolerance:.2g}" if rounding is not None and excess else ""
-    return excess, f"the mean loss: {mean:.7g} instead of {reference_loss:.7g}{counted}"
+    return excess, f"the mean loss: {mean:.7g} instead of {one:.7g}{counted}"
 
 
 def _tensor(aligned: Aligned, rounding: Rounding | None, step: int, quantity: Quantity, name: str) -> dict[int, _Value]:
     """Return the value of a tensor on each rank: how many tolerances it deviates, and its numbers in words."""
     expected, by_rank = aligned.found(step, quantity, name)
     tolerance = 1.0 if rounding is None else rounding.tolerance(step, quantity, name)
+    shape, label = aligned.parameter(name).shape, TENSORS[quantity].format(name)
     values_by_summary: dict[TensorSummary | None, _Value] = {}  # most ranks hold the same values
     values: dict[int, _Value] = {}
-    for trace in aligned.ranks:
-        got = by_rank.get(trace.rank)
-        if trace.rank not in by_rank or not math.isfinite(tolerance):
-            reason = "rounding hides everything" if trace.rank in by_rank else "not compared"
-            values[trace.rank] = _MISSED, f"{TENSORS[quantity].format(name)}: {reason}"
-            continue
-        if got not in values_by_summary:
-            values_by_summary[got] = _compared(
-                got, expected, aligned.parameter(name).shape, tolerance, rounding is not None
-            )
-        value = values_by_summary[got]
-        values[trace.rank] = value and (value[0], f"{TENSORS[quantity].format(name)}: {value[1]}")
+    for rank in (trace.rank for trace in aligned.ranks):
+        got = by_rank.get(rank)
+        if rank not in by_rank or not math.isfinite(tolerance):
+            reason = "rounding hides everything" if rank in by_rank else "not compared"
+            values[rank] = _MISSED, f"{label}: {reason}"
+        elif got is None and expected is None:
+            values[rank] = None
+        else:
+            if got not in values_by_summary:
+                off = deviation(got, expected, shape)
+                excess, words = _excess(got, expected, off, tolerance, rounding is not None)
+                values_by_summary[got] = excess, f"{label}: {words}"
+            values[rank] = values_by_summary[got]
     return values
-
-
-def _compared(
-    got: TensorSummary | None, expected: TensorSummary | None, shape: Sequence[int], tolerance: float, measured: bool
-) -> _Value:
-    if got is None and expected is None:
-        return None
-    return _excess(got, expected, deviation(got, expected, shape), tolerance, measured)
 
 
 def _output(aligned: Aligned, rounding: Rounding | None, step: int, name: str) -> dict[int, _Value]:
@@ -299,16 +262,11 @@ def curves(done: ScriptComparison) -> dict[str, list[Any]]:
     """
     series: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
     aligned = done.aligned
-    if aligned is None:
-        return series
-    for step in range(aligned.steps):
-        reference_loss, mean, each = aligned.losses(step)
-        series["one"].append(reference_loss)
-        series["ranks"].append(mean)
-        series["each"].append(each)
-        size, excess = _largest(done, aligned, step) if step < aligned.compared else (None, None)
-        series["deviation"].append(size)
-        series["excess"].append(excess)
+    for step in range(aligned.steps if aligned is not None else 0):
+        assert aligned is not None
+        largest = _largest(done, aligned, step) if step < aligned.compared else (None, None)
+        for values, value in zip(series.values(), (*aligned.losses(step), *largest), strict=True):
+            values.append(value)
     return series
 
 
@@ -349,14 +307,9 @@ def write_json(path: Path, done: ScriptComparison) -> None:
         "not_compared": dict(verdict.not_compared),
         "replayed": verdict.replayed,
         "mistakes": report.mistakes,
-        "findings": [
-            {"mistake": finding.mistake, "evidence": finding.evidence, "site": finding.site}
-            for finding in report.findings
-        ],
+        "findings": [{"mistake": own.mistake, "evidence": own.evidence, "site": own.site} for own in report.findings],
         "remarks": report.remarks,
-        "observables": [
-            {"name": o.name, "relations": o.relations, "detail": o.detail} for o in report.observables
-        ],
+        "observables": [{"name": o.name, "relations": o.relations, "detail": o.detail} for o in report.observables],
         "runs": [
             {
                 "label": run.label,
@@ -390,13 +343,15 @@ _RANKS = 16  # more curves of single ranks would not be readable
 def write_page(path: Path, done: ScriptComparison, reference: str = "one device") -> None:
     """Write the verdict, its likely causes, the curves, where the runs differ, and the compared tensors.
 
-    Requires the extra, see `pages.require`.
-
-    Args:
-        reference: name of the run that the other run is compared with.
+    Requires the extra, see `pages.require`. `reference`: name of the run that the other run is compared with.
     """
-    report = done.verdict.report
-    mark = done.verdict.step
+    report, mark = done.verdict.report, done.verdict.step
+    runs = []
+    for run in done.runs:
+        steps = sorted({ended.steps for ended in run.ranks})
+        extent = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        ends = "; ".join(dict.fromkeys(ended.how for ended in run.ranks))
+        runs.append({"label": run.label, "steps": extent, "ends": ends, "seconds": run.seconds})
     page = pages.render(
         _TEMPLATE,
         version=__version__,
@@ -409,15 +364,11 @@ def write_page(path: Path, done: ScriptComparison, reference: str = "one device"
         heat=[] if done.aligned is None else heat_pictures(done.aligned, done.rounding, mark),
         steps=0 if done.aligned is None else done.aligned.steps,
         rounding=done.rounding,
-        columns=_columns(report),
+        columns=list(report.observables[0].relations) if report.observables else [],
         observables=sorted(report.observables, key=lambda entry: entry.right),
-        runs=_runs(done),
+        runs=runs,
     )
     path.write_text(page, encoding="utf-8")
-
-
-def _columns(report: Report) -> list[str]:
-    return list(report.observables[0].relations) if report.observables else []
 
 
 def _pictures(done: ScriptComparison, reference: str) -> list[dict[str, str]]:
@@ -425,21 +376,15 @@ def _pictures(done: ScriptComparison, reference: str) -> list[dict[str, str]]:
     if not series["one"]:
         return []
     mark = done.verdict.step
-    each = [
-        Curve("each rank", [losses[rank] for losses in series["each"]], "each")
-        for rank in range(min(len(series["each"][0]), _RANKS))
-    ]
-    reference_curve, ranks = (
-        Curve(reference, series["one"], "one"),
-        Curve("mean over the ranks", series["ranks"], "ranks"),
-    )
-    loss = draw(f"Loss: {reference}, and the ranks", "loss", [*each, reference_curve, ranks], mark=mark)
+    ranks = range(min(len(series["each"][0]), _RANKS))
+    lines = [Curve("each rank", [losses[rank] for losses in series["each"]], "each") for rank in ranks]
+    lines += [Curve(reference, series["one"], "one"), Curve("mean over the ranks", series["ranks"], "ranks")]
+    loss = draw(f"Loss: {reference}, and the ranks", "loss", lines, mark=mark)
     pictures = [{"heading": "Loss", "svg": loss, "note": ""}]
     if any(value is not None for value in series["excess"]):
         limit = Curve("1: a larger value is not rounding", [1.0] * len(series["excess"]), "limit")
-        largest = Curve(
-            "largest deviation of a gradient or parameter, relative to its tolerance", series["excess"], "ranks"
-        )
+        label = "largest deviation of a gradient or parameter, relative to its tolerance"
+        largest = Curve(label, series["excess"], "ranks")
         by = "deviation relative to tolerance"
         note = done.rounding and (
             f"The tolerance is the measured effect of rounding in this script, times λ = {done.rounding.margin:.1f}."
@@ -447,13 +392,3 @@ def _pictures(done: ScriptComparison, reference: str) -> list[dict[str, str]]:
         deviation = draw(by.capitalize(), by, [largest, limit], logarithmic=True, mark=mark)
         pictures.append({"heading": "Deviation", "svg": deviation, "note": note or ""})
     return pictures
-
-
-def _runs(done: ScriptComparison) -> list[dict[str, object]]:
-    rows = []
-    for run in done.runs:
-        steps = sorted({ended.steps for ended in run.ranks})
-        extent = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-        ends = "; ".join(dict.fromkeys(ended.how for ended in run.ranks))
-        rows.append({"label": run.label, "steps": extent, "ends": ends, "seconds": run.seconds})
-    return rows

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.compare.trace import Writer
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 _NUMBER = struct.Struct("=Q")
 
@@ -71,22 +71,18 @@ _HOME = str(Path(__file__).parents[2])
 def install_watch(fd: int) -> None:
     """Record "starts" in the trace `fd` for each process that is started from now on and makes a process group."""
     for process_class in (popen_spawn_posix.Popen, popen_forkserver.Popen):
-        Patches().wrap(process_class, "_launch", functools.partial(_with_watch, fd=fd))
+        Patches().wrap(process_class, "_launch", around(functools.partial(_with_watch, fd)))
 
 
-def _with_watch(launch: Any, fd: int) -> Any:
-    @functools.wraps(launch)
-    def watched(self: Any, process: Any) -> Any:
-        added = _HOME not in sys.path  # sys.path is sent to the process, which must be able to import this module
+def _with_watch(fd: int, launch: Any, self: Any, process: Any) -> Any:
+    added = _HOME not in sys.path  # sys.path is sent to the process, which must be able to import this module
+    if added:
+        sys.path.append(_HOME)
+    try:
+        return launch(self, _Watched(process, fd))
+    finally:
         if added:
-            sys.path.append(_HOME)
-        try:
-            return launch(self, _Watched(process, fd))
-        finally:
-            if added:
-                sys.path.remove(_HOME)
-
-    return watched
+            sys.path.remove(_HOME)
 
 
 class _Watched:
@@ -106,12 +102,13 @@ def _arrived(process: Any, trace: Any) -> Any:
     """Install the watch in the new process, after the imports of the script, and return the process object to run."""
     fd = trace.detach()
     os.set_inheritable(fd, False)
+    writer = Writer(fd)
+
+    def starts(*args: object, **kwargs: object) -> None:
+        writer.write("starts", after=0)
+        threading.Event().wait()
+
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     for name in _IN_MAKING_A_GROUP if c10d is not None else ():
-        setattr(c10d, name, functools.partial(_starts, Writer(fd)))
+        setattr(c10d, name, starts)
     return process
-
-
-def _starts(writer: Writer, *args: object, **kwargs: object) -> None:
-    writer.write("starts", after=0)
-    threading.Event().wait()

@@ -75,33 +75,22 @@ How = Literal["finished", "stopped", "failed", "killed", "hung"]
 
 @dataclass
 class Ended:
-    """One process of a run after its end.
-
-    Attributes:
-        exit_code: as in `subprocess`; None if the runner ended the process.
-        how: "finished"; "stopped" at the last requested step; "failed", with its own exit code; "killed", because
-            another rank had failed; "hung". A signal that ends the interpreter after the end of the script does not
-            count as a failure.
-        stdout, stderr: the last lines.
-        location: where the process waited when it hung.
-    """
+    """One process of a run after its end."""
 
     rank: int
-    exit_code: int | None
+    exit_code: int | None  # as in `subprocess`; None if the runner ended the process
+    # "finished"; "stopped" at the last requested step; "failed", with its own exit code; "killed", because another rank
+    # had failed; "hung". A signal that ends the interpreter after the end of the script does not count as a failure.
     how: How
     trace: Trace | None
+    # stdout, stderr: the last lines
     stdout: str
     stderr: str
-    location: Location | None = None
+    location: Location | None = None  # where the process waited when it hung
 
     @property
     def steps(self) -> int:
         return len(self.trace.steps) if self.trace else 0
-
-    @property
-    def crashed_at_exit(self) -> bool:
-        """True if a signal ended the process after the end of the script."""
-        return self.how == "finished" and bool(self.exit_code)
 
     def has(self, event: str) -> bool:
         """Return whether the trace has an event of this kind."""
@@ -109,31 +98,26 @@ class Ended:
 
     def __str__(self) -> str:
         reached = f"after step {self.steps}" if self.steps else "before its first optimizer step"
-        if self.how == "failed":
-            return f"rank {self.rank} ended with {describe_exit(self.exit_code)} {reached}"
-        location = f", in {self.location}" if self.location else ""
         progress = {
+            "failed": f"ended with {describe_exit(self.exit_code)}",
             "killed": "was waiting",
             "hung": "made no progress",
             "finished": "finished",
             "stopped": "was stopped",
         }
+        location = f", in {self.location}" if self.location and self.how != "failed" else ""
         return f"rank {self.rank} {progress[self.how]} {reached}{location}"
 
 
 @dataclass
 class ScriptRun:
-    """All processes of a run, in rank order.
-
-    Attributes:
-        failed_rank: the rank that failed or hung first; None if all ranks finished or were stopped.
-        directory: the temporary directory of the run, removed by now; None if it ran in the current directory.
-    """
+    """All processes of a run, in rank order."""
 
     label: str
     ranks: list[Ended]
     seconds: float
-    failed_rank: int | None
+    failed_rank: int | None  # the rank that failed or hung first; None if all ranks finished or were stopped
+    # the temporary directory of the run, removed by now; None if it ran in the current directory
     directory: Path | None = None
 
     def shown(self, file: str) -> str:
@@ -201,19 +185,6 @@ class _RecordedProcess:
         # An interpreter that exits with a process group may abort, because torch's threads and destructors race.
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
-    def ended_at(self, at_least: float) -> float:
-        """Return when its script ended, by the clock of the machine; `at_least` if it did not live to record it."""
-        events = self.recorded.events if self.recorded else ()
-        return max((event["at"] for event in events if event["event"] in ("ended", "raised")), default=at_least)
-
-    def ask_for_stacks(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, STACKS_SIGNAL)
-
-    def held_back(self) -> int:
-        """Return the number of its threads that block the signal: it is larger while threads write their stacks."""
-        return held_back(self.process.pid, STACKS_SIGNAL)
-
     def where(self) -> Location | None:
         """Return its location in the code, from its stacks without frames of mgpu-check."""
         lines = _content(self.stacks, 0).decode(errors="replace").splitlines()
@@ -240,19 +211,17 @@ class _RecordedProcess:
 
     def ended(self, hung: bool) -> Ended:
         trace = self.recorded
-        stopped = trace is not None and any(trace.of(event) for event in _WAITING)
         code = None if self.killed else self.process.returncode
         how: How
         if code is not None:
             how = "failed" if self.failed() else "finished"
+        elif trace is not None and any(trace.of(event) for event in _WAITING):
+            how = "stopped"
         else:
-            how = "stopped" if stopped else "hung" if hung else "killed"
-        outputs = [_last_lines(_content(file, _TAIL)) for file in (self.stdout, self.stderr)]
-        return Ended(self.rank, code, how, trace, outputs[0], outputs[1], self.location)
-
-
-def _last_lines(written: bytes) -> str:
-    return "\n".join(written.decode(errors="replace").strip().splitlines()[-12:])
+            how = "hung" if hung else "killed"
+        written = (_content(file, _TAIL).decode(errors="replace") for file in (self.stdout, self.stderr))
+        stdout, stderr = ("\n".join(text.strip().splitlines()[-12:]) for text in written)
+        return Ended(self.rank, code, how, trace, stdout, stderr, self.location)
 
 
 def _content(file: IO[bytes], last: int) -> bytes:
@@ -370,7 +339,10 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
         open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
         for process in processes:
             if process.rank not in failures and process.failed():
-                failures[process.rank] = process.ended_at(last_look)
+                # When its script ended, by the clock of the machine, if it lived to record that.
+                events = process.recorded.events if process.recorded else ()
+                ends = (event["at"] for event in events if event["event"] in ("ended", "raised"))
+                failures[process.rank] = max(ends, default=last_look)
                 give_up = min(give_up, now + _GRACE)
         last_look = now
         # A rank that raises closes its connections, and the others may raise for that, and end, before it has ended.
@@ -381,28 +353,28 @@ def _wait(processes: Sequence[_RecordedProcess], timeout: float) -> tuple[int | 
             sizes, moved_at = grown, now
         if now > moved_at + timeout:
             _look(open_)
-            return (_slowest(open_), True) if failed_rank is None else (failed_rank, False)
+            if failed_rank is not None:
+                return failed_rank, False
+            # The others wait for a rank outside collectives, or for the rank that entered the fewest. On real devices
+            # collectives return at once, so every rank may be outside.
+            alone = [p for p in open_ if p.location is None or p.location.collective is None]
+            return fewest({p.rank: entered(p.entered.fileno()) for p in alone or open_})[0], True
         time.sleep(_INTERVAL)
-
-
-def _slowest(processes: Sequence[_RecordedProcess]) -> int:
-    """Return the rank that the others wait for: a rank outside collectives, or the rank that entered the fewest."""
-    alone = [p for p in processes if p.location is None or p.location.collective is None]
-    # On real devices collectives return at once, so every rank may be outside.
-    counts = {process.rank: entered(process.entered.fileno()) for process in alone or processes}
-    return fewest(counts)[0]
 
 
 def _look(processes: Sequence[_RecordedProcess]) -> None:
     """Set the location of each process from its stacks."""
-    waiting = {process: process.held_back() for process in processes}
+    # The number of its threads that block the signal is larger while threads write their stacks.
+    waiting = {process: held_back(process.process.pid, STACKS_SIGNAL) for process in processes}
     for process in processes:
-        process.ask_for_stacks()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.process.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + _STACKS_TIMEOUT
     while waiting and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         for process, before in list(waiting.items()):
-            written = process.held_back() <= before  # checked before stacks are read: they may be incomplete
+            # Checked before stacks are read: they may be incomplete.
+            written = held_back(process.process.pid, STACKS_SIGNAL) <= before
             process.location = process.where()
             if written and process.location is not None:
                 del waiting[process]
@@ -427,8 +399,7 @@ def fresh_directory(source: Path | None = None) -> Iterator[Path]:
     real, but their subdirectories are links. Files of mounted directories are links, and so is all that exceeds
     `_BESIDE_ENTRIES` or `_BESIDE_COPIED`.
 
-    Args:
-        source: default: the current directory.
+    `source`: default: the current directory.
     """
     with Scratch.new("compare") as scratch:
         source = (source or Path.cwd()).resolve()  # as the kernel does for ".."

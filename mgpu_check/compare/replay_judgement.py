@@ -33,42 +33,37 @@ from mgpu_check.processes.rank_lists import few
 _WHOLE = 0.8
 """Part of the dataset: a loader that drops its last batch gives less than all, and one of two ranks gives half."""
 
-_BY_CHANCE = 8
-"""Samples: samplers that draw by seeds of their own may draw the same few."""
+_BY_CHANCE = 8  # samples: samplers that draw by seeds of their own may draw the same few
 
 
 def mistakes_of(ranks: Sequence[Trace]) -> list[Finding]:
     """Return the mistakes that an epoch of the loaders shows."""
     attempts, world = Attempts(), len(ranks)
-    findings: list[Finding] = []
+    evidence: list[Evidence] = []
+    # The models had the same inputs on all ranks, which may also share the order, and slice it.
+    samples = [[step.seen for step in trace.steps] for trace in ranks]
+    saw_the_same = any(samples[0]) and all(own == samples[0] for own in samples)
     for _, epochs in _loaders(ranks):
         if not _share_data(epochs):
             continue
         indices = [set(epoch["indices"]) for epoch in epochs]
-        length = epochs[0]["length"]
+        length, head = epochs[0]["length"], indices[0]
+        message = ""
         if length > 1 and all(len(own) > _WHOLE * length for own in indices):
             fewest = min(map(len, indices))
             message = f"in an epoch each of the {world} ranks gets {fewest} of {length} samples of the dataset"
-            findings += findings_of(Evidence(world, same_samples=message), 1, attempts)
-        elif (
-            epochs[0]["endless"]
-            and len(indices[0]) >= _BY_CHANCE
-            and all(own == indices[0] for own in indices)
-            and _saw_the_same(ranks)
-        ):
-            message = f"the samplers have no end, and give each of the {world} ranks the same {len(indices[0])} samples"
-            findings += findings_of(Evidence(world, same_samples=message), 1, attempts)
+        elif epochs[0]["endless"] and len(head) >= _BY_CHANCE and all(own == head for own in indices) and saw_the_same:
+            message = f"the samplers have no end, and give each of the {world} ranks the same {len(head)} samples"
+        if message:
+            evidence.append(Evidence(world, same_samples=message))
     trained = len(ranks[0].steps)  # `epoch_of` begins an epoch too, after the last step
-    repeats = [
-        event
-        for event in ranks[0].of("sampler")
-        if event["shuffle"] and not event["set_epoch"] and event["iteration"] > 1 and event["after"] < trained
-    ]
-    if repeats:
-        message = (
-            f"epoch {repeats[0]['iteration']} begins at step {repeats[0]['after'] + 1}, and set_epoch was never called"
-        )
-        findings += findings_of(Evidence(world, repeated_epoch=message), 1, attempts)
+    for event in ranks[0].of("sampler"):
+        unset = event["shuffle"] and not event["set_epoch"]
+        if unset and event["iteration"] > 1 and event["after"] < trained:
+            begin = f"epoch {event['iteration']} begins at step {event['after'] + 1}"
+            evidence.append(Evidence(world, repeated_epoch=f"{begin}, and set_epoch was never called"))
+            break
+    findings = [finding for own in evidence for finding in findings_of(own, 1, attempts)]
     return list({finding.mistake: finding for finding in findings}.values())
 
 
@@ -77,10 +72,8 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
     for number, epochs in _loaders(ranks):
         if not _share_data(epochs):
             lengths = ", ".join(str(len(set(epoch["indices"]))) for epoch in epochs)
-            yield (
-                f"in an epoch of loader {number} the ranks get {lengths} samples of datasets of their own, whose "
-                "samples were not compared"
-            )
+            subject = f"in an epoch of loader {number} the ranks get {lengths} samples of datasets of their own"
+            yield f"{subject}, whose samples were not compared"
             continue
         counts = Counter(index for epoch in epochs for index in set(epoch["indices"]))
         shared = sum(count > 1 for count in counts.values())
@@ -90,10 +83,8 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
             yield f"in an epoch of loader {number} each rank gets samples of its own, {len(counts)} in all"
         seeds = {epoch["seed"] for epoch in epochs}
         if epochs[0]["workers"] and len(seeds) == 1:
-            yield (
-                f"the workers of loader {number} have the same seeds on each rank: random augmentation draws the same "
-                "numbers there"
-            )
+            subject = f"the workers of loader {number} have the same seeds on each rank"
+            yield f"{subject}: random augmentation draws the same numbers there"
     first_epochs = [event for event in ranks[0].of("sampler") if event["iteration"] == 1]
     if any(event["shuffle"] and not event["set_epoch"] for event in first_epochs):
         yield "set_epoch was not called before the first epoch: without it each epoch has the same order"
@@ -102,12 +93,6 @@ def remarks_of(ranks: Sequence[Trace]) -> Iterator[str]:
 def _share_data(epochs: Sequence[dict[str, Any]]) -> bool:
     """Return whether the ranks have the same dataset: an index means the same sample on all of them."""
     return len({epoch["data"] for epoch in epochs}) == 1
-
-
-def _saw_the_same(ranks: Sequence[Trace]) -> bool:
-    """Return whether the models had the same inputs on all ranks, which may also share the order, and slice it."""
-    samples = [[step.seen for step in trace.steps] for trace in ranks]
-    return any(samples[0]) and all(own == samples[0] for own in samples)
 
 
 def _loaders(ranks: Sequence[Trace]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -159,8 +144,11 @@ def replayed(
     ranks = assembly.ranks
     if assembly.divided or assembly.open:
         return _none(refused, "the ranks hold parts of the model")
-    dealt = _is_dealt(reference, ranks)
-    if dealt is None:
+    counts = {len(step.losses) for trace in ranks for step in trace.steps[:1]}
+    own = len(reference.steps[0].losses)
+    times, rest = divmod(own, max(*counts, 1))
+    dealt = times > 1  # one device has the micro-batches of all ranks
+    if len(counts) != 1 or rest or times not in (1, len(ranks)):
         return _none(refused, "the ranks have another number of micro-batches than one device, or than each other")
     until = min(steps or STEPS, *(len(trace.steps) for trace in ranks))
     with tempfile.TemporaryFile() as file:
@@ -177,7 +165,9 @@ def replayed(
                     return _none(refused, f"with the inputs of the ranks, {failed}", last_words(failed))
                 runs.append(done.traces[0])
             trace, shifted = runs
-            shown = with_rows_together(trace, [_until(rank, until) for rank in ranks])
+            events = [[e for e in rank.events if e.get("after", 0) < until] for rank in ranks]
+            cut = [replace(r, steps=r.steps[:until], events=own) for r, own in zip(ranks, events, strict=True)]
+            shown = with_rows_together(trace, cut)
             aligned = Aligned(trace, shown, len(ranks), replayed=True)
             further = functools.partial(again, f"{label}, moved by other roundoffs", **how)
             rounding = measured(aligned, [shifted], further)
@@ -192,7 +182,8 @@ def replayed(
             replay = turned if turned.verdict.kind == "equal" else replay
         verdict = replay.verdict
         if verdict.kind == "differs":
-            if unreplayed := list(_left(trace, verdict.step or until)):
+            events = [event for event in trace.of("unreplayed") if event["after"] < (verdict.step or until)]
+            if unreplayed := [f"{event['what']}: {event['why']}" for event in events]:
                 return _none(refused, f"not all could be replayed: {few(unreplayed, 5)}", [_REMEDY])
             if (reason := _control(replay, trace, again)) is not None:
                 return _none(refused, *reason)
@@ -234,27 +225,6 @@ def _control(replay: Replay, trace: Trace, rerun: Callable[..., ScriptRun]) -> t
 def _none(refused: ComparisonVerdict, reason: str, lines: Sequence[str] = ()) -> Replay:
     remarks = [*refused.report.remarks, f"one device cannot be given what the ranks were given: {reason}", *lines]
     return Replay(replace(refused, report=replace(refused.report, remarks=remarks)))
-
-
-def _is_dealt(reference: Trace, ranks: Sequence[Trace]) -> bool | None:
-    """Return whether one device has the micro-batches of all ranks; None if it has neither those nor as many as a
-    rank."""
-    counts = {len(step.losses) for trace in ranks for step in trace.steps[:1]}
-    own = len(reference.steps[0].losses)
-    if len(counts) != 1:
-        return None
-    return {1: False, len(ranks): True}.get(own // max(*counts, 1)) if own % max(*counts, 1) == 0 else None
-
-
-def _until(trace: Trace, steps: int) -> Trace:
-    return replace(trace, steps=trace.steps[:steps], events=[e for e in trace.events if e.get("after", 0) < steps])
-
-
-def _left(trace: Trace, step: int) -> Iterator[str]:
-    """Yield what the replay could not give one device, up to a step that is counted from 1."""
-    for event in trace.of("unreplayed"):
-        if event["after"] < step:
-            yield f"{event['what']}: {event['why']}"
 
 
 def _told(refused: ComparisonVerdict, trace: Trace, steps: int) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mgpu_check.compare import first_difference
 from mgpu_check.compare.alignment import QUANTITIES, Aligned, Quantity, of_quantity
@@ -46,12 +46,10 @@ def no_steps(run: ScriptRun, silent: Sequence[Ended]) -> Report:
     ]
     loads = silent[0].trace.of("load") if silent[0].trace else []
     if files := list(dict.fromkeys(run.shown(event["file"]) for event in loads if event["file"])):
-        todo.insert(
-            0, f"the script has loaded {few(files, 3)}: if it is a checkpoint of a finished training, remove it"
-        )
-    return Report(
-        f"not comparable: no optimizer step was seen {location}", remarks=[*last_words(silent[0]), *_todo(todo)]
-    )
+        message = f"the script has loaded {few(files, 3)}: if it is a checkpoint of a finished training, remove it"
+        todo.insert(0, message)
+    remarks = [*last_words(silent[0]), *_todo(todo)]
+    return Report(f"not comparable: no optimizer step was seen {location}", remarks=remarks)
 
 
 def starts_ranks_itself(one_device: bool) -> Report:
@@ -70,14 +68,9 @@ def starts_ranks_itself(one_device: bool) -> Report:
 
 def not_repeatable(repeat: Repeat) -> Report:
     """Return the report of a script that differs from itself on one device."""
-    return refusal(
-        f"not repeatable: run twice on one device, the script differs from itself at step {repeat.step + 1}: "
-        f"{repeat.description}",
-        [
-            SEEDS,
-            "keep runs separate: no run may read a file of an earlier run; --fresh-directory ensures this",
-        ],
-    )
+    headline = f"not repeatable: run twice on one device, the script differs from itself at step {repeat.step + 1}"
+    separate = "keep runs separate: no run may read a file of an earlier run; --fresh-directory ensures this"
+    return refusal(f"{headline}: {repeat.description}", [SEEDS, separate])
 
 
 def starts_without_numbers(aligned: Aligned) -> Report:
@@ -110,9 +103,8 @@ def nothing_learned(steps: int) -> Report:
 def not_the_same_samples(step: int, common: int, reference: int, together: int) -> Report:
     """Return the report of runs that agree although their samples differ.
 
-    Args:
-        step: the step, counted from 0.
-        common, reference, together: number of samples in both runs, on one device, and on all ranks.
+    `step`: the step, counted from 0. `common`, `reference`, `together`: number of samples in both runs, on one device,
+    and on all ranks.
     """
     return refusal(
         f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together} samples; "
@@ -128,26 +120,21 @@ def not_the_same_samples(step: int, common: int, reference: int, together: int) 
 def nothing_tells(aligned: Aligned, useful: int) -> Report:
     """Return the report of runs in which rounding alone masks all differences.
 
-    Args:
-        useful: number of steps before rounding hides a factor of two.
+    `useful`: number of steps before rounding hides a factor of two.
     """
     subject = "gradients" if useful == 0 else "every parameter"
     since = "from the first step on" if useful == 0 else f"within {useful} steps"
-    low = narrow(aligned.one)
-    return refusal(
-        f"{since}, rounding alone changes {subject} so much that it would hide even a factor of two"
-        + (f": {low}" if low else ""),
-        [FLOAT32] if low else ["compare fewer steps, with a smaller learning rate"],
-    )
+    reason = f"{since}, rounding alone changes {subject} so much that it would hide even a factor of two"
+    if low := narrow(aligned.one):
+        return refusal(f"{reason}: {low}", [FLOAT32])
+    return refusal(reason, ["compare fewer steps, with a smaller learning rate"])
 
 
 def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful: int, lines: Sequence[str]) -> Report:
     """Return the report of runs without a difference.
 
-    Args:
-        compared: the compared parameters.
-        useful: number of steps before rounding changes gradients too much.
-        lines: report lines about uncompared parameters, states and buffers.
+    `compared`: the compared parameters. `useful`: number of steps before rounding changes gradients too much. `lines`:
+    report lines about uncompared parameters, states and buffers.
     """
     steps, extent, end = aligned.compared, f"{aligned.compared} steps", ""
     remarks = [*lines, *_agreed(aligned, rounding, useful)]
@@ -155,11 +142,10 @@ def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful:
         extent = f"steps 1 to {steps}" if steps > 1 else "step 1"
         end = "; later values are not finite"
         remarks.insert(0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: later steps are not compared")
-    return Report(
-        f"equal: {extent} on {aligned.where} train{'s' * (extent == 'step 1')} the same "
-        f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within rounding{end}",
-        remarks=remarks,
-    )
+    count, total = len(compared), len(aligned.one.parameters)
+    trained = f"{total if count == total else f'{count} of {total}'} parameter{'s' * (total > 1)}"
+    subject = f"{extent} on {aligned.where} train{'s' * (extent == 'step 1')}"
+    return Report(f"equal: {subject} the same {trained} as on one device, within rounding{end}", remarks=remarks)
 
 
 def undecided(
@@ -170,16 +156,12 @@ def undecided(
     Either some tensors were neither compared nor accepted with --unjudged, or a pattern of --unjudged accepts nothing.
     If both hold, the report names the first reason.
 
-    Args:
-        useful, lines: see `equal`.
-        remaining: a clause about the tensors that were neither compared nor accepted; "" if there are none.
-        idle: the patterns of --unjudged that match no uncompared tensor; not empty if `remaining` is "".
+    `useful`, `lines`: see `equal`. `remaining`: a clause about the tensors that were neither compared nor accepted; ""
+    if there are none. `idle`: the patterns of --unjudged that match no uncompared tensor; not empty if `remaining` is
+    "".
     """
-    reason = remaining
-    todo = (
-        "build the model from one seed on one device and on the ranks; or accept what was not compared with "
-        "--unjudged='PATTERN=reason'"
-    )
+    reason, accepting = remaining, "accept what was not compared with --unjudged='PATTERN=reason'"
+    todo = f"build the model from one seed on one device and on the ranks; or {accepting}"
     if not remaining:
         reason = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
         todo = "remove the pattern, so that it hides nothing later"
@@ -198,33 +180,24 @@ def step_counts_apart(aligned: Aligned, counts: Sequence[int]) -> Report:
 
 
 def differs(difference: FirstDifference, diagnosis: Diagnosis, ratio: float | None) -> Report:
-    """Return the report of the first difference.
-
-    Args:
-        ratio: the norm of the most wrong tensor, relative to one device.
-    """
-    outcome = "differs" if diagnosis.comparable else "not comparable"
-    headline = (
-        f"{outcome}: {diagnosis.reason}"
-        if diagnosis.reason
-        else f"{outcome}: step {difference.step + 1}: {_said(difference, ratio)}"
-    )
+    """Return the report of the first difference. `ratio`: the norm of the most wrong tensor, relative to one device."""
+    outcome, aligned = "differs" if diagnosis.comparable else "not comparable", difference.aligned
+    reason = diagnosis.reason or f"step {difference.step + 1}: {_said(difference, ratio)}"
     remarks = _todo(diagnosis.todo)
     by_the_optimizer = any(finding.mistake == "optimizer-differs" for finding in diagnosis.findings)
     if diagnosis.comparable and difference.quantity == "parameter" and not by_the_optimizer:
-        remarks += [
-            f"the gradients are right, and {clause}" for clause in other_options(difference.aligned, difference.step)
-        ]
+        remarks += [f"the gradients are right, and {clause}" for clause in other_options(aligned, difference.step)]
     if diagnosis.reason and difference.main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
-    observables = difference.observables() if diagnosis.comparable else []  # other samples explain them
-    remarks += [*_trained_on_one_side(difference.aligned), *diagnosis.failed]
+    for side, parameters in (("one device", aligned.missing), ("ranks", aligned.extra)):
+        if parameters:
+            remarks.append(f"trained on {side} only: {few(parameters, 5)}")
     return Report(
-        headline,
+        f"{outcome}: {reason}",
         {},
-        observables,
+        difference.observables() if diagnosis.comparable else [],  # other samples explain them
         diagnosis.findings,
-        remarks,
+        [*remarks, *diagnosis.failed],
         known=[line for line in (diagnosis.of_slices, diagnosis.outputs) if line],
         axes=diagnosis.axes,
     )
@@ -251,26 +224,15 @@ def _not_finite(aligned: Aligned) -> str:
     )
 
 
-def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
-    """Return lines about tensors that rounding masks within the first `steps` steps."""
-    remarks = []
-    phrases: tuple[tuple[Quantity, str], ...] = (
-        ("gradient", "the gradients of"),
-        ("parameter", "the updated values of"),
-    )
-    for quantity, phrase in phrases:
+def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> Iterator[str]:
+    """Report the tensors that rounding masks within the first `steps` steps."""
+    phrases: dict[Quantity, str] = {"gradient": "the gradients of", "parameter": "the updated values of"}
+    for quantity, phrase in phrases.items():
         since = {name: rounding.drowned(steps, quantity, name) for name in aligned.held}
         masked = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
         if masked:
-            remarks.append(
-                f"rounding alone changes {phrase} {few(masked, 5)} so much that it would hide even a factor of two: "
-                "not compared"
-            )
-    return remarks
-
-
-def _of(count: int, total: int) -> str:
-    return f"{total if count == total else f'{count} of {total}'} parameter{'s' * (total > 1)}"
+            subject = f"rounding alone changes {phrase} {few(masked, 5)}"
+            yield f"{subject} so much that it would hide even a factor of two: not compared"
 
 
 def _said(difference: FirstDifference, ratio: float | None) -> str:
@@ -292,50 +254,39 @@ def _todo(lines: Sequence[str]) -> list[str]:
     return [f"do: {line}" for line in lines]
 
 
-def _trained_on_one_side(aligned: Aligned) -> list[str]:
-    sides = (("one device", aligned.missing), ("ranks", aligned.extra))
-    return [f"trained on {side} only: {few(parameters, 5)}" for side, parameters in sides if parameters]
-
-
-def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
-    """Return remarks about runs that agree."""
-    remarks = []
+def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> Iterator[str]:
+    """Yield remarks about runs that agree."""
+    steps = range(aligned.compared)
     if useful < aligned.compared:
-        remarks.append(
-            f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
-        )
-    remarks += [*_drowned(aligned, rounding, useful), *filter(None, [first_difference.remark(aligned, rounding)])]
-    remarks += [
-        f"no gradient flows through {event['call']}, on ranks and on one device: the loss takes the tensors of other "
-        "ranks for constants"
-        for event in aligned.ranks[0].of("cut")
-    ]
-    for step in range(aligned.compared):
+        yield f"after step {useful} rounding alone changes gradients so much that it would hide even a factor of two"
+    yield from _drowned(aligned, rounding, useful)
+    yield from filter(None, [first_difference.remark(aligned, rounding)])
+    for event in aligned.ranks[0].of("cut"):
+        subject = f"no gradient flows through {event['call']}, on ranks and on one device"
+        yield f"{subject}: the loss takes the tensors of other ranks for constants"
+    for step in steps:
         if options := other_options(aligned, step):
-            remarks.append(f"at step {step + 1} {options[0]}, although gradients and parameters agree")
+            yield f"at step {step + 1} {options[0]}, although gradients and parameters agree"
             break
-    for step in range(aligned.compared):
+    for step in steps:
         samples = aligned.samples(step)
         alike = samples.same or samples.hidden
         if samples.known and not alike and any(samples_of_rank != samples.one for samples_of_rank in samples.ranks):
-            remarks.append(
+            yield (
                 f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are also on "
                 "the ranks, although gradients and parameters agree: are some samples padded, or counted twice?"
             )
             break
-    for step in range(aligned.compared):
-        reference_loss, mean, _ = aligned.losses(step)
-        if reference_loss is None or mean is None:
+    for step in steps:
+        one, mean, _ = aligned.losses(step)
+        if one is None or mean is None:
             continue
         # The script may divide gradients, and not losses, by the number of micro-batches.
         counts = {len(trace.steps[step].losses) for trace in aligned.ranks}
         times = (1.0, len(aligned.one.steps[step].losses) / max(counts)) if len(counts) == 1 and max(counts) else (1.0,)
-        if any(abs(factor * mean - reference_loss) <= rounding.of_loss(step) * abs(reference_loss) for factor in times):
-            continue
-        remarks.append(
-            f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} "
-            f"instead of {reference_loss:.7g}), although gradients and parameters agree: the logged loss is "
-            "scaled differently"
-        )
-        break
-    return remarks
+        if not any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
+            yield (
+                f"the mean loss of the ranks differs from the loss of one device from step {step + 1} on ({mean:.7g} "
+                f"instead of {one:.7g}), although gradients and parameters agree: the logged loss is scaled differently"
+            )
+            break

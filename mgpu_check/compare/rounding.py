@@ -37,9 +37,8 @@ def roundoff(dtype: str) -> float:
 class Rounding:
     """The tolerance of each tensor of each step, relative to the tensor.
 
-    Args:
-        reference: the trace of the run on one device.
-        others: traces of runs on one device that differ only by rounding: the perturbed one and the repeated one.
+    `reference`: the trace of the run on one device. `others`: traces of runs on one device that differ only by
+    rounding: the perturbed one and the repeated one.
     """
 
     def __init__(self, reference: Trace, others: list[Trace]) -> None:
@@ -64,10 +63,18 @@ class Rounding:
             for quantity, entries in measured.items()
             if entries
         }
-        self._outputs = {
-            name: _grown([self._output_apart(s, name) for s in range(steps)]) for name in reference.modules
-        }
-        losses = [_relative([t.steps[s].loss for t in others], reference.steps[s].loss) for s in range(steps)]
+        self._outputs: dict[str, list[float]] = {}
+        for name in reference.modules:
+            spread = []
+            for step, *moved in zip(reference.steps[:steps], *(trace.steps for trace in others), strict=False):
+                outputs, expected = [own.outputs.get(name) for own in moved], step.outputs.get(name)
+                sizes = [math.inf if own is None else output_deviation(own, expected).size for own in outputs]
+                spread.append(0.0 if expected is None else max(sizes))
+            self._outputs[name] = _grown(spread)
+        losses = []
+        for step, *moved in zip(reference.steps[:steps], *(trace.steps for trace in others), strict=False):
+            off = [abs(own.loss - step.loss) for own in moved if own.loss is not None and step.loss is not None]
+            losses.append(max(off, default=0.0) / (abs(step.loss or 1.0)))
         self._losses = _grown(losses)
 
     def _apart(self, step: int, quantity: Quantity, name: str, shape: tuple[int, ...]) -> float:
@@ -78,16 +85,11 @@ class Rounding:
             deviation(of_quantity(t.steps[step], quantity).get(name), expected, shape).size for t in self._others
         )
 
-    def _output_apart(self, step: int, name: str) -> float:
-        expected = self._one.steps[step].outputs.get(name)
-        outputs = [trace.steps[step].outputs.get(name) for trace in self._others]
-        if expected is None or None in outputs:
-            return 0.0 if expected is None else math.inf
-        return max(output_deviation(output, expected).size for output in outputs if output is not None)
-
     def tolerance(self, step: int, quantity: Quantity, name: str) -> float:
         """Return the tolerance for the deviation of a tensor; infinite if rounding is unknown or unbounded."""
-        least = max(map(roundoff, self._dtypes(name)))
+        state = self._one.states.get(name)  # rounded to its own dtype, and to that of its parameter
+        entries = [state, self._one.parameters.get(state.of if state else name)]
+        least = max(roundoff(entry.dtype) for entry in entries if entry is not None)
         if quantity == "before":
             return self.margin * least
         grown = self._grown[quantity, name]
@@ -100,12 +102,6 @@ class Rounding:
         # A square, such as the second moment of Adam, deviates by twice as much as the gradient may.
         squared = 2 * self.tolerance(step, "gradient", owner)
         return max(own, squared) if math.isfinite(squared) else own
-
-    def _dtypes(self, name: str) -> list[str]:
-        """Return the dtypes that a tensor is rounded to, for a state also that of its parameter."""
-        state = self._one.states.get(name)
-        entries = [state, self._one.parameters.get(state.of if state else name)]
-        return [entry.dtype for entry in entries if entry is not None]
 
     def of_loss(self, step: int) -> float:
         """Return the tolerance for the loss, relative to the loss."""
@@ -126,9 +122,8 @@ class Rounding:
 
     def leaves_numbers(self, step: int, quantity: Quantity, name: str) -> bool:
         """Return whether a tensor that is not finite on one device is finite in a run that differs only by rounding."""
-        summaries = [
-            of_quantity(trace.steps[step], quantity).get(name) for trace in self._others if step < len(trace.steps)
-        ]
+        steps = [trace.steps[step] for trace in self._others if step < len(trace.steps)]
+        summaries = [of_quantity(own, quantity).get(name) for own in steps]
         return any(summary is not None and summary.finite for summary in summaries)
 
     def useful_until(self, steps: int) -> int:
@@ -156,13 +151,6 @@ def _grown(spread: list[float]) -> list[float]:
     return grown
 
 
-def _relative(got: list[float | None], expected: float | None) -> float:
-    finite = [value for value in got if value is not None]
-    if expected is None or not finite:
-        return 0.0
-    return max(abs(value - expected) for value in finite) / (abs(expected) or 1.0)
-
-
 @dataclass(frozen=True)
 class Repeat:
     """The first difference between two runs of the script on one device: the step from 0, and a clause."""
@@ -178,23 +166,17 @@ def repeatability(reference: Trace, repeated: Trace) -> Repeat | None:
     A first difference in the upper half of the digits has another cause.
     """
     if len(reference.steps) != len(repeated.steps):
-        return Repeat(
-            min(len(reference.steps), len(repeated.steps)),
-            f"it made {len(reference.steps)} and {len(repeated.steps)} steps",
-        )
+        counts = len(reference.steps), len(repeated.steps)
+        return Repeat(min(counts), f"it made {counts[0]} and {counts[1]} steps")
     aligned = Aligned(reference, [repeated])
     if aligned.missing or aligned.extra:
         return Repeat(0, f"the runs train different parameters: {few(aligned.missing + aligned.extra, 3)}")
     spread = 0.0
     for number, (step, repeated_step) in enumerate(zip(reference.steps, repeated.steps, strict=True)):
         for name, summary in step.before.items():
-            repeated_value = repeated_step.before.get(name)
+            value, shape = repeated_step.before.get(name), reference.parameters[name].shape
             # The deviation of NaN from NaN is not 0, so equal bits are not sufficient.
-            if (
-                repeated_value is None
-                or repeated_value.bits != summary.bits
-                or deviation(repeated_value, summary, reference.parameters[name].shape).size
-            ):
+            if value is None or value.bits != summary.bits or deviation(value, summary, shape).size:
                 return Repeat(number, f"{name} had different values before the step")
         if step.samples != repeated_step.samples:
             return Repeat(number, "the model received different samples, or in a different order")

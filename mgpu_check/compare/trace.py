@@ -31,8 +31,7 @@ class Inputs(NamedTuple):
 def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None) -> list[int]:
     """Return a hash of each sample, which consists of its slices in several tensors.
 
-    Args:
-        chosen: positions of these tensors; None: the first tensor that has slices, and all with as many.
+    `chosen`: positions of these tensors; None: the first tensor that has slices, and all with as many.
     """
     if chosen is None:
         count = next((len(rows) for rows in tensors if rows), 0)
@@ -45,36 +44,24 @@ def samples_of(tensors: Sequence[list[int]], chosen: Sequence[int] | None = None
 def divided_tensors(runs: Sequence[Sequence[list[int]]]) -> list[int] | None:
     """Return the positions of the tensors that have a slice for each sample; None if the runs have other tensors.
 
-    Args:
-        runs: the tensors on one device, then those on each rank.
+    `runs`: the tensors on one device, then those on each rank.
     """
     if len({len(tensors) for tensors in runs}) > 1:
         return None
     counts = [tuple(map(len, tensors)) for tensors in zip(*runs, strict=True)]
-    nonempty = [count for count in counts if all(count)]
-    split = (
-        [count for count in nonempty if len(set(count)) > 1]
-        or [count for count in nonempty if count[0] > 1]
-        or nonempty
-    )
+    full = [count for count in counts if all(count)]
+    split = [c for c in full if len(set(c)) > 1] or [c for c in full if c[0] > 1] or full
     return [position for position, count in enumerate(counts) if count == split[0]] if split else None
 
 
 @dataclass(frozen=True)
 class OutputSummary:
-    """All outputs of a module in a step, by numbers that parts add up to, no matter how they were cut.
+    """All outputs of a module in a step, by numbers that parts add up to, no matter how they were cut."""
 
-    Attributes:
-        bits: the sum of the bits of the elements in float64 as integers, modulo 2^64.
-        norm: the 2-norm, computed in float64.
-        sum: the sum of the elements, computed in float64.
-        count: number of elements.
-    """
-
-    bits: int
-    norm: float
-    sum: float
-    count: int
+    bits: int  # the sum of the bits of the elements in float64 as integers, modulo 2^64
+    norm: float  # the 2-norm, computed in float64
+    sum: float  # the sum of the elements, computed in float64
+    count: int  # number of elements
 
     @property
     def entries(self) -> list[tuple[float, float]]:
@@ -110,15 +97,12 @@ def views(
 
     Each rank has the whole; or the ranks have disjoint parts; or ranks with the same samples have copies of a part.
 
-    Args:
-        outputs: rank -> the outputs that it has.
-        sample_keys: rank -> a key of its samples.
+    `outputs`: rank -> the outputs that it has. `sample_keys`: rank -> a key of its samples.
     """
     copies = [ranks for _, ranks in grouped((sample_keys[rank], rank) for rank in outputs)]
-    by_samples = {
-        rank: joined_outputs([outputs[rank], *(outputs[ranks[0]] for ranks in copies if rank not in ranks)])
-        for rank in outputs
-    }
+    by_samples = {}
+    for rank, own in outputs.items():
+        by_samples[rank] = joined_outputs([own, *(outputs[ranks[0]] for ranks in copies if rank not in ranks)])
     return [outputs, dict.fromkeys(outputs, joined_outputs(list(outputs.values()))), by_samples]
 
 
@@ -157,20 +141,14 @@ def chunk_sizes(count: int) -> list[int]:
 class TensorSummary:
     """The numbers that a trace stores for a tensor.
 
-    Attributes:
-        bits: the sum of the bits of the elements in float64 as integers, modulo 2^64: the same for equal tensors.
-        norm: the 2-norm, computed in float64.
-        sums: the sums of `chunk_sizes` consecutive elements, in float64.
-        samples: the elements at `positions`.
-
     In complex tensors, real and imaginary parts count as elements. The summary of a slice has sums over its own
     elements, and None for elements at `positions` that it does not have. So summaries of slices can be added.
     """
 
-    bits: int
-    norm: float
-    sums: tuple[float, ...]
-    samples: tuple[float, ...]
+    bits: int  # the sum of the bits of the elements in float64 as integers, modulo 2^64: the same for equal tensors
+    norm: float  # the 2-norm, computed in float64
+    sums: tuple[float, ...]  # the sums of `chunk_sizes` consecutive elements, in float64
+    samples: tuple[float, ...]  # the elements at `positions`
 
     @property
     def finite(self) -> bool:
@@ -180,8 +158,11 @@ class TensorSummary:
     @classmethod
     def of(cls, numbers: Sequence[float]) -> TensorSummary:
         """Make a summary from its numbers in the file: bits, norm, sums, samples."""
-        chunk_count = _parts(len(numbers) - 2)
-        return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + chunk_count]), tuple(numbers[2 + chunk_count :]))
+        # n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples.
+        sizes = {min(count, CHUNKS) + min(count, SAMPLES): min(count, CHUNKS) for count in range(1, SAMPLES + 1)}
+        if (count := sizes.get(len(numbers) - 2)) is None:
+            raise TraceError(f"a summary cannot have {len(numbers)} numbers")
+        return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + count]), tuple(numbers[2 + count :]))
 
     def entries(self, count: int) -> list[tuple[float, float]]:
         """Return each compared number with its typical size in a tensor of `count` elements and this norm.
@@ -205,34 +186,18 @@ def joined(slices: Sequence[TensorSummary]) -> TensorSummary:
     return TensorSummary(bits, math.hypot(*(piece.norm for piece in slices)), sums, tuple(samples))
 
 
-def _parts(numbers: int) -> int:
-    """Return how many of the numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
-    for count in range(1, SAMPLES + 1):
-        if min(count, CHUNKS) + min(count, SAMPLES) == numbers:
-            return min(count, CHUNKS)
-    raise TraceError(f"a summary cannot have {numbers + 2} numbers")
-
-
 @dataclass(frozen=True)
 class HeldSlice:
-    """The slice of a whole tensor that a rank holds.
+    """The slice of a whole tensor that a rank holds."""
 
-    Attributes:
-        whole: name of the tensor on one device.
-        count: number of elements.
-        mark: a hash of the positions, modulo 2^64: the marks of slices that cover a tensor once add up to `all`.
-        told: the slice in words: "dim 0: 4 to 7 of 16".
-        covers: if the tensor is a statistic over dimensions that ranks divide, the part of them that the rank has.
-        share: the size of this part, relative to the whole dimensions.
-    """
-
-    whole: str
-    count: int
-    mark: int
+    whole: str  # name of the tensor on one device
+    count: int  # number of elements
+    mark: int  # a hash of the positions, modulo 2^64: the marks of slices that cover a tensor once add up to `all`
     all: int
-    told: str
+    told: str  # the slice in words: "dim 0: 4 to 7 of 16"
+    # if the tensor is a statistic over dimensions that ranks divide, the part of them that the rank has
     covers: str = ""
-    share: float = 1.0
+    share: float = 1.0  # the size of this part, relative to the whole dimensions
 
     @property
     def key(self) -> tuple[int, int]:
@@ -242,29 +207,19 @@ class HeldSlice:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of an optimizer.
-
-    Attributes:
-        shape: shape of the whole tensor; with a last dimension of 2 for the real and imaginary parts of complex
-            numbers.
-        order: its place among the parameters of the model.
-        sharded: it is a DTensor, and each rank may hold a part.
-        held: the slice that the trace summarizes; None for the whole tensor.
-        unplaced: why its slice is unknown, if a place was searched for; "" otherwise.
-        same_elsewhere: its values occur in several places.
-        over: the axes of the mesh that divide a DTensor.
-    """
+    """A parameter of an optimizer."""
 
     name: str
+    # shape of the whole tensor; with a last dimension of 2 for the real and imaginary parts of complex numbers
     shape: tuple[int, ...]
     dtype: str
     device: str
-    order: int
-    sharded: bool = False
-    held: HeldSlice | None = None
-    unplaced: str = ""
-    same_elsewhere: bool = False
-    over: tuple[str, ...] = ()
+    order: int  # its place among the parameters of the model
+    sharded: bool = False  # it is a DTensor, and each rank may hold a part
+    held: HeldSlice | None = None  # the slice that the trace summarizes; None for the whole tensor
+    unplaced: str = ""  # why its slice is unknown, if a place was searched for; "" otherwise
+    same_elsewhere: bool = False  # its values occur in several places
+    over: tuple[str, ...] = ()  # the axes of the mesh that divide a DTensor
 
     @property
     def count(self) -> int:
@@ -273,21 +228,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class State(Parameter):
-    """A state of an optimizer, or a buffer: training changes them besides parameters.
+    """A state of an optimizer, or a buffer: training changes them besides parameters."""
 
-    Attributes:
-        of: name of the parameter that has the state, or of the buffer.
-        key: the optimizer's name of the state; "" for a buffer.
-        constant: it has the same value after each step as before the first call of its model.
-    """
-
-    of: str = ""
-    key: str = ""
-    constant: bool = False
-
-    def moved_to(self, owner: str, order: int) -> State:
-        """Return the same state for another owner."""
-        return replace(self, name=named_state(self.key, owner), of=owner, order=order)
+    of: str = ""  # name of the parameter that has the state, or of the buffer
+    key: str = ""  # the optimizer's name of the state; "" for a buffer
+    constant: bool = False  # it has the same value after each step as before the first call of its model
 
 
 def named_state(key: str, owner: str) -> str:
@@ -297,39 +242,28 @@ def named_state(key: str, owner: str) -> str:
 
 @dataclass
 class Step:
-    """One step of an optimizer.
+    """One step of an optimizer."""
 
-    Attributes:
-        optimizer: number of the optimizer, in the order of their first steps.
-        losses: the scalars that `backward` was called on since the previous step.
-        samples: for each of these calls of `backward`, a hash of each sample that the model received.
-        columns: the same along the second dimension of the inputs, which may also be the batch dimension.
-        inputs: for each of these calls, those of the first model, and of the first modules within it.
-        labels: the number of labels that each cross-entropy since the previous step divides by.
-        before: parameter -> its value before this step; empty unless it is the first step of the optimizer.
-        gradients: parameter -> its gradient before this step; None if it has no gradient.
-        parameters: parameter -> its value after this step.
-        idle: parameters without a gradient whose modules have not been called so far.
-        options: parameter -> the options of its group, such as "lr", and "optimizer", the class of the optimizer.
-        states: states of the optimizer and all buffers after this step.
-        calls: backward and reductions before this step, each with its line and the norms of the gradients after it.
-        outputs: module -> its outputs in the forward passes before this step.
-    """
-
-    optimizer: int
-    losses: list[float]
-    samples: list[list[int]]
-    columns: list[list[int]]
+    optimizer: int  # number of the optimizer, in the order of their first steps
+    losses: list[float]  # the scalars that `backward` was called on since the previous step
+    samples: list[list[int]]  # for each of these calls of `backward`, a hash of each sample that the model received
+    columns: list[list[int]]  # the same along the second dimension of the inputs, which may also be the batch dimension
+    # parameter -> its value before this step; empty unless it is the first step of the optimizer
     before: dict[str, TensorSummary]
-    gradients: dict[str, TensorSummary | None]
-    parameters: dict[str, TensorSummary]
-    idle: frozenset[str] = frozenset()
+    gradients: dict[str, TensorSummary | None]  # parameter -> its gradient before this step; None if it has no gradient
+    parameters: dict[str, TensorSummary]  # parameter -> its value after this step
+    idle: frozenset[str] = frozenset()  # parameters without a gradient whose modules have not been called so far
+    # parameter -> the options of its group, such as "lr", and "optimizer", the class of the optimizer
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # states of the optimizer and all buffers after this step
     states: dict[str, TensorSummary] = field(default_factory=dict)
+    # backward and reductions before this step, each with its line and the norms of the gradients after it
     calls: Sequence[tuple[str, Mapping[str, float]]] = ()
+    # module -> its outputs in the forward passes before this step
     outputs: dict[str, OutputSummary] = field(default_factory=dict)
+    # for each of these calls, those of the first model, and of the first modules within it
     inputs: Sequence[Sequence[Inputs]] = ()
-    labels: Sequence[float] = ()
+    labels: Sequence[float] = ()  # the number of labels that each cross-entropy since the previous step divides by
 
     @property
     def loss(self) -> float | None:
@@ -414,105 +348,84 @@ def read(data: bytes) -> Trace:
         raise TraceError(f"the data is not an {FORMAT}: its first line is not the start event of this format")
     if head["version"] != VERSION:
         raise TraceError(f"the {FORMAT} has version {head['version']}, but only version {VERSION} can be read")
-    trace = Trace(head["rank"], head["world"])
-    parameter_names: list[str] = []
-    states = _StateReader(trace)
-    options: dict[int, dict[str, Mapping[str, Any]]] = {}
+    reader = _Reader(Trace(head["rank"], head["world"]))
     for line in lines[1:]:
-        event = json.loads(line)
+        reader.add(json.loads(line))
+    return reader.finished()
+
+
+class _Reader:
+    """Collects the events of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._parameters: list[str] = []  # names in the order of their numbers; so are states
+        self._states: list[str] = []
+        self._options: dict[int, dict[str, Mapping[str, Any]]] = {}
+        self._starts: dict[str, TensorSummary | None] = {}
+        self._buffers: dict[str, TensorSummary] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        trace, name = self._trace, event.get("name", "")
         if event["event"] == "parameter":
-            trace.parameters[event["name"]] = Parameter(**_described(event))
-            parameter_names.append(event["name"])
+            trace.parameters[name] = Parameter(**_described(event))
+            self._parameters.append(name)
         elif event["event"] == "state":
-            states.add(event)
+            trace.states[name] = State(**_described(event), of=event["of"], key=event["key"])
+            self._states.append(name)
+            if not event["key"]:
+                self._starts[name] = event["start"] and TensorSummary.of(event["start"])
         elif event["event"] == "output":
-            trace.modules[event["name"]] = event["dtype"]
+            trace.modules[name] = event["dtype"]
         elif event["event"] == "step":
-            after = states.after(event["states"])
-            trace.steps.append(
-                _step(event, parameter_names, options.get(event["optimizer"], {}), after, list(trace.modules))
-            )
+            trace.steps.append(self._step(event))
         elif event["event"] == "groups":
-            options[event["optimizer"]] = {
-                parameter_names[number]: {"optimizer": event["rule"], **group["options"]}
+            self._options[event["optimizer"]] = {
+                self._parameters[number]: {"optimizer": event["rule"], **group["options"]}
                 for group in event["groups"]
                 for number in group["members"]
             }
         else:
             trace.events.append(event)
-    states.finish()
-    return trace
 
+    def _step(self, event: Mapping[str, Any]) -> Step:
+        def named(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+            return {names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in values.items()}
 
-class _StateReader:
-    """Collects the states and buffers of a trace while it is read."""
+        parameters, modules = self._parameters, list(self._trace.modules)
+        states = named(self._states, event["states"])
+        # A buffer that is missing has not changed.
+        self._buffers.update((name, summary) for name, summary in states.items() if name in self._starts)
+        inputs = [[Inputs(*call) for call in calls] for calls in event["inputs"]]
+        return Step(
+            event["optimizer"],
+            event["losses"],
+            [samples_of(calls[0].rows) for calls in inputs],
+            [samples_of(calls[0].columns) for calls in inputs],
+            named(parameters, event["before"]),
+            named(parameters, event["gradients"]),
+            named(parameters, event["parameters"]),
+            frozenset(parameters[index] for index in event.get("idle", ())),
+            self._options.get(event["optimizer"], {}),
+            states | self._buffers,
+            [(told, {parameters[int(i)]: norm for i, norm in norms.items()}) for told, norms in event.get("calls", ())],
+            {modules[int(i)]: OutputSummary(*numbers) for i, numbers in event.get("outputs", {}).items()},
+            inputs,
+            event.get("labels", ()),
+        )
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._names: list[str] = []
-        self._starts: dict[str, TensorSummary | None] = {}
-        self._buffers: dict[str, TensorSummary] = {}
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        state = State(**_described(event), of=event["of"], key=event["key"])
-        self._trace.states[state.name] = state
-        self._names.append(state.name)
-        if not state.key:
-            self._starts[state.name] = event["start"] and TensorSummary.of(event["start"])
-
-    def after(self, numbers: Mapping[str, Any]) -> dict[str, TensorSummary]:
-        """Return states and buffers after a step. A buffer that is missing in `numbers` has not changed."""
-        summaries = {self._names[int(index)]: TensorSummary.of(own) for index, own in numbers.items()}
-        self._buffers.update((name, summary) for name, summary in summaries.items() if name in self._starts)
-        return summaries | self._buffers
-
-    def finish(self) -> None:
-        """Mark the buffers that never changed as constant."""
+    def finished(self) -> Trace:
+        """Return the trace, with the buffers that never changed marked as constant."""
         for name, start in self._starts.items():
             after = [step.states[name] for step in self._trace.steps if name in step.states]
             constant = start is None or all(summary.bits == start.bits for summary in after)
             self._trace.states[name] = replace(self._trace.states[name], constant=constant)
+        return self._trace
 
 
 def _described(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Parameter` from an event."""
     keys = "name", "dtype", "device", "order", "sharded", "unplaced", "same_elsewhere"
-    held_slice = HeldSlice(**event["held"]) if event["held"] else None
-    return {
-        **{key: event[key] for key in keys},
-        "shape": tuple(event["shape"]),
-        "held": held_slice,
-        "over": tuple(event["over"]),
-    }
-
-
-def _step(
-    event: Mapping[str, Any],
-    parameter_names: Sequence[str],
-    options: Mapping[str, Mapping[str, Any]],
-    states: dict[str, TensorSummary],
-    modules: Sequence[str],
-) -> Step:
-    def named(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {parameter_names[int(index)]: numbers and TensorSummary.of(numbers) for index, numbers in values.items()}
-
-    inputs = [[Inputs(*call) for call in calls] for calls in event["inputs"]]
-    return Step(
-        event["optimizer"],
-        event["losses"],
-        [samples_of(calls[0].rows) for calls in inputs],
-        [samples_of(calls[0].columns) for calls in inputs],
-        named(event["before"]),
-        named(event["gradients"]),
-        named(event["parameters"]),
-        frozenset(parameter_names[index] for index in event.get("idle", ())),
-        options,
-        states,
-        [
-            (description, {parameter_names[int(index)]: norm for index, norm in norms.items()})
-            for description, norms in event.get("calls", ())
-        ],
-        {modules[int(index)]: OutputSummary(*numbers) for index, numbers in event.get("outputs", {}).items()},
-        inputs,
-        event.get("labels", ()),
-    )
+    held = HeldSlice(**event["held"]) if event["held"] else None
+    own = {key: event[key] for key in keys}
+    return {**own, "shape": tuple(event["shape"]), "held": held, "over": tuple(event["over"])}

@@ -28,31 +28,21 @@ Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
 @dataclass(frozen=True)
 class ComparisonVerdict:
-    """The outcome of a comparison.
-
-    Attributes:
-        step: the first step that differs, counted from 1.
-        parameter: name of the most wrong tensor at this step.
-        tensor: its kind: "before", "gradient", "parameter" or "state" (the last two after the step).
-        ranks: the ranks on which it is wrong.
-        ratio: its norm relative to one device.
-        compared: number of steps that were compared and are equal.
-        not_compared: trained parameter, state or buffer that was not compared -> the reason.
-        inputs_differ: not comparable, because one device was given other samples, random numbers or parameters.
-        replayed: one device was given the inputs of the ranks.
-    """
+    """The outcome of a comparison."""
 
     kind: Kind
     report: Report
-    step: int | None = None
-    parameter: str | None = None
-    tensor: str | None = None
-    ranks: tuple[int, ...] = ()
-    ratio: float | None = None
-    compared: int = 0
+    step: int | None = None  # the first step that differs, counted from 1
+    parameter: str | None = None  # name of the most wrong tensor at this step
+    tensor: str | None = None  # its kind: "before", "gradient", "parameter" or "state" (the last two after the step)
+    ranks: tuple[int, ...] = ()  # the ranks on which it is wrong
+    ratio: float | None = None  # its norm relative to one device
+    compared: int = 0  # number of steps that were compared and are equal
+    # trained parameter, state or buffer that was not compared -> the reason
     not_compared: Mapping[str, str] = field(default_factory=dict)
+    # not comparable, because one device was given other samples, random numbers or parameters
     inputs_differ: bool = False
-    replayed: bool = False
+    replayed: bool = False  # one device was given the inputs of the ranks
 
 
 def of_inputs(reason: str, todo: Sequence[str], step: int | None = None) -> ComparisonVerdict:
@@ -60,12 +50,13 @@ def of_inputs(reason: str, todo: Sequence[str], step: int | None = None) -> Comp
     return replace(refused(reason, todo), step=step, inputs_differ=True)
 
 
-def refused(reason: str, todo: Sequence[str] = (), compared: int = 0) -> ComparisonVerdict:
+def refused(reason: str, todo: Sequence[str] = ()) -> ComparisonVerdict:
     """Return the verdict "not comparable" for a reason outside of a step."""
-    return _refused(reports.refusal(reason, todo), compared)
+    return refused_with(reports.refusal(reason, todo))
 
 
-def _refused(report: Report, compared: int = 0) -> ComparisonVerdict:
+def refused_with(report: Report, compared: int = 0) -> ComparisonVerdict:
+    """Return the verdict "not comparable" with a report."""
     return ComparisonVerdict("not comparable", report, compared=compared)
 
 
@@ -74,18 +65,8 @@ def of_failure(run: ScriptRun, failed: Ended, one_device: bool) -> ComparisonVer
     reached = min(ended.steps for ended in run.ranks)
     report = reports.failed_run(run, failed, one_device)
     if one_device:
-        return _refused(report, reached)
+        return refused_with(report, reached)
     return ComparisonVerdict("differs", report, step=reached + 1, ranks=(failed.rank,), compared=reached)
-
-
-def without_steps(run: ScriptRun, silent: Sequence[Ended]) -> ComparisonVerdict:
-    """Return the verdict on a run in which the processes `silent` ended without an optimizer step."""
-    return _refused(reports.no_steps(run, silent))
-
-
-def starts_its_own(one_device: bool) -> ComparisonVerdict:
-    """Return the verdict on a script that starts ranks itself, although each process already is a rank."""
-    return _refused(reports.starts_ranks_itself(one_device))
 
 
 def verdict_of(
@@ -96,26 +77,21 @@ def verdict_of(
 ) -> ComparisonVerdict:
     """Judge runs that all reached their ends.
 
-    Args:
-        rounding: None if the script is not repeatable from the first step on, so that rounding was not measured.
-        repeat: the first difference between two runs on one device; None if there is none.
-        unjudged: pattern of parameters that need not be compared -> the reason.
+    `rounding`: None if the script is not repeatable from the first step on, so that rounding was not measured.
+    `repeat`: the first difference between two runs on one device; None if there is none. `unjudged`: pattern of
+    parameters that need not be compared -> the reason.
     """
-    if repeat is not None and (rounding is None or repeat.step == 0):
-        return _of_repeat(repeat)
-    assert rounding is not None
-    steps = aligned.compared
-    difference = first_difference(aligned, rounding)
-    if (
-        repeat is not None
-        and (difference is None or repeat.step <= difference.step)
-        and (repeat.step < steps or steps == aligned.steps)
+    steps, difference = aligned.compared, first_difference(aligned, rounding) if rounding is not None else None
+    if repeat is not None and (
+        (rounding is None or repeat.step == 0)
+        or ((difference is None or repeat.step <= difference.step) and (repeat.step < steps or steps == aligned.steps))
     ):
-        return _of_repeat(repeat)
+        return replace(refused_with(reports.not_repeatable(repeat), repeat.step), inputs_differ=True)
+    assert rounding is not None
     if difference is not None:
         return of_difference(difference, diagnose(difference))
     if steps == 0:
-        return _refused(reports.starts_without_numbers(aligned))
+        return refused_with(reports.starts_without_numbers(aligned))
     counts = [len(trace.steps) for trace in aligned.ranks]
     if any(count != len(aligned.one.steps) for count in counts):
         report = reports.step_counts_apart(aligned, counts)
@@ -123,27 +99,22 @@ def verdict_of(
     return _of_equal(aligned, rounding, unjudged)
 
 
-def _of_repeat(repeat: Repeat) -> ComparisonVerdict:
-    return replace(_refused(reports.not_repeatable(repeat), repeat.step), inputs_differ=True)
-
-
 def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> ComparisonVerdict:
     """Judge runs without a difference: whether the comparison was significant, and complete."""
     steps = aligned.compared
     if not aligned.held:
-        return _refused(reports.names_apart(aligned))
+        return refused_with(reports.names_apart(aligned))
     if nothing := _says_nothing(aligned):
         return nothing
     useful = rounding.useful_until(steps)
     compared = [name for name in aligned.held if rounding.drowned(useful, "parameter", name) is None]
     if useful == 0 or not compared:
-        return _refused(reports.nothing_tells(aligned, useful), steps)
+        return refused_with(reports.nothing_tells(aligned, useful), steps)
     missed = not_compared(aligned, rounding)
     remaining, lines, idle = account(missed, unjudged)
     if remaining or idle:
-        report = reports.undecided(
-            aligned, rounding, useful, lines, left_over(aligned, remaining) if remaining else "", idle
-        )
+        clause = left_over(aligned, remaining) if remaining else ""
+        report = reports.undecided(aligned, rounding, useful, lines, clause, idle)
         return ComparisonVerdict("undecided", report, compared=steps, not_compared=missed)
     report = reports.equal(aligned, rounding, compared, useful, lines)
     return ComparisonVerdict("equal", report, compared=steps, not_compared=missed)
@@ -154,13 +125,13 @@ def _says_nothing(aligned: Aligned) -> ComparisonVerdict | None:
     steps = range(aligned.compared)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
     if not any(gradient is not None and gradient.norm for gradient in gradients):
-        return _refused(reports.nothing_learned(len(steps)), len(steps))
+        return refused_with(reports.nothing_learned(len(steps)), len(steps))
     for step in steps:
         samples = aligned.samples(step)
         reference_count, together = samples.one.total(), samples.together.total()
         if samples.known and samples.common < reference_count / 2 and not samples.hidden:
             report = reports.not_the_same_samples(step, samples.common, reference_count, together)
-            return replace(_refused(report, len(steps)), inputs_differ=True)
+            return replace(refused_with(report, len(steps)), inputs_differ=True)
     return None
 
 
@@ -193,9 +164,7 @@ differ, no deviation is: Adam may have turned their steps."""
 def measured(aligned: Aligned, others: Sequence[Trace], further: Callable[[int], ScriptRun]) -> Rounding:
     """Return the tolerances, from further runs if they may explain a difference.
 
-    Args:
-        others: see `Rounding`.
-        further: runs the script on one device, perturbed with a seed.
+    `others`: see `Rounding`. `further`: runs the script on one device, perturbed with a seed.
     """
     traces = [*others]
     for seed in FURTHER:
@@ -211,15 +180,13 @@ def measured(aligned: Aligned, others: Sequence[Trace], further: Callable[[int],
 
 
 def _is_doubtful(difference: FirstDifference) -> bool:
-    quantity = difference.quantity
+    quantity, step = difference.quantity, difference.step
     if quantity is None or quantity == "before":
         return False
-    mismatches = difference.mismatches[quantity]
-    excess = [
-        entry.worst.size / difference.rounding.tolerance(difference.step, quantity, entry.name) for entry in mismatches
-    ]
+    tolerance, wrong = difference.rounding.tolerance, difference.mismatches[quantity]
+    excess = [entry.worst.size / tolerance(step, quantity, entry.name) for entry in wrong]
     if not all(map(math.isfinite, excess)):
         return False
-    named = {*difference.differing[quantity], *(entry.name for entry in mismatches)}
+    named = {*difference.differing[quantity], *(entry.name for entry in wrong)}
     few = 2 * len(named) < len(difference.aligned.named(quantity))
     return (few and quantity == "parameter") or max(excess, default=0.0) < _SURE

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_check.diagnosis.observations import CallEvent, Left, RankTrace, Result, is_clipped, is_left
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
 
-_VALUES = 4
-"""Largest number of elements of a tensor that a report shows in full."""
+_VALUES = 4  # largest number of elements of a tensor that a report shows in full
 _GIVES_ALL = tuple(
     name
     for name, row in COLLECTIVES.items()
@@ -32,19 +32,12 @@ _GIVES_ALL = tuple(
 
 @dataclass(frozen=True)
 class Parting:
-    """The line where ranks part, that is, where a value first differs between them.
+    """The line where ranks part, that is, where a value first differs between them."""
 
-    Attributes:
-        site: "train.py:40"; "" if no line is known.
-        what: the name of the value that differs.
-        values: the value of each rank, as text.
-        after: whether ranks part after that line. At the line their calls and values were still equal.
-    """
-
-    site: str
-    what: str
-    values: Sequence[str]
-    after: bool = False
+    site: str  # "train.py:40"; "" if no line is known
+    what: str  # the name of the value that differs
+    values: Sequence[str]  # the value of each rank, as text
+    after: bool = False  # whether ranks part after that line. At the line their calls and values were still equal.
 
 
 def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting | None:
@@ -63,12 +56,12 @@ def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting |
     seeds = (_of_seeds,) if _BY_SEEDS & set(mistakes) else ()
     steps = 0
     divided = _divided(tensors)
-    longest = max(len(trace.events) for trace in tensors.traces)
-    for number in range(longest):
+    last = max((n for n, event in enumerate(tensors.traces[0].events) if event.kind == "backward"), default=-1)
+    for number in range(max(len(trace.events) for trace in tensors.traces)):
         same = [trace.events[number] if number < len(trace.events) else None for trace in tensors.traces]
         events = [event for event in same if event is not None]
         if len(events) < len(same) or len({(event.kind, event.name, event.site) for event in events}) > 1:
-            odd = _extra(tensors, number) or _line(events)
+            odd = _extra(tensors, number) or next((event.site for event in events if event.site), "")
             return Parting(odd, "what they call", [_called(event) for event in same])
         first_event = events[0]
         looks = () if divided and first_event.kind in ("backward", "model") else _LOOKS.get(first_event.kind, seeds)
@@ -78,7 +71,7 @@ def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting |
             if of_step is not None:
                 return _of_backward_before(tensors, number, steps, of_step[0]) or _at(first_event, of_step[1])
             steps += 1
-        if difference is None and first_event.kind == "backward" and number == _last_backward(tensors):
+        if difference is None and first_event.kind == "backward" and number == last:
             difference = _of_last_backward(tensors, events)
         if difference is not None and first_event.kind == "clip":
             return _of_backward_clipped(tensors, number) or _at(first_event, difference)
@@ -129,12 +122,7 @@ def _at(event: CallEvent, difference: Found) -> Parting:
     return Parting(event.site, f"{event.name}, {subject}", values)
 
 
-Found = tuple[str, list[str]]
-"""The name of the value that differs, and the values by rank."""
-
-
-def _line(events: Sequence[CallEvent]) -> str:
-    return next((event.site for event in events if event.site), "")
+Found = tuple[str, list[str]]  # the name of the value that differs, and the values by rank
 
 
 def _called(event: CallEvent | None) -> str:
@@ -143,53 +131,36 @@ def _called(event: CallEvent | None) -> str:
     return event.where if event.site else event.name
 
 
-def _detail(key: str, subject: str) -> Callable[[Sequence[CallEvent]], Found | None]:
-    """Return a function that compares one detail of a call, a number or a tuple, between ranks."""
-
-    def look(same: Sequence[CallEvent]) -> Found | None:
-        values = [event.details.get(key) for event in same]
-        if any(value is None for value in values) or _same(values):
-            return None
-        return subject, [_shown(value) for value in values]
-
-    return look
+def _detail(key: str, subject: str, same: Sequence[CallEvent]) -> Found | None:
+    """Compare one detail of a call, a number or a tuple, between ranks."""
+    values = [event.details.get(key) for event in same]
+    return None if None in values or _same(values) else (subject, [_shown(value) for value in values])
 
 
-def _by_name(key: str, subject: str) -> Callable[[Sequence[CallEvent]], Found | None]:
-    """Return a function that compares a detail of a call, a value for each of several names, between ranks."""
-
-    def look(same: Sequence[CallEvent]) -> Found | None:
-        entries = [event.details.get(key, {}) for event in same]
-        for name in entries[0]:
-            values = [entry.get(name) for entry in entries]
-            if not _same(values) and None not in values:
-                return subject.format(name or "it"), [_shown(value) for value in values]
-        return None
-
-    return look
-
-
-_sums = _by_name("parameters", "the sum of {}")
+def _by_name(key: str, subject: str, same: Sequence[CallEvent]) -> Found | None:
+    """Compare a detail of a call, a value for each of several names, between ranks."""
+    entries = [event.details.get(key, {}) for event in same]
+    for name in entries[0]:
+        values = [entry.get(name) for entry in entries]
+        if not _same(values) and None not in values:
+            return subject.format(name or "it"), [_shown(value) for value in values]
+    return None
 
 
 def _parameters(same: Sequence[CallEvent]) -> Found | None:
     if len({event.details.get("owns") for event in same}) > 1:
         return None  # ranks call different parts of the model, so their sums are not comparable
-    return _sums(same)
+    return _by_name("parameters", "the sum of {}", same)
 
 
 def _operands(same: Sequence[CallEvent]) -> Found | None:
-    """Compare the operands of a collective: operation, root, dtypes, shapes and memory formats."""
     for key, subject in (("op", "its operation"), ("src", "its source"), ("dst", "its destination")):
-        if (difference := _detail(key, subject)(same)) is not None:
+        if (difference := _detail(key, subject, same)) is not None:
             return difference
     operands = [event.details.get("tensors", []) for event in same]
     for tensors in zip(*operands, strict=False):
-        for key, subject in (
-            ("dtype", "the dtype"),
-            ("shape", "the shape"),
-            ("layout", "the order of dimensions in memory"),
-        ):
+        in_memory = "the order of dimensions in memory"
+        for key, subject in (("dtype", "the dtype"), ("shape", "the shape"), ("layout", in_memory)):
             values = [tensor[key] for tensor in tensors]
             if not _same(values):
                 return f"{subject} of its tensor", [_shown(value) for value in values]
@@ -210,14 +181,13 @@ def _results(same: Sequence[CallEvent]) -> Found | None:
 def has_unlike_results(traces: Sequence[RankTrace]) -> bool:
     """Return whether a collective that gives all ranks the same values left different ones, as a broken link does."""
     calls = [trace.of("collective") for trace in traces]
-    return any(
-        len({event.name for event in same}) == 1 and _results(same) is not None for same in zip(*calls, strict=False)
-    )
+    together = zip(*calls, strict=False)
+    return any(len({event.name for event in same}) == 1 and _results(same) is not None for same in together)
 
 
 def _unlike(subject: str, contents: Sequence[dict[str, Any]]) -> Found | None:
     """Compare tensors by their sums and norms; NaN equals NaN."""
-    if all(_alike(content, contents[0]) for content in contents):
+    if _same([(content["sum"], content["norm"]) for content in contents]):
         return None
     values = [content.get("values", ()) for content in contents]
     if all(0 < len(content) <= _VALUES for content in values):
@@ -225,22 +195,18 @@ def _unlike(subject: str, contents: Sequence[dict[str, Any]]) -> Found | None:
     return f"the norm of {subject}", [_shown(content["norm"]) for content in contents]
 
 
-def _alike(content: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return str((content["sum"], content["norm"])) == str((expected["sum"], expected["norm"]))
-
-
-_of_seeds = _detail("seed", "the seed that it is given")
+_of_seeds = partial(_detail, "seed", "the seed that it is given")
 
 _LOOKS: dict[str, tuple[Callable[[Sequence[CallEvent]], Found | None], ...]] = {
-    "backward": (_detail("trained", "which parameters require gradients"), _parameters),
-    "model": (_by_name("training", "whether {} is in training mode"), _parameters),
+    "backward": (partial(_detail, "trained", "which parameters require gradients"), _parameters),
+    "model": (partial(_by_name, "training", "whether {} is in training mode"), _parameters),
     "collective": (_operands, _results),
-    "clip": (_detail("norm", "the norm that it finds"),),
-    "scale": (_detail("scale", "the scale"),),
-    "schedule": (_detail("metric", "the metric that it is given"),),
-    "sampler": (_detail("seed", "the seed"), _detail("samples", "the number of samples")),
-    "iterate": (_detail("epoch", "the epoch"),),
-    "step": (_detail("rates", "the learning rate"),),
+    "clip": (partial(_detail, "norm", "the norm that it finds"),),
+    "scale": (partial(_detail, "scale", "the scale"),),
+    "schedule": (partial(_detail, "metric", "the metric that it is given"),),
+    "sampler": (partial(_detail, "seed", "the seed"), partial(_detail, "samples", "the number of samples")),
+    "iterate": (partial(_detail, "epoch", "the epoch"),),
+    "step": (partial(_detail, "rates", "the learning rate"),),
 }
 
 
@@ -261,9 +227,8 @@ def _of_step(tensors: Tensors, step: int, all_of_them: bool) -> tuple[Result, Fo
 def _of_backward_before(tensors: Tensors, number: int, step: int, name: Result) -> Parting | None:
     """Return the backward pass that left a gradient as the optimizer finds it; None if another call changed it.
 
-    Args:
-        number: index of the optimizer step among the events; ranks made the same calls before it.
-        step: number of the optimizer step, from 0.
+    `number`: index of the optimizer step among the events; ranks made the same calls before it. `step`: number of the
+    optimizer step, from 0.
     """
     before = [event for event in tensors.traces[0].events[:number] if event.kind in ("backward", "step")]
     if name.kind != "grads" or not before or before[-1].kind != "backward":
@@ -292,8 +257,10 @@ def _element(name: object, values: Sequence[torch.Tensor]) -> Found | None:
     head = values[0]
     if any(value.shape != head.shape for value in values):
         return f"the shape of {name}", [str(list(value.shape)) for value in values]
-    deviation = _widest([(value - head).nan_to_num(math.inf).abs() for value in values])
-    if deviation is None or not float(deviation.max()):
+    if not head.numel():
+        return None
+    deviation = max(((value - head).nan_to_num(math.inf).abs() for value in values), key=lambda gap: float(gap.max()))
+    if not float(deviation.max()):
         return None
     worst = int(deviation.flatten().argmax())
     index = []
@@ -302,17 +269,6 @@ def _element(name: object, values: Sequence[torch.Tensor]) -> Found | None:
         index.append(rest)
     position = f"element {index[::-1]} of " if index else ""
     return f"{position}{name}", [_shown(float(value[tuple(index[::-1])])) for value in values]
-
-
-def _widest(gaps: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    return max(gaps, key=lambda gap: float(gap.max())) if gaps[0].numel() else None
-
-
-def _last_backward(tensors: Tensors) -> int:
-    """Return the index of the last backward pass among the events of rank 0."""
-    return max(
-        (number for number, event in enumerate(tensors.traces[0].events) if event.kind == "backward"), default=-1
-    )
 
 
 def _of_last_backward(tensors: Tensors, same: Sequence[CallEvent]) -> Found | None:
@@ -351,23 +307,17 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-_CLOSE = 1e-3
-"""Tolerance, as a fraction of the largest magnitude, for rows that were summed in another order."""
+_CLOSE = 1e-3  # tolerance, as a fraction of the largest magnitude, for rows that were summed in another order
 _MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
 class WrongModule:
-    """A module whose output, or the gradient of its output, differs from one device.
-
-    Attributes:
-        ranks: the ranks where it differs.
-        what: what differs; "gradient" implies that all outputs are right.
-    """
+    """A module whose output, or the gradient of its output, differs from one device."""
 
     name: str
-    ranks: tuple[int, ...]
-    what: Literal["output", "gradient"]
+    ranks: tuple[int, ...]  # the ranks where it differs
+    what: Literal["output", "gradient"]  # what differs; "gradient" implies that all outputs are right
 
 
 def first_wrong_module(tensors: Tensors) -> WrongModule | None:
@@ -381,11 +331,9 @@ def first_wrong_module(tensors: Tensors) -> WrongModule | None:
     if alone is None or not tensors.traces or tensors.wrong_alone:
         return None
     divided = {name.of.rpartition(".")[0] for run in tensors.seen for name in run.own if name.kind == "params"}
-    outputs = [trace.outputs for trace in tensors.traces]
-    if difference := _first(alone.outputs, outputs, divided, scaled=False):
+    if difference := _first(alone.outputs, [trace.outputs for trace in tensors.traces], divided, scaled=False):
         return WrongModule(*difference, "output")
-    gradients = [trace.gradients for trace in tensors.traces]
-    if difference := _first(alone.gradients, gradients, divided, scaled=True):
+    if difference := _first(alone.gradients, [trace.gradients for trace in tensors.traces], divided, scaled=True):
         return WrongModule(*difference, "gradient")
     return None
 
@@ -409,16 +357,10 @@ def module_of_partial_gradients(tensors: Tensors) -> tuple[str, tuple[int, ...]]
             shaped = [term for term in terms if term is not None and term.shape == expected.shape]
             if len(shaped) < len(ranks) or all(_are_rows_of(term, expected, scaled=True) for term in shaped):
                 continue
-            if _is_sum(shaped, expected):
+            off = sum((term.double() for term in shaped), -expected.double()).abs()
+            if expected.numel() > 1 and bool((off <= _CLOSE * float(expected.abs().max())).all()):
                 return name, ranks
     return None
-
-
-def _is_sum(terms: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
-    import torch
-
-    off = (torch.stack([term.double() for term in terms]).sum(0) - expected.double()).abs()
-    return expected.numel() > 1 and bool((off <= _CLOSE * float(expected.abs().max())).all())
 
 
 def _first(
@@ -444,11 +386,8 @@ def _are_rows_of(got: torch.Tensor, expected: torch.Tensor, scaled: bool) -> boo
     if got.shape[-1] != expected.shape[-1]:
         return True
     rows, expected_rows = (value.reshape(-1, value.shape[-1]).double() for value in (got, expected))
-    if (
-        len(rows) > _MOST_ROWS
-        or len(expected_rows) > _MOST_ROWS
-        or not (rows.isfinite().all() and expected_rows.isfinite().all())
-    ):
+    finite = rows.isfinite().all() and expected_rows.isfinite().all()
+    if max(len(rows), len(expected_rows)) > _MOST_ROWS or not finite:
         return True
     if scaled:
         rows, expected_rows = (value[value.norm(dim=1) > 0] for value in (rows, expected_rows))

@@ -25,14 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ByRank:
-    """A value of each rank that should be the same on all ranks.
-
-    Attributes:
-        told: a clause that describes the difference, if there is one.
-    """
+    """A value of each rank that should be the same on all ranks."""
 
     values: Sequence[object] = ()
-    told: str = ""
+    told: str = ""  # a clause that describes the difference, if there is one
 
     @property
     def apart(self) -> bool:
@@ -41,15 +37,10 @@ class ByRank:
 
 @dataclass(frozen=True)
 class Start:
-    """Ranks start from different parameters.
+    """Ranks start from different parameters."""
 
-    Attributes:
-        told: a clause that describes the observation.
-        briefly: a shorter clause, to append to another one.
-    """
-
-    told: str
-    briefly: str
+    told: str  # a clause that describes the observation
+    briefly: str  # a shorter clause, to append to another one
 
 
 @dataclass(frozen=True)
@@ -60,29 +51,17 @@ class Sampler:
     replicas: int
     drop_last: bool
 
-    @property
-    def pads(self) -> bool:
-        return bool(self.samples % self.replicas) and not self.drop_last
-
 
 @dataclass(frozen=True)
 class Factor:
-    """The one factor that explains all differences.
-
-    Attributes:
-        near: relative accuracy: numbers this close count as equal.
-        told: a clause that ends with the result that the factor applies to: "gradient of 0.weight is".
-        powers: the powers of the world size that the factor may be.
-        rough: whether `told` already names the number, because it comes from summaries only.
-        where: the call that causes the factor, as a clause; "" if it is unknown.
-    """
+    """The one factor that explains all differences."""
 
     value: float
-    near: float
-    told: str
-    powers: tuple[int, ...] = (1, -1)
-    rough: bool = False
-    where: str = ""
+    near: float  # relative accuracy: numbers this close count as equal
+    told: str  # a clause that ends with the result that the factor applies to: "gradient of 0.weight is"
+    powers: tuple[int, ...] = (1, -1)  # the powers of the world size that the factor may be
+    rough: bool = False  # whether `told` already names the number, because it comes from summaries only
+    where: str = ""  # the call that causes the factor, as a clause; "" if it is unknown
 
     @property
     def ending(self) -> str:
@@ -98,113 +77,65 @@ class Evidence:
     """The evidence of a failure.
 
     A text field holds a clause that describes an observation; it is "" if nothing was observed.
-
-    Attributes:
-        size: number of ranks, or of devices of one process.
-        tensors: the results and calls of the ranks, if a gate has kept them.
-        start: how the initial parameters of ranks differ.
-        loads: how often each rank loaded a state.
-        parted: ranks started alike and differ later.
-        decisions: the decisions of ranks, such as a learning rate.
-        grounds: the values that ranks may base later decisions on.
-        gradients_apart: the optimizer finds a different gradient on each rank.
-        norms: the norm that clipping found on each rank, for gradients that are equal in the end.
-        factor: the factor that explains all differences.
-        micro_batches: backward passes in a step.
-        undivided: backward passes of a rank in a step, relative to one device, if the losses of the step add up to as
-            much; else 1.
-        normalizes: the modules that normalize by statistics of the batch.
-        draws: ranks draw random numbers for their own parts of the batch.
-        may_draw: random numbers that change wrong results.
-        same_samples: all ranks saw the same samples.
-        repeated_epoch: an epoch had the order of an earlier one.
-        samplers: the samplers that distribute samples.
-        surplus: the samples that came again.
-        uneven: parts of unequal size count alike.
-        updates: an optimizer updates differently from one device although gradients are right, and which settings
-            differ.
-        buffers_apart: the buffers that differ between ranks after training.
-        answers_change: a rank gives another answer when it evaluates again.
-        answers_apart: ranks give different answers, though their parameters and buffers are equal.
     """
 
-    size: int
-    tensors: Tensors | None = None
-    start: Start | None = None
-    loads: ByRank = ByRank()
-    parted: str = ""
-    decisions: Sequence[ByRank] = ()
-    grounds: Sequence[ByRank] = ()
-    gradients_apart: str = ""
-    norms: ByRank = ByRank()
-    factor: Factor | None = None
-    micro_batches: float = 1
+    size: int  # number of ranks, or of devices of one process
+    tensors: Tensors | None = None  # the results and calls of the ranks, if a gate has kept them
+    start: Start | None = None  # how the initial parameters of ranks differ
+    loads: ByRank = ByRank()  # how often each rank loaded a state
+    parted: str = ""  # ranks started alike and differ later
+    decisions: Sequence[ByRank] = ()  # the decisions of ranks, such as a learning rate
+    grounds: Sequence[ByRank] = ()  # the values that ranks may base later decisions on
+    gradients_apart: str = ""  # the optimizer finds a different gradient on each rank
+    norms: ByRank = ByRank()  # the norm that clipping found on each rank, for gradients that are equal in the end
+    factor: Factor | None = None  # the factor that explains all differences
+    micro_batches: float = 1  # backward passes in a step
+    # Backward passes of a rank in a step, relative to one device, if the losses of the step add up to as much; else 1.
     undivided: float = 1
-    normalizes: str = ""
-    draws: str = ""
-    may_draw: str = ""
-    same_samples: str = ""
-    repeated_epoch: str = ""
-    samplers: Sequence[Sampler] = ()
-    surplus: str = ""
-    uneven: str = ""
+    normalizes: str = ""  # the modules that normalize by statistics of the batch
+    draws: str = ""  # ranks draw random numbers for their own parts of the batch
+    may_draw: str = ""  # random numbers that change wrong results
+    same_samples: str = ""  # all ranks saw the same samples
+    repeated_epoch: str = ""  # an epoch had the order of an earlier one
+    samplers: Sequence[Sampler] = ()  # the samplers that distribute samples
+    surplus: str = ""  # the samples that came again
+    uneven: str = ""  # parts of unequal size count alike
+    # An optimizer updates differently from one device although gradients are right, and which settings differ.
     updates: str = ""
-    buffers_apart: str = ""
-    answers_change: str = ""
-    answers_apart: str = ""
+    buffers_apart: str = ""  # the buffers that differ between ranks after training
+    answers_change: str = ""  # a rank gives another answer when it evaluates again
+    answers_apart: str = ""  # ranks give different answers, though their parameters and buffers are equal
 
 
 @dataclass(frozen=True)
 class UnfinishedCall:
-    """How a call ended that did not return on all ranks.
-
-    Attributes:
-        told: a description of what happened.
-        hung: a description of the ranks that did not finish, if ranks hung.
-        unmatched: a description of calls that ranks did not match by the end of a step.
-        parted: rank -> its first collective that differs from that of other ranks.
-        parting: a description of `parted`.
-        last: rank -> the last collective that it entered.
-        messages: rank -> the send or receive that it waits in.
-        some_finished: some ranks returned, and others did not.
-        finished: the ranks that returned.
-        waiting: hanging rank -> a description of the collective, send or receive that it waits in.
-        elsewhere: hanging ranks that wait in no such call.
-        raised: the errors that ranks raised, each with the line of the report that shows it.
-        aborted: the stacks of ranks that SIGABRT ended.
-    """
+    """How a call ended that did not return on all ranks."""
 
     size: int
     samples: int
-    told: str
-    hung: str = ""
-    unmatched: str = ""
+    told: str  # a description of what happened
+    hung: str = ""  # a description of the ranks that did not finish, if ranks hung
+    unmatched: str = ""  # a description of calls that ranks did not match by the end of a step
+    # Rank -> its first collective that differs from that of other ranks.
     parted: Mapping[int, Entered] = field(default_factory=dict)
-    parting: str = ""
-    last: Mapping[int, Entered] = field(default_factory=dict)
-    messages: Mapping[int, Entered] = field(default_factory=dict)
-    some_finished: bool = False
-    finished: Sequence[int] = ()
+    parting: str = ""  # a description of `parted`
+    last: Mapping[int, Entered] = field(default_factory=dict)  # rank -> the last collective that it entered
+    messages: Mapping[int, Entered] = field(default_factory=dict)  # rank -> the send or receive that it waits in
+    some_finished: bool = False  # some ranks returned, and others did not
+    finished: Sequence[int] = ()  # the ranks that returned
+    # Hanging rank -> a description of the collective, send or receive that it waits in.
     waiting: Mapping[int, str] = field(default_factory=dict)
-    elsewhere: Sequence[int] = ()
+    elsewhere: Sequence[int] = ()  # hanging ranks that wait in no such call
+    # The errors that ranks raised, each with the line of the report that shows it.
     raised: Sequence[tuple[str, str]] = ()
-    aborted: Sequence[str] = ()
-
-    def aborted_in(self, name: str) -> bool:
-        """Return whether a rank was aborted in a collective whose name starts with `name`."""
-        entered = any(call.name.startswith(name) for call in self.last.values())
-        return any(entered or name in stacks for stacks in self.aborted)
+    aborted: Sequence[str] = ()  # the stacks of ranks that SIGABRT ended
 
 
 @dataclass(frozen=True)
 class HashSeeds:
-    """The evidence of a case that fails only with different hash seeds on ranks.
+    """The evidence of a case that fails only with different hash seeds on ranks."""
 
-    Attributes:
-        told: a clause that describes the failure.
-    """
-
-    told: str
+    told: str  # a clause that describes the failure
 
 
 @dataclass(frozen=True)
@@ -212,32 +143,25 @@ class Restored:
     """The evidence of a resumed run that ends with another state than an uninterrupted run.
 
     An entry that was lost in loading explains later differences. If there is one, the fields about the end are empty.
-
-    Attributes:
-        seen: whether the state right after loading could be compared with the saved state.
-        on_some: entries that loading restored on some ranks only -> the ranks where it did not.
-        nowhere: entries that loading restored on no rank.
-        of_rank_0: entries that are right on rank 0, while other ranks have the value of rank 0 -> those ranks.
-        numbers_of_rank_0: the generators among `of_rank_0`.
-        parted: entries equal on all ranks after an uninterrupted run, but not after the resumed run -> the wrong ranks.
-        right_on_rank_0: other entries that are wrong at the end, but right on rank 0 -> the wrong ranks.
-        at_the_end: all entries that are wrong at the end.
-        epochs: a clause on a sampler that continues with the wrong epoch, if nothing but generators was lost.
-        resharded: entries whose saved parts are in wrong places after loading -> a description; in no other field.
-        altered: entries with neither the saved value after loading nor that of a run that loads nothing -> those ranks;
-            in no other field. They are no evidence of a mistake.
     """
 
-    seen: bool
+    seen: bool  # whether the state right after loading could be compared with the saved state
+    # Entries that loading restored on some ranks only -> the ranks where it did not.
     on_some: Mapping[Any, Sequence[int]] = field(default_factory=dict)
-    nowhere: Sequence[object] = ()
+    nowhere: Sequence[object] = ()  # entries that loading restored on no rank
+    # Entries that are right on rank 0, while other ranks have the value of rank 0 -> those ranks.
     of_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
-    numbers_of_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    numbers_of_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)  # the generators among `of_rank_0`
+    # Entries equal on all ranks after an uninterrupted run, but not after the resumed run -> the wrong ranks.
     parted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    # Other entries that are wrong at the end, but right on rank 0 -> the wrong ranks.
     right_on_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
-    at_the_end: Sequence[object] = ()
-    epochs: str = ""
+    at_the_end: Sequence[object] = ()  # all entries that are wrong at the end
+    epochs: str = ""  # a clause on a sampler that continues with the wrong epoch, if nothing but generators was lost
+    # Entries whose saved parts are in wrong places after loading -> a description; in no other field.
     resharded: Mapping[Any, str] = field(default_factory=dict)
+    # Entries with neither the saved value after loading nor that of a run that loads nothing -> those ranks; in no
+    # other field. They are no evidence of a mistake.
     altered: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
     @property
@@ -260,23 +184,15 @@ class Accepted:
 
 @dataclass(frozen=True)
 class EpochSamples:
-    """The samples of one epoch.
+    """The samples of one epoch."""
 
-    Attributes:
-        expected: how often each sample should be seen; at least one sample.
-        counts: how often each rank got each sample, in rank order.
-        largest: samples in the largest batch.
-        batches: number of batches that each rank got, in rank order.
-        labels: the text that a report shows for a sample, by identity.
-        workers: worker processes of each rank that read an IterableDataset.
-    """
-
-    expected: Counter[Hashable]
-    counts: Sequence[Counter[Hashable]]
-    largest: int
-    batches: Sequence[int]
+    expected: Counter[Hashable]  # how often each sample should be seen; at least one sample
+    counts: Sequence[Counter[Hashable]]  # how often each rank got each sample, in rank order
+    largest: int  # samples in the largest batch
+    batches: Sequence[int]  # number of batches that each rank got, in rank order
+    # The text that a report shows for a sample, by identity.
     labels: Mapping[Hashable, str] = field(default_factory=dict)
-    workers: int = 0
+    workers: int = 0  # worker processes of each rank that read an IterableDataset
     accepted: Accepted = Accepted()
 
     @cached_property
@@ -285,19 +201,15 @@ class EpochSamples:
 
     @cached_property
     def repeated(self) -> Counter[Hashable]:
-        return self._surplus - self.unknown
+        return self._together - self.expected - self.unknown
 
     @cached_property
     def unknown(self) -> Counter[Hashable]:
-        return Counter({sample: count for sample, count in self._surplus.items() if sample not in self.expected})
+        return Counter({sample: count for sample, count in self._together.items() if sample not in self.expected})
 
     @cached_property
     def _together(self) -> Counter[Hashable]:
         return sum(self.counts, Counter())
-
-    @property
-    def _surplus(self) -> Counter[Hashable]:
-        return self._together - self.expected
 
     @property
     def most_in_tail(self) -> int:
@@ -331,10 +243,8 @@ class EpochSamples:
 
     @property
     def shares_unknown(self) -> list[float]:
-        return [
-            sum(n for sample, n in count.items() if sample in self.unknown) / max(count.total(), 1)
-            for count in self.counts
-        ]
+        unknown = [sum(n for sample, n in count.items() if sample in self.unknown) for count in self.counts]
+        return [number / max(count.total(), 1) for number, count in zip(unknown, self.counts, strict=True)]
 
     @property
     def whole(self) -> bool:
@@ -345,9 +255,8 @@ class EpochSamples:
     @property
     def per_worker(self) -> bool:
         """True if a rank sees its samples once for each of its workers."""
-        return self.workers > 1 and all(
-            count[sample] >= self.workers * max(self.expected[sample], 1) for count in self.counts for sample in count
-        )
+        often = {sample: self.workers * max(self.expected[sample], 1) for count in self.counts for sample in count}
+        return self.workers > 1 and all(n >= often[sample] for count in self.counts for sample, n in count.items())
 
     @property
     def padded(self) -> bool:
@@ -384,13 +293,9 @@ class EpochSamples:
 
 @dataclass(frozen=True)
 class Loader:
-    """All epochs of a loader.
-
-    Attributes:
-        repeating: the ranks that visit their samples in the same order in all epochs, if they should not.
-        order: a clause that describes the repeated order.
-    """
+    """All epochs of a loader."""
 
     epochs: Sequence[EpochSamples]
+    # The ranks that visit their samples in the same order in all epochs, if they should not.
     repeating: Sequence[int] = ()
-    order: str = ""
+    order: str = ""  # a clause that describes the repeated order

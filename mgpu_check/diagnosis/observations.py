@@ -30,16 +30,13 @@ _TEXTS: dict[Kind, str] = {"grads": "gradient of {}", "buffers": "buffer {}", "r
 
 @dataclass(frozen=True)
 class Result:
-    """The name of one result of a step.
-
-    Attributes:
-        of: for gradients, parameters and buffers the name in the model. For a returned value its keys, "head.loss", or
-            "" for the whole. For the optimizer the state and its owner, "exp_avg of head.weight".
-        step: for a returned value the number of the call that returned it, from 1; None if there was one call only.
-    """
+    """The name of one result of a step."""
 
     kind: Kind
+    # For gradients, parameters and buffers the name in the model. For a returned value its keys, "head.loss", or "" for
+    # the whole. For the optimizer the state and its owner, "exp_avg of head.weight".
     of: str
+    # For a returned value the number of the call that returned it, from 1; None if there was one call only.
     step: int | None = None
 
     @property
@@ -65,120 +62,83 @@ class Result:
         return _TEXTS.get(self.kind, "{}").format(self.label)
 
 
-PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
-"""Relations between results."""
+PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"  # relations between results
 
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """A slice of a result that a rank holds.
+    """A slice of a result that a rank holds."""
 
-    Attributes:
-        name: name of the whole result.
-        slice: the place of the slice in the whole result.
-        value: the local tensor with the slice.
-    """
-
-    name: Result
-    slice: Slice
-    value: torch.Tensor
+    name: Result  # name of the whole result
+    slice: Slice  # the place of the slice in the whole result
+    value: torch.Tensor  # the local tensor with the slice
 
 
 @dataclass(frozen=True)
 class Outside:
-    """How a tensor was trained that is not part of the model.
+    """How a tensor was trained that is not part of the model."""
 
-    Attributes:
-        history: a checksum of its first value and of the gradients that its optimizer applied, in order.
-        replica: it is a replica of a part of the model, and the model itself changes too.
-        late: its optimizer was made for a later step than the first.
-    """
-
-    history: str
-    replica: bool
-    late: bool
+    history: str  # a checksum of its first value and of the gradients that its optimizer applied, in order
+    replica: bool  # it is a replica of a part of the model, and the model itself changes too
+    late: bool  # its optimizer was made for a later step than the first
 
 
 @dataclass
 class ObservedRun:
-    """The results of one run on one rank. Tensors are on the CPU.
-
-    Attributes:
-        initial: name in the model -> initial parameter or buffer.
-        others: returned values that are neither numbers nor tensors, as text.
-        batch: checksum of the batches.
-        rng: checksum of the state of torch's CPU generator at the end.
-        draws: the step drew random numbers from this generator.
-        optimizers: number of optimizers that made a step.
-        nonlinear: some optimizer is not known to be linear in the gradient: any but SGD.
-        touched: the kinds of results that the run changed.
-        broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
-        normalized: modules that normalize by statistics of the batch.
-        snapshots: gradients and parameters after each optimizer step, if requested.
-        stepped: parameter -> checksums of its value and of its gradient before the first optimizer step. It covers
-            parameters outside of the model. It covers all parameters if a reference may not cover them, or if a failure
-            is investigated.
-        built: the seeds set while the model was built, if that was traced.
-        settings: parameter -> the numbers and texts of its optimizer group, such as learning rate and weight decay.
-        groups: number of parameter groups of all optimizers that made a step.
-        trained: names of the parameters that have a gradient or have changed.
-        pieces: slices of results that this rank holds, if the model is divided; `gates.shards` assembles them.
-        pieces_of_steps: the same after each optimizer step, if requested.
-        unplaced: parameter with unknown placement -> the reason.
-        unused: parameters and buffers that the run did not use.
-        idle: parameters that no optimizer of this rank updates, although optimizers update others.
-        own: assembled result -> the elements that this rank holds, bool, in the shape of the whole result.
-        sharded: parameters that are DTensors, and that ranks divide among themselves.
-        placements: assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
-        gaps: assembled result -> the elements that no rank holds, in words.
-        switched: how often the switch of the program had an effect.
-        rewritten: an optimizer that is not torch's own has written into gradients.
-        outside: result of a tensor that is not part of the model -> how it was trained.
-        histories: parameter -> a checksum of its first value and of the gradients that were applied to it, in order,
-            if requested.
-        located: see `Holdings`; it stays in the rank.
-        calls: number of calls of the step.
-        backwards: number of backward passes.
-        losses: on several ranks, the scalars that backward passes began with.
-        equal_lengths: whether all samples have as many valid positions; None if samples have no positions.
-    """
+    """The results of one run on one rank. Tensors are on the CPU."""
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
     digests: dict[Result, str] = field(default_factory=dict)
-    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)  # name in the model -> initial parameter or buffer
+    # Returned values that are neither numbers nor tensors, as text.
     others: dict[Result, str] = field(default_factory=dict)
-    batch: str = ""
-    rng: str = ""
-    draws: bool = False
+    batch: str = ""  # checksum of the batches
+    rng: str = ""  # checksum of the state of torch's CPU generator at the end
+    draws: bool = False  # the step drew random numbers from this generator
     optimizer_steps: int = 0
-    optimizers: int = 0
-    nonlinear: bool = False
-    touched: set[str] = field(default_factory=set)
+    optimizers: int = 0  # number of optimizers that made a step
+    nonlinear: bool = False  # some optimizer is not known to be linear in the gradient: any but SGD
+    touched: set[str] = field(default_factory=set)  # the kinds of results that the run changed
+    # Buffers that DistributedDataParallel takes from rank 0 before each forward.
     broadcast: set[Result] = field(default_factory=set)
-    normalized: list[str] = field(default_factory=list)
+    normalized: list[str] = field(default_factory=list)  # modules that normalize by statistics of the batch
+    # Gradients and parameters after each optimizer step, if requested.
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    # Parameter -> checksums of its value and of its gradient before the first optimizer step. It covers parameters
+    # outside of the model. It covers all parameters if a reference may not cover them, or if a failure is investigated.
     stepped: dict[str, tuple[str, str]] = field(default_factory=dict)
-    built: list[CallEvent] = field(default_factory=list)
-    trained: set[str] = field(default_factory=set)
+    built: list[CallEvent] = field(default_factory=list)  # the seeds set while the model was built, if that was traced
+    trained: set[str] = field(default_factory=set)  # names of the parameters that have a gradient or have changed
+    # Parameter -> the numbers and texts of its optimizer group, such as learning rate and weight decay.
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: int = 0
+    groups: int = 0  # number of parameter groups of all optimizers that made a step
+    # Slices of results that this rank holds, if the model is divided; `gates.shards` assembles them.
     pieces: list[HeldPiece] = field(default_factory=list)
+    # The same after each optimizer step, if requested.
     pieces_of_steps: list[list[HeldPiece]] = field(default_factory=list)
-    unplaced: dict[str, Unplaced] = field(default_factory=dict)
-    unused: set[str] = field(default_factory=set)
+    unplaced: dict[str, Unplaced] = field(default_factory=dict)  # parameter with unknown placement -> the reason
+    unused: set[str] = field(default_factory=set)  # parameters and buffers that the run did not use
+    # Parameters that no optimizer of this rank updates, although optimizers update others.
     idle: set[str] = field(default_factory=set)
+    # Assembled result -> the elements that this rank holds, bool, in the shape of the whole result.
     own: dict[Result, torch.Tensor] = field(default_factory=dict)
+    # Parameters that are DTensors, and that ranks divide among themselves.
     sharded: set[str] = field(default_factory=set)
+    # Assembled result -> the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
     placements: dict[Result, str] = field(default_factory=dict)
+    # Assembled result -> the elements that no rank holds, in words.
     gaps: dict[Result, str] = field(default_factory=dict)
-    switched: int = 0
-    rewritten: bool = False
+    switched: int = 0  # how often the switch of the program had an effect
+    rewritten: bool = False  # an optimizer that is not torch's own has written into gradients
+    # Result of a tensor that is not part of the model -> how it was trained.
     outside: dict[Result, Outside] = field(default_factory=dict)
+    # Parameter -> a checksum of its first value and of the gradients that were applied to it, in order, if requested.
     histories: dict[str, str] = field(default_factory=dict)
-    located: dict[str, Any] = field(default_factory=dict)
-    calls: int = 0
-    backwards: int = 0
-    losses: list[float] = field(default_factory=list)
+    located: dict[str, Any] = field(default_factory=dict)  # see `Holdings`; it stays in the rank
+    calls: int = 0  # number of calls of the step
+    backwards: int = 0  # number of backward passes
+    losses: list[float] = field(default_factory=list)  # on several ranks, the scalars that backward passes began with
+    # Whether all samples have as many valid positions; None if samples have no positions.
     equal_lengths: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,38 +147,26 @@ class ObservedRun:
 
 @dataclass
 class Expected:
-    """The results of one device.
+    """The results of one device."""
 
-    Attributes:
-        single: the run of the reference, or else of the step itself, in the precision of the step.
-        own: the run of the step on one device, if `single` is the run of a reference; None if the step cannot run
-            alone.
-        by_reference: `single` is the run of a reference.
-        exact: the floating-point results, in float64.
-        tolerance: the tolerance of each element of `exact`.
-        undetermined: names of results that rounding changes by an amount that cannot be measured.
-        narrow: the narrow dtypes that the step computes in.
-        drawn: the shapes of the random numbers that the step draws.
-        snapshots, allowances: exact values and tolerances after each optimizer step, if requested.
-        remarks: a line for each measurement that was not possible.
-        provisional: `exact` has the results of `single`, and `tolerance` is a lower bound: a result within it is right,
-            and any other result needs the full measurement.
-        widened: `tolerance` includes the rounding within operators.
-    """
-
-    single: ObservedRun
+    single: ObservedRun  # the run of the reference, or else of the step itself, in the precision of the step
+    # The run of the step on one device, if `single` is the run of a reference; None if the step cannot run alone.
     own: ObservedRun | None
-    by_reference: bool = False
-    exact: dict[Result, torch.Tensor] = field(default_factory=dict)
-    tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)
+    by_reference: bool = False  # `single` is the run of a reference
+    exact: dict[Result, torch.Tensor] = field(default_factory=dict)  # the floating-point results, in float64
+    tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)  # the tolerance of each element of `exact`
+    # Names of results that rounding changes by an amount that cannot be measured.
     undetermined: set[Result] = field(default_factory=set)
-    narrow: tuple[str, ...] = ()
-    drawn: tuple[tuple[int, ...], ...] = ()
+    narrow: tuple[str, ...] = ()  # the narrow dtypes that the step computes in
+    drawn: tuple[tuple[int, ...], ...] = ()  # the shapes of the random numbers that the step draws
+    # snapshots, allowances: exact values and tolerances after each optimizer step, if requested.
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # a line for each measurement that was not possible
+    # `exact` has the results of `single`, and `tolerance` is a lower bound: a result within it is right, and any other
+    # result needs the full measurement.
     provisional: bool = False
-    widened: bool = False
+    widened: bool = False  # `tolerance` includes the rounding within operators
 
     def __getstate__(self) -> dict[str, Any]:
         # Provisional exact values are copies of `single`, so they are not sent twice.
@@ -237,36 +185,26 @@ class Expected:
 
 @dataclass
 class Relations:
-    """The relations that hold for each result.
+    """The relations that hold for each result."""
 
-    Attributes:
-        held: result -> relation -> whether it holds; None if the relation does not apply or is unknown.
-        details: wrong result -> an element, its values and their ratio.
-        wrong: result -> the ranks whose value differs from one device.
-        split: the results that differ between ranks.
-        skipped: result -> why it is not judged.
-        left_out: kind of result that is not judged at all -> the reason.
-        local: result of a tensor outside of the model that ranks need not have in common -> the reason.
-        drifting: results that differ between ranks by no more than rounding, although their last gradients are equal:
-            `ObservedRun.histories` decide about them.
-        unjudged: trained parameter -> why neither its gradient nor its value is judged.
-        too_wide: those of them whose tolerances would accept large errors.
-        placements: divided parameter -> the slices of each rank in words.
-        streams: groups of ranks whose CPU generators end in the same state.
-    """
-
+    # Result -> relation -> whether it holds; None if the relation does not apply or is unknown.
     held: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
-    details: dict[Result, str] = field(default_factory=dict)
+    details: dict[Result, str] = field(default_factory=dict)  # wrong result -> an element, its values and their ratio
+    # Result -> the ranks whose value differs from one device.
     wrong: dict[Result, list[int]] = field(default_factory=dict)
-    split: list[Result] = field(default_factory=list)
-    skipped: dict[Result, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    split: list[Result] = field(default_factory=list)  # the results that differ between ranks
+    skipped: dict[Result, str] = field(default_factory=dict)  # result -> why it is not judged
+    left_out: dict[str, str] = field(default_factory=dict)  # kind of result that is not judged at all -> the reason
+    # Result of a tensor outside of the model that ranks need not have in common -> the reason.
     local: dict[Result, str] = field(default_factory=dict)
+    # Results that differ between ranks by no more than rounding, although their last gradients are equal:
+    # `ObservedRun.histories` decide about them.
     drifting: list[Result] = field(default_factory=list)
+    # Trained parameter -> why neither its gradient nor its value is judged.
     unjudged: dict[str, str] = field(default_factory=dict)
-    too_wide: set[str] = field(default_factory=set)
-    placements: dict[Result, str] = field(default_factory=dict)
-    streams: list[list[int]] = field(default_factory=list)
+    too_wide: set[str] = field(default_factory=set)  # those of them whose tolerances would accept large errors
+    placements: dict[Result, str] = field(default_factory=dict)  # divided parameter -> the slices of each rank in words
+    streams: list[list[int]] = field(default_factory=list)  # groups of ranks whose CPU generators end in the same state
 
     @property
     def broken(self) -> list[Result]:
@@ -282,19 +220,14 @@ class Relations:
 
 @dataclass
 class CallEvent:
-    """One call.
+    """One call."""
 
-    Attributes:
-        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler",
-            "epoch", "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
-        site: the line of the code under test that made the call: "train.py:40".
-        details: the arguments, as plain values.
-    """
-
+    # "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler", "epoch",
+    # "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
     kind: str
     name: str
-    site: str
-    details: dict[str, Any] = field(default_factory=dict)
+    site: str  # the line of the code under test that made the call: "train.py:40"
+    details: dict[str, Any] = field(default_factory=dict)  # the arguments, as plain values
 
     @property
     def where(self) -> str:
@@ -308,38 +241,27 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels that a loss was computed from.
+    """The labels that a loss was computed from."""
 
-    Attributes:
-        site: the line that computes the loss: "train.py:40".
-        values: the labels, sample by sample.
-        ignored: the label that does not count; None if all count.
-    """
-
-    site: str
-    values: tuple[int, ...]
-    ignored: int | None
+    site: str  # the line that computes the loss: "train.py:40"
+    values: tuple[int, ...]  # the labels, sample by sample
+    ignored: int | None  # the label that does not count; None if all count
 
 
 @dataclass
 class RankTrace:
-    """All events of one rank, in order, and its random draws.
-
-    Attributes:
-        labels: the labels of each loss, in order.
-        drawn: the shapes of the random numbers drawn.
-        numbers: the sum of the numbers of each draw; None if it depends on more than the generator.
-        groups: the ranks of each group of this rank, in the order of creation; the world first.
-        outputs, gradients: name of a module -> its first output, and the gradient of this output.
-    """
+    """All events of one rank, in order, and its random draws."""
 
     events: list[CallEvent] = field(default_factory=list)
-    drawn: tuple[tuple[int, ...], ...] = ()
+    drawn: tuple[tuple[int, ...], ...] = ()  # the shapes of the random numbers drawn
+    # The sum of the numbers of each draw; None if it depends on more than the generator.
     numbers: tuple[float | None, ...] = ()
+    # The ranks of each group of this rank, in the order of creation; the world first.
     groups: tuple[tuple[int, ...], ...] = ()
+    # outputs, gradients: name of a module -> its first output, and the gradient of this output.
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    labels: list[Labels] = field(default_factory=list)
+    labels: list[Labels] = field(default_factory=list)  # the labels of each loss, in order
 
     def of(self, *kinds: str) -> list[CallEvent]:
         return [event for event in self.events if event.kind in kinds]
@@ -347,52 +269,37 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a loss.
+    """A term of a loss."""
 
-    Attributes:
-        backward: the line that calls backward on the loss: "train.py:42".
-        paths: the indices of operands from the loss to the term in autograd's graph; several if layers add parts of the
-            term.
-        line: the line that computes the term; "" if it is unknown.
-        parameters: the parameters that the term depends on.
-    """
-
-    backward: str
+    backward: str  # the line that calls backward on the loss: "train.py:42"
+    # The indices of operands from the loss to the term in autograd's graph; several if layers add parts of the term.
     paths: tuple[tuple[int, ...], ...]
-    line: str
-    parameters: tuple[str, ...]
+    line: str  # the line that computes the term; "" if it is unknown
+    parameters: tuple[str, ...]  # the parameters that the term depends on
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change to the calls of one line, tried on a wrong step.
+    """A change to the calls of one line, tried on a wrong step."""
 
-    Attributes:
-        kind: the change. The code waits for asynchronous collectives at once ("wait"). The collective uses another
-            "group" or another "op". Its result is divided or multiplied by the size of the group ("divide",
-            "multiply"), or has its rows in another order ("reorder"). It is left out ("skip"), or gets only the part
-            that is new since its last call ("new"). A range continues the range of the previous rank ("shift"). A term
-            of the loss is divided or multiplied by the size of a group ("term"). Gradients are combined over a group
-            after each backward pass ("combine").
-        name: name of the collective; "arange" or "slice" for a range; "backward" for a term, or for gradients.
-        site: the line: "train.py:40".
-        value: index of the group; name of the operation; or the number of calls before the same call again. For "wait",
-            name and line of each collective. For "reorder", the number of pieces of each rank's rows. For "shift", the
-            number of parts of the range, and whether neighbours have consecutive parts ("inner") or not ("outer"). For
-            "term", the term and its factor. For "combine", the index of the group, the names of the parameters, and
-            "mean" or "sum".
-        was, now: ranks of each group before and after the change, if it changes the group; for "combine", only `now`.
-        holds: the step is right with the change.
-    """
-
+    # The change. The code waits for asynchronous collectives at once ("wait"). The collective uses another "group" or
+    # another "op". Its result is divided or multiplied by the size of the group ("divide", "multiply"), or has its rows
+    # in another order ("reorder"). It is left out ("skip"), or gets only the part that is new since its last call
+    # ("new"). A range continues the range of the previous rank ("shift"). A term of the loss is divided or multiplied
+    # by the size of a group ("term"). Gradients are combined over a group after each backward pass ("combine").
     kind: Literal["wait", "group", "op", "divide", "multiply", "skip", "new", "reorder", "shift", "term", "combine"]
-    name: str
-    site: str
+    name: str  # name of the collective; "arange" or "slice" for a range; "backward" for a term, or for gradients
+    site: str  # the line: "train.py:40"
+    # Index of the group; name of the operation; or the number of calls before the same call again. For "wait", name and
+    # line of each collective. For "reorder", the number of pieces of each rank's rows. For "shift", the number of parts
+    # of the range, and whether neighbours have consecutive parts ("inner") or not ("outer"). For "term", the term and
+    # its factor. For "combine", the index of the group, the names of the parameters, and "mean" or "sum".
     value: Any = None
+    # was, now: ranks of each group before and after the change, if it changes the group; for "combine", only `now`.
     was: tuple[tuple[int, ...], ...] = ()
     now: tuple[tuple[int, ...], ...] = ()
     size: int = 0
-    holds: bool = False
+    holds: bool = False  # the step is right with the change
 
     @property
     def where(self) -> str:
@@ -414,21 +321,14 @@ size."""
 
 @dataclass(frozen=True)
 class Division:
-    """A division of the batch over ranks, and the results of one device for each part alone.
+    """A division of the batch over ranks, and the results of one device for each part alone."""
 
-    Attributes:
-        name: name of the division: "every 2nd sample".
-        along: the divided dimension.
-        windows: number of micro-batches of each part; 1 if a part is not divided again.
-        parts: for each rank and each of its micro-batches, the results; NaN if a part cannot be computed.
-        counts: number of samples (or positions) in the part of each rank.
-    """
-
-    name: str
-    along: int
-    windows: int
+    name: str  # name of the division: "every 2nd sample"
+    along: int  # the divided dimension
+    windows: int  # number of micro-batches of each part; 1 if a part is not divided again
+    # For each rank and each of its micro-batches, the results; NaN if a part cannot be computed.
     parts: list[list[dict[Result, torch.Tensor]]]
-    counts: list[int]
+    counts: list[int]  # number of samples (or positions) in the part of each rank
 
     @property
     def even(self) -> bool:
@@ -437,47 +337,36 @@ class Division:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A wrong batch or model that the ranks together may have used, and the results of one device with it.
-
-    Attributes:
-        index: for "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the
-            group.
-    """
+    """A wrong batch or model that the ranks together may have used, and the results of one device with it."""
 
     kind: Other
     values: dict[Result, torch.Tensor]
+    # For "first-part-of-a-tensor", the index of the tensor; for "biases-several-times", the index of the group.
     index: int = 0
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """Hypotheses about the division of the batch over ranks.
-
-    Attributes:
-        padded: the batch has padding, so parts of the same size may have different weights.
-    """
+    """Hypotheses about the division of the batch over ranks."""
 
     divisions: list[Division]
     alternatives: list[Alternative]
-    padded: bool = False
+    padded: bool = False  # the batch has padding, so parts of the same size may have different weights
 
 
 Left = Mapping[str, Mapping[str, float]]
 """The sum and the norm of each gradient after a backward pass, by the name of the parameter."""
 
-_CLOSE = 1e-5
-"""Tolerance, as a fraction of the norm, for sums that are computed in the same order."""
-_NEAR = 1e-4
-"""Tolerance, as a fraction of the norm, for values that were summed in another order since."""
+_CLOSE = 1e-5  # tolerance, as a fraction of the norm, for sums that are computed in the same order
+_NEAR = 1e-4  # tolerance, as a fraction of the norm, for values that were summed in another order since
+_SHOWN = 4  # most ranks whose values a message lists, so that it stays one line
 
 
 def is_left(name: Result, gradients: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
     """Return whether each rank holds the gradient of its own backward pass, unlike other ranks.
 
-    Args:
-        gradients: the gradients after the backward pass, by rank.
-        values: the gradients that ranks hold now, by rank.
+    `gradients`: the gradients after the backward pass, by rank. `values`: the gradients that ranks hold now, by rank.
     """
     sums = [(own[name.of]["sum"], own[name.of]["norm"]) for own in gradients if name.of in own]
     if not len(sums) == len(values) == len(gradients) or len(set(sums)) == 1:
@@ -487,6 +376,11 @@ def is_left(name: Result, gradients: Sequence[Left], values: Sequence[torch.Tens
         abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
         for value, (total, norm) in zip(wide, sums, strict=True)
     )
+
+
+def norms_of(name: str, gradients: Sequence[Left]) -> str:
+    """Return the norm of one gradient on the first ranks, in words: "0.5 on rank 0, 0.7 on rank 1"."""
+    return ", ".join(f"{own[name]['norm']:.4g} on rank {rank}" for rank, own in enumerate(gradients[:_SHOWN]))
 
 
 def is_clipped(by_rank: Sequence[Left], norms: Sequence[float | None]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -27,18 +27,12 @@ RuleOf = Callable[[_Evidence], "Finding | None"]
 
 @dataclass(frozen=True)
 class MistakeClass:
-    """A common mistake in code for several devices.
+    """A common mistake in code for several devices."""
 
-    Attributes:
-        name: for example "mean-of-means"; its page has the same name.
-        title: what goes wrong, in one clause.
-        advice: what to do, in one line.
-        of_ranks: it takes several ranks, so it does not explain a step that is wrong at world size 1 already.
-    """
-
-    name: str
-    title: str
-    advice: str
+    name: str  # for example "mean-of-means"; its page has the same name
+    title: str  # what goes wrong, in one clause
+    advice: str  # what to do, in one line
+    # It takes several ranks, so it does not explain a step that is wrong at world size 1 already.
     of_ranks: bool = False
 
     @property
@@ -80,33 +74,23 @@ class Precedence(IntEnum):
     Several mistakes explain the evidence of `AMBIGUOUS`. The evidence of `POSSIBLE` does not rule a mistake out.
     """
 
-    UNDEFINED = 0
-    """Calls that are always mistakes. Their results are undefined, so later numbers are no evidence."""
-    APART = 1000
-    """Calls show that ranks act differently, which explains every other difference."""
-    SAMPLES = 2000
-    """Samples and labels that ranks saw, observed directly, or inferred from the loader and from counts."""
-    CALLS_AND_VALUES = 3000
-    """Calls together with the values that they explain: either alone would be weaker evidence."""
-    ANOTHER_BATCH = 4000
-    """One device gives exactly this result for another batch, or updates other parameters."""
-    EXPERIMENTS = 5000
-    """A change to one call makes the step right."""
+    UNDEFINED = 0  # calls that are always mistakes. Their results are undefined, so later numbers are no evidence.
+    APART = 1000  # calls show that ranks act differently, which explains every other difference
+    SAMPLES = 2000  # samples and labels that ranks saw, observed directly, or inferred from the loader and from counts
+    CALLS_AND_VALUES = 3000  # calls together with the values that they explain: either alone would be weaker evidence
+    ANOTHER_BATCH = 4000  # one device gives exactly this result for another batch, or updates other parameters
+    EXPERIMENTS = 5000  # a change to one call makes the step right
     OWN_VALUES = 6000
     """Ranks draw random numbers, or decide by values of their own. Either invalidates the rules on sums."""
-    CLIPPING = 7000
-    """How gradients were clipped. A mean of clipped parts is also a mean of parts, and leaves factors."""
+    CLIPPING = 7000  # how gradients were clipped. A mean of clipped parts is also a mean of parts, and leaves factors.
     SUMS = 8000
     """How gradients were combined: factors that differ between ranks, and rounded counts, before equal weights.
 
     Batch statistics of parts also give gradients of parts. All of these also leave factors.
     """
-    UPDATES = 9000
-    """The gradients of the first step with wrong parameters are right."""
-    AMBIGUOUS = 10_000
-    """Evidence that several mistakes explain."""
-    POSSIBLE = 11_000
-    """Mistakes that the evidence does not rule out, as a last resort."""
+    UPDATES = 9000  # the gradients of the first step with wrong parameters are right
+    AMBIGUOUS = 10_000  # evidence that several mistakes explain
+    POSSIBLE = 11_000  # mistakes that the evidence does not rule out, as a last resort
 
 
 class RuleList(Generic[_Evidence]):
@@ -123,45 +107,32 @@ class RuleList(Generic[_Evidence]):
     def __call__(self, position: int) -> Callable[[RuleOf[_Evidence]], RuleOf[_Evidence]]:
         """Return a decorator that registers a rule, and returns it unchanged.
 
-        Args:
-            position: a number that no other rule has. For rules on results, a precedence plus a number below 1000.
+        `position`: a number that no other rule has. For rules on results, a precedence plus a number below 1000.
         """
 
-        def decorate(rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
-            self.register(position, rule)
-            return rule
+        return functools.partial(self.register, position)
 
-        return decorate
-
-    def register(self, position: int, rule: RuleOf[_Evidence]) -> None:
-        holder = self._at.get(position)
-        if holder is not None and _name(holder) != _name(rule):
+    def register(self, position: int, rule: RuleOf[_Evidence]) -> RuleOf[_Evidence]:
+        holder = self._at.get(position, rule)
+        held_by, name = (f"{each.__module__}.{each.__name__}" for each in (holder, rule))
+        if held_by != name:
             raise ValueError(
-                f"place {position} of rule {_name(rule)} is that of {_name(holder)}; choose a number between two others"
+                f"place {position} of rule {name} is that of {held_by}; choose a number between two others"
             )
         self._at[position] = rule
+        return rule
 
     def ordered(self) -> tuple[RuleOf[_Evidence], ...]:
         _load()
         return tuple(rule for _, rule in sorted(self._at.items()))
 
 
-def _name(rule: Callable[..., object]) -> str:
-    return f"{rule.__module__}.{rule.__name__}"
-
-
-on_evidence: RuleList[Evidence] = RuleList()
-"""Rules on the results of ranks, and on the calls that led to them."""
-on_calls: RuleList[UnfinishedCall] = RuleList()
-"""Rules on ranks that did not return."""
-on_epoch: RuleList[EpochSamples] = RuleList()
-"""Rules on the samples that a loader gives in one epoch."""
-on_loader: RuleList[Loader] = RuleList()
-"""Rules on the order of samples in all epochs of a loader."""
-on_checkpoint: RuleList[Restored] = RuleList()
-"""Rules on a resumed run."""
-on_hash_seeds: RuleList[HashSeeds] = RuleList()
-"""Rules on ranks that fail only with different hash seeds."""
+on_evidence: RuleList[Evidence] = RuleList()  # rules on the results of ranks, and on the calls that led to them
+on_calls: RuleList[UnfinishedCall] = RuleList()  # rules on ranks that did not return
+on_epoch: RuleList[EpochSamples] = RuleList()  # rules on the samples that a loader gives in one epoch
+on_loader: RuleList[Loader] = RuleList()  # rules on the order of samples in all epochs of a loader
+on_checkpoint: RuleList[Restored] = RuleList()  # rules on a resumed run
+on_hash_seeds: RuleList[HashSeeds] = RuleList()  # rules on ranks that fail only with different hash seeds
 
 
 def on_tensors(position: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
@@ -178,12 +149,8 @@ def on_tensors(position: int) -> Callable[[RuleOf[Tensors]], RuleOf[Tensors]]:
     return decorate
 
 
-def _themes() -> Iterable[str]:
-    modules = (module.name for module in pkgutil.iter_modules(importlib.import_module(_RULES).__path__))
-    return [f"{_RULES}.{name}" for name in modules if name != "order"]
-
-
 @functools.cache
 def _load() -> None:
-    for name in _themes():
-        importlib.import_module(name)
+    for module in pkgutil.iter_modules(importlib.import_module(_RULES).__path__):
+        if module.name != "order":
+            importlib.import_module(f"{_RULES}.{module.name}")

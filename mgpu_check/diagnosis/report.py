@@ -23,18 +23,12 @@ _MARKS = {True: "yes", False: "NO", None: "-"}
 class Finding:
     """A class of mistakes that the evidence points to."""
 
-    mistake: str
-    """The name of a registered mistake."""
-    evidence: str
-    """One or more clauses that describe the evidence with the names of the user's code."""
-    ranks: tuple[int, ...] = ()
-    """The ranks at fault, if they are known."""
-    site: str = ""
-    """The line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown."""
-    advice: str = ""
-    """A more precise advice than that of the mistake; "" if there is no such."""
-    also: bool = False
-    """It holds besides the finding before it, and is no other explanation."""
+    mistake: str  # the name of a registered mistake
+    evidence: str  # one or more clauses that describe the evidence with the names of the user's code
+    ranks: tuple[int, ...] = ()  # the ranks at fault, if they are known
+    site: str = ""  # the line of the user's code that the evidence is about: "src/train.py:40"; "" if it is unknown
+    advice: str = ""  # a more precise advice than that of the mistake; "" if there is no such
+    also: bool = False  # it holds besides the finding before it, and is no other explanation
 
     def __post_init__(self) -> None:
         known_mistake(self.mistake)  # raises for an unknown one
@@ -47,8 +41,7 @@ class Observable:
     name: str
     relations: Mapping[str, bool | None]
     """"one device", "ranks agree", …: whether the relation holds; None if that is unknown, or if it does not apply."""
-    detail: str = ""
-    """The wrong element, its values and their ratio."""
+    detail: str = ""  # the wrong element, its values and their ratio
 
     @property
     def right(self) -> bool:
@@ -57,29 +50,17 @@ class Observable:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a failure.
+    """The report of a failure."""
 
-    Attributes:
-        headline: one line: the relation that fails, the ranks, and the first place.
-        case: the smallest case that fails: name -> value.
-        observables: all compared values; wrong ones are shown first.
-        findings: the likely causes, the likeliest first.
-        remarks: further remarks, a line each.
-        axes: a description of the axes of a mesh that the failure needs.
-        known: other facts about the cause, a line each: the first wrong module, a factor.
-        parting: a clause on where ranks first part, with the value of each rank; "" if that is unknown.
-        place: the line of the user's code that the failure is about, for a first finding without a line.
-    """
-
-    headline: str
-    case: Mapping[str, object] = field(default_factory=dict)
-    observables: Sequence[Observable] = ()
-    findings: Sequence[Finding] = ()
-    remarks: Sequence[str] = ()
-    parting: str = ""
-    known: Sequence[str] = ()
-    axes: str = ""
-    place: str = ""
+    headline: str  # one line: the relation that fails, the ranks, and the first place
+    case: Mapping[str, object] = field(default_factory=dict)  # the smallest case that fails: name -> value
+    observables: Sequence[Observable] = ()  # all compared values; wrong ones are shown first
+    findings: Sequence[Finding] = ()  # the likely causes, the likeliest first
+    remarks: Sequence[str] = ()  # further remarks, a line each
+    parting: str = ""  # a clause on where ranks first part, with the value of each rank; "" if that is unknown
+    known: Sequence[str] = ()  # other facts about the cause, a line each: the first wrong module, a factor
+    axes: str = ""  # a description of the axes of a mesh that the failure needs
+    place: str = ""  # the line of the user's code that the failure is about, for a first finding without a line
 
     @property
     def site(self) -> str:
@@ -130,8 +111,7 @@ RAISE = "_MGPU_CHECK_RAISE"
 """Environment variable that lets errors of a diagnosis propagate; set in this project's own tests, which must see
 them."""
 
-_SHOWN = 3
-"""Most parts that one line names: an error in shared evidence fails every rule."""
+_SHOWN = 3  # most parts that one line names: an error in shared evidence fails every rule
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
@@ -169,7 +149,6 @@ class Attempts:
 
 
 def _told(error: BaseException) -> str:
-    """Return type and message of an error, and the line that raised it."""
     message = next(iter(str(error).splitlines()), "")
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""

@@ -6,6 +6,7 @@ is the one factor between two changes of tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +30,7 @@ from mgpu_check.diagnosis.observations import (
 )
 from mgpu_check.numerics.factors import common_factor, evenly
 
-CLOSE = 1e-5
-"""Tolerance, as a fraction of the magnitude of a tensor, for values that are computed in the same order."""
+CLOSE = 1e-5  # tolerance, as a fraction of the magnitude of a tensor, for values that are computed in the same order
 
 
 def factor_of_change(
@@ -39,12 +39,9 @@ def factor_of_change(
     goals: Mapping[Result, torch.Tensor],
 ) -> float | None:
     """Return the factor between the changes of all ranks since `was` and the right one; None if none fits."""
-    value_pairs = [
-        pair
-        for stage in stages
-        for name, start in was.items()
-        for pair in pairs(stage[name].double() - start, goals[name] - start)
-    ]
+    value_pairs: list[tuple[float, float]] = []
+    for stage, (name, start) in itertools.product(stages, was.items()):
+        value_pairs += pairs(stage[name].double() - start, goals[name] - start)
     several = sum(expected != 0 for _, expected in value_pairs) > 1  # a factor always fits a single number
     return common_factor(value_pairs, least=0.0, of_largest=CLOSE) if several else None
 
@@ -75,8 +72,7 @@ COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 """Ways to combine all parts, which are stacked in rank order, to the result of one rank."""
 LOOSE = 1e-4
 """Tolerance, as a fraction of the magnitude of a tensor: a hypothesis is summed in another order than the result."""
-_INDEPENDENT = 1e-4
-"""Fraction of the largest singular value below which columns of parts count as linearly dependent."""
+_INDEPENDENT = 1e-4  # fraction of the largest singular value below which columns of parts count as linearly dependent
 
 
 def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> list[float] | None:
@@ -85,7 +81,7 @@ def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Ten
     if system is None or int(torch.linalg.matrix_rank(system[0], rtol=_INDEPENDENT)) < len(columns):
         return None
     weights = _solved(*system)
-    return None if weights is None else [float(weight) for weight in weights]
+    return None if weights is None else weights.tolist()
 
 
 def spanned(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> bool | None:
@@ -112,52 +108,35 @@ def _solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
     return None if bool(((matrix @ weights - target).abs() > LOOSE * target.abs().max()).any()) else weights
 
 
-_NEAR = 2e-3
-"""Relative tolerance of each element for a common factor: each element has its own rounding errors."""
+_NEAR = 2e-3  # relative tolerance of each element for a common factor: each element has its own rounding errors
 _TELLING = 1e-2
 """Fraction of the largest element below which elements are ignored: they are differences of larger numbers, so that
 their ratios are inexact."""
-_LEAST = 1e-3
-"""Smallest difference of a factor from 1 that counts."""
+_LEAST = 1e-3  # smallest difference of a factor from 1 that counts
 
 
 @dataclass
 class Tensors:
-    """The recorded results of a failure.
-
-    Attributes:
-        steps: number of calls of the step.
-        expected: the results of one device.
-        seen: the results of each rank, with all values.
-        hypotheses: the results of one device for parts of the batch.
-        wrong_alone: the step already differs from the reference at world size 1.
-        right_when_small: whether all relations hold for the same batch scaled down; None if that was not tried.
-        further: the same case with other seeds, and sometimes with more samples.
-        elsewhere: the case at another world size, with the results of rank 0 there.
-        shardwise: the reference takes the world size, and processes the batch shard by shard.
-        alone: the calls of one device.
-        mesh: the axes of the mesh, the outermost first, with their sizes.
-        by_draws: the results that other random numbers change.
-        tried: changes to single calls, and whether the step is right with them.
-    """
+    """The recorded results of a failure."""
 
     size: int
     samples: int
-    steps: int
-    expected: Expected
+    steps: int  # number of calls of the step
+    expected: Expected  # the results of one device
     relations: Relations
-    seen: Sequence[ObservedRun]
+    seen: Sequence[ObservedRun]  # the results of each rank, with all values
     traces: Sequence[RankTrace]
-    hypotheses: Hypotheses
-    wrong_alone: bool = False
+    hypotheses: Hypotheses  # the results of one device for parts of the batch
+    wrong_alone: bool = False  # the step already differs from the reference at world size 1
+    # Whether all relations hold for the same batch scaled down; None if that was not tried.
     right_when_small: bool | None = None
-    further: Sequence[Tensors] = ()
-    elsewhere: Tensors | None = None
-    shardwise: bool = False
-    alone: RankTrace | None = None
-    mesh: Sequence[tuple[str, int]] = ()
-    by_draws: Collection[Result] = ()
-    tried: Sequence[Change] = ()
+    further: Sequence[Tensors] = ()  # the same case with other seeds, and sometimes with more samples
+    elsewhere: Tensors | None = None  # the case at another world size, with the results of rank 0 there
+    shardwise: bool = False  # the reference takes the world size, and processes the batch shard by shard
+    alone: RankTrace | None = None  # the calls of one device
+    mesh: Sequence[tuple[str, int]] = ()  # the axes of the mesh, the outermost first, with their sizes
+    by_draws: Collection[Result] = ()  # the results that other random numbers change
+    tried: Sequence[Change] = ()  # changes to single calls, and whether the step is right with them
 
     def wrong(self, *kinds: Kind) -> list[Result]:
         """Return the results that differ from one device, in the order of the model.
@@ -185,6 +164,11 @@ class Tensors:
         return [name for name in self.wrong() if self.relations.held[name].get("finite") is False]
 
     @property
+    def has_right_gradients(self) -> bool:
+        """True if gradients were compared, and neither they nor returned values are wrong."""
+        return any(name.kind == "grads" for name in self.relations.held) and not self.wrong("grads", "returned")
+
+    @property
     def account(self) -> bool:
         """True if returned values replace gradients or parameters in the comparison."""
         return any(name.kind in ("grads", "params") for name in self.relations.skipped)
@@ -205,9 +189,8 @@ class Tensors:
         return [rank for rank in self.holders(name) if rank not in self.relations.wrong.get(name, [])]
 
     def is_of_model(self, name: Result) -> bool:
-        return name.kind in ("params", "buffers", "grads") or (
-            name.kind == "returned" and Result("params", name.of) in self.seen[0].values
-        )
+        is_parameter = name.kind == "returned" and Result("params", name.of) in self.seen[0].values
+        return is_parameter or name.kind in ("params", "buffers", "grads")
 
     def is_whole(self, name: str) -> bool:
         """Return whether every rank holds the whole parameter, as far as known."""
@@ -218,6 +201,17 @@ class Tensors:
         for rank, trace in enumerate(self.traces):
             for event in trace.of(*kinds):
                 yield rank, event
+
+    def together(self, kind: str) -> Iterator[tuple[CallEvent, ...]]:
+        """Yield the calls of a kind that all ranks make, each with its counterparts in rank order."""
+        return zip(*(trace.of(kind) for trace in self.traces), strict=False)
+
+    def returned(self) -> Iterator[tuple[Result, torch.Tensor, torch.Tensor]]:
+        """Yield each wrong returned value, as one device and as rank 0 has it, if both have one of one shape."""
+        for name in self.wrong("returned"):
+            expected, got = self.expected.single.values.get(name), self.seen[0].values.get(name)
+            if expected is not None and got is not None and expected.shape == got.shape:
+                yield name, expected, got
 
     def first(self, *kinds: str) -> CallEvent | None:
         return next((event for _, event in self.events(*kinds)), None)
@@ -235,9 +229,8 @@ class Tensors:
             same = next((d for d in divisions if (d.name, d.windows) == (division.name, division.windows)), None)
             return None if same is None else case.combined(same, how, factor, results)
 
-        return self.explains(self.combined(division, how, factor, results), results) and self._is_confirmed(
-            values, results
-        )
+        explained = self.explains(self.combined(division, how, factor, results), results)
+        return explained and self._is_confirmed(values, results)
 
     def _is_confirmed(
         self, values: Callable[[Tensors], Sequence[Mapping[Result, torch.Tensor]] | None], results: Collection[Result]
@@ -246,15 +239,10 @@ class Tensors:
 
         Where no further case could be run, nothing is refuted.
         """
-        explanations = [(case, values(case)) for case in self.further]
-        explained = all(
-            explanation is not None and case.explains(explanation, results, telling=False)
-            for case, explanation in explanations
-        )
-        return explained and (
-            not explanations
-            or any(explanation and case.explains(explanation, results) for case, explanation in explanations)
-        )
+        explanations = [(case, values(case) or ()) for case in self.further]
+        if not all(each and case.explains(each, results, telling=False) for case, each in explanations):
+            return False
+        return not explanations or any(case.explains(each, results) for case, each in explanations)
 
     @cached_property
     def own_parts(self) -> list[tuple[Division, list[Result]]]:
@@ -314,16 +302,12 @@ class Tensors:
         return bool((same | ((got - expected).abs() <= allowed)).all())
 
     def factor(self, results: Collection[Result] = ()) -> float | None:
-        factor = self._factor(results or self.names, {})
-        if factor is None:
+        if (factor := self.factor_here(results)) is None:
             return None
         # Few numbers may fit a factor by chance: the cases with other seeds must have the same factor.
-        further_factors = [case._factor(results or self.names, {}) for case in self.further]
-        return (
-            factor
-            if all(further is not None and abs(further - factor) <= 2e-3 * abs(factor) for further in further_factors)
-            else None
-        )
+        others = [case.factor_here(results or self.names) for case in self.further]
+        alike = all(other is not None and abs(other - factor) <= 2e-3 * abs(factor) for other in others)
+        return factor if alike else None
 
     def factor_of_updates(self) -> float | None:
         if any(name.owner not in self.expected.single.initial for name in self.names):
@@ -372,29 +356,20 @@ class Tensors:
             if not has_shapes_of(start, expected):
                 return None
             for was, is_update in ((zeros, False), (start, True)):
-                if self._is_off(step, stages, was):
+                allowed = self.expected.allowances[step]
+                offs = [(name, stage[name].double() - expected[name]) for stage in stages for name in was]
+                if any(bool((off.abs() > allowed[name]).any()) for name, off in offs):
                     factor = factor_of_change(was, stages, expected)
                     return None if factor is None else (step, factor, is_update)
             before = {name: expected[name] for name in start}
         return None
 
-    def _is_off(self, step: int, stages: Sequence[Mapping[Result, torch.Tensor]], results: Collection[Result]) -> bool:
-        expected, allowed = self.expected.snapshots[step], self.expected.allowances[step]
-        return any(
-            bool(((stage[name].double() - expected[name]).abs() > allowed[name]).any())
-            for stage in stages
-            for name in results
-        )
-
     @cached_property
     def mean_of_parts(self) -> tuple[Division, str] | None:
         """The first division whose parts have the wrong results as their plain mean, and a text on a further factor."""
         for division in self.hypotheses.divisions:
-            for factor, also in (
-                (1.0, ""),
-                (1.0 / self.size, ", divided by the world size"),
-                (float(self.size), ", times the world size"),
-            ):
+            divided, times = ", divided by the world size", ", times the world size"
+            for factor, also in ((1.0, ""), (1.0 / self.size, divided), (float(self.size), times)):
                 if self.is_combined(division, "mean", factor):
                     return division, also
         return None
@@ -429,14 +404,10 @@ class Tensors:
         columns = self._columns(division)
         if columns is None:
             return None
-        weights_by_rank = []
-        for run in self.seen:
-            values = [value for name in self.names if (value := run.values.get(name)) is not None]
-            weights = fitted(columns, values) if len(values) == len(self.names) else None
-            if weights is None:
-                return None
-            weights_by_rank.append(weights)
-        return weights_by_rank
+        several = [[run.values[name] for name in self.names if name in run.values] for run in self.seen]
+        rows = [fitted(columns, values) if len(values) == len(self.names) else None for values in several]
+        fitting = [row for row in rows if row is not None]
+        return fitting if len(fitting) == len(rows) else None
 
     def is_sum_of_parts(self, division: Division) -> bool | None:
         """Return whether the results of one device are a weighted sum of the parts; None if that cannot be decided.
@@ -463,8 +434,7 @@ class Tensors:
     def stays_as_left(self, name: Result, gradients: Sequence[Left]) -> bool:
         """Return whether each rank ends with the gradient of its own backward pass, unlike other ranks.
 
-        Args:
-            gradients: sums and norms of the gradients after the backward pass, by rank.
+        `gradients`: sums and norms of the gradients after the backward pass, by rank.
         """
         values = [run.values[name] for run in self.seen if name in run.values]
         return len(values) == self.size and is_left(name, gradients, values)
@@ -474,8 +444,7 @@ class Tensors:
     ) -> list[dict[Result, torch.Tensor]]:
         """Return, for each rank, the results of all parts combined, times `factor`.
 
-        Args:
-            how: "mean", "sum", "norm", "own", "first", "last", "max" or "min".
+        `how`: "mean", "sum", "norm", "own", "first", "last", "max" or "min".
         """
         results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
         for name in labels or self.names:

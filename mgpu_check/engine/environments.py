@@ -15,8 +15,7 @@ from mgpu_check.processes.python_environment import with_this_package
 
 VARIABLE = "PYTHONHASHSEED"
 
-APART = {VARIABLE: "random"}
-"""Variables of a world whose ranks have different seeds."""
+APART = {VARIABLE: "random"}  # variables of a world whose ranks have different seeds
 
 FIRST, SECOND = "1", "2"
 """Seeds of fork servers. They are fixed, so that repeated runs of the same code give the same results."""
@@ -36,11 +35,8 @@ def apart(environment: Mapping[str, str]) -> bool:
 def interpreter(program: str, seed: str) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment of an interpreter with a hash seed.
 
-    The program finds the user's value of the variable, not the seed.
-
-    Args:
-        program: a module of the engine, whose `main` gets the arguments after the command.
-        seed: "" for a random one. A seed in the environment goes first.
+    The program finds the user's value of the variable, not the seed. `program`: a module of the engine, whose `main`
+    gets the arguments after the command. `seed`: "" for a random one. A seed in the environment goes first.
     """
     environment, undo, before = dict(os.environ), "", os.environ.get(VARIABLE)
     if seed and not given(environment):

@@ -20,15 +20,10 @@ from mgpu_check.processes.tracebacks import HALTED, is_returning, location_of
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """The places of ranks that did not finish, in words such as "in all_reduce #1 (train.py:40), float32[4], sum".
+    """The places of ranks that did not finish, in words such as "in all_reduce #1 (train.py:40), float32[4], sum"."""
 
-    Attributes:
-        waiting: rank -> the collective, send or receive that it is in.
-        elsewhere: rank -> its location, for every other rank.
-    """
-
-    waiting: dict[int, str] = field(default_factory=dict)
-    elsewhere: dict[int, str] = field(default_factory=dict)
+    waiting: dict[int, str] = field(default_factory=dict)  # rank -> the collective, send or receive that it is in
+    elsewhere: dict[int, str] = field(default_factory=dict)  # rank -> its location, for every other rank
 
     def grouped(self) -> list[tuple[str, list[int]]]:
         """Return each place with its ranks, starting with the ranks that the others may wait for."""
@@ -60,9 +55,7 @@ class RankPlaces:
 
 _MOST_HEADLINES = 3  # messages of the same error in a report: more rarely help
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")  # of a peer, in errors of gloo: it differs between ranks
-
-NODE = -1
-"""Index of the node process, in place of a rank."""
+NODE = -1  # index of the node process, in place of a rank
 
 
 @dataclass(frozen=True)
@@ -88,34 +81,21 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's process ended before it answered.
+    """The rank's process ended before it answered."""
 
-    Attributes:
-        cause: signal or exit code, in words.
-        last_words: the stacks that it wrote when a fatal signal ended it.
-        lost: whether the agent that held it was lost.
-        exit_code: of the process, negative for a signal; None if it has not ended by itself.
-    """
-
-    cause: str
-    last_words: str
-    lost: bool = False
-    exit_code: int | None = None
+    cause: str  # signal or exit code, in words
+    last_words: str  # the stacks that it wrote when a fatal signal ended it
+    lost: bool = False  # whether the agent that held it was lost
+    exit_code: int | None = None  # of the process, negative for a signal; None if it has not ended by itself
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank had not answered when the parent stopped waiting, and was killed.
+    """The rank had not answered when the parent stopped waiting, and was killed."""
 
-    Attributes:
-        seconds: time since the call started.
-        stacks: of all threads, `HALTED` if the process was stopped, empty if it did not write them.
-        settling: whether it had returned, and waited for the operations queued on its devices.
-    """
-
-    seconds: float
-    stacks: str
-    settling: bool = False
+    seconds: float  # time since the call started
+    stacks: str  # of all threads, `HALTED` if the process was stopped, empty if it did not write them
+    settling: bool = False  # whether it had returned, and waited for the operations queued on its devices
 
 
 Ending = Finished | Raised | Died | Interrupted
@@ -123,15 +103,10 @@ Ending = Finished | Raised | Died | Interrupted
 
 @dataclass(frozen=True)
 class Who:
-    """The names of a world's processes in reports.
+    """The names of a world's processes in reports."""
 
-    Attributes:
-        size: of the world; 0 for a node process.
-        hosts: rank -> name of its host; empty on a single host.
-    """
-
-    size: int
-    hosts: Mapping[int, str] = field(default_factory=dict)
+    size: int  # of the world; 0 for a node process
+    hosts: Mapping[int, str] = field(default_factory=dict)  # rank -> name of its host; empty on a single host
 
     def __call__(self, ranks: Iterable[int]) -> str:
         """Name processes: "rank 2", "ranks 0-2, 5", "the node process"."""
@@ -152,26 +127,16 @@ class Who:
 
 @dataclass(frozen=True)
 class Account:
-    """How a call ended on each rank: data for diagnosis, and the text that users read.
+    """How a call ended on each rank: data for diagnosis, and the text that users read."""
 
-    Attributes:
-        endings: rank -> how the call ended there, in the order of arrival.
-        doing: the function or step that the ranks ran, such as "test_step".
-        deadline: in seconds; None unless it passed.
-        records: rank -> the collectives that it has entered.
-        instead: lines that replace the endings in the report if all ranks returned.
-        unmatched: how ranks differed in a part of the call that all have finished, in words.
-        crossed: ranks waited in vain, for each other or for finished ranks; `deadline` is then the time that they were
-            given.
-    """
-
-    endings: Mapping[int, Ending]
+    endings: Mapping[int, Ending]  # rank -> how the call ended there, in the order of arrival
     who: Who
-    doing: str = ""
-    deadline: float | None = None
-    records: Mapping[int, Record] = field(default_factory=dict)
-    instead: tuple[str, ...] = ()
-    unmatched: str = ""
+    doing: str = ""  # the function or step that the ranks ran, such as "test_step"
+    deadline: float | None = None  # in seconds; None unless it passed
+    records: Mapping[int, Record] = field(default_factory=dict)  # rank -> the collectives that it has entered
+    instead: tuple[str, ...] = ()  # lines that replace the endings in the report if all ranks returned
+    unmatched: str = ""  # how ranks differed in a part of the call that all have finished, in words
+    # ranks waited in vain, for each other or for finished ranks; `deadline` is then the time that they were given
     crossed: bool = False
 
     @property
@@ -327,19 +292,17 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
 
 
 def all_returned(
-    lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int] | None = None
+    lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int], unmatched: str = ""
 ) -> RankFailure:
-    account = Account({rank: Finished() for rank in records}, who, records=records, instead=tuple(lines))
-    error = RankFailure(str(account), ranks=sorted(records if ranks is None else ranks))
+    endings = dict.fromkeys(records, Finished())
+    account = Account(endings, who, records=records, instead=tuple(lines), unmatched=unmatched)
+    error = RankFailure(str(account), ranks=sorted(ranks))
     error.account = account
     return error
 
 
 def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
-    """Describe a difference: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …".
-
-    Return "" if there is no difference.
-    """
+    """Describe a difference, "" for none: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 …"."""
     if not parted:
         return ""
     entries = (((entry.described, entry.compared), rank) for rank, entry in parted.items())

@@ -30,14 +30,13 @@ from typing import Any
 
 from mgpu_check.processes import child_processes
 from mgpu_check.processes.child_processes import ENDING, children_but_managers, kill, remove_all_names, remove_names
-from mgpu_check.processes.heap import importing
+from mgpu_check.processes.machine import importing
 from mgpu_check.processes.scratch import LOOK, sweep, thin_out
 
 FORK = b"F"
 END = b"E"
 OPTIONAL = "?"  # before the name of a module that only saves time, and may fail
 FILES = 5  # stdout, stderr, log, stacks, record of collectives
-
 _TO_END = 5.0  # seconds for killed descendants to exit
 _END_OF_PARENT = 5.0  # seconds for the parent to exit after its socket has closed
 
@@ -46,8 +45,7 @@ class ForkServer:
     """The server's loop over requests and exits of its children."""
 
     def __init__(self, control: socket.socket, directory: str) -> None:
-        self.control = control
-        self.directory = directory
+        self.control, self.directory = control, directory
         self.children: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
         self.handlers: dict[signal.Signals, Any] = {}

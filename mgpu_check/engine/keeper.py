@@ -62,7 +62,7 @@ class ImportKeeper:
         selector.register(self.listener, selectors.EVENT_READ)
         selector.register(self.wake_read, selectors.EVENT_READ)
         while self.runs or (not self.heir and (time.monotonic() < self.end or not self.left())):
-            for key, _ in selector.select(None if self.runs else self.patience()):
+            for key, _ in selector.select(None if self.runs else min(3600.0, max(0.0, self.end - time.monotonic()))):
                 if key.fileobj is self.listener:
                     self.accept()
                     if self.heir:
@@ -71,10 +71,6 @@ class ImportKeeper:
                 else:
                     os.read(self.wake_read, 4096)
             self.reap()
-
-    def patience(self) -> float:
-        """Return the seconds to wait for a run, no more than `select` accepts."""
-        return min(3600.0, max(0.0, self.end - time.monotonic()))
 
     def left(self) -> bool:
         """Remove the socket, unless a run has just connected, and return whether it is removed."""

@@ -29,11 +29,8 @@ from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.child_processes import kill
 from mgpu_check.version import torch_version, version
 
-NUMBER = struct.Struct("q")
-"""The keeper's answers: the id of the new fork server, and later its exit code."""
-
-PEER = struct.Struct("3i")
-"""Process, user and group of the other end of a socket, as SO_PEERCRED gives them."""
+NUMBER = struct.Struct("q")  # the keeper's answers: the id of the new fork server, and later its exit code
+PEER = struct.Struct("3i")  # process, user and group of the other end of a socket, as SO_PEERCRED gives them
 
 _LOCK = "lock"
 _AFTER_KILL = 5.0  # seconds for the keeper to report the end of a killed fork server
@@ -66,12 +63,7 @@ def obstacle(environment: Mapping[str, str]) -> str:
 
 
 def key_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return a digest of everything that imports depend on, and of everything that forked processes inherit.
-
-    Args:
-        command: the command of the keeper, with the modules that it imports.
-        environment: of the keeper.
-    """
+    """Return a digest of everything that imports depend on, and of everything that forked processes inherit."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     facts = {
         "command": command,
@@ -124,9 +116,8 @@ class KeeperSocket:
 
     @property
     def _address(self) -> str:
-        return (
-            f"/proc/self/fd/{self._opened}/{self.key}"  # addresses are short, and the directory stays the checked one
-        )
+        # Addresses are short, and the directory stays the checked one.
+        return f"/proc/self/fd/{self._opened}/{self.key}"
 
 
 @contextlib.contextmanager
@@ -190,11 +181,7 @@ def keeper_of(interpreter: Sequence[str], modules: Sequence[str], environment: M
 
 
 class KeptServer:
-    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses.
-
-    Attributes:
-        end_of_keeper: says that the keeper has ended before it forked, and what it has printed; "" if it has forked.
-    """
+    """A fork server that the keeper has forked: the part of `subprocess.Popen` that the launcher uses."""
 
     def __init__(self, connection: socket.socket, log: Path) -> None:
         """Take the connection to the keeper, and the file with its output."""
@@ -202,6 +189,7 @@ class KeptServer:
         self._pid = peer(connection)[0]
         self._forked = self._killed = False
         self.returncode: int | None = None
+        # says that the keeper has ended before it forked, and what it has printed; "" if it has forked
         self.end_of_keeper = ""
 
     @property
@@ -231,7 +219,7 @@ class KeptServer:
 
     def kill(self) -> None:
         if self.poll() is None and self._forked:
-            self._kill()
+            kill([self._pid])
             self._killed = True
         elif self.returncode is None:  # the keeper still imports: the fork server will find its socket closed, and end
             self._end(-signal.SIGKILL)
@@ -243,7 +231,7 @@ class KeptServer:
             data = b""
         if len(data) < NUMBER.size:  # the keeper was killed and the exit code is lost, so expect the worst
             if self._forked:
-                self._kill()
+                kill([self._pid])
             else:
                 self.end_of_keeper = _end_with(self._log)
             self._end(-signal.SIGKILL)
@@ -251,9 +239,6 @@ class KeptServer:
             self._end(NUMBER.unpack(data)[0])
         else:
             self._forked, self._pid = True, NUMBER.unpack(data)[0]
-
-    def _kill(self) -> None:
-        kill([self._pid])
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -279,10 +264,8 @@ def attach(
 ) -> KeptServer:
     """Ask the keeper of this environment for a fork server, and start a keeper if it is missing.
 
-    Args:
-        files: the control socket and the log of the fork server.
-        keep: seconds that the keeper stays without a run.
-        preload: modules that the fork server imports, and the keeper does not.
+    `files`: the control socket and the log of the fork server. `keep`: seconds that the keeper stays without a run.
+    `preload`: modules that the fork server imports, and the keeper does not.
     """
     run_request = {
         "keep": keep,

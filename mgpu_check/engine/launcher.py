@@ -66,7 +66,6 @@ PRELOAD = (
 
 SIMULATION = ("mgpu_check.simulated.distributed.collectives:record", "mgpu_check.simulated")
 PREPARED = ("mgpu_check.simulated:prepare",)  # on a node that hides the real devices
-
 _GLANCE = 0.5  # seconds between checks whether a silent fork server was halted
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
@@ -96,19 +95,18 @@ class Launcher(Protocol):
 
     def host_name(self, host: int) -> str:
         """Return the name of a host in reports; empty on a single host."""
+        return ""
 
     def call_context(self, context: CallContext) -> CallContext:
         """Return the call context to send to ranks, given that of this process."""
+        return context
 
     def losses(self) -> list[str]:
         """Describe the lost agents that no failure has reported yet; empty on one machine."""
+        return []
 
     def binding(self, slot: Slot, local_slots: Sequence[Slot]) -> tuple[int, int]:
-        """Return the index of a slot's real device in its process, and the number of devices that the process sees.
-
-        Args:
-            local_slots: the slots whose devices the process is to see.
-        """
+        """Return the index of a slot's real device in its process, which sees `local_slots`, and their number."""
 
     def waitables(self) -> list[int]:
         """Return file descriptors that become readable when a process has ended; then call `collect`."""
@@ -123,7 +121,7 @@ class Launcher(Protocol):
         """End every process, and the processes that they started."""
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Launches processes on this machine, by a fork server that has imported torch."""
 
     def __init__(
@@ -202,15 +200,6 @@ class LocalLauncher:
         assert self._directory is not None
         return (self._directory.path / name).as_uri()
 
-    def host_name(self, host: int) -> str:
-        return ""
-
-    def call_context(self, context: CallContext) -> CallContext:
-        return context
-
-    def losses(self) -> list[str]:
-        return []
-
     def binding(self, slot: Slot, local_slots: Sequence[Slot]) -> tuple[int, int]:
         return local_slots.index(slot), len(local_slots)
 
@@ -241,7 +230,9 @@ class LocalLauncher:
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
             self.start()
-            self._await_ready()
+            if not self._ready:
+                self._next_message(_START_TIMEOUT, wanted="ready")
+                self._ready = True
             assert self._control is not None
             with opening_files():
                 files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(FILES)]
@@ -348,11 +339,6 @@ class LocalLauncher:
             self._control.close()
         for process in self._processes.values():
             process.connection.close()
-
-    def _await_ready(self) -> None:
-        if not self._ready:
-            self._next_message(_START_TIMEOUT, wanted="ready")
-            self._ready = True
 
     def _next_message(self, timeout: float, wanted: str) -> dict[str, Any]:
         """Wait for the message `wanted`, and record the exits that arrive before it."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mgpu_check.engine.failures import Account, Finished, Who, disagreement, last_collectives, raised_at
+from mgpu_check.engine.failures import Who, all_returned, disagreement, last_collectives, raised_at
 from mgpu_check.engine.process import Process
 from mgpu_check.errors import RankFailure
 from mgpu_check.processes.channel import frame
 from mgpu_check.processes.collective_records import Record, Uneven, ahead, deadlocked, parting, relative, uneven
-from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Group, Paused, PeerTransfers, Resume, TensorRun
+from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Group, Paused, PeerTransfers, RankRequest, TensorRun
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 _MOST_TOLD = 4  # lines of a report: more rarely help
@@ -23,22 +23,18 @@ _MOST_TOLD = 4  # lines of a report: more rarely help
 
 @dataclass(frozen=True)
 class Unmatched:
-    """One transfer that sender and receiver recorded differently.
+    """One transfer that sender and receiver recorded differently."""
 
-    Attributes:
-        sender, receiver: ranks; the sender of a receive from any source is `ANY`.
-        sent, received: the send and the receive; None if that side has no such operation.
-    """
-
+    # sender, receiver: ranks; the sender of a receive from any source is `ANY`
     sender: int
     receiver: int
     tag: int
+    # sent, received: the send and the receive; None if that side has no such operation
     sent: TensorRun | None
     received: TensorRun | None
 
     def text(self, who: Who) -> str:
-        """Describe the transfer: "rank 0 has sent float32[4] to rank 1 in send (a.py:7), and rank 1 has not received
-        it"."""
+        """Describe it: "rank 0 has sent float32[4] to rank 1 in send (a.py:7), and rank 1 has not received it"."""
         tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
         receiver = who([self.receiver])
         if self.sent is None:
@@ -93,9 +89,8 @@ def _from_any(
     """Return the differences for a rank that receives from any source, and remove its transfers from both sides."""
     received = [receives.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
     sent = [(sender, run) for sender in group.ranks for run in sends.pop((group, tag, sender, receiver), ())]
-    only_counts = any(
-        run.content == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent))
-    )
+    every = (*(run for runs in received for run in runs), *(run for _, run in sent))
+    only_counts = any(run.content == MANY for run in every)
 
     def kind(run: TensorRun) -> str:
         return MANY if only_counts else run.content  # if one side recorded only a count, only counts can be compared
@@ -155,23 +150,17 @@ CROSSED = 1.0
 LOOK = 0.2
 """Seconds between two reads of the running ranks' records. A rank that enters nothing in between may be stuck."""
 
-_SHOWN = 3
-"""Names in a line of the report."""
+_SHOWN = 3  # names in a line of the report
 
-_RESUME = frame(Resume())
+_RESUME = frame(RankRequest.RESUME)
 
 
 class Pauses:
-    """The pauses of one call.
-
-    Attributes:
-        failure: the error that keeps ranks from resuming; None until one is found.
-        crossed: ranks wait in vain, for each other or for ranks that have finished.
-    """
+    """The pauses of one call."""
 
     def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
-        self.failure: RankFailure | None = None
-        self.crossed = False
+        self.failure: RankFailure | None = None  # the error that keeps ranks from resuming; None until one is found
+        self.crossed = False  # ranks wait in vain, for each other or for ranks that have finished
         self._processes, self._who = processes, who
         self._paused: dict[int, Paused] = {}
         self._seen: dict[int, Record] = {}
@@ -190,9 +179,8 @@ class Pauses:
     def settle(self, waiting: Collection[int], failed: bool) -> bool:
         """Resume all ranks once all are paused and agree; return False if the paused ranks can never resume.
 
-        Args:
-            waiting: ranks whose answer to the call is still to come.
-            failed: whether a rank has failed, so that the others wait in vain.
+        `waiting`: ranks whose answer to the call is still to come. `failed`: whether a rank has failed, so that the
+        others wait in vain.
         """
         if not self._paused.keys() >= set(waiting):
             return True
@@ -212,7 +200,9 @@ class Pauses:
             if rank not in self._paused and (self._paused or process.on_this_host):
                 self._seen[rank] = process.record()
         still = {rank: record for rank, record in self._seen.items() if before.get(rank) == record}
-        self.crossed = _are_crossed(still) or self._are_deadlocked(still, waiting)
+        parted = parting(still) or {}  # of ranks that wait in different collectives of one group, so for each other
+        self.crossed = bool(parted) and all(still[rank].current == entered for rank, entered in parted.items())
+        self.crossed = self.crossed or self._are_deadlocked(still, waiting)
         if self.crossed:
             return False
         if not self._paused or not still:
@@ -284,15 +274,15 @@ class Pauses:
     def _part_held(self) -> RankFailure | None:
         """Return the error if only some of the ranks that should hold a tensor have a part of it."""
         paused = sorted(self._paused.items())
-        holders = dict(grouped((tensor_slice, rank) for rank, message in paused for tensor_slice in message.slices))
-        without = {
-            tensor_slice: tuple(sorted(set(tensor_slice[1]) - set(ranks))) for tensor_slice, ranks in holders.items()
-        }
+        holders = dict(grouped((part, rank) for rank, message in paused for part in message.slices))
+        without = {part: tuple(sorted(set(part[1]) - set(ranks))) for part, ranks in holders.items()}
         done = next(iter(self._paused.values())).done
         lines = [
             f"{few(tensor_names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the "
             f"end of {done}"
-            for (among, ranks), tensor_names in _by_ranks(without).items()
+            for (among, ranks), tensor_names in grouped(
+                ((among, ranks), name) for (name, among), ranks in without.items() if ranks
+            )
         ]
         if not lines:
             return None
@@ -307,12 +297,8 @@ class Pauses:
         origin = next(iter(deviation.unmatched.values()), None)
         return error if origin is None else raised_at(error, origin.file, origin.line, None)
 
-    def _error(self, lines: Sequence[str], records: Mapping[int, Record], ranks: Sequence[int]) -> RankFailure:
-        endings = dict.fromkeys(self._processes, Finished())
-        account = Account(endings, self._who, records=records, instead=tuple(lines), unmatched=lines[0])
-        error = RankFailure(str(account), ranks=ranks)
-        error.account = account
-        return error
+    def _error(self, lines: Sequence[str], records: Mapping[int, Record], ranks: Iterable[int]) -> RankFailure:
+        return all_returned(lines, self._who, records, ranks, unmatched=lines[0])
 
     def _counts(self) -> dict[int, dict[Group, int]]:
         return {rank: {group: count for group, count, _ in message.agreement} for rank, message in self._paused.items()}
@@ -322,16 +308,3 @@ class Pauses:
 
     def _described(self) -> dict[str, str]:
         return {name: text for message in self._paused.values() for name, text in message.described}
-
-
-def _are_crossed(still: Mapping[int, Record]) -> bool:
-    """Return whether ranks that have not moved wait in different collectives of one group, and so for each other."""
-    parted = parting(still) or {}
-    return bool(parted) and all(still[rank].current == entered for rank, entered in parted.items())
-
-
-def _by_ranks(
-    without: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]],
-) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
-    """Group the names by the ranks that should hold a part and the ranks that lack it."""
-    return dict(grouped(((among, ranks), name) for (name, among), ranks in without.items() if ranks))

@@ -18,8 +18,8 @@ from mgpu_check.devices.placement import Mask, Masks, Slot, slots_for
 from mgpu_check.engine.environments import OwnEnvironment, own_environment
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
-from mgpu_check.engine.named_function import with_rank
 from mgpu_check.engine.process import STREAMS
+from mgpu_check.engine.rank_side.rank import with_rank
 from mgpu_check.engine.world import Begun, Function, World, call_context, pickled_arguments, pickled_function
 from mgpu_check.engine.world_processes import send_rest
 from mgpu_check.errors import AgentLost, RankFailure, RankHang, StartupFailure
@@ -40,19 +40,12 @@ _EXIT_TIMEOUT = 10.0  # seconds: a killed process with a device context takes se
 
 @dataclass(frozen=True)
 class WorldKey:
-    """The properties that identify a world.
+    """The properties that identify a world."""
 
-    Attributes:
-        slots: of its ranks, in rank order; empty for a node process.
-        visible: the slots whose devices its processes see, on all of its hosts.
-        backend: of its default process group; None for the default backend.
-        environment: variables that its processes have from their start.
-    """
-
-    slots: tuple[Slot, ...]
-    visible: tuple[Slot, ...]
-    backend: str | None
-    environment: OwnEnvironment = ()
+    slots: tuple[Slot, ...]  # of its ranks, in rank order; empty for a node process
+    visible: tuple[Slot, ...]  # the slots whose devices its processes see, on all of its hosts
+    backend: str | None  # of its default process group; None for the default backend
+    environment: OwnEnvironment = ()  # variables that its processes have from their start
 
     @property
     def occupied(self) -> tuple[Slot, ...]:
@@ -63,15 +56,12 @@ class WorldKey:
 class WarmWorlds:
     """The warm worlds by their key, the least recently used first.
 
-    Args:
-        real: whether they are on real devices, which share their memory and may refuse a second process.
-        memory: returns the bytes of the smallest device, None while unknown.
+    `real`: whether they are on real devices, which share their memory and may refuse a second process. `memory`:
+    returns the bytes of the smallest device, None while unknown.
     """
 
     def __init__(self, launcher: Launcher, real: bool, memory: Callable[[], int | None]) -> None:
-        self._launcher = launcher
-        self._real = real
-        self._memory = memory
+        self._launcher, self._real, self._memory = launcher, real, memory
         self._worlds: dict[WorldKey, World] = {}
         self._alone = False
         """Set once a device has refused a second process."""
@@ -97,26 +87,21 @@ class WarmWorlds:
         self._worlds.pop(key).discard()
 
     def make_room(self, key: WorldKey, slots: int, in_use: set[WorldKey]) -> None:
-        """End the least recently used worlds if a new world would make too many processes.
-
-        Args:
-            in_use: worlds of the current test. They end only if a real device has no room otherwise.
-        """
+        """End the least recently used worlds, those `in_use` last, if a new world would make too many processes."""
         wanted, most = max(len(key.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
-        for other_key in list(self._worlds):
+        for other in list(self._worlds):
             if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
                 break
-            if other_key not in in_use:
-                self.let_go(other_key)
+            if other not in in_use:
+                self.let_go(other)
         if self._real:
-            most = 1 if self._alone else _most_on_device(self._memory())
+            memory = self._memory() or _UNKNOWN_MEMORY
+            most = 1 if self._alone else max(_LEAST_PROCESSES, memory // _SHARE // _BYTES_OF_PROCESS)
             for slot in key.occupied:
-                beside = [other_key for other_key in self._worlds if slot in other_key.occupied]
-                for other_key in sorted(
-                    beside[: max(0, len(beside) + 1 - most)], key=lambda other_key: other_key in in_use
-                ):
-                    self._worlds[other_key].check_alive("while no call used it")
-                    self.let_go(other_key)
+                beside = [other for other in self._worlds if slot in other.occupied]
+                for other in sorted(beside[: max(0, len(beside) + 1 - most)], key=lambda other: other in in_use):
+                    self._worlds[other].check_alive("while no call used it")
+                    self.let_go(other)
             self.await_exits()
 
     def clear_devices(self, key: WorldKey) -> bool:
@@ -127,9 +112,9 @@ class WarmWorlds:
         """
         if not self._real:
             return False
-        beside = [other_key for other_key in self._worlds if set(other_key.occupied) & set(key.occupied)]
-        for other_key in beside:
-            self.let_go(other_key)
+        beside = [other for other in self._worlds if set(other.occupied) & set(key.occupied)]
+        for other in beside:
+            self.let_go(other)
         self._alone |= bool(beside)
         self.await_exits()
         return bool(beside)
@@ -151,10 +136,6 @@ class WarmWorlds:
     def close(self) -> None:
         for key in list(self._worlds):
             self.let_go(key)
-
-
-def _most_on_device(memory: int | None) -> int:
-    return max(_LEAST_PROCESSES, (memory or _UNKNOWN_MEMORY) // _SHARE // _BYTES_OF_PROCESS)
 
 
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
@@ -187,14 +168,10 @@ class RankPool:
         memory: Callable[[], int | None] = lambda: None,
         hear: Hear = lambda messages: None,
     ) -> None:
-        self.timeout = timeout
-        self.wrap = wrap
-        self.masks = masks
-        self.hear = hear
+        self.timeout, self.wrap, self.masks, self.hear = timeout, wrap, masks, hear
         self.sizes: set[int] = set()
         self._lock = threading.RLock()  # calls from several threads wait for each other
-        self._launcher = launcher
-        self._simulate = simulate
+        self._launcher, self._simulate = launcher, simulate
         self._worlds = WarmWorlds(launcher, simulate is None, memory)
         self._used: set[WorldKey] = set()
         self._made = 0
@@ -263,15 +240,8 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(*args)`` for each of `arguments` at once, call ``i`` in its own world of size 1 on device ``i``.
 
-        Args:
-            arguments: the `args` of each call, for at most `devices` calls.
-            timeout: seconds for each call, as in `run`.
-
-        Returns:
-            One result per call, in the order of `arguments`.
-
-        Raises:
-            The errors of `run`: if several calls fail, the first in the order of `arguments`, when all have ended.
+        `arguments`: the `args` of each call, for at most `devices` calls. `timeout`: seconds for each call, as in
+        `run`. Returns one result per call, in the order of `arguments`.
         """
         timeout = self._seconds(timeout)
         function = self.function(fn)
@@ -318,8 +288,7 @@ class RankPool:
     ) -> list[Any]:
         """Run a pickled function as `run` does; `size` 0 means the node process of `host`.
 
-        Args:
-            devices: as in `run`; if given, their number overrides `size`.
+        `devices`: as in `run`; if given, their number overrides `size`.
         """
         timeout = self._seconds(timeout)
         with self._lock:

@@ -8,7 +8,7 @@ import signal
 from typing import IO
 
 from mgpu_check.processes.channel import Channel, Clock
-from mgpu_check.processes.child_processes import CONNECTION_LOST, held_back
+from mgpu_check.processes.child_processes import CONNECTION_LOST, held_back, name_and_state
 from mgpu_check.processes.collective_records import SIZE, Record, parse
 from mgpu_check.processes.scratch import kept
 from mgpu_check.processes.tracebacks import HALTED, clean
@@ -18,24 +18,17 @@ STACKS_TIMEOUT = 1.0  # seconds: a running process writes its stacks in millisec
 
 
 class Process:
-    """A process that runs `mgpu_check.engine.rank_side.worker.main`.
+    """A process that runs `mgpu_check.engine.rank_side.worker.main`."""
 
-    Attributes:
-        exit_code: as in `subprocess`: None while no exit is known, and the negative signal number if a signal ended it.
-        server_end: how the fork server ended, if the process ended with it; otherwise empty.
-        killed: whether `kill` was called. The process may take a while to end.
-        on_this_host: whether its files can be read without asking an agent.
-        lost: how the agent that held the process was lost; None if it was not, and always None on one machine.
-    """
-
-    on_this_host = True
+    on_this_host = True  # whether its files can be read without asking an agent
+    # how the agent that held the process was lost; None if it was not, and always None on one machine
     lost: str | None = None
-    server_end: str = ""
-    killed: bool = False
+    server_end: str = ""  # how the fork server ended, if the process ended with it; otherwise empty
+    killed: bool = False  # whether `kill` was called. The process may take a while to end.
 
     def __init__(self, pid: int, connection: Channel, *files: IO[bytes]) -> None:
-        self.pid = pid
-        self.connection = connection
+        self.pid, self.connection = pid, connection
+        # as in `subprocess`: None while no exit is known, and the negative signal number if a signal ended it
         self.exit_code: int | None = None
         *streams, self._stacks, self._record = files
         self._streams = dict(zip(STREAMS, streams, strict=True))
@@ -99,7 +92,7 @@ class Process:
         return "" if command == self._command else command
 
     def runnable(self) -> bool:
-        return _state(self.pid) == "R"
+        return name_and_state(self.pid)[1] == "R"
 
     def halted(self) -> bool:
         """Return whether a signal or a debugger has stopped the process."""
@@ -144,7 +137,7 @@ def describe_exit(code: int | None) -> str:
 
 def halted(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped a process."""
-    return _state(pid) in ("T", "t")
+    return name_and_state(pid)[1] in ("T", "t")
 
 
 def _command(pid: int) -> str:
@@ -152,14 +145,5 @@ def _command(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
             return shlex.join(file.read().rstrip("\0").split("\0"))
-    except OSError:
-        return ""
-
-
-def _state(pid: int) -> str:
-    """Return the state of a process as one letter, see proc(5); empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return ""

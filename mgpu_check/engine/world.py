@@ -32,8 +32,8 @@ from mgpu_check.engine.failures import (
 )
 from mgpu_check.engine.launcher import Launcher, LocalLauncher
 from mgpu_check.engine.lockstep import Pauses, Unmatched, imbalance, unmatched
-from mgpu_check.engine.named_function import with_rank
 from mgpu_check.engine.process import STREAMS
+from mgpu_check.engine.rank_side.rank import with_rank
 from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses, agree
 from mgpu_check.errors import RankFailure
 from mgpu_check.processes import pickling, protocol
@@ -45,17 +45,12 @@ _REST_TIMEOUT = 10.0  # for the engine's own requests to idle ranks, unless the 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A pickled function to send to ranks.
+    """A pickled function to send to ranks."""
 
-    Attributes:
-        key: identifies the function among those of a test.
-        reused: whether the ranks keep it until the test ends, because it will be called again.
-    """
-
-    key: str
+    key: str  # identifies the function among those of a test
     pickled: bytes
     name: str
-    reused: bool
+    reused: bool  # whether the ranks keep it until the test ends, because it will be called again
 
 
 class Abandoned(Exception):
@@ -67,26 +62,16 @@ class Abandoned(Exception):
 
 
 class Begun(NamedTuple):
-    """A call that was sent to every process.
+    """A call that was sent to every process."""
 
-    Attributes:
-        number: identifies the call in the answers.
-        started: seconds on `Clock`.
-        unsent: processes that had ended, and so did not receive the call.
-    """
-
-    number: int
+    number: int  # identifies the call in the answers
     name: str
-    started: float
-    unsent: Sequence[int]
+    started: float  # seconds on `Clock`
+    unsent: Sequence[int]  # processes that had ended, and so did not receive the call
 
 
 class World(WorldProcesses):
-    """Warm processes that all run the same function.
-
-    A world is *broken* once it cannot be used again: a process died or was killed, or the processes are out of
-    lockstep.
-    """
+    """Warm processes that all run the same function."""
 
     def __init__(
         self,
@@ -98,8 +83,7 @@ class World(WorldProcesses):
     ) -> None:
         """Start a process for each of `indices` (ranks, or `NODE`) on the slot at the same position of `slots`.
 
-        Args:
-            timeout: the usual timeout of a call, in seconds, which also limits the engine's own requests.
+        `timeout`: the usual timeout of a call, in seconds, which also limits the engine's own requests.
         """
         self.messages: dict[int, tuple[tuple[str, Any], ...]] = {}  # rank -> its messages in the last call
         self._failed: tuple[BaseException, Account] | None = None
@@ -111,11 +95,7 @@ class World(WorldProcesses):
         super().__init__(launcher, spec_of, indices, slots)
 
     def run(
-        self,
-        function: Function,
-        arguments: bytes,
-        call_context: protocol.CallContext,
-        timeout: float,
+        self, function: Function, arguments: bytes, call_context: protocol.CallContext, timeout: float
     ) -> list[pickling.Pickled]:
         """Call a function on every process, and return the pickled results in rank order.
 
@@ -241,7 +221,7 @@ class World(WorldProcesses):
         if not _in_lockstep(outcomes):
             self._meet(outcomes)
             self.broken = True  # until all have answered, as before
-        unsent = self._send(lambda _: protocol.Settle())
+        unsent = self._send(lambda _: protocol.RankRequest.SETTLE)
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
 
     def loaded(self, index: int, result: pickling.Pickled) -> object:
@@ -279,7 +259,7 @@ class World(WorldProcesses):
         when = "after it had returned, with operations of the default group pending"
         self.broken = True
         records = self._records()
-        answers, late = self._ask(protocol.Meet(), _MEET_TIMEOUT, when)
+        answers, late = self._ask(protocol.RankRequest.MEET, _MEET_TIMEOUT, when)
         errors = [
             f"{self.who([index])}: {line}"
             for index, answer in answers.items()
@@ -313,7 +293,7 @@ class World(WorldProcesses):
         channel = self.processes[index].connection
         deadline = Clock.now() + self._rest_timeout
         try:
-            channel.send(frame(protocol.Explain()))
+            channel.send(frame(protocol.RankRequest.EXPLAIN))
             while ready([channel.fileno()], deadline):
                 if (text := channel.receive()) is not None:
                     return str(text)
@@ -331,7 +311,7 @@ class World(WorldProcesses):
         when = "after its part of the test was done"
         self.check_alive(when)
         self.broken = True
-        answers, late = self._ask(protocol.EndTest(), self._rest_timeout, when)
+        answers, late = self._ask(protocol.RankRequest.END_TEST, self._rest_timeout, when)
         if late:
             records = self._records()
             stopped = self._interrupt(late, since=Clock.now() - self._rest_timeout)
@@ -370,9 +350,7 @@ class NotPicklable(TypeError):
 def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], key: str, reused: bool) -> Function:
     """Pickle a function for another process, by value if that process cannot import it.
 
-    Args:
-        function: the user's function, for its name and for errors.
-        wrapped: the function to send in its place.
+    `function`: the user's function, for its name and for errors. `wrapped`: the function to send in its place.
     """
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -497,9 +475,6 @@ class BareWorld(World):
                     outputs.append((self.who.full([index]), name, text))
             process.mark_output()
         return outputs
-
-    def exit_codes(self) -> list[int | None]:
-        return [None if process.killed else process.exit_code for process in self.processes.values()]
 
     def _pauses(self) -> Pauses:
         return _Unwatched(self.processes, self.who)

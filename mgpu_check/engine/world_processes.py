@@ -28,25 +28,6 @@ _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 _NOTHING_YET = object()
 
 
-def send(processes: Mapping[int, Process], message_for: Callable[[int], object]) -> list[int]:
-    """Send each process its message without blocking, and return the processes that are gone.
-
-    `collect` sends the rest.
-    """
-    gone = []
-    last: object = None
-    framed = b""
-    for index, process in processes.items():
-        message = message_for(index)
-        if message is not last:  # one message for all is pickled once
-            last, framed = message, frame(message)
-        try:
-            process.connection.send(framed)
-        except OSError:
-            gone.append(index)
-    return gone
-
-
 def send_rest(processes: Iterable[Process], timeout: float) -> None:
     """Send the rest of the messages to all processes at the same time, for at most `timeout` seconds."""
     deadline = Clock.now() + timeout
@@ -58,97 +39,20 @@ def send_rest(processes: Iterable[Process], timeout: float) -> None:
             for key, _ in ready:
                 channel = key.fileobj
                 assert isinstance(channel, Channel)
-                with contextlib.suppress(OSError):  # `collect` detects the dead process
+                with contextlib.suppress(OSError):  # `_collect` detects the dead process
                     channel.flush()
                     if channel.unsent:
                         continue
                 selector.unregister(channel)
 
 
-def collect(
-    launcher: Launcher,
-    processes: Mapping[int, Process],
-    timeout: float,
-    expected: type,
-    went_well: Callable[[object], bool],
-    answers: dict[int, object],
-    pauses: Pauses | None = None,
-) -> tuple[list[int], dict[int, str]]:
-    """Wait for one answer of each process.
-
-    Args:
-        timeout: seconds for all processes together. Once one dies or fails, the others get a short grace.
-        went_well: whether an answer reports success.
-        pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes that
-            can never meet, all that have not answered are late.
-
-    Returns:
-        The processes that did not answer in time, and, for each process that sent an invalid message and so counts as
-        dead, what is wrong with the message.
-    """
-    garbled: dict[int, str] = {}
-    waiting = {index: process for index, process in processes.items() if index not in answers}
-    patience = _Patience(timeout)
-    if answers:
-        patience.shorten()
-    overdue = False
-    with selectors.PollSelector() as selector:
-        for index, process in waiting.items():
-            selector.register(process.connection, _interest(process), index)
-        watched: list[int] = []
-        while waiting:
-            # A child of a dead rank may hold its connection open. The launcher reports the exit even then.
-            watched = _watch(selector, watched, launcher.waitables())
-            waiting_before = len(waiting)
-            ready = selector.select(_moment(patience, pauses))
-            if not ready and pauses is not None and Clock.now() < patience.deadline:
-                if not pauses.look(waiting):
-                    break
-                continue
-            if not ready or overdue:
-                if not patience.extend(waiting.values()):
-                    break
-                overdue = False
-                continue
-            for index in _heard([key.data for key, _ in ready], launcher, waiting):
-                process = waiting[index]
-                try:
-                    answer = _hear(process, expected, pauses is not None)
-                except Garbled as error:
-                    garbled[index] = str(error)
-                    answer = None
-                if answer is _NOTHING_YET:
-                    selector.modify(process.connection, _interest(process), index)
-                    continue
-                if isinstance(answer, protocol.Paused):
-                    assert pauses is not None
-                    pauses.come(index, answer)
-                    continue
-                del waiting[index]
-                selector.unregister(process.connection)
-                answers[index] = answer
-                if not went_well(answer):
-                    patience.shorten()
-            if pauses and not pauses.settle(waiting, patience.short):
-                break
-            # A process that keeps sending gets no more time than a silent one.
-            overdue = len(waiting) == waiting_before and Clock.now() > patience.deadline
-    return sorted(waiting), garbled
-
-
 class _Patience:
-    """The deadline for answers, which a failure brings forward.
-
-    Attributes:
-        deadline: the current deadline.
-        latest: the latest deadline that `extend` may set.
-        short: whether a failure has brought the deadline forward.
-    """
+    """The deadline for answers, which a failure brings forward."""
 
     def __init__(self, timeout: float) -> None:
         self._started = Clock.now()
-        self.deadline = self.latest = self._started + timeout
-        self.short = False
+        self.deadline = self.latest = self._started + timeout  # latest: that `extend` may set
+        self.short = False  # whether a failure has brought the deadline forward
 
     def shorten(self) -> None:
         """Reduce the remaining time to a short grace, because a process died or failed."""
@@ -164,12 +68,6 @@ class _Patience:
             return False
         self.deadline = min(self.latest, now + _LEAST_GRACE)
         return True
-
-
-def _moment(patience: _Patience, pauses: Pauses | None) -> float:
-    """Return the seconds until the next deadline or the next look at ranks that have not answered."""
-    remaining = Clock.until(patience.deadline)
-    return remaining if pauses is None else min(remaining, LOOK if pauses else CROSSED)
 
 
 def _heard(ready: Sequence[int | None], launcher: Launcher, waiting: Mapping[int, Process]) -> list[int]:
@@ -262,7 +160,10 @@ class WorldProcesses:
             raise
 
     def _await_ready(self, unsent: Sequence[int]) -> None:
-        answers, late = self._collect(_START_TIMEOUT, protocol.Ready, _is_up, dead=unsent)
+        def is_up(answer: object) -> bool:
+            return isinstance(answer, protocol.Ready) and answer.failure is None
+
+        answers, late = self._collect(_START_TIMEOUT, protocol.Ready, is_up, dead=unsent)
         for index, answer in answers.items():
             if answer is None:
                 end = self._died(index, Clock.now() + EXIT_TIMEOUT)
@@ -294,9 +195,7 @@ class WorldProcesses:
     def check_alive(self, when: str, after: str = "") -> None:
         """Raise `RankDied` if a process has ended. The check costs one system call.
 
-        Args:
-            when: a clause that follows "died".
-            after: text to append to that line.
+        `when`: a clause that follows "died". `after`: text to append to that line.
         """
         idle = {process.connection.fileno(): index for index, process in self.processes.items()}
         # An idle process sends nothing, so readable data is the end of its connection, or garbage.
@@ -338,7 +237,19 @@ class WorldProcesses:
         return text if len(text) < _LAST_CHARACTERS else "…" + text[-_LAST_CHARACTERS:].partition("\n")[2]
 
     def _send(self, message_for: Callable[[int], object]) -> list[int]:
-        return send(self.processes, message_for)
+        """Send each process its message without blocking, and return those that are gone. `_collect` sends the rest."""
+        gone = []
+        last: object = None
+        framed = b""
+        for index, process in self.processes.items():
+            message = message_for(index)
+            if message is not last:  # one message for all is pickled once
+                last, framed = message, frame(message)
+            try:
+                process.connection.send(framed)
+            except OSError:
+                gone.append(index)
+        return gone
 
     def _collect(
         self,
@@ -348,10 +259,65 @@ class WorldProcesses:
         dead: Sequence[int] = (),
         pauses: Pauses | None = None,
     ) -> tuple[dict[int, object], list[int]]:
-        self._answers = dict.fromkeys(dead)
-        late, garbled = collect(self.launcher, self.processes, timeout, expected, went_well, self._answers, pauses)
-        self._garbled.update(garbled)
-        return self._answers, late
+        """Wait for one answer of each process; return the answers, and the processes that did not answer in time.
+
+        Args:
+            timeout: seconds for all processes together. Once one dies or fails, the others get a short grace.
+            went_well: whether an answer reports success.
+            dead: processes that have ended already. A process that sends an invalid message counts as dead, too.
+            pauses: resumes processes that wait for each other during the call. If it finds a difference, or processes
+                that can never meet, all that have not answered are late.
+        """
+        answers = self._answers = dict.fromkeys(dead)
+        waiting = {index: process for index, process in self.processes.items() if index not in answers}
+        patience = _Patience(timeout)
+        if answers:
+            patience.shorten()
+        overdue = False
+        with selectors.PollSelector() as selector:
+            for index, process in waiting.items():
+                selector.register(process.connection, _interest(process), index)
+            watched: list[int] = []
+            while waiting:
+                # A child of a dead rank may hold its connection open. The launcher reports the exit even then.
+                watched = _watch(selector, watched, self.launcher.waitables())
+                waiting_before = len(waiting)
+                # Until the next deadline, or the next look at ranks that have not answered.
+                look = patience.deadline if pauses is None else Clock.now() + (LOOK if pauses else CROSSED)
+                ready = selector.select(Clock.until(min(look, patience.deadline)))
+                if not ready and pauses is not None and Clock.now() < patience.deadline:
+                    if not pauses.look(waiting):
+                        break
+                    continue
+                if not ready or overdue:
+                    if not patience.extend(waiting.values()):
+                        break
+                    overdue = False
+                    continue
+                for index in _heard([key.data for key, _ in ready], self.launcher, waiting):
+                    process = waiting[index]
+                    try:
+                        answer = _hear(process, expected, pauses is not None)
+                    except Garbled as error:
+                        self._garbled[index] = str(error)
+                        answer = None
+                    if answer is _NOTHING_YET:
+                        selector.modify(process.connection, _interest(process), index)
+                        continue
+                    if isinstance(answer, protocol.Paused):
+                        assert pauses is not None
+                        pauses.come(index, answer)
+                        continue
+                    del waiting[index]
+                    selector.unregister(process.connection)
+                    answers[index] = answer
+                    if not went_well(answer):
+                        patience.shorten()
+                if pauses and not pauses.settle(waiting, patience.short):
+                    break
+                # A process that keeps sending gets no more time than a silent one.
+                overdue = len(waiting) == waiting_before and Clock.now() > patience.deadline
+        return answers, sorted(waiting)
 
     def _records(self) -> dict[int, Record]:
         """Return the record of collectives of each rank; empty for a node process."""
@@ -399,7 +365,3 @@ class WorldProcesses:
             process.kill()
             process.close()
         self.processes = {}
-
-
-def _is_up(answer: object) -> bool:
-    return isinstance(answer, protocol.Ready) and answer.failure is None

@@ -34,10 +34,8 @@ from mgpu_check.numerics.placement import Placement
 _GATE = "assert_steps_agree"
 _EXAMPLES = 12
 _SWITCHED_EXAMPLES = 2
-_MOST_SHRINKS = 16
-"""Fewer than for one step, because each case runs all configurations."""
-_SWITCHED_SHRINKS = 6
-"""torch.compile takes seconds for a case."""
+_MOST_SHRINKS = 16  # fewer than for one step, because each case runs all configurations
+_SWITCHED_SHRINKS = 6  # torch.compile takes seconds for a case
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,11 @@ def assert_steps_agree(
         ValueError: an argument is wrong, or the steps cannot be compared, as in `assert_step_scales`.
     """
     configurations = _checked(steps)
-    switches = _checked_axes(axes)
+    switches = list(dict.fromkeys([axes] if isinstance(axes, str) or not isinstance(axes, Iterable) else axes))
+    unknown = switches if isinstance(axes, str) else [axis for axis in switches if axis not in AXES]
+    if unknown:
+        shown = axes if isinstance(axes, str) else unknown
+        raise ValueError(f"{_GATE}: axes has {shown!r}; give a list of {', '.join(map(repr, AXES))}")
     if len(configurations) < 2 and not switches:
         (only,) = configurations
         raise ValueError(f"{_GATE}: steps has one configuration, {only!r}; give another one, or axes")
@@ -129,19 +131,16 @@ def assert_steps_agree(
     of_batch, drawn = (None, batch) if isinstance(batch, st.SearchStrategy) else (batch, None)
     programs = {
         name: Program(
-            configuration.step,
-            build,
-            of_batch,
-            reference,
-            gate=_GATE,
-            placement=configuration.placement,
-            returned_by=configuration.returned_by,
+            each.step, build, of_batch, reference, gate=_GATE, placement=each.placement, returned_by=each.returned_by
         )
-        for name, configuration in configurations.items()
+        for name, each in configurations.items()
     }
     for program in programs.values():
         check_arguments(program, observe, tolerance, max_examples)
-    places = {name: _place(name, configuration, ranks.size) for name, configuration in configurations.items()}
+    places: dict[str, Place] = {}
+    for name, configuration in configurations.items():
+        on = ranks.size if configuration.on is None else configuration.on
+        (places[name],) = check_places(_GATE, f"on of {name!r}", [on], ranks.size)
     reasons = {name: check_unjudged(_GATE, configuration.unjudged) for name, configuration in configurations.items()}
     if drawn is not None and sizes is not None:
         raise ValueError(f"{_GATE}: sizes and a strategy of batches are both given; batches bring their sizes")
@@ -149,9 +148,8 @@ def assert_steps_agree(
     sizes = "divisible" if sizes is None and drawn is None else sizes
     kinds = frozenset(observe)
     if one_device or len(programs) > 1:
-        agreement: Agreement = (OnOneDevice if one_device else WithoutOneDevice)(
-            ranks, programs, places, kinds, tolerance
-        )
+        how = OnOneDevice if one_device else WithoutOneDevice
+        agreement: Agreement = how(ranks, programs, places, kinds, tolerance)
         _search(agreement, families(worlds, sizes, drawn, max_examples or _EXAMPLES))
         for trials in agreement.comparisons:
             trials.finish([places[trials.name]], reasons[trials.name])
@@ -179,25 +177,10 @@ def _checked(steps: Mapping[str, Configuration | Callable[..., Any]]) -> dict[st
     return configurations
 
 
-def _checked_axes(axes: Iterable[str]) -> list[str]:
-    several = [axes] if isinstance(axes, str) or not isinstance(axes, Iterable) else list(axes)
-    if isinstance(axes, str) or (unknown := [axis for axis in several if axis not in AXES]):
-        shown = axes if isinstance(axes, str) else unknown
-        raise ValueError(f"{_GATE}: axes has {shown!r}; give a list of {', '.join(map(repr, AXES))}")
-    return list(dict.fromkeys(several))
-
-
-def _place(name: str, configuration: Configuration, largest: int) -> Place:
-    (place,) = check_places(
-        _GATE, f"on of {name!r}", [largest if configuration.on is None else configuration.on], largest
-    )
-    return place
-
-
 def _try_axis(agreement: OnSwitch, axis: str, family: Family, reasons: Mapping[str, str]) -> None:
     agreement.switch(Switch(axis))
     _search(agreement, [replace(family, examples=1)])
-    agreement.switch(Switch(axis, on=not agreement.effects))
+    agreement.switch(Switch(axis, on=not agreement.switched.effects))
     _search(agreement, [family], _SWITCHED_SHRINKS)
     agreement.finish(reasons)
 
@@ -247,11 +230,11 @@ def _findings(disagreement: Disagreement, trials: Trials, failure: Failure) -> l
     if not isinstance(trials, PairTrials):
         return list(failure.findings)
     findings = [
-        replace(finding, evidence=finding.evidence.replace(PARITY, trials.against)) for finding in failure.findings
+        replace(finding, evidence=finding.evidence.replace(PARITY, trials.against))
+        for finding in failure.findings
+        # With a switch, both runs are on the same ranks, from the same seeds.
+        if not trials.of_switch or finding.mistake != "random-numbers-per-rank"
     ]
-    if trials.of_switch:
-        # Both runs are on the same ranks, from the same seeds.
-        findings = [finding for finding in findings if finding.mistake != "random-numbers-per-rank"]
     if disagreement.control:
         return findings
     condition = f"if {trials.against} is right and {trials.name} is wrong"

@@ -52,41 +52,21 @@ class Entries:
     @property
     def irreproducible(self) -> str:
         """A description of the entries that differ between two uninterrupted runs by more than rounding, or ""."""
-        differing = {
-            name: [rank for rank, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()
-        }
-        differing = {name: ranks for name, ranks in differing.items() if ranks}
-        if not differing:
-            return ""
-        name, ranks = next(iter(differing.items()))
-        return f"{by_ranks(differing, _SHOWN)}: {name}: {self.by_name[name][ranks[0]].detail}"
+        several = {name: [n for n, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()}
+        differing = {name: ranks for name, ranks in several.items() if ranks}
+        for name, ranks in differing.items():
+            return f"{by_ranks(differing, _SHOWN)}: {name}: {self.by_name[name][ranks[0]].detail}"
+        return ""
 
     @property
     def state_moves(self) -> bool:
         """True if any comparable entry has changed since the earlier state."""
-        return any(
-            row.moved and row.same is not None
-            for name, rows in self.by_name.items()
-            for row in rows.values()
-            if not name.generator
-        )
+        several = (rows.values() for name, rows in self.by_name.items() if not name.generator)
+        return any(row.moved and row.same is not None for rows in several for row in rows)
 
     @cached_property
     def wrong(self) -> dict[StateEntry, list[int]]:
-        return {name: self.ranks_wrong(name) for name in self.by_name if not name.generator and self.ranks_wrong(name)}
-
-    @property
-    def wrong_generators(self) -> dict[StateEntry, list[int]]:
-        return {name: self.ranks_wrong(name) for name in self.by_name if name.generator and self.ranks_wrong(name)}
-
-    @property
-    def wrong_ranks(self) -> list[int]:
-        return sorted({rank for ranks in self.wrong.values() for rank in ranks})
-
-    @property
-    def first_wrong(self) -> tuple[StateEntry, str, list[int]]:
-        name, ranks = next(iter(self.wrong.items()))
-        return name, self.by_name[name][ranks[0]].detail, ranks
+        return {name: ranks for name in self.by_name if not name.generator and (ranks := self.ranks_wrong(name))}
 
     def ranks_wrong(self, name: StateEntry) -> list[int]:
         return [rank for rank, row in self.by_name.get(name, {}).items() if row.same is False]
@@ -107,9 +87,7 @@ class Entries:
         """Return whether the wrong ranks have the value that is right for rank 0."""
         rows = self.by_name[name]
         wrong_ranks = self.ranks_wrong(name)
-        return (
-            0 not in wrong_ranks and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong_ranks)
-        )
+        return 0 not in wrong_ranks and 0 in rows and all(rows[n].got == rows[0].expected != "" for n in wrong_ranks)
 
 
 def explained(
@@ -172,11 +150,10 @@ def _epochs(of_ranks: Sequence[Sequence[Sequence[int]]]) -> str:
         # Training may continue in the interrupted epoch or in the next one, or repeat earlier epochs.
         expected = [uninterrupted[start:] for start in range(min(len(before), len(uninterrupted)) + 1)]
         if after and list(after) not in [list(epochs) for epochs in expected] and len(after) <= len(uninterrupted):
-            summary = (
+            return (
                 f"DistributedSampler continues with epoch {after[0]} on rank {rank}, and with epoch "
-                f"{uninterrupted[-len(after)]}"
+                f"{uninterrupted[-len(after)]} in the uninterrupted run"
             )
-            return f"{summary} in the uninterrupted run"
     return ""
 
 
@@ -188,7 +165,7 @@ def _evidence(
     resharded: Mapping[StateEntry, str],
     altered: Mapping[StateEntry, Sequence[int]],
 ) -> Restored:
-    lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
+    lost_numbers = {name: ranks for name in drawn if (ranks := (loaded or ends).ranks_wrong(name))}
     mismatches = {} if loaded is None else loaded.wrong
     lost = {n: r for n, r in mismatches.items() if _holds(ends, n) is not None and n not in (*resharded, *altered)}
     if loaded is not None and (lost or lost_numbers or resharded or altered):
@@ -234,8 +211,7 @@ _SEED, _OTHER_SEED = 20, 2_000_003
 # deviations. They are added in pairs of opposite directions.
 _SPREAD, _PAIRS = 6.0, 2
 
-World = int | Mapping[str, int]
-"""A number of ranks, or the axes of a mesh and their sizes."""
+World = int | Mapping[str, int]  # a number of ranks, or the axes of a mesh and their sizes
 
 
 def assert_resume_continues(
@@ -354,7 +330,9 @@ class _TrainingRuns:
     def __init__(self, ranks: RanksFixture, train: Callable[..., Any], steps: int, root: Path) -> None:
         self.ranks, self.train, self.steps, self.root = ranks, train, steps, root
         self.middle = steps + (steps + 1) // 2 if steps > 1 else None
-        self.half, self.whole, self.perturbed = cache(self._half), cache(self._whole), cache(self._perturbed)
+        self.half = cache(lambda place: self.run(place, 0, steps, "half", self.checkpoint(place), _SEED))
+        self.whole = cache(lambda place: [self._uninterrupted(place, name) for name in ("whole", "again")])
+        self.perturbed = cache(self._perturbed)
 
     def checkpoint(self, place: Place, copy: str = "checkpoint") -> Path:
         return self._of(place) / copy
@@ -417,12 +395,6 @@ class _TrainingRuns:
             raise ValueError(problem)
         return kept
 
-    def _half(self, place: Place) -> Path:
-        return self.run(place, 0, self.steps, "half", self.checkpoint(place), _SEED)
-
-    def _whole(self, place: Place) -> list[Path]:
-        return [self._uninterrupted(place, name) for name in ("whole", "again")]
-
     def _perturbed(self, place: Place) -> list[Path] | RankFailure | RankHang | ValueError:
         """Return the perturbed runs, or their error: the cache keeps it, so that a hang is waited for once."""
         try:
@@ -451,9 +423,8 @@ def _check(
     across = saved != loaded
 
     def compared(got: Path, runs: list[Path], perturbed: Sequence[Path] = (), rounded: bool = False) -> Entries:
-        return Entries(
-            ranks.run(compare, got, runs, training.half(loaded), list(perturbed), tolerance, rounded, size=size)
-        )
+        how = list(perturbed), tolerance, rounded
+        return Entries(ranks.run(compare, got, runs, training.half(loaded), *how, size=size))
 
     step = training.middle if interrupted_twice else steps
     if step is None:
@@ -491,13 +462,11 @@ def _check(
             )
     if not ends.wrong:
         return
-    entry, detail, wrong_ranks = ends.first_wrong
+    entry, wrong_ranks = next(iter(ends.wrong.items()))
+    detail = ends.by_name[entry][wrong_ranks[0]].detail
     if across:
         remarks.append(_agreement(training, saved, loaded, entry, tolerance))
-    state: Entries | None = None
-    fresh: Entries | None = None
-    moved: dict[StateEntry, str] = {}
-    before = training.half(loaded)
+    state, fresh, moved, before = None, None, {}, training.half(loaded)
     try:
         before = training.until(loaded, step)
         loaded_path = training.loaded(saved, loaded, step)
@@ -529,7 +498,8 @@ def _check(
         known=facts,
         place=definition_of(training.train),
     )
-    raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes, site=report.site)
+    all_wrong = sorted({rank for ranks_of_entry in ends.wrong.values() for rank in ranks_of_entry})
+    raise ScalingMismatch(str(report), ranks=all_wrong, mistakes=report.mistakes, site=report.site)
 
 
 def _agreement(training: _TrainingRuns, saved: Place, loaded: Place, entry: StateEntry, tolerance: float | None) -> str:

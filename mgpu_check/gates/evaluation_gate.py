@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _PER_RANK = 4
 _SHOWN = 4
-_LIKELY = 3
-"""Causes that a report names."""
+_LIKELY = 3  # causes that a report names
 
 
 def assert_evaluation_agrees(
@@ -167,9 +166,8 @@ def _evidence(compared: Sequence[Compared], disagreements: Sequence[Compared], s
         return replace(evidence, answers_change=summary)
     if initial or parameters or buffers:
         return evidence
-    summary = (
-        f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {disagreements[0].detail}"
-    )
+    equal = "parameters and buffers are equal on all ranks, to the bit"
+    summary = f"{equal}, and the answers are not: {disagreements[0].detail}"
     return replace(evidence, answers_apart=summary)
 
 
@@ -197,12 +195,11 @@ def _report(
             observables.append(Observable(name, relations, row.detail))
     # Name a wrong parameter or buffer before a wrong answer: it is the cause.
     cause = (parameters or buffers or list(disagreements))[0]
-    summary = (
-        "another answer under another seed" if cause.kind == "repeated" else f"{cause.kind} {cause.name!r} differs"
-    )
+    again = cause.kind == "repeated"
+    summary = "another answer under another seed" if again else f"{cause.kind} {cause.name!r} differs"
     return Report(
         f"ranks give different answers in evaluation mode: {summary} on {named(cause.wrong)}"
-        + ("" if cause.kind == "repeated" else f": {cause.detail}"),
+        + ("" if again else f": {cause.detail}"),
         case,
         observables,
         findings,

@@ -32,40 +32,33 @@ class RanksFixture(Protocol):
         **kwargs: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on each of `size` ranks; return what they return, in rank order."""
-        ...
 
     @property
     def _seeds_apart(self) -> bool:
         """True if ranks already have different hash seeds."""
-        ...
 
     def _remark(self, line: str) -> None:
         """Add a line to the summary of the run, once."""
-        ...
 
     def _not_seen(self, step: str, line: str) -> None:
         """Add to the summary of the run, and to the report of the test, what the pass of a step does not show."""
-        ...
 
     @property
     def _at_once(self) -> int:
         """The number of calls that `_run_apart` can make at the same time."""
-        ...
 
     def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world.
 
         Return the results in the order of `arguments`.
         """
-        ...
 
 
 def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> list[int]:
     """Return the world sizes to compare with one rank, in ascending order, each once.
 
-    Args:
-        world_sizes: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and
-            `ranks.size`: these cover most code that works only for some sizes.
+    `world_sizes`: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and
+    `ranks.size`: these cover most code that works only for some sizes.
     """
     if world_sizes is None:
         if ranks.size < 2:
@@ -77,9 +70,7 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
     if isinstance(world_sizes, str | bytes) or not isinstance(world_sizes, Iterable):
         raise ValueError(f"world_sizes is {world_sizes!r}; give several ints from 1 to {ranks.size}, such as [2]")
     sizes = list(world_sizes)
-    invalid = [
-        size for size in sizes if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= ranks.size
-    ]
+    invalid = [size for size in sizes if not is_count(size) or size > ranks.size]
     if invalid or not sizes:
         fault = f"has {', '.join(map(repr, invalid))}" if invalid else "is empty"
         raise ValueError(
@@ -93,9 +84,10 @@ def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int]
     """Return batch sizes in ascending order, each once; None if the gate should choose them."""
     if sizes is None:
         return None
-    batch_sizes = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
+    several = isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes)
+    batch_sizes: list[Any] = list(sizes) if isinstance(sizes, Iterable) and several else [sizes]
     if not batch_sizes or not all(is_count(n) for n in batch_sizes):
-        shown = batch_sizes if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else sizes
+        shown = batch_sizes if several else sizes
         raise ValueError(f"{function_name}: sizes={shown!r}; give an int of at least 1, or several, such as [8, 9]")
     return sorted({int(n) for n in batch_sizes})
 
@@ -114,7 +106,8 @@ def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = Tr
         by_name: whether to accept a mapping of names to such numbers, too.
     """
     fractions = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
-    if tolerance is not None and not all(_is_fraction(value) for value in fractions):
+    numbers = [value for value in fractions if isinstance(value, int | float) and not isinstance(value, bool)]
+    if tolerance is not None and not (len(numbers) == len(fractions) and all(0 <= value < 1 for value in numbers)):
         which = "for all tensors or by name" if by_name else "for all tensors"
         raise ValueError(
             f"{function_name}: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, "
@@ -124,10 +117,6 @@ def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = Tr
 
 def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_fraction(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
 @contextlib.contextmanager

@@ -144,18 +144,14 @@ def _check(
     shuffled: bool,
     definition: str,
 ) -> None:
-    """Raise ScalingMismatch if a relation fails at this world size."""
     labels = {sample: text for visit in (*visits, alone) for sample, text in visit.labels.items()}
     workers = max(visit.workers for visit in visits)
-    evidence, epochs = [], []
-    for number in range(len(alone.epochs)):
-        rank_epochs = [visit.epochs[number] for visit in visits]
-        samples = samples_of(expected, rank_epochs, accepted, labels, workers)
-        coverage = coverage_of(samples)
+    by_epoch = [[visit.epochs[number] for visit in visits] for number in range(len(alone.epochs))]
+    evidence = [samples_of(expected, rank_epochs, accepted, labels, workers) for rank_epochs in by_epoch]
+    epochs = [coverage_of(samples) for samples in evidence]
+    for number, coverage in enumerate(epochs):
         if repeated_visits is not None:
             _repeatable(coverage, visits, repeated_visits, number)
-        evidence.append(samples)
-        epochs.append(coverage)
     order = _order(visits, len(expected), shuffled or any(visit.shuffles for visit in visits))
     rows = [(f"epoch {number}", coverage) for number, coverage in enumerate(epochs)]
     rows += [("all epochs", order)] if len(epochs) > 1 else []
@@ -185,7 +181,6 @@ def _check(
 
 
 def _repeatable(coverage: Coverage, visits: Sequence[Visits], repeated_visits: Sequence[Visits], number: int) -> None:
-    """Add to `coverage` whether a second run under the same seeds gives each rank the same samples."""
     others = [
         rank
         for rank, (visit, repeated) in enumerate(zip(visits, repeated_visits, strict=True))
@@ -193,9 +188,8 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], repeated_visits: S
     ]
     coverage.relations["repeatable"] = not others
     if others:
-        coverage.details.append(
-            f"run again under the same seeds, {named(others)} {'gets' if len(others) == 1 else 'get'} other samples"
-        )
+        verb = "gets" if len(others) == 1 else "get"
+        coverage.details.append(f"run again under the same seeds, {named(others)} {verb} other samples")
         coverage.remarks.append(
             "an epoch that cannot be repeated can be neither resumed nor debugged: seed the generator that draws the "
             "order, from one seed for all ranks"
@@ -204,7 +198,6 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], repeated_visits: S
 
 
 def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
-    """Return whether the order changes from epoch to epoch, if it should."""
     same, conclusive = same_orders(visits, samples)
     result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not conclusive) else not same})
     if result.relations[_EPOCHS_DIFFER] is False:

@@ -29,37 +29,23 @@ def raise_unusable(gate: str, failure: Exception) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """The functions and options of the user.
+    """The functions and options of the user."""
 
-    Attributes:
-        step: ``step(model, batch, rank)``; or a class that is called with (model, rank) first.
-        batch: ``batch(n)``; None if batches are drawn from a strategy.
-        reference: ``reference(model, batch)`` on one device, or None.
-        single_process: whether one process drives all devices, as with nn.DataParallel.
-        gate: the gate that the user called, for messages.
-        placement: the slices of parameters that ranks hold; see `numerics.placement.by_user`.
-        returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for
-            all.
-        switch: an option that is turned on or off for the step; None for none.
-    """
-
-    step: Callable[..., Any]
+    step: Callable[..., Any]  # ``step(model, batch, rank)``; or a class that is called with (model, rank) first
     build: Callable[[], Any]
-    batch: Callable[[int], Any] | None
-    reference: Callable[..., Any] | None = None
-    single_process: bool = False
-    gate: str = "assert_step_scales"
-    placement: Placement = None
+    batch: Callable[[int], Any] | None  # ``batch(n)``; None if batches are drawn from a strategy
+    reference: Callable[..., Any] | None = None  # ``reference(model, batch)`` on one device, or None
+    single_process: bool = False  # whether one process drives all devices, as with nn.DataParallel
+    gate: str = "assert_step_scales"  # the gate that the user called, for messages
+    placement: Placement = None  # the slices of parameters that ranks hold; see `numerics.placement.by_user`
+    # The ranks whose returned values count: "last", or a function of coordinates in the mesh; None for all.
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None
-    switch: Switch | None = None
+    switch: Switch | None = None  # an option that is turned on or off for the step; None for none
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
-    """Return a function to call for each batch.
-
-    A class, or a partial of a class, is called with (model, rank) first.
-    """
-    instance = step(model, rank) if isinstance(innermost(step), type) else step
+    """Return a function to call for each batch; a class, or a partial of one, is called with (model, rank) first."""
+    instance = step(model, rank) if is_class(step) else step
     return lambda batch: instance(model, batch, rank)
 
 
@@ -88,21 +74,16 @@ def is_class(step: Callable[..., Any]) -> bool:
 
 
 def name_of(step: Callable[..., Any]) -> str:
-    """Return the name of a step for reports: its `__name__`, or else the name of its class.
-
-    For a partial, use the function or class that it wraps.
-    """
+    """Return the name for reports of a step, or of what a partial wraps: its `__name__`, or else that of its class."""
     inner = innermost(step)
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    modules: dict[str, nn.Module] = {}
+    several = model if isinstance(model, Mapping) else dict(enumerate(model)) if isinstance(model, list | tuple) else {}
+    modules = {f"{key}.": module for key, module in several.items() if isinstance(module, nn.Module)}
     if isinstance(model, nn.Module):
         modules = {"": model}
-    elif isinstance(model, (Mapping, list, tuple)):
-        several: Mapping[Any, Any] = model if isinstance(model, Mapping) else dict(enumerate(model))
-        modules = {f"{key}.": module for key, module in several.items() if isinstance(module, nn.Module)}
     if not modules:
         raise Unusable(f"build() returned {type(model).__name__}; return an nn.Module, or a tuple or mapping of them")
     for prefix, module in modules.items():
@@ -121,10 +102,7 @@ _AS_IN = {
 
 
 def check_arguments(
-    program: Program,
-    observe: Collection[str],
-    tolerance: float | Mapping[str, float] | None,
-    max_examples: int | None,
+    program: Program, observe: Collection[str], tolerance: float | Mapping[str, float] | None, max_examples: int | None
 ) -> None:
     gate = program.gate
     for name, example in _AS_IN.items():

@@ -201,21 +201,16 @@ def _assert_scales(
         try:
             failed = smallest_failure(trials, family.scenarios, family.examples)
         except RankHang as hang:
-            raise _no_return(trials, hang) from None
+            # Most gates pass, so the diagnosis is imported here: that takes a tenth of a second.
+            from mgpu_check.gates.explanation.failure_report import late_hang
+            from mgpu_check.gates.explanation.investigation import no_return_of
+
+            lost = no_return_of(trials.name, trials.current, hang, definition_of(program.step))
+            raise late_hang(lost, hang) from None
         if failed is not None:
             raise _mismatch(trials, failed, [size for size, mesh in worlds if not mesh]) from failed.error
     trials.finish(worlds, unjudged)
     try_seeds(trials)
-
-
-# Most gates pass, so these import the diagnosis, which takes a tenth of a second.
-
-
-def _no_return(trials: Trials, hang: RankHang) -> RankHang:
-    from mgpu_check.gates.explanation.failure_report import late_hang
-    from mgpu_check.gates.explanation.investigation import no_return_of
-
-    return late_hang(no_return_of(trials.name, trials.current, hang, definition_of(trials.program.step)), hang)
 
 
 def _mismatch(trials: Trials, failed: Trial, sizes: Sequence[int]) -> ScalingMismatch:

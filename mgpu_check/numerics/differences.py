@@ -6,6 +6,7 @@ proves a cause; each says "looks like" and shows its evidence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,12 @@ from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, name_of, plain
 class Difference:
     """The difference between a tensor and the expected one. Indices count along the tensor's own dimensions."""
 
-    count: int
-    """How many elements differ by more than the tolerance."""
+    count: int  # how many elements differ by more than the tolerance
     total: int
     first: tuple[int, ...]
     last: tuple[int, ...]
     worst: tuple[int, ...]
-    got: float | int
-    """The value at `worst`; `expected` and `tolerance` belong to the same element."""
+    got: float | int  # the value at `worst`; `expected` and `tolerance` belong to the same element
     expected: float | int
     tolerance: float
     dtype: torch.dtype
@@ -122,14 +121,11 @@ def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[
     if not len(indices) or bool((values & (values - 1)).any()):
         return []
     width = 8 * got.element_size()
-    return [
-        (tuple(index.tolist()), (value % 2**width).bit_length() - 1)
-        for index, value in zip(indices, values.tolist(), strict=True)
-    ]
+    bits = [(value % 2**width).bit_length() - 1 for value in values.tolist()]
+    return list(zip(map(tuple, indices.tolist()), bits, strict=True))
 
 
-_ROUNDINGS = 4
-"""Two right results may differ by this many roundoffs: each is rounded a few times, in its own order."""
+_ROUNDINGS = 4  # two right results may differ by this many roundoffs: each is rounded a few times, in its own order
 _MANY = 4
 """Fewest elements with one inverted bit that suggest a defect of bits: fewer differ so by chance, as 257 and 256 do."""
 _LEAST = 1 / 64
@@ -180,22 +176,19 @@ def diagnose(
     findings += differing.constant({} if constants is None else constants)
     if previous is not None and previous.shape == got.shape and differing.equals(plain(previous).double()[mismatches]):
         findings.append(f"looks like a stale value: {differing.which} {differing.verb} what was there before")
-    if contributions:
-        findings += differing.of_parts(
-            [plain(contribution).double()[mismatches] for contribution in contributions], rank
-        )
+    parts = [plain(contribution).double()[mismatches] for contribution in contributions]
+    findings += differing.of_parts(parts, rank)
     if count > 1 and not findings and differing.permuted():
         findings.append(f"looks like a permutation: {differing.which} hold the expected values in another order")
     if findings:
         return findings
-    if count == 1 and wide.numel() > 3:
-        return _single(got_.dtype, float(wide[mismatches]), float(goal[mismatches]))
-    return _narrower(
-        got_.dtype,
-        wide[mismatches],
-        goal[mismatches],
-        [plain(contribution).double()[mismatches] for contribution in contributions],
-    )
+    if count > 1 or wide.numel() <= 3:
+        return _narrower(got_.dtype, wide[mismatches], goal[mismatches], parts)
+    value, right = float(wide[mismatches]), float(goal[mismatches])
+    relative = abs(value - right) / abs(right) if right else math.inf
+    known = got_.dtype.is_floating_point and 0 < relative < 1
+    off = f"it is off by {relative:.1e} of its value, and " if known else ""
+    return [f"looks like a corrupted element: {off}all others are right"]
 
 
 def _bits(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Tensor, count: int) -> list[str]:
@@ -213,11 +206,8 @@ def _bits(got: torch.Tensor, expected: torch.Tensor, mismatches: torch.Tensor, c
     elif count == got.numel() and len(off.unique()) == 1:
         return []  # a number was added to all elements
     index, bit = flips[0]
-    value = show(rounded[index].item(), got.dtype)
-    return [
-        f"looks like a flipped bit: bit {bit} of {count} elements is inverted, in the first, {list(index)}, that of "
-        f"{value}"
-    ]
+    first = f"{list(index)}, that of {show(rounded[index].item(), got.dtype)}"
+    return [f"looks like a flipped bit: bit {bit} of {count} elements is inverted, in the first, {first}"]
 
 
 class _Differing:
@@ -284,49 +274,31 @@ class _Differing:
         return []
 
     def of_parts(self, contributions: Sequence[torch.Tensor], rank: int | None) -> list[str]:
-        findings: list[str] = []
+        """Return the first pattern only: a few elements fit several by chance."""
+        which = self.which
         if len(contributions) < 2:
-            return findings
+            return []
         for index, contribution in enumerate(contributions):
             if self.equals(contribution):
                 owner = "its own part" if index == rank else f"rank {index}'s part"
-                findings.append(f"looks like a result that was not delivered: {self.which} {self.verb} {owner} alone")
-            elif self.equals(self.expected - contribution):
-                findings.append(
-                    f"looks like a sum that misses rank {index}: with its part, {self.which} would be right"
-                )
-            elif self.equals(self.expected + contribution):
-                findings.append(
-                    f"looks like a sum that counts rank {index} twice: {self.which} {self.be} too large by its part"
-                )
-        partial = contributions[0]
-        for last in range(1, len(contributions) - 1):
-            partial = partial + contributions[last]
-            if not findings and self.equals(partial):
-                findings.append(f"looks like a partial sum: {self.which} {self.verb} the sum over ranks 0 to {last}")
-        # A few elements fit several patterns by chance: report only the first.
-        return findings[:1]
-
-
-def _single(dtype: torch.dtype, got: float, expected: float) -> list[str]:
-    relative = abs(got - expected) / abs(expected) if expected else math.inf
-    if not dtype.is_floating_point or not 0 < relative < 1:
-        return ["looks like a corrupted element: all others are right"]
-    return [f"looks like a corrupted element: it is off by {relative:.1e} of its value, and all others are right"]
+                return [f"looks like a result that was not delivered: {which} {self.verb} {owner} alone"]
+            if self.equals(self.expected - contribution):
+                return [f"looks like a sum that misses rank {index}: with its part, {which} would be right"]
+            if self.equals(self.expected + contribution):
+                return [f"looks like a sum that counts rank {index} twice: {which} {self.be} too large by its part"]
+        for last, partial in enumerate(itertools.accumulate(contributions[:-1])):
+            if last and self.equals(partial):
+                return [f"looks like a partial sum: {which} {self.verb} the sum over ranks 0 to {last}"]
+        return []
 
 
 def _narrower(
     dtype: torch.dtype, got: torch.Tensor, expected: torch.Tensor, contributions: Sequence[torch.Tensor]
 ) -> list[str]:
     if not bool(got.isfinite().all()) and bool(expected.isfinite().all()):
-        largest = float(expected.abs().max())
-        return [
-            f"looks like an overflow: values that are not finite, where up to {largest:.3g} was expected "
-            "(float16 ends at 65504)"
-        ]
-    scale = (
-        torch.stack([contribution.abs() for contribution in contributions]).sum(0) if contributions else expected.abs()
-    )
+        largest = f"where up to {float(expected.abs().max()):.3g} was expected (float16 ends at 65504)"
+        return [f"looks like an overflow: values that are not finite, {largest}"]
+    scale = torch.stack([part.abs() for part in contributions or [expected]]).sum(0)
     relative = float(((got - expected).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
     terms = max(len(contributions), 1)
     for narrow, name in _NARROWER.get(dtype, ()):

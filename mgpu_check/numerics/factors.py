@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-_MOST = 100_000
-"""Numbers that are fitted at most: Python handles them one by one."""
+_MOST = 100_000  # numbers that are fitted at most: Python handles them one by one
 
 
 def common_factor(

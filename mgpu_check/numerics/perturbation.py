@@ -24,8 +24,7 @@ _AT_ONCE = 1 << 15
 """Elements of a larger tensor that are perturbed together. They fit several times into a processor's cache, and torch
 does not divide them among threads, which would wait for each other most of the time.
 """
-_TABLE = 1 << 20
-"""Signs in the table: their factors take 4 MB in float32, and 8 MB in float64."""
+_TABLE = 1 << 20  # signs in the table: their factors take 4 MB in float32, and 8 MB in float64
 
 # Operators that subtract nearly equal numbers internally: decomposed, so that their parts are perturbed. On GPUs, cuDNN
 # and MIOpen normalize batches with operators of their own.
@@ -74,13 +73,7 @@ class Perturbed(TorchDispatchMode):
     _decomposes = _in_place = True
 
     def __init__(
-        self,
-        spread: float,
-        generator: torch.Generator,
-        stands_for: float,
-        *,
-        counts: bool = False,
-        copies: bool = True,
+        self, spread: float, generator: torch.Generator, stands_for: float, *, counts: bool = False, copies: bool = True
     ) -> None:
         super().__init__()
         self.spread, self.generator, self.stands_for = spread, generator, stands_for
@@ -102,8 +95,10 @@ class Perturbed(TorchDispatchMode):
             self._after_collective(func, result)
         if not self._in_place and writes(func):
             return result
-        if func.overloadpacket is torch.ops.aten._to_copy and _is_wider(result, args[0]):
-            return result  # only the float64 run widens here; the dtype that it stands for does not
+        if func.overloadpacket is torch.ops.aten._to_copy:
+            dtypes = [value.dtype for value in (result, args[0]) if isinstance(value, torch.Tensor)]
+            if all(dtype.is_floating_point for dtype in dtypes) and dtypes[0].itemsize > dtypes[-1].itemsize:
+                return result  # only the float64 run widens here; the dtype that it stands for does not
         spared = not self.copies and (func.overloadpacket in _COPYING or func.namespace == "c10d")
         computes, written = _effects(func)
         results: list[Any] = []
@@ -193,16 +188,6 @@ def _factors(size: float, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.where(_signs(), up, down).to(device)
 
 
-def _is_wider(result: Any, operand: Any) -> bool:
-    both = isinstance(result, torch.Tensor) and isinstance(operand, torch.Tensor)
-    return bool(
-        both
-        and operand.is_floating_point()
-        and result.is_floating_point()
-        and result.dtype.itemsize > operand.dtype.itemsize
-    )
-
-
 def _has_counts(piece: torch.Tensor, size: torch.Tensor, integral: torch.Tensor) -> bool:
     """Return whether some element may be a nonzero whole number; `size` and `integral` are scratch.
 
@@ -238,12 +223,9 @@ def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
     A result that aliases an argument without writing to it is a view, so the operator computes nothing.
     """
     schema = func._schema
-    computes = not any(
-        argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.returns
-    )
-    if schema.returns:
-        return computes, ()
-    return computes, tuple(index for index, argument in enumerate(schema.arguments) if _written(argument))
+    views = [result for result in schema.returns if result.alias_info is not None and not result.alias_info.is_write]
+    arguments = () if schema.returns else schema.arguments
+    return not views, tuple(index for index, argument in enumerate(arguments) if _written(argument))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,19 +37,14 @@ class Unplaced(Enum):
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements of a whole tensor that a local tensor holds.
+    """Elements of a whole tensor that a local tensor holds."""
 
-    Attributes:
-        whole: name of the whole tensor: that of the parameter on one device.
-        shape: shape of the whole tensor.
-        at: for each element, in the order of the local tensor, its position in the flattened whole, int64; None where
-            the local tensor is the whole.
-        within: first and last + 1 element of the flattened local tensor that belong to this slice; None for all.
-    """
-
-    whole: str
-    shape: tuple[int, ...]
+    whole: str  # name of the whole tensor: that of the parameter on one device
+    shape: tuple[int, ...]  # shape of the whole tensor
+    # for each element, in the order of the local tensor, its position in the flattened whole, int64; None where the
+    # local tensor is the whole
     at: torch.Tensor | None = None
+    # first and last + 1 element of the flattened local tensor that belong to this slice; None for all
     within: tuple[int, int] | None = None
 
     @property
@@ -76,32 +72,25 @@ class Slice:
             return "all"
         if not self.at.numel():
             return "nothing"
-        mask = self.mask
-        cut = [dim for dim in range(mask.dim()) if not _is_full(mask, dim)]
-        if all(_fills_its_box(mask, cut)):
-            return ", ".join(f"dim {dim}: {_ranges(_used(mask, dim))} of {mask.shape[dim]}" for dim in cut) or "all"
+        mask = box = self.mask
+        cut = {dim: used for dim in range(mask.dim()) if len(used := _used(mask, dim)) < mask.shape[dim]}
+        for dim, used in cut.items():
+            box = box.index_select(dim, used)
+        if bool(box.all()):  # all is held that has a used index in each dimension
+            return ", ".join(f"dim {dim}: {_ranges(used)} of {mask.shape[dim]}" for dim, used in cut.items()) or "all"
         return f"elements {_ranges(mask.view(-1).nonzero().flatten())} of {mask.numel()}"
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A whole tensor that was put together from slices.
+    """A whole tensor that was put together from slices."""
 
-    Attributes:
-        value: the whole; of an element that several hold, what the first of them has.
-        missing: the elements that no slice holds, bool; None if there are no such elements.
-    """
-
-    value: torch.Tensor
-    missing: torch.Tensor | None
+    value: torch.Tensor  # the whole; of an element that several hold, what the first of them has
+    missing: torch.Tensor | None  # the elements that no slice holds, bool; None if there are no such elements
 
 
 def assembled(slices: Sequence[tuple[Slice, torch.Tensor]]) -> Assembled:
-    """Put slices of one whole together.
-
-    Args:
-        slices: at least one; each slice with the local tensor that has it.
-    """
+    """Put slices of one whole together. `slices`: at least one; each slice with the local tensor that has it."""
     head, local = slices[0]
     value = torch.zeros(head.shape, dtype=local.dtype)
     covered = torch.zeros(head.shape, dtype=torch.bool)
@@ -113,29 +102,14 @@ def assembled(slices: Sequence[tuple[Slice, torch.Tensor]]) -> Assembled:
 
 def indexed(shape: Sequence[int], index: object) -> torch.Tensor:
     """Return the positions in a flattened tensor that an index selects: a slice, integers, or several."""
-    count = 1
-    for size in shape:
-        count *= size
-    positions: torch.Tensor = torch.arange(count).view(tuple(shape))[index]  # type: ignore[index]
+    positions: torch.Tensor = torch.arange(math.prod(shape)).view(tuple(shape))[index]  # type: ignore[index]
     return positions.reshape(-1)
-
-
-def _is_full(mask: torch.Tensor, dim: int) -> bool:
-    return len(_used(mask, dim)) == mask.shape[dim]
 
 
 def _used(mask: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the indices along a dimension that hold an element."""
     others = [axis for axis in range(mask.dim()) if axis != dim]
     return (mask.any(others) if others else mask).nonzero().flatten()
-
-
-def _fills_its_box(mask: torch.Tensor, cut: Iterable[int]) -> list[bool]:
-    """Return whether all is held that has a used index in each dimension."""
-    box = mask
-    for dim in cut:
-        box = box.index_select(dim, _used(mask, dim))
-    return [bool(box.all())]
 
 
 def _ranges(indices: torch.Tensor) -> str:
@@ -151,16 +125,11 @@ def _ranges(indices: torch.Tensor) -> str:
     return " and ".join(shown) + remainder
 
 
-_MANY = 256
-"""Places of one value above which it is a constant, such as the zeros of a bias."""
+_MANY = 256  # places of one value above which it is a constant, such as the zeros of a bias
 
 
 class Wholes:
-    """The tensors of a freshly built model, to look slices up.
-
-    Args:
-        named: dense tensors on the CPU by name.
-    """
+    """The tensors of a freshly built model, to look slices up. `named`: dense tensors on the CPU by name."""
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self._named = dict(named)
@@ -180,29 +149,24 @@ class Wholes:
     def find(self, local: torch.Tensor, hint: str = "", *, trusted: bool = False) -> list[Slice] | Unplaced:
         """Return the slices that a local tensor consists of, or why they are not known.
 
-        Args:
-            local: dense, on the CPU, with the values from before the first step.
-            hint: the likely name. Of several places, the only one in the tensor of this name counts.
-            trusted: a tensor that equals the one of this name is that one, even if others are equal, too.
+        `local`: dense, on the CPU, with the values from before the first step. `hint`: the likely name. Of several
+        places, the only one in the tensor of this name counts. `trusted`: a tensor that equals the one of this name is
+        that one, even if others are equal, too.
         """
         local = local.contiguous()
         if not local.numel():
             return []
-        same = self._by_digest.get(digest_of(local), [])
-        if same:
+        if same := self._by_digest.get(digest_of(local), []):
             if trusted and hint in same:
                 return [Slice(hint, tuple(local.shape))]
             alone = len(same) == 1 and not self._is_constant_elsewhere(local, same[0])
             return [Slice(same[0], tuple(local.shape))] if alone else Unplaced.AMBIGUOUS
-        several = False
-        hinted = [hint] if hint in self._named else []
-        for candidates in (hinted, [name for name in self._named if name != hint]):
-            slices = [candidate for name in candidates for candidate in self._places(name, local)]
-            if len(slices) == 1 and slices[0] is not None:
-                return [slices[0]]
-            several |= bool(slices)
-            if several:
-                return Unplaced.AMBIGUOUS
+        for names in ([hint] if hint in self._named else [], [name for name in self._named if name != hint]):
+            places = [(name, at) for name in names for at in _boxes(self._named[name], local)]
+            if places:
+                name, at = places[0]
+                alone = len(places) == 1 and at is not None
+                return [Slice(name, tuple(self._named[name].shape), at)] if alone else Unplaced.AMBIGUOUS
         return self._pieces(local)
 
     def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
@@ -215,14 +179,6 @@ class Wholes:
             for name, full_tensor in self._named.items()
         )
 
-    def _places(self, name: str, local: torch.Tensor) -> Iterator[Slice | None]:
-        """Yield each place of a local tensor in one whole; None for a place that is not the only one."""
-        full_tensor = self._named[name]
-        if full_tensor.dtype != local.dtype or full_tensor.numel() < local.numel() or not full_tensor.dim():
-            return
-        for at in _boxes(full_tensor, local):
-            yield None if at is None else Slice(name, tuple(full_tensor.shape), at)
-
     def _pieces(self, local: torch.Tensor) -> list[Slice] | Unplaced:
         """Return the ranges of flattened tensors in a flat buffer, or in a fused weight.
 
@@ -232,17 +188,24 @@ class Wholes:
         flat = local.reshape(-1)
         slices: list[Slice] = []
         offset = 0
+
+        def common(position: int) -> int:
+            """Return how many elements are the same from both places on, up to the end of one whole."""
+            end = min((start for start, _ in starts if start > position), default=len(everything))
+            count = min(end - position, len(flat) - offset)
+            same = everything[position : position + count] == flat[offset : offset + count]
+            return count if bool(same.all()) else int(same.to(torch.uint8).argmin())
+
         while offset < len(flat):
             positions = (everything == flat[offset]).nonzero().flatten().tolist()
             if len(positions) > _MANY:
                 return Unplaced.AMBIGUOUS
-            runs = [(_common(everything, position, flat, offset, starts), position) for position in positions]
-            longest = max(runs, default=(0, 0))
-            if not longest[0]:
+            runs = [(common(position), position) for position in positions]
+            length, position = max(runs, default=(0, 0))
+            if not length:
                 return slices if slices and not bool(flat[offset:].any()) else Unplaced.NOWHERE
-            if sum(length == longest[0] for length, _ in runs) > 1:
+            if sum(own == length for own, _ in runs) > 1:
                 return Unplaced.AMBIGUOUS
-            length, position = longest
             start, name = max(entry for entry in starts if entry[0] <= position)
             at = torch.arange(position - start, position - start + length)
             slices.append(Slice(name, tuple(self._named[name].shape), at, (offset, offset + length)))
@@ -252,31 +215,17 @@ class Wholes:
     def _flat(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[int, str]]]:
         """Return all wholes of a dtype, one after the other, and where each starts."""
         if dtype not in self._flats:
-            wholes = {
-                name: full_tensor
-                for name, full_tensor in self._named.items()
-                if full_tensor.dtype == dtype and full_tensor.numel()
-            }
-            starts = itertools.accumulate([full_tensor.numel() for full_tensor in wholes.values()], initial=0)
-            flat = torch.cat(
-                [torch.empty(0, dtype=dtype), *(full_tensor.reshape(-1) for full_tensor in wholes.values())]
-            )
-            self._flats[dtype] = flat, list(zip(starts, wholes, strict=False))
+            flats = {name: own.reshape(-1) for name, own in self._named.items() if own.dtype == dtype and own.numel()}
+            starts = itertools.accumulate(map(len, flats.values()), initial=0)
+            flat = torch.cat([torch.empty(0, dtype=dtype), *flats.values()])
+            self._flats[dtype] = flat, list(zip(starts, flats, strict=False))
         return self._flats[dtype]
-
-
-def _common(
-    everything: torch.Tensor, position: int, flat: torch.Tensor, offset: int, starts: Sequence[tuple[int, str]]
-) -> int:
-    """Return how many elements are the same from both places on, up to the end of one whole."""
-    end = min((start for start, _ in starts if start > position), default=len(everything))
-    count = min(end - position, len(flat) - offset)
-    same = everything[position : position + count] == flat[offset : offset + count]
-    return count if bool(same.all()) else int(same.to(torch.uint8).argmin())
 
 
 def _boxes(full_tensor: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | None]:
     """Yield the positions of a tensor that is a box or rows of a whole, or its transpose; None if ambiguous."""
+    if full_tensor.dtype != local.dtype or full_tensor.numel() < local.numel() or not full_tensor.dim():
+        return
     shape = tuple(full_tensor.shape)
     if full_tensor.dim() == local.dim():
         cut = [dim for dim in range(full_tensor.dim()) if full_tensor.shape[dim] != local.shape[dim]]
@@ -288,21 +237,18 @@ def _boxes(full_tensor: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Ten
                     yield indexed(shape, index) if len(rows) else None
                     return
             elif len(cut) > 1 and (corner := _corner(full_tensor, local)) is not None:
-                ends = [low + size for low, size in zip(corner, local.shape, strict=True)]
-                yield indexed(shape, tuple(itertools.starmap(slice, zip(corner, ends, strict=True))))
+                yield indexed(shape, corner)
                 return
-    if full_tensor.dim() == local.dim() == 2 and (
-        full_tensor.shape[0] == local.shape[1] or full_tensor.shape[1] == local.shape[0]
-    ):
-        turned = torch.arange(full_tensor.numel()).view(shape).T.contiguous().view(-1)
-        if full_tensor.T.shape == local.shape:
-            if torch.equal(full_tensor.T, local):
-                yield turned
-            return
-        cut = [dim for dim in range(2) if full_tensor.T.shape[dim] != local.shape[dim]]
-        if len(cut) == 1 and (rows := _rows(full_tensor.T, local, cut[0])) is not None:
-            index = (rows, slice(None)) if cut[0] == 0 else (slice(None), rows)
-            yield turned[indexed(tuple(full_tensor.T.shape), index)] if len(rows) else None
+    turned = full_tensor.T if full_tensor.dim() == local.dim() == 2 else local
+    cut = [dim for dim in range(turned.dim()) if turned.shape[dim] != local.shape[dim]]
+    if turned is local or len(cut) > 1:
+        return
+    at = torch.arange(full_tensor.numel()).view(shape).T.contiguous().view(-1)
+    if not cut and torch.equal(turned, local):
+        yield at
+    elif cut and (rows := _rows(turned, local, cut[0])) is not None:
+        index = (rows, slice(None)) if cut[0] == 0 else (slice(None), rows)
+        yield at[indexed(tuple(turned.shape), index)] if len(rows) else None
 
 
 def _rows(full_tensor: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Tensor | None:
@@ -319,25 +265,19 @@ def _rows(full_tensor: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Ten
     if all(len(indices) == 1 for indices in positions):
         return torch.tensor([indices[0] for indices in positions])
     # The neighbours of a row that comes twice, such as one of zeros, decide.
-    starts = [
-        initial
-        for initial in positions[0]
-        if all(initial + offset in indices for offset, indices in enumerate(positions))
-    ]
-    return (
-        torch.arange(starts[0], starts[0] + len(positions)) if len(starts) == 1 else torch.empty(0, dtype=torch.int64)
-    )
+    starts = [start for start in positions[0] if all(start + n in own for n, own in enumerate(positions))]
+    start, count = (starts[0], len(positions)) if len(starts) == 1 else (0, 0)
+    return torch.arange(start, start + count)
 
 
-def _corner(full_tensor: torch.Tensor, local: torch.Tensor) -> list[int] | None:
-    """Return where a box of several shorter dimensions begins; None if it is nowhere, or in several places."""
-    corners = []
+def _corner(full_tensor: torch.Tensor, local: torch.Tensor) -> tuple[slice, ...] | None:
+    """Return where a box of several shorter dimensions is; None if it is nowhere, or in several places."""
+    boxes = []
     for corner in (full_tensor == local.reshape(-1)[0]).nonzero().tolist():
-        ends = [low + size for low, size in zip(corner, local.shape, strict=True)]
-        box = tuple(slice(low, high) for low, high in zip(corner, ends, strict=True))
+        box = tuple(slice(low, low + size) for low, size in zip(corner, local.shape, strict=True))
         if full_tensor[box].shape == local.shape and torch.equal(full_tensor[box], local):
-            corners.append(corner)
-    return corners[0] if len(corners) == 1 else None
+            boxes.append(box)
+    return boxes[0] if len(boxes) == 1 else None
 
 
 _NOISE = 0.02
@@ -347,9 +287,7 @@ _NOISE = 0.02
 def make_distinct(tensor: torch.Tensor, size: float, generator: torch.Generator) -> None:
     """Add noise to a tensor, in place.
 
-    Args:
-        size: the magnitude of its elements; 0 for zeros.
-        generator: on the CPU; the same state gives the same noise.
+    `size`: the magnitude of its elements; 0 for zeros. `generator`: on the CPU; the same state gives the same noise.
     """
     noise = torch.randn(tensor.shape, generator=generator, device="cpu")
     with torch.no_grad():
@@ -401,9 +339,10 @@ def by_user(
     try:
         at = _positions(spec, shape, coordinates)
     except (IndexError, TypeError, KeyError) as error:
+        axes = [axis for axis in coordinates if axis] or ["(none)"]
         raise ValueError(
             f"placement of {name!r} is {spec!r}, which does not fit shape {list(shape)} and mesh axes "
-            f"{_axes(coordinates)}: {error}; give a dimension, a mapping from mesh axes to dimensions, "
+            f"{axes}: {error}; give a dimension, a mapping from mesh axes to dimensions, "
             '"whole", or an index of the whole tensor'
         ) from None
     return [Slice(parameter, shape, at)]
@@ -434,16 +373,11 @@ def by_attributes(
     if not getattr(tensor, "tensor_model_parallel", False) or not 0 <= dim < len(shape):
         return None
     chunks, rest = divmod(shape[dim], max(1, tensor.shape[dim]))
-    if rest:
-        return None
-    coordinate = next(
-        (coordinate for axis in ("tp", _WORLD) if (coordinate := coordinates.get(axis)) and coordinate[1] == chunks),
-        None,
-    )
-    if coordinate is None:
+    places = [coordinates[axis] for axis in ("tp", _WORLD) if axis in coordinates and coordinates[axis][1] == chunks]
+    if rest or not places:
         return None
     stride = max(1, getattr(tensor, "partition_stride", 1))
-    rows = torch.arange(shape[dim]).chunk(stride * chunks)[coordinate[0] :: chunks]
+    rows = torch.arange(shape[dim]).chunk(stride * chunks)[places[0][0] :: chunks]
     return [Slice(parameter, shape, indexed(shape, (*[slice(None)] * dim, torch.cat(rows))))]
 
 
@@ -499,22 +433,13 @@ def _positions(spec: Any, shape: tuple[int, ...], coordinates: Coordinates) -> t
     return positions.reshape(-1)
 
 
-def _axes(coordinates: Coordinates) -> Sequence[str]:
-    return [axis for axis in coordinates if axis] or ["(none)"]
-
-
 class Ranges(NamedTuple):
-    """The parameters that a flat parameter is made of.
+    """The parameters that a flat parameter is made of."""
 
-    Attributes:
-        owners: of each the module, and its name there.
-        shapes: of each, whole.
-        parts: of each the positions of the elements that this rank holds, and where these are in the local shard, first
-            and last + 1; (None, None) where it holds none.
-    """
-
-    owners: list[tuple[Any, str]]
-    shapes: list[tuple[int, ...]]
+    owners: list[tuple[Any, str]]  # of each the module, and its name there
+    shapes: list[tuple[int, ...]]  # of each, whole
+    # of each the positions of the elements that this rank holds, and where these are in the local shard, first and last
+    # + 1; (None, None) where it holds none
     parts: list[tuple[torch.Tensor | None, tuple[int, int] | None]]
 
 
@@ -555,39 +480,25 @@ def along_axes(
 ) -> Slice | None:
     """Return the chunk of the whole of this name that is this rank's along an axis; None if that is not known.
 
-    Args:
-        local: dense, on the CPU, with the values from before the first step.
-        coordinates: of this rank.
-        others: the shapes and slices of other tensors of this rank. They must be chunks along the same axis.
+    `local`: dense, on the CPU, with the values from before the first step. `coordinates`: of this rank. `others`: the
+    shapes and slices of other tensors of this rank. They must be chunks along the same axis.
     """
     full_tensor = wholes.whole(name)
     cut = None if full_tensor is None else _cut(tuple(full_tensor.shape), local.shape)
     if full_tensor is None or cut is None:
         return None
-    dim, chunks = cut
-    alike = [
-        (neighbour, other_cut)
-        for shape, neighbour in others
-        if (other_cut := _cut(neighbour.shape, shape)) and other_cut[1] == chunks
-    ]
-    places = {
-        index
-        for index, size in coordinates.values()
-        if size == chunks
-        and alike
-        and all(
-            neighbour.at is not None and torch.equal(neighbour.at, _chunk(neighbour.shape, other_cut, index))
-            for neighbour, other_cut in alike
-        )
-    }
+    shape, cuts = tuple(full_tensor.shape), [(own, _cut(own.shape, local_shape)) for local_shape, own in others]
+    alike = [(own, other) for own, other in cuts if other is not None and other[1] == cut[1]]
+
+    def is_place(index: int) -> bool:
+        chunks = [(own.at, _chunk(own.shape, other, index)) for own, other in alike]
+        return bool(chunks) and all(at is not None and torch.equal(at, chunk) for at, chunk in chunks)
+
+    places = {index for index, size in coordinates.values() if size == cut[1] and is_place(index)}
     if len(places) != 1:
         return None
-    at = _chunk(tuple(full_tensor.shape), (dim, chunks), places.pop())
-    return (
-        Slice(name, tuple(full_tensor.shape), at)
-        if torch.equal(full_tensor.reshape(-1)[at], local.reshape(-1))
-        else None
-    )
+    at = _chunk(shape, cut, places.pop())
+    return Slice(name, shape, at) if torch.equal(full_tensor.reshape(-1)[at], local.reshape(-1)) else None
 
 
 def _cut(full_shape: tuple[int, ...], local: tuple[int, ...] | torch.Size) -> tuple[int, int] | None:
@@ -611,10 +522,8 @@ def beside(
 ) -> Slice | None:
     """Return the slice that has the same rows as a neighbour; None if no neighbour fits.
 
-    Args:
-        name: of the local tensor.
-        local: dense, on the CPU, with the values from before the first step.
-        neighbours: the shapes and slices of other tensors of the same module.
+    `name`: of the local tensor. `local`: dense, on the CPU, with the values from before the first step. `neighbours`:
+    the shapes and slices of other tensors of the same module.
     """
     matches = {}
     for shape, neighbour in neighbours:

@@ -34,24 +34,26 @@ def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: i
     if most < 1:
         raise ValueError(f"exact_parts: count={count} numbers of {dtype} have no exact sum in every order; use fewer")
     generator = torch.Generator().manual_seed(seed)
-    elements = torch.Size(shape).numel()
-    index = torch.arange(elements)
+    index = torch.arange(torch.Size(shape).numel())
     band = most // count
     contributions = []
     for rank in range(count):
         position = (index + rank) % count
+        magnitude = 1 + position % most
         if band:
-            within = torch.randint(0, band, (elements,), generator=generator)
-            magnitude = position * band + 1 + within
-        else:
-            magnitude = 1 + position % most
-        signed = dtype.is_floating_point or dtype.is_signed
-        sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
-        contribution = (sign * magnitude).to(dtype)
+            magnitude = position * band + 1 + torch.randint(0, band, index.shape, generator=generator)
+        contribution = (_signs(index, dtype, generator) * magnitude).to(dtype)
         if dtype.is_floating_point:
             contribution = torch.ldexp(contribution.double(), (index // count) % _SCALES - _SCALES // 2).to(dtype)
         contributions.append(contribution.reshape(tuple(shape)))
     return contributions
+
+
+def _signs(like: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor | int:
+    """Return random signs in the shape of `like`; 1 for unsigned integers, without a draw."""
+    if not dtype.is_floating_point and not dtype.is_signed:
+        return 1
+    return 1 - 2 * torch.randint(0, 2, like.shape, generator=generator)
 
 
 def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
@@ -63,26 +65,20 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
     if count < 1:
         raise ValueError(f"exact_factors: count={count} must be at least 1")
     generator = torch.Generator().manual_seed(seed)
-    elements = torch.Size(shape).numel()
-    index = torch.arange(elements)
-    bits = significand_bits(dtype)
+    index, bits = torch.arange(torch.Size(shape).numel()), significand_bits(dtype)
     # Only this many ranks scale: more could overflow an integer, or leave the normal range of float16.
     scaling = 6 if dtype.is_floating_point else max(0, min(bits - 3, 8))
     most = 2 ** (bits if dtype.is_floating_point else bits - scaling) - 1
-    holder = index % count
     contributions = []
     for rank in range(count):
-        many = torch.randint(1, min(most, 2**52) + 1, (elements,), generator=generator).double()
+        many = torch.randint(1, min(most, 2**52) + 1, index.shape, generator=generator).double()
         if dtype.is_floating_point:
             many = torch.ldexp(many, torch.tensor(1 - bits))
-            low = -1
-        else:
-            low = 0
-        power = torch.randint(low, 2, (elements,), generator=generator) if rank < scaling else torch.zeros(elements)
-        few = torch.ldexp(torch.ones(elements, dtype=torch.float64), power)
-        signed = dtype.is_floating_point or dtype.is_signed
-        sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
-        contributions.append((sign * torch.where(holder == rank, many, few)).to(dtype).reshape(tuple(shape)))
+        low = -1 if dtype.is_floating_point else 0
+        power = torch.randint(low, 2, index.shape, generator=generator) if rank < scaling else torch.zeros(len(index))
+        few = torch.ldexp(torch.ones(len(index), dtype=torch.float64), power)
+        value = _signs(index, dtype, generator) * torch.where(index % count == rank, many, few)
+        contributions.append(value.to(dtype).reshape(tuple(shape)))
     return contributions
 
 
@@ -92,17 +88,16 @@ def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: 
     Floating-point values are normal deviates, each scaled by a power of two between 1/8 and 8. Integers are uniform
     over the range of their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, size = torch.Generator().manual_seed(seed), tuple(shape)
     contributions = []
     for _ in range(count):
         if dtype.is_floating_point:
-            normal = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-            scale = torch.randint(-3, 4, tuple(shape), generator=generator)
-            contributions.append(torch.ldexp(normal, scale).to(dtype))
+            normal = torch.randn(size, generator=generator, dtype=torch.float64)
+            drawn = torch.ldexp(normal, torch.randint(-3, 4, size, generator=generator))
         else:
             info = torch.iinfo(dtype)
-            drawn = torch.randint(info.min, info.max, tuple(shape), generator=generator, dtype=torch.int64)
-            contributions.append(drawn.to(dtype))
+            drawn = torch.randint(info.min, info.max, size, generator=generator, dtype=torch.int64)
+        contributions.append(drawn.to(dtype))
     return contributions
 
 
@@ -140,10 +135,8 @@ OPERATIONS = ("sum", "avg", "product", "min", "max")
 class Reduced:
     """The exact result of a reduction, to float64, and a tolerance for rounding in the dtype of the parts."""
 
-    value: torch.Tensor
-    """float64 for floating-point parts; otherwise in the dtype of the parts."""
-    tolerance: torch.Tensor
-    """float64, element by element; 0 where every order gives the same bits."""
+    value: torch.Tensor  # float64 for floating-point parts; otherwise in the dtype of the parts
+    tolerance: torch.Tensor  # float64, element by element; 0 where every order gives the same bits
     contributions: tuple[torch.Tensor, ...]
     operation: str
 

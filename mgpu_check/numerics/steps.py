@@ -48,16 +48,17 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
+T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
+"""Identifies a result: a name, or an object with a name."""
+Results = Mapping[Key, torch.Tensor]
 
 
-def envelopes(usual: Mapping[Key, torch.Tensor], runs: Iterable[Mapping[Key, Any]]) -> dict[Key, torch.Tensor]:
+def envelopes(usual: Results[Key], runs: Iterable[Mapping[Key, Any]]) -> dict[Key, torch.Tensor]:
     """Return how far rounding may move each element of `usual`, by name, as float64.
 
-    Args:
-        usual: floating-point tensors.
-        runs: results of perturbed runs, consumed one at a time. Tensors that a run lacks or has in another shape are
-            ignored, and so is NaN.
+    `usual`: floating-point tensors. `runs`: results of perturbed runs, consumed one at a time. Tensors that a run lacks
+    or has in another shape are ignored, and so is NaN.
     """
     moved = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in usual.items() if value.numel()}
     for run in runs:
@@ -82,10 +83,8 @@ def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
 
     A few draws may understate one element, so every estimate is at least the root mean square over the tensor.
 
-    Args:
-        moved: see `farthest`.
-        crosswise: also raise an element to the value that its row (output) and column (input) suggest together. Use it
-            where rows and columns differ in size.
+    `moved`: see `farthest`. `crosswise`: also raise an element to the value that its row (output) and column (input)
+    suggest together. Use it where rows and columns differ in size.
     """
     if not moved.numel():
         return moved.clone()
@@ -112,8 +111,7 @@ def least_mean_square(count: int, below: float) -> float:
     This is the quantile of chi-squared divided by `count`, in the approximation of E. B. Wilson and M. M. Hilferty
     (1931).
 
-    Args:
-        below: the same quantile of the standard normal distribution.
+    `below`: the same quantile of the standard normal distribution.
     """
     root = 1 - 2 / (9 * max(count, 1)) + below * math.sqrt(2 / (9 * max(count, 1)))
     return max(root, 1e-3) ** 3
@@ -126,29 +124,20 @@ def _distance(value: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 SAMPLES = 6
 """Runs with moved results. Six leave Student's quantile for a bias of three elements 1.6 times the normal one."""
 
-_CHANCE = 1 / 24
-"""Chance that an element is moved. The moves then add half of the variance of the rounding itself."""
-_FALSE_ALARM_OF_NARROW = 1e-6
-"""Probability that a right result exceeds its tolerance."""
+_CHANCE = 1 / 24  # chance that an element is moved. The moves then add half of the variance of the rounding itself.
+_FALSE_ALARM_OF_NARROW = 1e-6  # probability that a right result exceeds its tolerance
 _LAST_ROUNDING = 1 / 12
 _OF_PARTS = 7 / 12
 """Variance of a sum over 4 ranks, which rounds 4 parts and 3 sums, in squared units; parts may be as large as it."""
-_NEIGHBOURS = 16
-"""Elements whose mean square shows the size of the parts of each of them."""
-_TWENTIETH = -1.645
-"""The quantile 0.05 of the standard normal distribution."""
-_LEAST = 0.4**3
-"""Least quantile of a mean square: below 3 numbers the approximation means nothing."""
+_NEIGHBOURS = 16  # elements whose mean square shows the size of the parts of each of them
+_TWENTIETH = -1.645  # the quantile 0.05 of the standard normal distribution
+_LEAST = 0.4**3  # least quantile of a mean square: below 3 numbers the approximation means nothing
 _DEVIATION_OF_SQUARE = math.sqrt(1 / 80 - 1 / 144)
 """Standard deviation of the square of a uniform error of one unit, in squared units."""
-_DEVIATIONS = 2.0
-"""Standard errors of the variance of the last roundings that may hide errors before them."""
-_OUTLIER = 8.0
-"""Standard deviations above which an error is a jump: a ReLU or maximum that decides differently."""
-_JUMPS = 1.5
-"""Factor for the largest jump of an element: ranks may be on the other side of more ties than any one run."""
-_OF_MEDIAN = 2.2
-"""Mean square of normal errors over their median square."""
+_DEVIATIONS = 2.0  # standard errors of the variance of the last roundings that may hide errors before them
+_OUTLIER = 8.0  # standard deviations above which an error is a jump: a ReLU or maximum that decides differently
+_JUMPS = 1.5  # factor for the largest jump of an element: ranks may be on the other side of more ties than any one run
+_OF_MEDIAN = 2.2  # mean square of normal errors over their median square
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -262,7 +251,12 @@ def narrow_tolerance(
     # Small elements have a small last rounding, so they show the error before it better than the mean does.
     small = active & (last <= last[active].median())
     variance = max(float(before[:, active].mean()), float(before[:, small].mean()), 0.0)
-    spread = _rows_by_columns(squares.mean(0), variance).sqrt()
+    spread = torch.full_like(last, math.sqrt(variance))
+    if last.dim() > 1 and (mean := float(squares.mean())):
+        # More where row and column have larger errors than others.
+        matrix = squares.mean(0).flatten(1)
+        together = matrix.mean(1, keepdim=True) * matrix.mean(0, keepdim=True) / mean**2
+        spread *= together.clamp_min(1.0).sqrt().reshape(last.shape)
     count = int(active.sum())
     unknown = _DEVIATIONS * _DEVIATION_OF_SQUARE * math.sqrt(float(last[active].pow(4).mean()) / count)
     wide = _quantile(comparisons, count * len(samples)) * spread + _quantile(comparisons) * math.sqrt(unknown)
@@ -275,42 +269,24 @@ def unit_in_last_place(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(value == 0, 0.0, torch.finfo(dtype).eps * torch.exp2((exponent - 1).double()))
 
 
-def _rows_by_columns(squares: torch.Tensor, variance: float) -> torch.Tensor:
-    """Return `variance` for each element, or more where its row and its column have larger errors than others."""
-    mean = float(squares.mean())
-    if squares.dim() < 2 or not mean:
-        return torch.full_like(squares, variance)
-    matrix = squares.flatten(1)
-    together = matrix.mean(1, keepdim=True) * matrix.mean(0, keepdim=True) / mean**2
-    return (variance * together.clamp_min(1.0)).reshape(squares.shape)
-
-
 def _quantile(comparisons: int, samples: int | None = None) -> float:
     """Return the normal quantile, or Student's for a variance of so many samples (approximately)."""
     squared = 2 * math.log(2 * max(comparisons, 1) / _FALSE_ALARM_OF_NARROW)
     return math.sqrt(squared if samples is None else samples * math.expm1(min(squared / samples, 50.0)))
 
 
-"""Identifies a result: a name, or an object with a name."""
-
-Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+Step = Callable[[dict[str, torch.Tensor]], Results[str]]
 """A step as a function from named tensors (inputs, parameters and everything else that it depends on) to named results.
 It must compute in the dtype of its arguments, depend on nothing else, and use no randomness."""
 
-_TEN_THOUSANDTH = -3.719
-"""The quantile 1e-4 of the standard normal distribution."""
+_TEN_THOUSANDTH = -3.719  # the quantile 1e-4 of the standard normal distribution
 
-_ROUNDINGS = 8.0
-"""Number of roundings to a narrow dtype that a result may pass through in sequence."""
+_ROUNDINGS = 8.0  # number of roundings to a narrow dtype that a result may pass through in sequence
 
 PAIRS = 3
-"""Pairs of perturbations.
+"""Pairs of perturbations: three miss a ReLU or maximum within rounding errors of a tie about once in a thousand."""
 
-Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a thousand.
-"""
-
-_FALSE_ALARM = 1e-9
-"""Probability that a right result exceeds its tolerance."""
+_FALSE_ALARM = 1e-9  # probability that a right result exceeds its tolerance
 _SURE = 0.8
 """Fraction of the movement in float64 that one pair of perturbations in the dtype of the step is sure to show."""
 
@@ -319,22 +295,19 @@ _SURE = 0.8
 class MeasuredStep(Generic[Key]):
     """The results that a step must give, and how far rounding may move them, by name of result."""
 
-    reference: dict[Key, torch.Tensor]
-    """The results in float64."""
-    tolerance: dict[Key, torch.Tensor]
-    """float64, in the shape of the result."""
+    reference: dict[Key, torch.Tensor]  # the results in float64
+    tolerance: dict[Key, torch.Tensor]  # float64, in the shape of the result
+    # how many times the errors of the float32 step may exceed the effect of the perturbations; at least 1
     amplification: dict[Key, float]
-    """How many times the errors of the float32 step may exceed the effect of the perturbations; at least 1."""
 
     def without(self, keys: Iterable[Key]) -> MeasuredStep[Key]:
         """Return this measurement without some of the results."""
         left_out = set(keys)
-        kept = [name for name in self.reference if name not in left_out]
-        return MeasuredStep(
-            {name: self.reference[name] for name in kept},
-            {name: self.tolerance[name] for name in kept},
-            {name: self.amplification[name] for name in kept},
-        )
+
+        def kept(results: Mapping[Key, T]) -> dict[Key, T]:
+            return {name: value for name, value in results.items() if name not in left_out}
+
+        return MeasuredStep(kept(self.reference), kept(self.tolerance), kept(self.amplification))
 
     def wider(self, other: MeasuredStep[Key]) -> MeasuredStep[Key]:
         """Return this measurement with the larger tolerances of it and another measurement of the same step."""
@@ -350,9 +323,9 @@ def deviations(comparisons: int) -> float:
 
 def measure_step(
     step: Step,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Results[str],
     *,
-    singles: Sequence[Mapping[str, torch.Tensor]] = (),
+    singles: Sequence[Results[str]] = (),
     pairs: int = PAIRS,
     seed: int = 0,
     magnified: float = 1.0,
@@ -375,7 +348,7 @@ def measure_step(
     narrow, roundoff = _narrow(inputs)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in narrow.items()}
     reference = {name: plain(value).double() for name, value in step(dict(wide)).items()}
-    ran: list[Mapping[str, torch.Tensor]] = [*singles] or [step(dict(narrow))]
+    ran: list[Results[str]] = [*singles] or [step(dict(narrow))]
     for single in ran:
         _check_names(single, reference)
     # The largest random error among that many elements has `spread` standard deviations: move by as many roundoffs.
@@ -384,9 +357,7 @@ def measure_step(
     return assess(reference, ran, moved, roundoff, spread)
 
 
-def measure_step_provisionally(
-    step: Step, inputs: Mapping[str, torch.Tensor], single: Mapping[str, torch.Tensor]
-) -> MeasuredStep[str]:
+def measure_step_provisionally(step: Step, inputs: Results[str], single: Results[str]) -> MeasuredStep[str]:
     """Measure a distance from single-device results within which `measure_step` would accept a result.
 
     Results further off may be right, too: measure them with `measure_step`. `step` is called only twice, in the dtype
@@ -400,7 +371,12 @@ def measure_step_provisionally(
         ValueError: `inputs` has no floating-point tensor, or `single` names other results than `step`.
     """
     narrow, roundoff = _narrow(inputs)
-    wide = {name: _at_least_float32(value).clone() for name, value in single.items()}
+    wide = {name: plain(value).clone() for name, value in single.items()}
+    for name, value in wide.items():  # at least float32
+        if not value.is_floating_point():
+            wide[name] = value.double()
+        elif value.element_size() < 4:
+            wide[name] = value.float()
     spread = deviations(sum(value.numel() for value in wide.values()))
     moved = _moved(step, narrow, 1, 0, spread, roundoff)
     for result in moved:
@@ -408,7 +384,7 @@ def measure_step_provisionally(
     return MeasuredStep(wide, granted_at_least(wide, moved, roundoff, spread), dict.fromkeys(wide, 1.0))
 
 
-def _narrow(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
+def _narrow(inputs: Results[str]) -> tuple[dict[str, torch.Tensor], float]:
     """Return inputs on the CPU, and their unit roundoff."""
     narrow = {name: plain(value) for name, value in inputs.items()}
     floating = [value.dtype for value in narrow.values() if value.is_floating_point()]
@@ -417,24 +393,17 @@ def _narrow(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     return narrow, max(unit_roundoff(dtype) for dtype in floating)
 
 
-def _at_least_float32(value: torch.Tensor) -> torch.Tensor:
-    local = plain(value)
-    if not local.is_floating_point():
-        return local.double()
-    return local.float() if local.element_size() < 4 else local
-
-
-def _check_names(single: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> None:
+def _check_names(single: Results[str], results: Results[str]) -> None:
     if single.keys() != results.keys():
         raise ValueError(f"measure_step: singles have {sorted(single)}, but the step gives {sorted(results)}")
 
 
 def _moved(
-    step: Step, inputs: Mapping[str, torch.Tensor], pairs: int, seed: int, spread: float, roundoff: float
-) -> list[Mapping[str, torch.Tensor]]:
+    step: Step, inputs: Results[str], pairs: int, seed: int, spread: float, roundoff: float
+) -> list[Results[str]]:
     """Run `step` perturbed, in pairs of directions."""
     generator = torch.Generator().manual_seed(seed)
-    moved: list[Mapping[str, torch.Tensor]] = []
+    moved: list[Results[str]] = []
     for _ in range(pairs):
         before = generator.get_state()
         for direction in (1, -1):
@@ -445,9 +414,9 @@ def _moved(
 
 
 def assess(
-    reference: Mapping[Key, torch.Tensor],
-    singles: Sequence[Mapping[Key, torch.Tensor]],
-    moved: Sequence[Mapping[Key, torch.Tensor]],
+    reference: Results[Key],
+    singles: Sequence[Results[Key]],
+    moved: Sequence[Results[Key]],
     roundoff: float,
     spread: float,
 ) -> MeasuredStep[Key]:
@@ -462,22 +431,22 @@ def assess(
     """
     exact = {name: plain(value).double() for name, value in reference.items()}
     errors = {name: farthest(value, [single[name] for single in singles]) for name, value in exact.items()}
-    envelope = {
-        name: estimate(farthest(value, [result[name] for result in moved]), crosswise=True)
-        for name, value in exact.items()
-    }
+    movement = {name: farthest(value, [result[name] for result in moved]) for name, value in exact.items()}
+    envelope = {name: estimate(value, crosswise=True) for name, value in movement.items()}
     amplification = _amplification(envelope, errors, spread)
-    rounding = {name: spread * roundoff * value.abs() for name, value in exact.items()}
-    # The distance from the parallel step to a single-device step, plus the distance from there to the reference.
-    tolerance = {
-        name: torch.maximum(amplification[name] * value, rounding[name]) + _anywhere(errors[name], exact[name])
-        for name, value in envelope.items()
-    }
+    tolerance = {}
+    for name, value in exact.items():
+        # The distance from the parallel step to a single-device step, plus the distance from there to the reference.
+        rounding = torch.maximum(amplification[name] * envelope[name], spread * roundoff * value.abs())
+        # An error that was seen in one element is granted to all, in proportion to their size: errors of long sums grow
+        # with the sum, and the order of summation decides which elements get large errors.
+        size, error = _size(value), errors[name]
+        tolerance[name] = rounding + (error if size is None else (error / size).max() * size)
     return MeasuredStep(exact, tolerance, amplification)
 
 
 def granted_at_least(
-    single: Mapping[Key, torch.Tensor], moved: Sequence[Mapping[Key, torch.Tensor]], roundoff: float, spread: float
+    single: Results[Key], moved: Sequence[Results[Key]], roundoff: float, spread: float
 ) -> dict[Key, torch.Tensor]:
     """Return a distance from `single` within which `assess`, with more measurements, would accept a result.
 
@@ -486,10 +455,8 @@ def granted_at_least(
     less, except for its own rounding, which is about `spread` times smaller. So a step within this distance of `single`
     is right, without the costly runs in float64. A step outside it may be right, too.
 
-    Args:
-        single: results of the step on one device in its own dtype, all finite.
-        moved: results of the same step, perturbed by `spread` roundoffs in two opposite directions, and nudged if need
-            be.
+    `single`: results of the step on one device in its own dtype, all finite. `moved`: results of the same step,
+    perturbed by `spread` roundoffs in two opposite directions, and nudged if need be.
     """
     granted = {}
     for name, value in single.items():
@@ -498,46 +465,33 @@ def granted_at_least(
     return granted
 
 
-def errors_seen(single: Mapping[Key, torch.Tensor], moved: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
+def errors_seen(single: Results[Key], moved: Results[Key]) -> dict[Key, float]:
     """Return the largest relative error of each result that two runs in one precision prove.
 
     `assess` measures the errors of both runs from float64, and grants the larger one everywhere. It is at least half of
     the difference between the two runs. Errors are relative to the size of the element (see `_size`).
 
-    Args:
-        single: results of the step on one device in its own dtype, all finite.
-        moved: the same on inputs that are moved by a roundoff, so that every sum rounds differently.
+    `single`: results of the step on one device in its own dtype, all finite. `moved`: the same on inputs that are moved
+    by a roundoff, so that every sum rounds differently.
     """
-    errors = {}
+    errors = dict.fromkeys(single, 0.0)
     for name, value in single.items():
-        size = _size(value)
-        errors[name] = 0.0 if size is None else float((farthest(value, [moved[name]]) / size).max()) / 2
+        if (size := _size(value)) is not None:
+            errors[name] = float((farthest(value, [moved[name]]) / size).max()) / 2
     return errors
 
 
-def granted_with(
-    granted: Mapping[Key, torch.Tensor], single: Mapping[Key, torch.Tensor], errors: Mapping[Key, float]
-) -> dict[Key, torch.Tensor]:
+def granted_with(granted: Results[Key], single: Results[Key], errors: Mapping[Key, float]) -> dict[Key, torch.Tensor]:
     """Add the errors of `errors_seen` to the distances of `granted_at_least`, as `assess` does."""
-    wider = {}
-    for name, value in granted.items():
-        size = _size(single[name]) if errors.get(name) else None
-        wider[name] = value if size is None else value + errors[name] * size
-    return wider
+    sizes = {name: _size(single[name]) if errors.get(name) else None for name in granted}
+    return {
+        name: value if (size := sizes[name]) is None else value + errors[name] * size for name, value in granted.items()
+    }
 
 
 def with_roundings(tolerance: torch.Tensor, exact: torch.Tensor, roundoff: float) -> torch.Tensor:
     """Return a tolerance with room for results that pass through a narrow dtype with this unit roundoff."""
     return tolerance + _ROUNDINGS * roundoff * (exact.abs() + root_mean_square(exact))
-
-
-def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Grant an error that was seen in one element to all elements, in proportion to their size.
-
-    Errors of long sums grow with the sum, and the order of summation decides which elements get large errors.
-    """
-    size = _size(reference)
-    return errors if size is None else (errors / size).max() * size
 
 
 def _size(reference: torch.Tensor) -> torch.Tensor | None:
@@ -546,9 +500,7 @@ def _size(reference: torch.Tensor) -> torch.Tensor | None:
     return size if size.numel() and bool((size > 0).all()) else None
 
 
-def _amplification(
-    envelope: Mapping[Key, torch.Tensor], errors: Mapping[Key, torch.Tensor], spread: float
-) -> dict[Key, float]:
+def _amplification(envelope: Results[Key], errors: Results[Key], spread: float) -> dict[Key, float]:
     """Estimate, for each result, the ratio of rounding within operators (mostly long sums) to the perturbations.
 
     A result with few elements may be right by chance, so its ratio is raised to the largest value that is plausible for

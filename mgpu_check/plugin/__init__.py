@@ -8,6 +8,5 @@
    warned.
 5. `report/` puts the outcome into pytest's reports.
 
-Beside that way: `harness_*.py` adapt torch's own test classes, `launch.py` is for torchrun and srun, `planting.py`
-for planted faults.
+Beside that way: `harness_*.py` adapt torch's own test classes, and `launch.py` is for torchrun and srun.
 """

@@ -23,18 +23,12 @@ class TooFewDevices(Exception):
 
 
 def too_few(settings: Settings, inventory: Inventory, environment: Mapping[str, str], torch: str) -> str:
-    """Return a line that names the requested devices, the visible devices, and the remedy.
-
-    Args:
-        torch: version of torch.
-    """
+    """Return a line that names the requested devices, the visible devices, and the remedy."""
     devices = inventory.devices
     masked = environment.get(inventory.mask)
     requested = "all" if settings.gpus is None else settings.gpus
-    device_names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
-    clauses = [
-        f"--gpus={requested} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {device_names}"
-    ]
+    names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
+    clauses = [f"--gpus={requested} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {names}"]
     if settings.simulate:
         origin = settings.origins["simulate"]
         clauses.insert(0, f"--simulate={settings.simulate} ({origin}): that device is not visible")
@@ -117,10 +111,6 @@ class Leasing:
         launched: whether a launcher has assigned a device to each rank, so that no lease is necessary.
         waits: receives the seconds that each delayed test has waited.
         on_wait: called with a line about each long wait.
-
-    Attributes:
-        indices: devices of the current test, or of the last one.
-        active: whether a test is running.
     """
 
     def __init__(
@@ -133,8 +123,9 @@ class Leasing:
         waits: list[float],
         on_wait: Callable[[str], None],
     ) -> None:
+        # devices of the current test, or of the last one
         self.indices: tuple[int, ...] = tuple(range(settings.gpus or 0))
-        self.active = False
+        self.active = False  # whether a test is running
         self._waits = waits
         self._all = self.indices
         self._real = settings.simulate is None
@@ -150,19 +141,14 @@ class Leasing:
             self._leases = DeviceLeases(keys, None if self._real else directory, on_wait=on_wait)
 
     def check(self) -> None:
-        """Check that devices can be leased.
-
-        Raises:
-            LeaseError: they cannot.
-        """
+        """Check that devices can be leased. Raises `LeaseError`: they cannot."""
         if self._leases is not None:
             self._leases.check()
 
     def begin(self, count: int, purpose: str) -> tuple[Slot, ...] | None:
         """Wait for a lease of `count` devices (0: all). Fail the test if there is none in time.
 
-        Returns:
-            The slots where the test's ranks can run; None for all slots.
+        Returns the slots where the test's ranks can run; None for all slots.
         """
         if self._whole:
             self.active = True
@@ -204,11 +190,8 @@ class Leasing:
 def told(waits: Sequence[float]) -> list[str]:
     """Describe, for the end of the run, how long tests waited for devices.
 
-    Args:
-        waits: seconds that each delayed test waited.
-
-    Returns:
-        One line with the number of tests and their total time; empty if the total is below 1 s.
+    `waits`: seconds that each delayed test waited. Returns one line with the number of tests and their total time;
+    empty if the total is below 1 s.
     """
     if sum(waits) < _WORTH_TELLING:
         return []

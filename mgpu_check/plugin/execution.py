@@ -16,15 +16,13 @@ from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.world import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.plugin import private_names
-from mgpu_check.plugin.packaged_suites import is_packaged
 from mgpu_check.plugin.rank_messages import Logging, steps_to
 from mgpu_check.plugin.ranks import abandoning
 from mgpu_check.plugin.replacements import Replacements
 from mgpu_check.plugin.report.replay import BLOB, blob_of_this, draws_on, is_final, keeping_steps
-from mgpu_check.plugin.requirements import Needs
+from mgpu_check.plugin.requirements import SESSION, Needs, is_packaged
 from mgpu_check.plugin.serialization import bare, by_value
 from mgpu_check.plugin.session import FirstFailure, GpuSession
-from mgpu_check.plugin.stash import SESSION
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.torch_hooks.patches import replaced
@@ -35,12 +33,9 @@ BOUND_TO_PYTEST = frozenset(
 )
 """Fixtures that act on the pytest process; in another process they would have no effect, or a wrong one."""
 
-"""Hypothesis' internal method that derives examples from earlier ones."""
-
 
 class Absent(protocol.Placeholder):
-    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test gets their
-    values."""
+    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only a test's body gets their values."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -101,7 +96,9 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
 def modules_of(item: pytest.Item) -> list[types.ModuleType]:
     """Return the modules that are pickled by value for a test."""
     module = getattr(item, "module", None)
-    return [*(_home(module) if module is not None else ()), *_conftests(item.config)]
+    plugins = (plugin for plugin in item.config.pluginmanager.get_plugins() if isinstance(plugin, types.ModuleType))
+    conftests = [plugin for plugin in plugins if (plugin.__file__ or "").endswith("conftest.py")]
+    return [*(_home(module) if module is not None else ()), *conftests]
 
 
 def _home(module: types.ModuleType) -> list[types.ModuleType]:
@@ -116,14 +113,6 @@ def _home(module: types.ModuleType) -> list[types.ModuleType]:
     # A different package of the same name may be importable; "tests" is a common name.
     in_spec = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
     return [module] if in_spec else [module, package]
-
-
-def _conftests(config: pytest.Config) -> list[types.ModuleType]:
-    return [
-        plugin
-        for plugin in config.pluginmanager.get_plugins()
-        if isinstance(plugin, types.ModuleType) and (plugin.__file__ or "").endswith("conftest.py")
-    ]
 
 
 def record_replacements(session: pytest.Session) -> None:
@@ -234,8 +223,7 @@ def _each_example_for_itself() -> Iterator[None]:
     and layout. A check with a few dozen examples would cover only a handful of each.
     """
     runner = private_names.runner()
-    if not hasattr(runner, private_names.COPIES):
-        yield  # this version of Hypothesis has no such method
-        return
-    with replaced(runner, private_names.COPIES, lambda runner, data: None):
+    has_copies = hasattr(runner, private_names.COPIES)  # not in every version of Hypothesis
+    copies = replaced(runner, private_names.COPIES, lambda runner, data: None)
+    with copies if has_copies else contextlib.nullcontext():
         yield

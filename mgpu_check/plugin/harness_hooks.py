@@ -26,8 +26,7 @@ _PROPERTY = "mgpu_check.adapted"
 _HERE = "yes"
 
 _HARNESS: pytest.StashKey[type] = pytest.StashKey()
-_OWN: pytest.StashKey[str] = pytest.StashKey()
-"""Why a test runs in its own harness, although it should be adapted."""
+_OWN: pytest.StashKey[str] = pytest.StashKey()  # why a test runs in its own harness, although it should be adapted
 
 
 def adapt(cls: _T) -> _T:

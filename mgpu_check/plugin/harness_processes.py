@@ -38,21 +38,12 @@ def harness_of(cls: type) -> type | None:
 
 
 class HarnessRuns:
-    """Runs tests on forked ranks.
-
-    Args:
-        fork: makes a world of the given number of bare processes.
-
-    Attributes:
-        used: whether the current test has run on forked ranks.
-        output: what these have printed: (process, "stdout" or "stderr", text).
-    """
+    """Runs tests on forked ranks. `fork`: makes a world of the given number of bare processes."""
 
     def __init__(self, fork: Callable[[int], BareWorld], settings: Settings) -> None:
-        self.used = False
-        self.output: list[tuple[str, str, str]] = []
-        self.fork = fork
-        self._settings = settings
+        self.used = False  # whether the current test has run on forked ranks
+        self.output: list[tuple[str, str, str]] = []  # what these have printed: (process, "stdout" or "stderr", text)
+        self.fork, self._settings = fork, settings
 
     @contextlib.contextmanager
     def in_place_of(self, harness: Any) -> Iterator[None]:
@@ -72,11 +63,7 @@ class HarnessRuns:
             spawned.close()
 
     def results(self, world: BareWorld, begun: Begun, test: str) -> list[Any]:
-        """Wait for the ranks of a test, as long as its harness does unless the user has set a limit.
-
-        Args:
-            test: its id.
-        """
+        """Wait for the ranks of a test, as long as its harness does unless the user has set a limit. `test`: its id."""
         explicit = self._settings.given("rank_timeout")
         timeout = self._settings.rank_timeout if explicit else float(sys.modules[HOME].get_timeout(test))
         try:

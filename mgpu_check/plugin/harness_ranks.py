@@ -17,23 +17,17 @@ from typing import Any
 
 from mgpu_check.engine.rank_side.rank import Rank
 
-HOME = "torch.testing._internal.common_distributed"
-"""The module of the harnesses."""
+HOME = "torch.testing._internal.common_distributed"  # the module of the harnesses
 
 
 @dataclass(frozen=True)
 class TestClass:
-    """A test class that another process imports, as a process of its harness would.
-
-    Attributes:
-        module: its name in the pytest process.
-        file: of the module.
-    """
+    """A test class that another process imports, as a process of its harness would."""
 
     __test__ = False  # no tests of ours
 
-    module: str
-    file: str
+    module: str  # its name in the pytest process
+    file: str  # of the module
     qualname: str
 
     @classmethod
@@ -51,13 +45,9 @@ class Pipe:
 
 
 def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> tuple[int, str]:
-    """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank.
+    """Call ``_run`` of a `MultiProcessTestCase` with the arguments of this rank; raise the error of the test's body.
 
-    Returns:
-        The exit code; and the reason if the body raised `SkipTest`, which the exit code does not show.
-
-    Raises:
-        Exception: the error of the test's body, which the harness reports by an exit code and a text.
+    Returns the exit code; and the reason if the body raised `SkipTest`, which the exit code does not show.
     """
     import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
@@ -82,17 +72,13 @@ def run(rank: Rank, owner: TestClass, of_ranks: Sequence[tuple[Sequence[Any], Ma
     return code, reason
 
 
-_skipped: str | None = None
-"""Why the process group of a `MultiProcContinuousTest` was not made."""
+_skipped: str | None = None  # why the process group of a `MultiProcContinuousTest` was not made
 
 
 def run_next(rank: Rank, owner: TestClass, test: str, fresh: bool, file: str) -> str | None:
     """Run a test of a `MultiProcContinuousTest`, and return why it is skipped, None if it is not.
 
-    Args:
-        test: its id.
-        fresh: whether this process has to make the process group first.
-        file: of the rendezvous.
+    `test`: its id. `fresh`: whether this process has to make the process group first. `file`: of the rendezvous.
     """
     global _skipped
     cls = owner.load()

@@ -12,7 +12,7 @@ import io
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,16 @@ import pytest
 
 from mgpu_check.asserts.known_defects import heard_by, reported_to
 from mgpu_check.engine.rank_side import python_hooks
-from mgpu_check.engine.rank_side.coverage import Measuring
-from mgpu_check.engine.rank_side.python_hooks import refused, without_debugger
+from mgpu_check.engine.rank_side.python_hooks import Measuring, refused, without_debugger
 from mgpu_check.engine.rank_side.worker import at_rest, log_files, tell
 from mgpu_check.errors import CheckFailure, UnexpectedError
-from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.private_names import ExceptionInfo, TerminalWriter, Traceback, TracebackEntry, assertion, util
 from mgpu_check.plugin.rank_messages import Collector, Logging, logged
 from mgpu_check.plugin.replacements import Changes
+from mgpu_check.plugin.serialization import Planting
 from mgpu_check.processes.rank_pickling import EXPLAIN, without_engine
 from mgpu_check.processes.tracebacks import is_check, is_engine, is_packaged
+from mgpu_check.torch_hooks.patches import replaced
 
 _LONGEST = 160
 _KINDS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
@@ -52,8 +52,7 @@ def as_finding(error: BaseException) -> BaseException:
 
 
 def _call(frame: traceback.FrameSummary) -> str:
-    """Return the source of the expression that raised, in one line; the name of the function if it raised the error
-    itself, or if there is no source."""
+    """Return the source of the expression that raised, in one line; the name of the function if there is none."""
     start, end = frame.lineno or 0, frame.end_lineno or frame.lineno or 0
     lines = [linecache.getline(frame.filename, number).encode() for number in range(start, end + 1)]
     if not start or not all(lines):
@@ -100,11 +99,11 @@ def call(
     _measuring.start(coverage)
     try:
         with (
-            _explained_assertions(),
+            replaced(util, "_reprcompare", _explain),  # as pytest does around a test in its own process
             _collector.filtered(reversed(filters)),
             reported_to(lambda met: tell(("known", (met.name, met.failed)))),
             heard_by(lambda case: tell(("left_out", case))),
-            _fault(fault),
+            contextlib.nullcontext() if fault is None else fault.planted(),
             example,
             without_debugger(),
             changes or contextlib.nullcontext(),
@@ -143,16 +142,6 @@ def _warn_of_strays() -> None:
         raise ExceptionGroup("several uncaught exceptions of threads or finalizers", errors)
 
 
-@contextlib.contextmanager
-def _explained_assertions() -> Iterator[None]:
-    """Install pytest's explanation of failed comparisons, as pytest does around a test in its own process."""
-    util._reprcompare = _explain
-    try:
-        yield
-    finally:
-        util._reprcompare = None
-
-
 class _Config:
     """The part of `pytest.Config` that pytest's explanation of comparisons uses."""
 
@@ -188,27 +177,16 @@ def _explain(op: str, left: object, right: object) -> str | None:
     return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
 
 
-@contextlib.contextmanager
-def _fault(planting: Planting | None) -> Iterator[None]:
-    if planting is None:
-        yield
-        return
-    with planting.planted():
-        yield
-
-
 def _render(error: BaseException) -> str:
     """Render the traceback in pytest's style, starting at the user's function."""
-    full_traceback = error.__traceback__
+    full = error.__traceback__
     try:
-        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(
-            error.with_traceback(without_engine(full_traceback))
-        )
+        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(without_engine(full)))
         buffer = io.StringIO()
         info.getrepr(style="long", tbfilter=_users_frames_in_full).toterminal(TerminalWriter(buffer))
         return buffer.getvalue().strip("\n")
     finally:
-        error.__traceback__ = full_traceback
+        error.__traceback__ = full
 
 
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:

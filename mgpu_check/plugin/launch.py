@@ -51,11 +51,8 @@ def over() -> str | None:
 def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> tuple[Settings, list[Device]]:
     """Wait for all launched ranks, and give the pool as many of them as the run asks for.
 
-    Returns:
-        The settings, with the number of GPUs and their hosts filled in; and the real devices, host by host.
-
-    Raises:
-        Misfit: launched ranks are missing, inconsistent or too few, or see too few devices.
+    Returns the settings, with the number of GPUs and their hosts filled in; and the real devices, host by host. Raises
+    `Misfit`: launched ranks are missing, inconsistent or too few, or see too few devices.
     """
     from mgpu_check.engine.pool import devices_of_host
     from mgpu_check.engine.remote.driver import WrongLaunch

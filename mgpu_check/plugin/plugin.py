@@ -19,15 +19,20 @@ from mgpu_check.plugin.launch import is_launched, over, wrong_launch
 from mgpu_check.plugin.module_state import watching
 from mgpu_check.plugin.private_names import TestCaseFunction
 from mgpu_check.plugin.requirements import (
+    FAILED,
     HOST_PARAMETER,
+    INVOCATION,
+    MISUSE,
     NEEDS,
+    SESSION,
     SIZE_PARAMETER,
+    TOLD,
+    WATCHED,
     in_one_process,
     needs_of,
     placements,
     sizes_of,
 )
-from mgpu_check.plugin.stash import FAILED, INVOCATION, MISUSE, SESSION, TOLD, WATCHED
 from mgpu_check.settings import OPTIONS, activate, all_options, resolve, unknown_variables
 from mgpu_check.version import without_torch
 
@@ -147,11 +152,9 @@ def pytest_configure(config: pytest.Config) -> None:
     activate(settings)
     if not settings.asked and WATCHED in config.stash:
         config.stash[WATCHED].close()
-    from mgpu_check.plugin.session import GpuSession
+    from mgpu_check.plugin.session import GpuSession, register
 
     config.stash[SESSION] = GpuSession(settings)
-    from mgpu_check.plugin.session import register
-
     register(config, config.stash[SESSION])
     config.pluginmanager.register(Adapting(config.stash[SESSION]))
 
@@ -256,11 +259,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Apply ``--gpu-replay``, and start the ranks in the background, while pytest sets up the first test.
 
     ``--gpu-replay`` makes the one selected property run a single example. If some test needs ranks, also start to
-    record what fixtures replace in modules, because ranks must repeat it. With ``--collect-only``, do nothing.
-
-    Raises:
-        pytest.UsageError: ``--gpu-replay`` does not fit the selected tests. In an xdist worker, each test fails
-        instead.
+    record what fixtures replace in modules, because ranks must repeat it. With ``--collect-only``, do nothing. Raises
+    `pytest.UsageError`: ``--gpu-replay`` does not fit the selected tests. In an xdist worker, each test fails
+    instead.
     """
     gpu_session = session.config.stash[SESSION]
     if session.config.getoption("gpu_replay") and not session.config.option.collectonly:
@@ -275,7 +276,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
         from mgpu_check.plugin.execution import record_replacements
-        from mgpu_check.plugin.packaged_suites import used_by_ranks
+        from mgpu_check.plugin.requirements import used_by_ranks
         from mgpu_check.plugin.session import started
 
         gpu_session.preload += used_by_ranks(session.items)

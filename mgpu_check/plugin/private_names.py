@@ -54,8 +54,7 @@ SEED = "_hypothesis_internal_use_seed"
 GENERATED_SEED = "_hypothesis_internal_use_generated_seed"
 """Attribute of a test function: the seed that Hypothesis chose for this run, after a failure."""
 
-COPIES = "generate_mutations_from"
-"""Method of `runner()`: it makes five of six examples mutations of the one before."""
+COPIES = "generate_mutations_from"  # method of `runner()`: it makes five of six examples mutations of the one before
 
 OBSERVED: Mapping[str, Any] = {"observability_enabled": lambda: True, "TESTCASE_CALLBACKS": (None,)}
 """How Hypothesis decides whether an observer is present: in recent releases, and in older ones."""

@@ -32,14 +32,10 @@ _MOST_RECORDS = 1000  # of a call, for `caplog`: bounds the memory of a loop tha
 
 @dataclass(frozen=True)
 class Logging:
-    """How a rank logs.
+    """How a rank logs."""
 
-    Attributes:
-        levels: of the loggers of the pytest process that have one, by name; "" is the root.
-        form, dates: the formats of a line and its time.
-    """
-
-    levels: Mapping[str, int]
+    levels: Mapping[str, int]  # of the loggers of the pytest process that have one, by name; "" is the root
+    # form, dates: the formats of a line and its time
     form: str
     dates: str
 
@@ -49,11 +45,7 @@ class Logging:
         if not config.pluginmanager.has_plugin("logging-plugin"):
             return None
         loggers = {"": logging.root, **logging.root.manager.loggerDict}
-        levels = {
-            name: logger.level
-            for name, logger in loggers.items()
-            if isinstance(logger, logging.Logger) and logger.level
-        }
+        levels = {name: logger.level for name, logger in loggers.items() if isinstance(logger, logging.Logger)}
         form, dates = (config.getoption(name) or config.getini(name) for name in ("log_format", "log_date_format"))
         return cls({name: level for name, level in levels.items() if level}, form, dates)
 
@@ -119,11 +111,7 @@ _Warning = tuple[tuple[tuple[str, str], ...], str, str, int]
 
 
 class Collector:
-    """Forwards the warnings and Hypothesis notes of one rank, each warning once per test.
-
-    Args:
-        tell: sends plain values to the pytest process.
-    """
+    """Forwards the warnings and Hypothesis notes of one rank to the pytest process, each warning once per test."""
 
     def __init__(self, tell: Callable[[tuple[str, Any]], None]) -> None:
         self._tell = tell
@@ -216,16 +204,14 @@ def keep_steps(error: BaseException) -> None:
 
 
 def steps_to(error: BaseException) -> list[str]:
-    """Return the state machine's steps that led to `error`, as Hypothesis prints them; empty without a state
-    machine."""
+    """Return the steps of the state machine that led to `error`, as Hypothesis prints them; empty without one."""
     return list(getattr(error, _STEPS, None) or ())
 
 
 def deliver(messages: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     """Repeat the reports of the ranks in this process; equal reports of several ranks once.
 
-    Args:
-        messages: rank -> the reports of its `Collector`, in order.
+    `messages`: rank -> the reports of its `Collector`, in order.
     """
     contents: dict[str, dict[int, list[Any]]] = {}
     for rank, asides in sorted(messages.items()):
@@ -234,8 +220,9 @@ def deliver(messages: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     repeat(_flat(contents.pop("log", {}).values()))
     for warning in dict.fromkeys(_flat(contents.pop("warning", {}).values())):
         _warn(warning)
-    for text in dict.fromkeys(_flat(contents.pop("stray", {}).values())):
-        _warn_of_stray(text)
+    for name, text, file, line in dict.fromkeys(_flat(contents.pop("stray", {}).values())):
+        # Of an uncaught exception, as of a thread, that came after the function returned; the current filters apply.
+        warnings.warn_explicit(text, getattr(pytest, name), file, line)
     met = set(_flat(contents.pop("known", {}).values()))
     for name in sorted({name for name, _ in met}):
         known_defects.report(known_defects.Met(name, failed=(name, True) in met))
@@ -273,15 +260,6 @@ def _warn(warning: _Warning) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn_explicit(text, category, filename, line)
-
-
-def _warn_of_stray(stray: tuple[str, str, str, int]) -> None:
-    """Warn of an uncaught exception, as of a thread, that came after the function returned; apply the current
-    filters."""
-    import pytest
-
-    warning, text, filename, line = stray
-    warnings.warn_explicit(text, getattr(pytest, warning), filename, line)
 
 
 def _category(name: tuple[str, str]) -> type[Warning] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.errors import RankHang, RankHangInFixture
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.python_environment import simulating
@@ -129,8 +129,7 @@ class Ranks:
 def abandoning(session: GpuSession) -> Iterator[None]:
     """Skip, reject or xfail the test or example in this process if all ranks have done so.
 
-    Raises:
-        RankHang: the ranks hang, or something failed the test from outside while they ran, as pytest-timeout does.
+    Raises `RankHang`: the ranks hang, or something failed the test from outside while they ran, as pytest-timeout does.
     """
     from mgpu_check.engine.world import Abandoned
     from mgpu_check.plugin.rank_messages import keep_steps

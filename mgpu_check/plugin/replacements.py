@@ -37,19 +37,14 @@ _patch_dict: Any = mock._patch_dict
 
 @dataclass(frozen=True)
 class _Replacement:
-    """One replaced attribute.
+    """One replaced attribute."""
 
-    Attributes:
-        module, path: the object that holds the attribute: a module's name, and attribute names below it.
-        item: whether `name` is a key of a mapping, not an attribute.
-        value: the pickled new value; None if the attribute was removed.
-    """
-
+    # module, path: the object that holds the attribute: a module's name, and attribute names below it
     module: str
     path: tuple[str, ...]
-    item: bool
+    item: bool  # whether `name` is a key of a mapping, not an attribute
     name: Any
-    value: bytes | None
+    value: bytes | None  # the pickled new value; None if the attribute was removed
 
 
 class Changes:
@@ -59,12 +54,7 @@ class Changes:
     """
 
     def __init__(self, pickled: bytes, missing: Mapping[str, str]) -> None:
-        """Create the changes.
-
-        Args:
-            pickled: the replacements.
-            missing: a sentence about each variable that cannot be sent, by its name.
-        """
+        """Take the pickled replacements, and a sentence about each variable that cannot be sent, by its name."""
         self._pickled, self._missing = pickled, missing
         self._undo: contextlib.ExitStack | None = None
 
@@ -79,15 +69,9 @@ class Changes:
                     target = _found(importlib.import_module(replacement.module), replacement.path)
                 except Exception:  # importing a module runs its code
                     continue  # this process has no original to replace
-                self._undo.callback(
-                    _put, target, replacement.item, replacement.name, _value(target, replacement.item, replacement.name)
-                )
-                _put(
-                    target,
-                    replacement.item,
-                    replacement.name,
-                    _MISSING if replacement.value is None else pickling.loads(replacement.value),
-                )
+                place = target, replacement.item, replacement.name
+                self._undo.callback(_put, *place, _value(*place))
+                _put(*place, _MISSING if replacement.value is None else pickling.loads(replacement.value))
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, tb: types.TracebackType | None) -> None:
@@ -107,11 +91,7 @@ def _made(pickled: bytes, missing: Mapping[str, str]) -> Changes:
 
 
 class Replacements:
-    """Records the replacements in this process between `start` and `end`.
-
-    Args:
-        modules: returns the modules of the current test: its own, and conftests.
-    """
+    """Records replacements between `start` and `end`; `modules` returns the current test's own ones, and conftests."""
 
     def __init__(self, modules: Callable[[], Iterable[types.ModuleType]]) -> None:
         self._modules = modules
@@ -213,8 +193,7 @@ class _ImportPaths:
         self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}
 
     def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
-        """Return the module and the names below it; None if there is no such path, or the module is pickled by
-        value."""
+        """Return the module and the names below it; None without such a path, or if the module is pickled by value."""
         cached, modules, path = self._known.get(id(target), (None, 0, None))
         if cached is not target or modules != len(sys.modules):
             path = _import_path(target)

@@ -1,4 +1,5 @@
-"""Read the requirements of a test from its marks and fixtures.
+"""Read the requirements of a test from its marks and fixtures, and keep them, as all that the plugin carries from one
+hook to the next, in the stash of pytest. Recognize tests of the applications that come with this package.
 
 Must be cheap: it runs for every test of every repository.
 """
@@ -7,52 +8,57 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from mgpu_check.applications import Application, application_of
 from mgpu_check.devices.placement import WorldSize, spread
+from mgpu_check.errors import RankFailure
 from mgpu_check.plugin.private_names import TestCaseFunction, fixture_function, fixture_names
+
+if TYPE_CHECKING:
+    from mgpu_check.plugin.report.replay import Invocation
+    from mgpu_check.plugin.session import GpuSession
 
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
 
 SIZE_PARAMETER = "world_size_of_ranks"
 """The parameter that turns a test with several sizes in its `ranks` mark into one test per size."""
 
-HOST_PARAMETER = "host_of_gpus"
-"""The parameter that turns a test in one process into one test per host."""
+HOST_PARAMETER = "host_of_gpus"  # the parameter that turns a test in one process into one test per host
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a test.
+    """The requirements of a test."""
 
-    Attributes:
-        where: the processes that run its body: "ranks", "node", or "parent" for a test that calls `ranks.run` itself.
-        count: number of devices; 0 for all.
-        host: host of its process, for "node".
-        least: minimum number of devices, for a test that gets all.
-    """
-
+    # the processes that run its body: "ranks", "node", or "parent" for a test that calls `ranks.run` itself
     where: Literal["ranks", "node", "parent"]
-    count: int
+    count: int  # number of devices; 0 for all
     backend: str | None = None
     timeout: float | None = None
-    host: int = 0
-    least: int = 0
+    host: int = 0  # host of its process, for "node"
+    least: int = 0  # minimum number of devices, for a test that gets all
 
 
-NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
-"""The stash key of an item's requirements."""
+NEEDS: pytest.StashKey[Needs] = pytest.StashKey()  # of an item: its requirements
+SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
+MISUSE: pytest.StashKey[str] = pytest.StashKey()
+FAILED: pytest.StashKey[bool] = pytest.StashKey()
+TOLD: pytest.StashKey[RankFailure | None] = pytest.StashKey()
+WATCHED: pytest.StashKey[ExitStack] = pytest.StashKey()
+INVOCATION: pytest.StashKey[Invocation] = pytest.StashKey()
 
 
 def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
     """Return world sizes by test id. A size that fits on one host, and on several, gets two ids: within and across.
 
-    Args:
-        per_host: number of devices of each host; empty on one machine.
+    `per_host`: number of devices of each host; empty on one machine.
     """
     counts: dict[str, int] = {}
     for size in sizes:
@@ -66,11 +72,7 @@ def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
-    """Return the world sizes of a `ranks` mark; empty for all devices.
-
-    Raises:
-        pytest.UsageError: an argument is invalid.
-    """
+    """Return the world sizes of a `ranks` mark, empty for all devices; raise `pytest.UsageError` if one is wrong."""
     unknown = mark.kwargs.keys() - {"backend", "timeout"}
     if unknown:
         raise pytest.UsageError(
@@ -92,11 +94,7 @@ def _count(mark: str, value: object) -> int:
 
 
 def needs_of(item: pytest.Item) -> Needs | None:
-    """Return the requirements of `item`; None for a test without marks or fixtures of this plugin.
-
-    Raises:
-        pytest.UsageError: its marks and fixtures contradict each other.
-    """
+    """Return the requirements of `item`, None without ours; raise `pytest.UsageError` for contradictory ones."""
     if not isinstance(item, pytest.Function):
         return None
     arguments = {name for name in fixture_names(item)[1] if _is_our_fixture(item, name)}
@@ -187,3 +185,23 @@ def _no_plain_function(item: pytest.Function) -> bool:
         or inspect.isasyncgenfunction(function)
         or isinstance(item, TestCaseFunction)
     )
+
+
+def suite_of(item: pytest.Item) -> Application | None:
+    """Return the application that has the test; None for a test of the user."""
+    return application_of(getattr(getattr(item, "module", None), "__name__", ""))
+
+
+def is_packaged(item: pytest.Item) -> bool:
+    """Return whether a test is a check of a packaged suite: what it runs is the application's, not the user's."""
+    suite = suite_of(item)
+    return suite is not None and suite.frames == "check"
+
+
+def used_by_ranks(items: Iterable[pytest.Item]) -> list[str]:
+    """Return the modules that ranks import for those of these tests that come with this package."""
+    tests: dict[Application, list[Path]] = {}
+    for item in items:
+        if (suite := suite_of(item)) is not None:
+            tests.setdefault(suite, []).append(item.path)
+    return [module for suite, files in tests.items() for module in suite.modules_of_ranks(files)]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.rank_messages import Logging
 from mgpu_check.plugin.replacements import Changes
 
@@ -33,22 +34,30 @@ def warning_filters() -> tuple[Filter, ...]:
 
 
 @dataclass(frozen=True)
+class Planting:
+    """A fault, and the function that plants it in a rank."""
+
+    # such as ``package.module:function``; it takes `fault`, and returns a context in which the fault is planted
+    function: str
+    fault: str  # the name of the fault
+
+    def planted(self) -> AbstractContextManager[None]:
+        """Import what plants the fault, and return its context; that raises `ValueError` if it knows no such fault."""
+        context: AbstractContextManager[None] = pkgutil.resolve_name(self.function)(self.fault)
+        return context
+
+
+@dataclass(frozen=True)
 class Shipped:
-    """A function to call on ranks with pytest's handling of assertions and warnings.
+    """A function to call on ranks with pytest's handling of assertions and warnings."""
 
-    Attributes:
-        changes: changes of modules to make during the call. The first field, because unpickling makes them.
-        fault: what to plant in the process during the call, or None.
-        drawn: whether its arguments may come from a Hypothesis example.
-        coverage: configuration of coverage.py; None if coverage is not measured.
-    """
-
+    # changes of modules to make during the call. The first field, because unpickling makes them.
     changes: Changes | None
     function: Callable[..., Any]
-    fault: Planting | None
+    fault: Planting | None  # what to plant in the process during the call, or None
     filters: tuple[Filter, ...]
-    drawn: bool = False
-    coverage: str | None = None
+    drawn: bool = False  # whether its arguments may come from a Hypothesis example
+    coverage: str | None = None  # configuration of coverage.py; None if coverage is not measured
     how_to_log: Logging | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

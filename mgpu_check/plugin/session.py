@@ -23,9 +23,8 @@ from mgpu_check.devices.inventory import Device
 from mgpu_check.errors import StartupFailure
 from mgpu_check.plugin import launch
 from mgpu_check.plugin.device_leases import Leasing, RunDirectory, TooFewDevices, lack, too_few
-from mgpu_check.plugin.planting import Planting
 from mgpu_check.plugin.requirements import NEEDS, Needs
-from mgpu_check.processes.heap import importing
+from mgpu_check.processes.machine import importing
 from mgpu_check.processes.rank_lists import few
 from mgpu_check.settings import Settings, activate
 from mgpu_check.version import torch_version, version
@@ -36,48 +35,35 @@ if TYPE_CHECKING:
     from mgpu_check.engine.remote.driver import AgentLauncher
     from mgpu_check.plugin.rank_messages import Logging
     from mgpu_check.plugin.replacements import Changes
+    from mgpu_check.plugin.serialization import Planting
 
 
 @dataclass
 class CurrentTest:
-    """What one test has done so far.
+    """What one test has done so far."""
 
-    Attributes:
-        examples: number of examples, or plain runs, that it has completed.
-        met: the known defects that it has met.
-        left_out: the cases that it has left out, each with the reason.
-        drawn: whether it draws examples.
-        in_body: whether its body is running, not a fixture.
-        not_seen: what the passes of its gates do not show.
-        modules: the modules that are pickled by value for it: its own, and conftests.
-    """
-
-    examples: int = 0
-    met: list[Met] = field(default_factory=list)
+    examples: int = 0  # number of examples, or plain runs, that it has completed
+    met: list[Met] = field(default_factory=list)  # the known defects that it has met
+    # the cases that it has left out, each with the reason
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    drawn: bool = False
-    in_body: bool = False
-    not_seen: list[str] = field(default_factory=list)
+    drawn: bool = False  # whether it draws examples
+    in_body: bool = False  # whether its body is running, not a fixture
+    not_seen: list[str] = field(default_factory=list)  # what the passes of its gates do not show
+    # the modules that are pickled by value for it: its own, and conftests
     modules: list[types.ModuleType] = field(default_factory=list)
 
 
 @dataclass
 class RunNotes:
-    """Facts about a run that belong to no test.
+    """Facts about a run that belong to no test."""
 
-    Attributes:
-        remarks: lines for the end of the run.
-        not_seen: what passes of gates do not show -> the steps that passed.
-        deaths: lines about ranks that died while no test used them; any line makes the run fail.
-        waits: seconds that each delayed test waited for devices.
-        interrupted: the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call.
-    """
-
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # lines for the end of the run
+    # what passes of gates do not show -> the steps that passed
     not_seen: dict[str, list[str]] = field(default_factory=dict)
+    # lines about ranks that died while no test used them; any line makes the run fail
     deaths: list[str] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    interrupted: str = ""
+    waits: list[float] = field(default_factory=list)  # seconds that each delayed test waited for devices
+    interrupted: str = ""  # the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call
 
     @property
     def lines(self) -> list[str]:
@@ -116,43 +102,32 @@ class FirstFailure(BaseException):
 
 
 class GpuSession:
-    """The plugin's state during a pytest run. Ranks are started only when they are needed.
-
-    Attributes:
-        settings: the options of the run; `count_devices` replaces "all" by the number of devices.
-        devices: the real devices; empty before they are counted, and on a node simulated on the CPU.
-        test: the state of the current test; a new one for each.
-        notes: what the end of the run reports besides its tests.
-        on_example: called after each example, to show progress.
-        fault: name of a fault that is planted on ranks during every call; None for no fault.
-        first_failure: end a test at its first failing example, by `FirstFailure`.
-        shared: directory where the workers of one run lease simulated devices; None in a run of one process.
-        has_own_nodes: whether each worker of the run simulates a node of its own, so that there is nothing to lease.
-        on_wait: called with a line about each long wait.
-        preload: modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an
-            import touches no real device.
-        on_ranks: called before the fixture `ranks` is used: a test may use it without having declared it.
-        how_to_log: returns how ranks log.
-        changes: returns what fixtures and test files have changed in modules; see `Replacements.changes`.
-        until_end: contexts that end with the current test.
-    """
+    """The plugin's state during a pytest run. Ranks are started only when they are needed."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self.settings = settings  # the options of the run; `count_devices` replaces "all" by the number of devices
+        # the real devices; empty before they are counted, and on a node simulated on the CPU
         self.devices: list[Device] = []
-        self.test = CurrentTest()
-        self.notes = RunNotes()
+        self.test = CurrentTest()  # the state of the current test; a new one for each
+        self.notes = RunNotes()  # what the end of the run reports besides its tests
+        # name of a fault that is planted on ranks during every call; None for no fault
         self.fault: Planting | None = None
-        self.first_failure = False
-        self.on_example: Callable[[], None] = lambda: None
+        self.first_failure = False  # end a test at its first failing example, by `FirstFailure`
+        self.on_example: Callable[[], None] = lambda: None  # called after each example, to show progress
+        # directory where the workers of one run lease simulated devices; None in a run of one process
         self.shared: Path | None = None
+        # whether each worker of the run simulates a node of its own, so that there is nothing to lease
         self.has_own_nodes = False
-        self.on_wait: Callable[[str], None] = lambda line: None
+        self.on_wait: Callable[[str], None] = lambda line: None  # called with a line about each long wait
+        # modules that the fork server of a node simulated on the CPU imports, so that no rank has to. Such an import
+        # touches no real device.
         self.preload: list[str] = []
+        # called before the fixture `ranks` is used: a test may use it without having declared it
         self.on_ranks: Callable[[], None] = lambda: None
-        self.how_to_log: Callable[[], Logging | None] = lambda: None
+        self.how_to_log: Callable[[], Logging | None] = lambda: None  # returns how ranks log
+        # returns what fixtures and test files have changed in modules; see `Replacements.changes`
         self.changes: Callable[[Callable[..., Any]], Changes | None] = lambda function: None
-        self.until_end = contextlib.ExitStack()
+        self.until_end = contextlib.ExitStack()  # contexts that end with the current test
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
         self._pool: RankPool | None = None
@@ -195,7 +170,7 @@ class GpuSession:
         )
 
     def _shipped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        from mgpu_check.engine.rank_side.coverage import coverage_here
+        from mgpu_check.engine.rank_side.python_hooks import coverage_here
         from mgpu_check.plugin.serialization import Shipped, warning_filters
 
         changes = self.changes(function)
@@ -222,11 +197,7 @@ class GpuSession:
         return PRELOAD if self._keep is None else (*PRELOAD, *GATES)
 
     def find_keeper(self) -> None:
-        """Look for the process that keeps the imports of ranks for this run.
-
-        Raises:
-            StartupFailure: imports cannot be kept safely.
-        """
+        """Look for the process that keeps imports of ranks for this run; raise `StartupFailure` if it cannot safely."""
         if self._keep is None:
             return
         from mgpu_check.engine import keeper_socket
@@ -238,15 +209,13 @@ class GpuSession:
             self._keep, self._kept = None, f"imports are not kept warm, because {reason}"
             return
         process_id = keeper_socket.keeper_of(*LocalLauncher(self._shared, self.settings.simulate, FIRST).keeper())
-        self._kept = (
-            f"imports kept warm {f'by process {process_id}' if process_id else f'from now on, for {self._keep:g} s'}"
-        )
+        how = f"by process {process_id}" if process_id else f"from now on, for {self._keep:g} s"
+        self._kept = f"imports kept warm {how}"
 
     def count_devices(self) -> None:
         """Count the real devices, in a process of their own, and check that there are enough.
 
-        Raises:
-            TooFewDevices: there are not; the message names the requested and the visible devices, and the remedy.
+        Raises `TooFewDevices`: there are not; the message names the requested and the visible devices, and the remedy.
         """
         from mgpu_check.engine.pool import devices_of_host
 
@@ -278,13 +247,8 @@ class GpuSession:
     def take_over(self, handed_over: dict[str, Any] | None, run: str) -> None:
         """Use the devices of the controller in a pytest-xdist worker.
 
-        Args:
-            handed_over: the result of the controller's `hand_over`; None on another machine, where the worker
-                counts its own.
-            run: unique id of this run.
-
-        Raises:
-            TooFewDevices: see `count_devices`.
+        `handed_over`: the result of the controller's `hand_over`; None on another machine, where the worker counts its
+        own. `run`: unique id of this run. Raises `TooFewDevices`: see `count_devices`.
         """
         if handed_over is None:
             self.shared = self._directory.of(run) if self.settings.simulate else None
@@ -321,11 +285,8 @@ class GpuSession:
     def begin_test(self, name: str, count: int = 0) -> int:
         """Start a test: lease its devices, and check that no rank died since the last test. May wait for the devices.
 
-        Args:
-            count: number of devices that the test needs for its exclusive use; 0 for all.
-
-        Returns:
-            The number of devices of the test.
+        `count`: number of devices that the test needs for its exclusive use; 0 for all. Returns the number of devices
+        of the test.
         """
         self.forget_test()
         try:
@@ -355,11 +316,7 @@ class GpuSession:
             self.leasing.end()
 
     def end_test(self, failed: bool) -> None:
-        """End a test: clean up its ranks, and give its devices back.
-
-        Raises:
-            RankDied: a rank died after it had returned its result.
-        """
+        """End a test: clean up its ranks, and give its devices back. Raises `RankDied` if one died after its result."""
         try:
             if self._pool is not None:
                 for line in self._pool.end_test(failed):
@@ -371,10 +328,8 @@ class GpuSession:
     def finish(self, interrupted: bool = False) -> None:
         """End all processes of the run, and note which ranks died while no test used them.
 
-        If Ctrl-C interrupted a call on ranks, note instead where each rank was, and no deaths.
-
-        Args:
-            interrupted: whether Ctrl-C ended the run, possibly during a call.
+        If Ctrl-C interrupted a call on ranks, note instead where each rank was, and no deaths. `interrupted`: whether
+        Ctrl-C ended the run, possibly during a call.
         """
         stopped = self._pool.stopped() if interrupted and self._pool is not None else None
         self.notes.interrupted = "" if stopped is None else str(stopped)
@@ -506,8 +461,7 @@ class EarlyStart:
 def register(config: pytest.Config, session: GpuSession) -> None:
     """Register the summary, annotations, the early start of ranks, and the line that repeats an example.
 
-    Raises:
-        pytest.UsageError: a file cannot be written, or the example cannot be repeated here.
+    Raises `pytest.UsageError`: a file cannot be written, or the example cannot be repeated here.
     """
     if not hasattr(config, "workerinput") and not config.option.collectonly:
         if session.settings.gpu_report:

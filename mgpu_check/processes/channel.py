@@ -40,10 +40,7 @@ class Clock:
 
     @classmethod
     def until(cls, deadline: float) -> float:
-        """Return the seconds until `deadline`, a time of `now`; 0 if it has passed.
-
-        The result is at most 1e6, because `poll` takes its milliseconds as a 32-bit integer.
-        """
+        """Return the seconds until `deadline`, a time of `now`; 0 if it has passed, and at most `_LONGEST`."""
         return min(_LONGEST, max(0.0, deadline - cls.now()))
 
     @classmethod

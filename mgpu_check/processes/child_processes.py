@@ -46,19 +46,14 @@ FROM_OUTSIDE = (*ENDING, signal.SIGINT)
 # Training code uses SIGUSR1 and SIGUSR2 for preemption; a real-time signal is free on Linux.
 STACKS_SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
-CONNECTION_LOST = 74
-"""Exit code of a rank whose connection is broken at its own end (EX_IOERR)."""
+CONNECTION_LOST = 74  # exit code of a rank whose connection is broken at its own end (EX_IOERR)
 
 
 class EndOnRequest:
-    """Let signals that ask for the end interrupt the main thread as Ctrl-C does, once.
-
-    Attributes:
-        by: name of the signal that has interrupted the process; "" if none has.
-    """
+    """Let signals that ask for the end interrupt the main thread as Ctrl-C does, once."""
 
     def __init__(self) -> None:
-        self.by = ""
+        self.by = ""  # name of the signal that has interrupted the process; "" if none has
         self._kept: dict[signal.Signals, signal.Handlers] = {}
 
     def begin(self) -> None:
@@ -101,8 +96,7 @@ def held_back(pid: int, number: int) -> int:
     return count
 
 
-MARK = "_MGPU_CHECK_RANKS"
-"""Environment variable of ranks and their children: the directory of their run."""
+MARK = "_MGPU_CHECK_RANKS"  # environment variable of ranks and their children: the directory of their run
 
 _NAMES = "names-{}"
 _READ = "from multiprocessing.resource_tracker import main; main({})"
@@ -153,6 +147,16 @@ def children() -> list[int]:
 def children_but_managers() -> list[int]:
     """Return the child processes, except for torch's managers of shared memory."""
     return [pid for pid in children() if not _is_manager(pid)]
+
+
+def name_and_state(pid: int) -> tuple[str, str]:
+    """Return the name of a process and its state as one letter, see proc(5); both empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+    except OSError:
+        return "", ""
+    return name, rest.split()[0]
 
 
 def kill(pids: Iterable[int]) -> None:

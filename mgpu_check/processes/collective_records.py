@@ -18,14 +18,9 @@ from typing import Literal
 from mgpu_check.processes.protocol import Group
 from mgpu_check.processes.rank_lists import grouped, named
 
-KEPT = 32
-"""Number of collectives in a record, which holds the last ones."""
-
-SLOT = 512
-"""Bytes for each collective. A longer entry, which only several long texts together make, is cut."""
-
-HEADER = struct.Struct("=Q")
-"""The number of collectives that were entered in this call."""
+KEPT = 32  # number of collectives in a record, which holds the last ones
+SLOT = 512  # Bytes for each collective. A longer entry, which only several long texts together make, is cut.
+HEADER = struct.Struct("=Q")  # the number of collectives that were entered in this call
 
 SIZE = HEADER.size + KEPT * SLOT
 
@@ -39,30 +34,19 @@ _LONGEST = 80  # characters of any other text
 
 @dataclass(frozen=True)
 class Entered:
-    """One collective, as one rank entered it.
+    """One collective, as one rank entered it."""
 
-    Attributes:
-        name: of the function of ``torch.distributed``.
-        number: 1 for the first collective of this group in this call, and so on; 0 for sends and receives.
-        group_name: name of the group, empty for the default group.
-        group: ranks of the group, such as "0,2"; empty for all ranks.
-        operand: dtype and shape of its tensor, such as "float32[4, 2]", with the number of tensors if it is a list.
-        options: other options that must be equal on all ranks: "sum", "src=0"; for a send or receive the peer.
-        compared: a checksum of the dtypes and sizes that must be equal on all ranks; empty if they may differ.
-        file, line: where the code under test called it.
-        state: "inside" the call; "pending" once an asynchronous call has returned, then "waiting" for it; "done";
-            "failed".
-    """
-
-    name: str
-    number: int
-    group_name: str
-    group: str
-    operand: str
-    options: str
-    compared: str
+    name: str  # of the function of ``torch.distributed``
+    number: int  # 1 for the first collective of this group in this call, and so on; 0 for sends and receives
+    group_name: str  # name of the group, empty for the default group
+    group: str  # ranks of the group, such as "0,2"; empty for all ranks
+    operand: str  # dtype and shape of its tensor, such as "float32[4, 2]", with the number of tensors if it is a list
+    options: str  # other options that must be equal on all ranks: "sum", "src=0"; for a send or receive the peer
+    compared: str  # a checksum of the dtypes and sizes that must be equal on all ranks; empty if they may differ
+    # file, line: where the code under test called it
     file: str
     line: int
+    # "inside" the call; "pending" once an asynchronous call has returned, then "waiting" for it; "done"; "failed"
     state: State
 
     def __str__(self) -> str:
@@ -134,14 +118,7 @@ def pack_entry(
     file: str,
 ) -> bytes:
     """Return the bytes of an entry for its slot. The first byte is the state, which may be overwritten alone."""
-    texts = (
-        name[:_LONGEST],
-        str(number),
-        group_name[:_LONGEST],
-        group[:_LONGEST],
-        operand[:_LONGEST],
-        options[:_LONGEST],
-    )
+    texts = [text[:_LONGEST] for text in (name, str(number), group_name, group, operand, options)]
     text = _SEPARATOR.join((*texts, compared, str(line), file[-_LONGEST_FILE:]))
     return (state.encode() + text.encode(errors="replace"))[: SLOT - 1] + b"\0"
 
@@ -183,44 +160,33 @@ def parting(records: Mapping[int, Record]) -> dict[int, Entered] | None:
                 by_group.setdefault(entry.group_name, {}).setdefault(entry.number, {})[rank] = entry
     for numbers in by_group.values():
         for number in sorted(numbers):
-            if len({_signature(entry) for entry in numbers[number].values()}) > 1:
+            if len({(entry.name, entry.compared, entry.options) for entry in numbers[number].values()}) > 1:
                 return numbers[number]
     return None
 
 
-def _signature(entry: Entered) -> Sequence[str]:
-    return (entry.name, entry.compared, entry.options)
-
-
-Counts = Mapping[Group, int]
-"""Group -> number of collectives that one rank has entered there."""
+Counts = Mapping[Group, int]  # group -> number of collectives that one rank has entered there
 
 
 @dataclass(frozen=True)
 class Uneven:
-    """A group whose ranks have entered different numbers of collectives.
-
-    Attributes:
-        described: the description that its maker gave, or empty.
-        counts: rank -> number of collectives that it has entered.
-        unmatched: rank -> its first collective that other ranks lack; empty if the records no longer contain it.
-    """
+    """A group whose ranks have entered different numbers of collectives."""
 
     group: Group
-    described: str
-    counts: Mapping[int, int]
+    described: str  # the description that its maker gave, or empty
+    counts: Mapping[int, int]  # rank -> number of collectives that it has entered
+    # rank -> its first collective that other ranks lack; empty if the records no longer contain it
     unmatched: Mapping[int, Entered]
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank, count in self.counts.items() if count == min(self.counts.values())]
+        return fewest(self.counts)
 
     def told(self, when: str, noun: str = "") -> str:
         """Describe the difference in a line: the counts of the ranks, and the unmatched collective.
 
-        Args:
-            when: a clause that ends the first count, such as "by the end of step 1".
-            noun: the counted noun; default "collectives".
+        `when`: a clause that ends the first count, such as "by the end of step 1". `noun`: the counted noun; default
+        "collectives".
         """
         group_text = "the default group"
         if self.group.name:
@@ -241,10 +207,8 @@ class Uneven:
 def uneven(counts: Mapping[int, Counts], records: Mapping[int, Record], described: Mapping[str, str]) -> Uneven | None:
     """Return the first group whose members have entered different numbers of collectives, or None.
 
-    Args:
-        counts: of every rank.
-        records: rank -> the last collectives that it has entered.
-        described: name of a group -> the description that its maker gave.
+    `counts`: of every rank. `records`: rank -> the last collectives that it has entered. `described`: name of a group
+    -> the description that its maker gave.
     """
     for group in sorted({group for of_rank in counts.values() for group in of_rank}):
         of_group = {rank: counts[rank].get(group, 0) for rank in group.ranks if rank in counts}
@@ -262,10 +226,8 @@ def ahead(
 ) -> Uneven | None:
     """Return the group of a collective that late ranks have entered and finished ranks have skipped, or None.
 
-    Args:
-        counts: of the ranks that have finished the step.
-        late: the ranks that have not.
-        records: rank -> the last collectives that it has entered.
+    `counts`: of the ranks that have finished the step. `late`: the ranks that have not. `records`: rank -> the last
+    collectives that it has entered.
     """
     latest: dict[str, dict[int, Entered]] = {}
     for rank in late:
@@ -274,15 +236,15 @@ def ahead(
                 latest.setdefault(entered.group_name, {})[rank] = entered
     for name, entries in latest.items():
         group = Group(name, members(next(iter(entries.values())), size))
-        of_group = {rank: _count(counts[rank], group) for rank in group.ranks if rank in counts}
+        of_group = {
+            rank: next((count for candidate, count in counts[rank].items() if candidate.name == name), 0)
+            for rank in group.ranks
+            if rank in counts
+        }
         if of_group and min(of_group.values()) < max(entered.number for entered in entries.values()):
             of_group |= {rank: entered.number for rank, entered in entries.items()}
             return _uneven(group, dict(sorted(of_group.items())), records, described)
     return None
-
-
-def _count(counts: Counts, group: Group) -> int:
-    return next((count for candidate, count in counts.items() if candidate.name == group.name), 0)
 
 
 def members(entered: Entered, size: int) -> tuple[int, ...]:
@@ -338,12 +300,8 @@ def deadlocked(records: Mapping[int, Record], finished: Collection[int], size: i
     has not begun.
 
     An operation counts as missing only if the records prove it. A record has the last operations only, and the root of
-    a collective in a subgroup may be an index in the group; both are then unknown.
-
-    Args:
-        records: of the ranks that wait, and of the finished ranks.
-        finished: ranks that enter no further operation.
-        size: number of ranks in the world.
+    a collective in a subgroup may be an index in the group; both are then unknown. `records`: of the ranks that wait,
+    and of the finished ranks. `finished`: ranks that enter no further operation. `size`: number of ranks in the world.
     """
     stuck = {rank for rank, record in records.items() if rank not in finished and record.current is not None}
     while True:

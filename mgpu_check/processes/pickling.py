@@ -120,11 +120,8 @@ def _operator(name: str, overload: str | None = None) -> Any:
     return packet if overload is None else getattr(packet, overload or "default")
 
 
-ORIGINAL = "_mgpu_check_original"
-"""Attribute of a function that replaces a test's body in the pytest process: the body."""
-
-_LARGE = 1 << 18
-"""Minimum bytes of a buffer that is sent apart from its message. Smaller ones are cheaper to copy."""
+ORIGINAL = "_mgpu_check_original"  # attribute of a function that replaces a test's body in the pytest process: the body
+_LARGE = 1 << 18  # minimum bytes of a buffer that is sent apart from its message. Smaller ones are cheaper to copy.
 
 _FIND = "_find_imported_submodules"
 _SLOW = getattr(_cloudpickle, _FIND, None)
@@ -195,14 +192,10 @@ def _to_cpu(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class Pickled:
-    """A pickled value and its large buffers, which are not copied.
+    """A pickled value and its large buffers, which are not copied."""
 
-    Attributes:
-        data: the pickle without the buffers.
-        buffers: in the sending process, the memory of the value itself; in the receiving one, the new value's memory.
-    """
-
-    data: bytes
+    data: bytes  # the pickle without the buffers
+    # in the sending process, the memory of the value itself; in the receiving one, the new value's memory
     buffers: tuple[Any, ...]
 
 

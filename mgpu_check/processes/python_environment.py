@@ -37,10 +37,8 @@ OF_LAUNCHERS = re.compile(
 )
 """Variables that describe one launched process, and would be wrong in its children."""
 
-FLOAT32 = "_MGPU_CHECK_FLOAT32"
-"""The variable of a script's processes that turns autocast off."""
-PLACE = "_MGPU_CHECK_RANK"
-"""The variable with the rank of a script's process, and the world size: "1/2"."""
+FLOAT32 = "_MGPU_CHECK_FLOAT32"  # the variable of a script's processes that turns autocast off
+PLACE = "_MGPU_CHECK_RANK"  # the variable with the rank of a script's process, and the world size: "1/2"
 
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     "torchrun": {

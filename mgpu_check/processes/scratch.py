@@ -26,11 +26,8 @@ from typing import Literal, get_args
 from mgpu_check.processes.child_processes import clear
 from mgpu_check.processes.machine import boot_id
 
-MOST_OUTPUT = 64 * 1024
-"""Maximum bytes of each stream of a rank in a report."""
-
-LOOK = 0.25
-"""Seconds between two checks of the sizes of running ranks' files."""
+MOST_OUTPUT = 64 * 1024  # maximum bytes of each stream of a rank in a report
+LOOK = 0.25  # seconds between two checks of the sizes of running ranks' files
 
 _HEAD = MOST_OUTPUT // 4
 _TAIL = MOST_OUTPUT - _HEAD
@@ -107,8 +104,7 @@ class Scratch:
     def leave(self) -> bool:
         """Stop using the directory if this process is its last user, and remove it.
 
-        Returns:
-            False if other processes use it, or the file system has no locks; then call this again later.
+        Returns False if other processes use it, or the file system has no locks; then call this again later.
         """
         if self._descriptor is None:
             return True

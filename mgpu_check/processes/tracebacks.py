@@ -89,29 +89,23 @@ def _callers() -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
-"""In place of the stacks of a halted process."""
+HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"  # in place of the stacks of a halted process
 
 # Lines below the test's frames that are the same in every rank. The engine's frames are left out, too.
 _NOISE = re.compile(r'^  File "<string>", line 1 in <module>$|^Extension modules: ')
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-RETURNING = {"pickle_result", "send_result"}
-"""The functions of a rank that pickle and send the result of a call."""
+RETURNING = {"pickle_result", "send_result"}  # the functions of a rank that pickle and send the result of a call
 _COLLECTIVES = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
 _BACKWARD = "_engine_run_backward"
 
 
 @dataclass(frozen=True)
 class Location:
-    """The location in the code where a rank was.
+    """The location in the code where a rank was."""
 
-    Attributes:
-        collective: the collective that it was in, or None.
-        file, line: the innermost line of the code under test.
-    """
-
-    collective: str | None
+    collective: str | None  # the collective that it was in, or None
     function: str
+    # file, line: the innermost line of the code under test
     file: str
     line: int
 

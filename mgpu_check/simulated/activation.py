@@ -21,7 +21,7 @@ from mgpu_check.simulated.cuda.torch_tools import install_compiler, install_prof
 from mgpu_check.simulated.distributed.collectives import install_collectives
 from mgpu_check.simulated.distributed.data_parallel import install_parallel, install_reducer
 from mgpu_check.simulated.factories import install_device_type, install_factories, install_typed
-from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node, leave_node
+from mgpu_check.simulated.node import SimulatedNode, active_node, enter_node
 from mgpu_check.simulated.operators.attention import install_attention
 from mgpu_check.simulated.operators.autograd import install_autocast, install_functions
 from mgpu_check.simulated.operators.generators import ambient_generator, device_generators, install_random
@@ -141,7 +141,7 @@ def _leave(patches: Patches) -> None:
         abandon()
         streams.forget_streams()
         forget_pinned()
-        leave_node()
+        enter_node(None)
 
 
 def prepare() -> None:

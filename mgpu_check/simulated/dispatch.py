@@ -102,15 +102,11 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
     operands = []
     for operand in _operands(func, args, kwargs):
         tensor_class = type(operand.tensor)
-        own = (
-            tensor_class is not SimulatedTensor
-            and tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        )
-        if own:
-            return NotImplemented  # type: ignore[no-any-return]
         if tensor_class is SimulatedTensor:
             operands.append(operand)
             continue
+        if tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # the class has its own dispatch
+            return NotImplemented  # type: ignore[no-any-return]
         references = sys.getrefcount(operand.tensor)
         if _reference_counts is not None:
             _reference_counts.append(references)
@@ -197,9 +193,7 @@ def _called_by_autograd() -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-_AROUND_A_MODE = frozenset(
-    {"torch._ops", "torch._compile", "torch._dynamo.eval_frame", "mgpu_check.simulated.cuda.graphs"}
-)
+_AROUND_A_MODE = {"torch._ops", "torch._compile", "torch._dynamo.eval_frame", "mgpu_check.simulated.cuda.graphs"}
 
 
 def _check_iterator(operands: list[_Operand]) -> None:

@@ -69,7 +69,8 @@ class _Typed(type):
     def __call__(cls, *args: object, **kwargs: object) -> torch.Tensor:
         if cls.layout is not torch.strided:
             refused(f"{cls.__module__}.{cls.__name__}")()
-        return _made(torch.empty(0, dtype=cls.dtype), simulated_device(_given(kwargs.pop("device", None))), args)
+        device = kwargs.pop("device", None)
+        return _made(torch.empty(0, dtype=cls.dtype), simulated_device("cuda" if device is None else device), args)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, SimulatedTensor) and (instance.dtype, instance.layout) == (cls.dtype, cls.layout)
@@ -77,10 +78,6 @@ class _Typed(type):
     @property
     def is_sparse(cls) -> bool:
         return cls.layout is torch.sparse_coo
-
-
-def _given(device: object) -> object:
-    return "cuda" if device is None else device
 
 
 def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, ...]) -> torch.Tensor:
@@ -138,11 +135,7 @@ def install_typed(patches: Patches) -> None:
                 patches.set(owner, name, _Typed(name, (), body))
     patches.wrap(torch.Tensor, "new", _new)
     patches.replace(torch.set_default_tensor_type, _default_type(torch.set_default_tensor_type))
-    patches.at_exit(lambda: torch.set_default_device(None) if _on_a_device() else None)
-
-
-def _on_a_device() -> bool:
-    return torch.get_default_device().type == "cuda"
+    patches.at_exit(lambda: torch.set_default_device(None) if torch.get_default_device().type == "cuda" else None)
 
 
 Maker = Callable[..., torch.Tensor]
@@ -341,13 +334,6 @@ def _new_like(method: Maker) -> Maker:
     return new
 
 
-def _new_tensor(self: torch.Tensor, data: object, **kwargs: object) -> torch.Tensor:
-    kwargs.setdefault("dtype", self.dtype)
-    if kwargs.get("device") is None:
-        kwargs["device"] = self.device
-    return torch.tensor(data, **kwargs)  # type: ignore[arg-type]
-
-
 def install_factories(patches: Patches) -> None:
     for function_names, wrap in ((_FROM_SIZES, _from_sizes), (_LIKE, _like), (_FROM_DATA, _from_data)):
         for name in function_names:
@@ -359,14 +345,17 @@ def install_factories(patches: Patches) -> None:
         patches.replace(original, _from_sizes(original))
     for name in _NEW:
         patches.wrap(torch.Tensor, name, _new_like)
-    patches.wrap(torch.Tensor, "new_tensor", _guarded_new_tensor)
+    patches.wrap(torch.Tensor, "new_tensor", _new_tensor)
 
 
-def _guarded_new_tensor(method: Maker) -> Maker:
+def _new_tensor(method: Maker) -> Maker:
     @functools.wraps(method)
     def new_tensor(self: torch.Tensor, data: object, **kwargs: object) -> torch.Tensor:
         if isinstance(self, SimulatedTensor) or simulated_device(kwargs.get("device")) is not None:
-            return _new_tensor(self, data, **kwargs)
+            kwargs.setdefault("dtype", self.dtype)
+            if kwargs.get("device") is None:
+                kwargs["device"] = self.device
+            return torch.tensor(data, **kwargs)  # type: ignore[arg-type]
         return method(self, data, **kwargs)
 
     return new_tensor

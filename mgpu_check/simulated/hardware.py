@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mgpu_check.simulated.cuda.streams import Stream, WorkClock, current_stream, go_by
+from mgpu_check.simulated.cuda.streams import WorkClock, current_stream, go_by
 from mgpu_check.simulated.distributed.collective_calls import TransferCall
 from mgpu_check.simulated.distributed.process_groups import NcclGroup
 from mgpu_check.simulated.node import Addresses, SimulatedNode, active_node, block_of
@@ -47,21 +47,16 @@ _TF32 = 3e14
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a fictitious device.
+    """Rates of a fictitious device."""
 
-    Attributes:
-        flops: dtype -> floating-point operations per second in matrix products.
-        memory: bytes per second that kernels read or write.
-        link: bytes per second from one device to another, in each direction.
-        pinned, pageable: bytes per second between a device and pinned or pageable host memory.
-        kernel, copy, collective: fixed seconds of each operation, in addition to its work.
-    """
-
+    # dtype -> floating-point operations per second in matrix products
     flops: Mapping[torch.dtype, float] = field(default_factory=lambda: _FLOPS)
-    memory: float = 2e12
-    link: float = 2e11
+    memory: float = 2e12  # bytes per second that kernels read or write
+    link: float = 2e11  # bytes per second from one device to another, in each direction
+    # pinned, pageable: bytes per second between a device and pinned or pageable host memory
     pinned: float = 4e10
     pageable: float = 1.5e10
+    # kernel, copy, collective: fixed seconds of each operation, in addition to its work
     kernel: float = 4e-6
     copy: float = 6e-6
     collective: float = 1e-5
@@ -106,15 +101,8 @@ def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 
 
 _COUNTS: dict[str, Count] = {
-    "mm": _product(0),
-    "bmm": _product(0),
-    "mv": _product(0),
-    "dot": _product(0),
-    "_scaled_mm": _product(0),
-    "_int_mm": _product(0),
-    "addmm": _product(1),
-    "baddbmm": _product(1),
-    "addmv": _product(1),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "_scaled_mm", "_int_mm"), _product(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
     "convolution": _convolution,
 }
 
@@ -124,77 +112,51 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator that has run on one device.
-
-    Attributes:
-        name: name without namespace and overload: "mm", "convolution", "randn".
-        outputs: plain tensors that it wrote; a defect changes them in place.
-        seconds: duration on healthy hardware.
-        heat: seconds of work on the device before the operator, in this process.
-    """
+    """An operator that has run on one device."""
 
     device: int
-    name: str
+    name: str  # name without namespace and overload: "mm", "convolution", "randn"
     inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
-    seconds: float
-    heat: float
+    outputs: Sequence[torch.Tensor]  # plain tensors that it wrote; a defect changes them in place
+    seconds: float  # duration on healthy hardware
+    heat: float  # seconds of work on the device before the operator, in this process
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy from one device to another, or between a device and the host.
+    """A copy from one device to another, or between a device and the host."""
 
-    Attributes:
-        source, target: numbers of devices; None is the host.
-        path: "engine" for a copy engine; "kernel" if a kernel of the source writes into the memory of its peer.
-        data: the copied bytes, uint8, in one dimension, in the order of memory; a defect changes them in place.
-        before: earlier bytes of the target's memory if their number is the same, else None.
-        pinned: whether the memory of the host is pinned.
-        load: number of other copies under way.
-        seconds: duration on healthy hardware.
-    """
-
+    # source, target: numbers of devices; None is the host
     source: int | None
     target: int | None
+    # "engine" for a copy engine; "kernel" if a kernel of the source writes into the memory of its peer
     path: Literal["engine", "kernel"]
+    # the copied bytes, uint8, in one dimension, in the order of memory; a defect changes them in place
     data: torch.Tensor
-    before: torch.Tensor | None = None
-    pinned: bool = True
-    load: int = 0
-    seconds: float = 0.0
+    before: torch.Tensor | None = None  # earlier bytes of the target's memory if their number is the same, else None
+    pinned: bool = True  # whether the memory of the host is pinned
+    load: int = 0  # number of other copies under way
+    seconds: float = 0.0  # duration on healthy hardware
 
 
 @dataclass(frozen=True)
 class EndedCollective:
-    """A collective that has ended on one rank.
+    """A collective that has ended on one rank."""
 
-    Attributes:
-        name: a name in `mgpu_check.torch_hooks.collective_table.TRANSFERS`, or "send" or "recv".
-        device: number of this rank's device.
-        group: numbers of the devices of all ranks, in the order of ranks.
-        outputs: plain tensors that it wrote on this rank; a defect changes them in place.
-        bytes: size of this rank's inputs or outputs, the larger of the two.
-    """
-
-    name: str
-    device: int
-    group: tuple[int, ...]
-    outputs: Sequence[torch.Tensor]
-    bytes: int
+    name: str  # a name in `mgpu_check.torch_hooks.collective_table.TRANSFERS`, or "send" or "recv"
+    device: int  # number of this rank's device
+    group: tuple[int, ...]  # numbers of the devices of all ranks, in the order of ranks
+    outputs: Sequence[torch.Tensor]  # plain tensors that it wrote on this rank; a defect changes them in place
+    bytes: int  # size of this rank's inputs or outputs, the larger of the two
     dtype: torch.dtype
 
 
 class Defect:
-    """The base class of defects of simulated hardware. A subclass overrides the methods whose results it spoils.
+    """The base class of defects of simulated hardware. A subclass overrides the methods whose results it spoils."""
 
-    Attributes:
-        since: time when the defect begins, in seconds as of `time.time`.
-        places: device, first address and number of bytes of each piece of memory that `remembered` receives.
-    """
+    since: float = 0.0  # time when the defect begins, in seconds as of `time.time`
 
-    since: float = 0.0
-
+    # device, first address and number of bytes of each piece of memory that `remembered` receives
     places: tuple[tuple[int, int, int], ...] = ()
 
     def reached(self, device: int) -> None:
@@ -242,18 +204,12 @@ class _Virtual(WorkClock):
 
 @dataclass(eq=False)
 class Hardware:
-    """The hardware of the simulated node of this process.
+    """The hardware of the simulated node of this process."""
 
-    Attributes:
-        planted: defects, including those that have not begun.
-        memory: bytes of each device.
-        first_device: number of the node's first device; numbers continue from host to host.
-    """
-
-    planted: Sequence[Defect]
-    memory: int
+    planted: Sequence[Defect]  # defects, including those that have not begun
+    memory: int  # bytes of each device
     rates: Rates = field(default_factory=Rates)
-    first_device: int = 0
+    first_device: int = 0  # number of the node's first device; numbers continue from host to host
     clock: WorkClock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -345,10 +301,8 @@ class Hardware:
     ) -> None:
         """Add the time of a finished copy to its streams, and spoil it.
 
-        Args:
-            source: tensor that was copied; None if the values come from the host and not from a tensor.
-            arrived: plain tensor with the copy.
-            into: existing tensor that receives the copy, or None.
+        `source`: tensor that was copied; None if the values come from the host and not from a tensor. `arrived`: plain
+        tensor with the copy. `into`: existing tensor that receives the copy, or None.
         """
         data = cells(arrived)
         if data is None:
@@ -357,37 +311,22 @@ class Hardware:
         ends = self.number(start), self.number(target)
         before = None if into is None or into.dtype != arrived.dtype else cells(raw(into))
         straight = source is None or None in ends or _same_layout(raw(source), arrived if into is None else into)
-        self._copy(
-            ends,
-            [current_stream(device) for device in (start, target) if device.type == "cuda"],
-            "engine" if straight else "kernel",
-            data.view(torch.uint8),
-            None if before is None else before.view(torch.uint8),
-            pinned,
-        )
-
-    def _copy(
-        self,
-        ends: tuple[int | None, int | None],
-        streams: Sequence[Stream],
-        path: Literal["engine", "kernel"],
-        data: torch.Tensor,
-        before: torch.Tensor | None,
-        pinned: bool,
-    ) -> None:
-        start = max(stream.reached for stream in streams)
-        seconds = self.rates.of_copy(data.numel(), None in ends, pinned)
+        streams = [current_stream(device) for device in (start, target) if device.type == "cuda"]
+        begin = max(stream.reached for stream in streams)
+        seconds = self.rates.of_copy(data.numel() * data.itemsize, None in ends, pinned)
         with self._lock:
             self._flights = [(end, link) for end, link in self._flights if end > self.clock.now()]
-            load = sum(end > start and link != ends for end, link in self._flights)
-        done = Copy(*ends, path, data, before, pinned, load, seconds)
+            load = sum(end > begin and link != ends for end, link in self._flights)
+        old = None if before is None else before.view(torch.uint8)
+        path: Literal["engine", "kernel"] = "engine" if straight else "kernel"
+        done = Copy(*ends, path, data.view(torch.uint8), old, pinned, load, seconds)
         for defect in self.defects:
             defect.copied(done)
             seconds *= defect.factor(done)
         with self._lock:
-            self._flights.append((start + seconds, ends))
+            self._flights.append((begin + seconds, ends))
         for stream in streams:
-            stream.busy_until(start + seconds)
+            stream.busy_until(begin + seconds)
 
     def over_link(self, source: int, target: int, data: torch.Tensor, load: int) -> None:
         """Spoil `data`, sent by NCCL from `source` to `target`, as a defect of the link would."""
@@ -447,8 +386,7 @@ def _same_layout(source: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-present: Hardware | None = None
-"""The hardware of the simulated node of this process, inside `planted`; else None."""
+present: Hardware | None = None  # the hardware of the simulated node of this process, inside `planted`; else None
 
 
 @contextlib.contextmanager
@@ -473,25 +411,20 @@ def planted(hardware: Hardware) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Hop:
-    """A link that a part of one rank's result has crossed.
+    """A link that a part of one rank's result has crossed."""
 
-    Attributes:
-        source, target: ranks at the ends of the link.
-        pieces: number of equal parts of the result.
-    """
-
+    # source, target: ranks at the ends of the link
     source: int
     target: int
     piece: int
-    pieces: int
+    pieces: int  # number of equal parts of the result
 
 
 def hops_to(name: str, rank: int, size: int, root: int) -> Iterator[Hop]:
     """Yield the hops of the result of `rank`: a defect of one of their links spoils it.
 
-    Args:
-        name: name of the transfer, as in `hardware.EndedCollective`.
-        root: root of a collective that has one; the other end of a message.
+    `name`: name of the transfer, as in `hardware.EndedCollective`. `root`: root of a collective that has one; the other
+    end of a message.
     """
     if name == "recv":
         yield Hop(root, rank, 0, 1)

@@ -126,19 +126,9 @@ class Pool:
         self.reserved = self.requested = 0
         self.since = (0, 0, 0, 0)  # at the last reset: blocks given, blocks freed, bytes given, bytes freed
 
-    def reset_peak(self) -> None:
-        self.blocks_peak, self.bytes_peak = self.blocks, self.bytes
-
-    def reset_accumulated(self) -> None:
-        blocks, size = self.blocks_given, self.bytes_given
-        self.since = (blocks, blocks - self.blocks, size, size - self.bytes)
-
 
 class DeviceMemory:
-    """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``.
-
-    ``addresses`` assigns addresses to blocks if the hardware of the device is simulated too, else it is None.
-    """
+    """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``."""
 
     __slots__ = (
         *("addresses", "allocated", "emptied", "exhausted", "freed", "index", "large", "limit", "peak", "reserved"),
@@ -146,16 +136,14 @@ class DeviceMemory:
     )
 
     def __init__(self, index: int, total: int = _TOTAL) -> None:
-        self.index = index
-        self.total = total
-        self.limit = total
+        self.index, self.total, self.limit = index, total, total
         self.small, self.large = Pool(), Pool()
         self.allocated = self.peak = 0
         self.reserved = self.reserved_peak = 0
         self.exhausted = 0
         self.emptied = 0
         self.taken = self.freed = 0  # how often memory was taken from the driver, and returned to it
-        self.addresses: Addresses | None = None
+        self.addresses: Addresses | None = None  # of blocks, if the hardware of the device is simulated too
 
     def take(self, nbytes: int, requested: int) -> None:
         """Add a block of ``nbytes`` for a request of ``requested`` bytes, or raise ``torch.OutOfMemoryError``."""
@@ -220,13 +208,14 @@ class DeviceMemory:
             self.peak = self.allocated
             self.reserved_peak = self.reserved
             for pool in (self.small, self.large):
-                pool.reset_peak()
+                pool.blocks_peak, pool.bytes_peak = pool.blocks, pool.bytes
 
     def reset_accumulated(self) -> None:
         with _lock:
             self.exhausted = 0
             for pool in (self.small, self.large):
-                pool.reset_accumulated()
+                blocks, size = pool.blocks_given, pool.bytes_given
+                pool.since = (blocks, blocks - pool.blocks, size, size - pool.bytes)
 
     def _refuse(self, nbytes: int) -> NoReturn:
         if nbytes >= _EXABYTE:
@@ -245,18 +234,14 @@ class DeviceMemory:
 
 
 class Block:
-    """The memory of a device that one storage uses, returned when the storage is freed.
-
-    ``address`` is None on a device without simulated hardware.
-    """
+    """The memory of a device that one storage uses, returned when the storage is freed."""
 
     __slots__ = ("_addresses", "address", "device", "memory", "nbytes", "requested")
 
     def __init__(self, device: torch.device, memory: DeviceMemory, nbytes: int) -> None:
         self.nbytes = self.requested = 0
-        self.device = device
-        self.memory = memory
-        self.address: int | None = None
+        self.device, self.memory = device, memory
+        self.address: int | None = None  # none on a device without simulated hardware
         self._addresses: Addresses | None = None
         self.resize(nbytes)
 
@@ -322,23 +307,16 @@ class SimulatedNode:
     """Simulated devices on one backing device.
 
     The driver reads `CUDA_VISIBLE_DEVICES` at its first call; the visible devices are fixed from then on.
-
-    Attributes:
-        total: number of devices of the machine, before `CUDA_VISIBLE_DEVICES`.
-        backing: real device that computes.
-        seeded: one generator per device; the first belongs to the first visible device.
-        ambient: generator of the backing device; operators without a generator argument draw from it.
-        pid: process that first called the driver; None before.
-        initialized: whether this process, or an ancestor that forked it, has used a device.
-        at_first_use: functions to call at the first use of a device.
     """
 
-    total: int
-    backing: torch.device
-    seeded: tuple[torch.Generator, ...] = ()
+    total: int  # number of devices of the machine, before `CUDA_VISIBLE_DEVICES`
+    backing: torch.device  # real device that computes
+    seeded: tuple[torch.Generator, ...] = ()  # one generator per device; the first belongs to the first visible device
+    # generator of the backing device; operators without a generator argument draw from it
     ambient: torch.Generator = torch.default_generator
-    pid: int | None = None
-    initialized: bool = False
+    pid: int | None = None  # process that first called the driver; None before
+    initialized: bool = False  # whether this process, or an ancestor that forked it, has used a device
+    # functions to call at the first use of a device
     at_first_use: list[Callable[[], object]] = field(default_factory=list)
 
     @cached_property
@@ -404,15 +382,10 @@ def active_node() -> SimulatedNode | None:
     return _node
 
 
-def enter_node(node: SimulatedNode) -> None:
+def enter_node(node: SimulatedNode | None) -> None:
+    """Enter a node; None leaves it."""
     global _node
     _node = node
-    _current.index = 0
-
-
-def leave_node() -> None:
-    global _node
-    _node = None
     _current.index = 0
 
 

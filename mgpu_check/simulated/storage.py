@@ -210,10 +210,6 @@ def _to(self: torch.UntypedStorage, *, device: object, non_blocking: bool = Fals
     return self if self.device == target else _copy_on(self, target)
 
 
-def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    return _copy_on(self, self.device)
-
-
 def _resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     block, before = block_of(self), self.nbytes()
     if block is not None and size > before:
@@ -249,5 +245,6 @@ def install_storage(patches: Patches) -> None:
     patches.set(_storage, "device", property(_device))
     patches.set(_storage, "is_cuda", property(lambda self: _device(self).type == "cuda"))
     patches.set(_storage, "__new__", _new(_storage.__new__))
-    for name, function in (("cuda", _cuda), ("cpu", _cpu), ("to", _to), ("clone", _clone), ("resize_", _resize_)):
-        patches.set(_storage, name, function)
+    patches.set(_storage, "clone", lambda self: _copy_on(self, self.device))
+    for function in (_cuda, _cpu, _to, _resize_):
+        patches.set(_storage, function.__name__[1:], function)

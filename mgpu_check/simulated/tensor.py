@@ -174,19 +174,15 @@ def _no_numpy(t: SimulatedTensor) -> TypeError:
 
 
 def _on_storage(like: SimulatedTensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    node = active_node()
     with _no_dispatch(), torch.no_grad():
-        bare = torch.empty(0, dtype=like.dtype, device=storage_backing(storage))
+        bare = torch.empty(0, dtype=like.dtype, device="cpu" if node is None else node.backing)
         bare.set_(storage, like.storage_offset(), like.size(), like.stride())
         if like.is_conj():
             bare = bare.conj()
         if like.is_neg():
             bare = torch._neg_view(bare)
     return tag(bare, like._dev)
-
-
-def storage_backing(storage: torch.UntypedStorage) -> torch.device:
-    node = active_node()
-    return torch.device("cpu") if node is None else node.backing
 
 
 def _of_sparse(real: torch.Tensor, device: str, requires_grad: bool) -> torch.Tensor:

@@ -201,7 +201,7 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     on_device = isinstance(self, SimulatedTensor) or (is_wrapper(self) and self.is_cuda)
     if target is None or (target.type != "cuda" and not on_device):
         if isinstance(like, SimulatedTensor):  # t.to(device_tensor) with t on that device: only the dtype
-            return original(self, dtype, *rest, **_without(kwargs, "other"))
+            return original(self, dtype, *rest, **{k: v for k, v in kwargs.items() if k != "other"})
         return original(self, *args, **kwargs)
     options = dict(zip(("non_blocking", "copy"), rest, strict=False))
     non_blocking = bool(options.get("non_blocking", kwargs.get("non_blocking", False)))
@@ -212,10 +212,6 @@ def _to(original: Method, self: torch.Tensor, *args: object, **kwargs: object) -
     if is_wrapper(self):
         return move_wrapper(self, target, dtype, non_blocking)  # type: ignore[arg-type]
     return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
-
-
-def _without(kwargs: dict[str, object], *keys: str) -> dict[str, object]:
-    return {k: v for k, v in kwargs.items() if k not in keys}
 
 
 @around
@@ -413,8 +409,8 @@ Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Ten
 def _group(
     original: Callable[..., Groups], tensorlistlist: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False
 ) -> Groups:
-    """Group lists of tensors by simulated device and dtype; C++ would group by the backing device."""
-    if not any(isinstance(t, SimulatedTensor) for row in tensorlistlist for t in row):
+    """Group lists of tensors, for multi-tensor functions, by simulated device; C++ would read the backing device."""
+    if not any(isinstance(t, SimulatedTensor) or is_distributed(t) for row in tensorlistlist for t in row):
         return original(tensorlistlist, with_indices)
     groups: Groups = {}
     for i, leading in enumerate(tensorlistlist[0]):
@@ -455,11 +451,7 @@ def _apply(
 
 
 def install_modules(patches: Patches) -> None:
-    patches.set(
-        torch._C,
-        "_group_tensors_by_device_and_dtype",
-        _group(torch._C._group_tensors_by_device_and_dtype),
-    )
+    patches.wrap(torch._C, "_group_tensors_by_device_and_dtype", _group)
     patches.wrap(torch.nn.Module, "_apply", _apply)
     patches.wrap(torch._C._nn, "_parse_to", _parse_to)
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):

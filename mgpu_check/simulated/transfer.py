@@ -133,17 +133,13 @@ def put_grad(t: torch.Tensor, grad: torch.Tensor) -> None:
         put(t, grad)
         return
     with torch._C._DisableTorchDispatch():
-        kept = _base.data.__get__(t)
-        _base.data.__set__(t, _dense(grad))
+        kept, bare = _base.data.__get__(t), raw(grad)
+        is_dense = bare.layout is torch.strided
+        _base.data.__set__(t, bare if is_dense else bare.new_empty(bare.shape, layout=torch.strided))
         try:
             put(t, grad)
         finally:
             _base.data.__set__(t, kept)
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    bare = raw(grad)
-    return bare if bare.layout is torch.strided else bare.new_empty(bare.shape, layout=torch.strided)
 
 
 def _refusal(source: torch.device, target: torch.device) -> Callable[..., NoReturn]:

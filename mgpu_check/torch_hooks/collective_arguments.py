@@ -36,8 +36,7 @@ def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
 
 
 def _sizes(tensors: Any, count: int) -> list[str]:
-    """Return the sizes in a list of one tensor per rank; [] if the list is invalid, which the collective will
-    report."""
+    """Return the sizes in a list of one tensor per rank; [] if it is invalid, which the collective will report."""
     if isinstance(tensors, (list, tuple)) and len(tensors) == count:
         return [size_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return []
@@ -91,22 +90,6 @@ def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
             yield giving, peer, size
 
 
-def _send(get: Get, me: int, count: int, root: int) -> Parts:
-    yield from _one(get("tensor"), (root,), True)
-
-
-def _receive(get: Get, me: int, count: int, root: int) -> Parts:
-    yield from _one(get("tensor"), (root,), False)
-
-
-def _send_objects(get: Get, me: int, count: int, root: int) -> Parts:
-    yield True, root, "objects"
-
-
-def _receive_objects(get: Get, me: int, count: int, root: int) -> Parts:
-    yield False, root, "objects"
-
-
 FLOWS: Mapping[str, Reader] = {
     **{
         name: _of_row(row, row.transfer)
@@ -114,12 +97,10 @@ FLOWS: Mapping[str, Reader] = {
         if row.sizes == "paired" and row.lists and row.transfer is not None
     },
     "all_to_all_single": _all_to_all_single,
-    "send": _send,
-    "isend": _send,
-    "recv": _receive,
-    "irecv": _receive,
-    "send_object_list": _send_objects,
-    "recv_object_list": _receive_objects,
+    **dict.fromkeys(("send", "isend"), lambda get, me, count, root: _one(get("tensor"), (root,), True)),
+    **dict.fromkeys(("recv", "irecv"), lambda get, me, count, root: _one(get("tensor"), (root,), False)),
+    "send_object_list": lambda get, me, count, root: iter([(True, root, "objects")]),
+    "recv_object_list": lambda get, me, count, root: iter([(False, root, "objects")]),
 }
 """Name of each "paired" function of ``torch.distributed`` -> function that yields its parts.
 
@@ -215,8 +196,7 @@ def shown(value: Any) -> str:
 
 
 def compared(value: Any) -> str:
-    """Return dtype and size of an operand, which must be equal on all ranks; for a list a checksum, as it may be
-    long."""
+    """Return dtype and size of an operand, which must be equal on all ranks; for a list a checksum of these."""
     if isinstance(value, torch.Tensor):
         return size_of(value)
     if isinstance(value, (list, tuple)):

@@ -7,39 +7,32 @@ all use this table.
 
 from __future__ import annotations
 
+import abc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Members = Literal["all", "root"]
 Sizes = Literal["equal", "paired", ""]
 
-OPERATIONS = ("op", "reduceOp")
-"""Parameters for the operation of a reduction."""
+OPERATIONS = ("op", "reduceOp")  # parameters for the operation of a reduction
 ROOTS = ("src", "dst", "group_src", "group_dst")
 """Parameters for one rank: its rank in the default group, or its index in the group."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How tensors pass between the members of a group, in all forms of a collective.
+    """How tensors pass between the members of a group, in all forms of a collective."""
 
-    Attributes:
-        givers, takers: the members that give tensors, and the members that get a result.
-        divides: whether a giver has one part for each taker, and not the same tensor for all.
-        joins: whether a result has a part from each giver, in their order.
-        reduces: whether a result combines the tensors of all givers.
-        direct: whether NCCL sends from giver to taker, and not along a ring of all members.
-    """
-
+    # givers, takers: the members that give tensors, and the members that get a result
     givers: Members = "all"
     takers: Members = "all"
-    divides: bool = False
-    joins: bool = False
-    reduces: bool = False
-    direct: bool = False
+    divides: bool = False  # whether a giver has one part for each taker, and not the same tensor for all
+    joins: bool = False  # whether a result has a part from each giver, in their order
+    reduces: bool = False  # whether a result combines the tensors of all givers
+    direct: bool = False  # whether NCCL sends from giver to taker, and not along a ring of all members
 
     @property
     def root(self) -> str:
@@ -88,43 +81,33 @@ TRANSFERS: Mapping[str, Transfer] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Method:
-    """A method of `torch.distributed.ProcessGroup`.
+    """A method of `torch.distributed.ProcessGroup`."""
 
-    Attributes:
-        function: the equivalent function, whose name reports use.
-        parameters: the function's names for the parameters, in the order of the method. Methods take ranks as indices
-            in the group.
-    """
-
-    function: str
+    function: str  # the equivalent function, whose name reports use
+    # the function's names for the parameters, in the order of the method. Methods take ranks as indices in the group.
     parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A function of ``torch.distributed``.
+    """A function of ``torch.distributed``."""
 
-    Attributes:
-        does: a name in `TRANSFERS`; or passes Python "objects"; nothing for a "barrier"; a "message" from one other
-            rank; or a "model", which the constructor of DistributedDataParallel checks or copies.
-        operand: the parameter whose value is compared between ranks: their contribution or result; "" for no
-            comparison.
-        sizes: "equal" if all ranks must have tensors with the same dtype and number of elements; "paired" if the
-            tensors of a rank must match those of its peer (see `collective_arguments`); "" if sizes are not compared.
-        homes: the modules of ``torch.distributed`` that define it. The operand of a functional collective is `self`.
-        methods: the equivalent methods of process groups, with their parameters; see `Method`.
-        tensors: the parameters for the tensors that a rank gives, and for its result. They are equal if the result
-            replaces the input, and empty for several tensors in one call and for functional collectives.
-        newer: a newer name of the same function, in versions of torch that deprecate this one.
-    """
-
+    # a name in `TRANSFERS`; or passes Python "objects"; nothing for a "barrier"; a "message" from one other rank; or a
+    # "model", which the constructor of DistributedDataParallel checks or copies
     does: str
+    # the parameter whose value is compared between ranks: their contribution or result; "" for no comparison
     operand: str = ""
+    # "equal" if all ranks must have tensors with the same dtype and number of elements; "paired" if the tensors of a
+    # rank must match those of its peer (see `collective_arguments`); "" if sizes are not compared
     sizes: Sizes = ""
+    # the modules of ``torch.distributed`` that define it. The operand of a functional collective is `self`.
     homes: tuple[str, ...] = ("distributed_c10d",)
+    # the equivalent methods of process groups, with their parameters; see `Method`
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # the parameters for the tensors that a rank gives, and for its result. They are equal if the result replaces the
+    # input, and empty for several tensors in one call and for functional collectives.
     tensors: tuple[str, str] = ("", "")
-    newer: str = ""
+    newer: str = ""  # a newer name of the same function, in versions of torch that deprecate this one
 
     @property
     def transfer(self) -> Transfer | None:
@@ -296,45 +279,29 @@ _KEYWORDS = {
 _OTHER_KEYWORDS = frozenset({"opts", "timeout", "op", "root", "tag", "srcRank", "dstRank"})
 
 
-class Form(Protocol):
-    """How to read the arguments of one function or method.
+class Form(abc.ABC):
+    """How to read the arguments of one function or method."""
 
-    Attributes:
-        name: of the function of ``torch.distributed`` in reports.
-        parameters: the names that `argument` accepts.
-        group: name of the parameter for the process group.
-        operand: name of the parameter for the operand; empty without an operand.
-        options: names of the parameters that must be equal on all ranks.
-        root: name of the parameter for the root or peer, "src" or "dst".
-        peer: whether it is a send or a receive.
-        symmetric: whether all ranks must have operands of the same dtypes and sizes.
-        paired: whether the tensors of a rank must match those of its peers; see `collective_arguments`.
-    """
+    parameters: tuple[str, ...]  # the names that `argument` accepts
+    group: str  # name of the parameter for the process group
+    operand: str  # name of the parameter for the operand; empty without an operand
+    options: tuple[str, ...]  # names of the parameters that must be equal on all ranks
+    root: str  # name of the parameter for the root or peer, "src" or "dst"
 
-    name: str
-    parameters: tuple[str, ...]
-    group: str
-    operand: str
-    options: tuple[str, ...]
-    root: str
-    peer: bool
-    symmetric: bool
-    paired: bool
+    def __init__(self, function: str) -> None:
+        row = COLLECTIVES[function]
+        self.name = function.lstrip("_")  # of the function of `torch.distributed` in reports
+        self.peer = row.kind == "message"  # whether it is a send or a receive
+        self.symmetric = row.sizes == "equal"  # whether all ranks must have operands of the same dtypes and sizes
+        # Whether the tensors of a rank must match those of its peers; see `collective_arguments`.
+        self.paired = row.sizes == "paired"
 
+    @abc.abstractmethod
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the argument called `name`, or None."""
 
 
-class _OfTable:
-    def __init__(self, function: str) -> None:
-        row = COLLECTIVES[function]
-        self.name = function.lstrip("_")
-        self.peer = row.kind == "message"
-        self.symmetric = row.sizes == "equal"
-        self.paired = row.sizes == "paired"
-
-
-class FunctionForm(_OfTable):
+class FunctionForm(Form):
     """Reads the arguments of one function by its signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -358,7 +325,7 @@ class FunctionForm(_OfTable):
         return args[position] if position < len(args) else self._defaults.get(name)
 
 
-class MethodForm(_OfTable):
+class MethodForm(Form):
     """Reads the arguments of one method by the table. Its first argument is the group."""
 
     def __init__(self, method: str) -> None:

@@ -45,7 +45,7 @@ class Recorder:
         self._memory: mmap.mmap | None = None
         self._inside = _Inside()
         self._lock = threading.Lock()
-        self._total = 0
+        self.total = 0  # operations that have been entered
         self._groups: dict[Group, tuple[int, int]] = {}
         self._pending: dict[int, int] = {}
         self._flows = Flows()
@@ -54,10 +54,8 @@ class Recorder:
     def attach(self, fd: int) -> None:
         """Map the file `fd`, and record in it the collectives that this process enters from now on.
 
-        Without a file, nothing is recorded. The file is resized to `record.SIZE` bytes.
-
-        Raises:
-            OSError: the file cannot be resized or mapped.
+        Without a file, nothing is recorded. The file is resized to `record.SIZE` bytes. Raises `OSError`: the file
+        cannot be resized or mapped.
         """
         os.ftruncate(fd, collective_records.SIZE)
         self._memory = mmap.mmap(fd, collective_records.SIZE)
@@ -66,17 +64,12 @@ class Recorder:
         """Start a new record, at the start of a call."""
         if self._memory is None:
             return
-        self._total = 0
+        self.total = 0
         self._groups.clear()
         self._pending.clear()
         self._flows.clear()
         self._unlike.clear()
         collective_records.HEADER.pack_into(self._memory, 0, 0)
-
-    @property
-    def total(self) -> int:
-        """The number of operations that have been entered."""
-        return self._total
 
     def agreement(self) -> Agreement:
         """Return the counts and checksums that must be equal on all members of each group."""
@@ -155,14 +148,14 @@ class Recorder:
             default_group = group is None or len(group.ranks) == dist.get_world_size()
             ranks = "" if default_group or group is None else ",".join(map(str, group.ranks))
             name = group.name if group is not None else ""
-            slot = self._total
+            slot = self.total
             start = collective_records.HEADER.size + slot % collective_records.KEPT * collective_records.SLOT
             packed = collective_records.pack_entry(
                 "I", number, line, form.name, name, ranks, operand, options, alike, file
             )
             self._memory[start : start + len(packed)] = packed
-            self._total += 1
-            collective_records.HEADER.pack_into(self._memory, 0, self._total)
+            self.total += 1
+            collective_records.HEADER.pack_into(self._memory, 0, self.total)
         return slot, take_back
 
     def _add_flows(
@@ -181,13 +174,12 @@ class Recorder:
 
     def _note(self, slot: int, state: bytes) -> None:
         """Change the state of an entry, unless later entries or a new call have overwritten it."""
-        if self._memory is not None and max(0, self._total - collective_records.KEPT) <= slot < self._total:
+        if self._memory is not None and max(0, self.total - collective_records.KEPT) <= slot < self.total:
             start = collective_records.HEADER.size + slot % collective_records.KEPT * collective_records.SLOT
             self._memory[start : start + 1] = state
 
 
-recorder = Recorder()
-"""The recorder of this process."""
+recorder = Recorder()  # the recorder of this process
 
 
 def install() -> None:

@@ -65,6 +65,7 @@ _HOOKS = tuple(
     if name.startswith("_global_") and isinstance(value, dict)
 )
 _KINDS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod, classmethod, property)
+_MAKERS = (type, types.FunctionType)
 _MISSING = object()
 
 
@@ -99,11 +100,9 @@ class Replaceable:
     """The objects, functions, modules and hooks of a fresh rank that a test could replace."""
 
     def __init__(self) -> None:
-        self._functions = [
-            (owner, attributes, list(map(vars(owner).get, attributes))) for owner, attributes in _FUNCTIONS
-        ]
+        self._functions = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _FUNCTIONS]
         self._values = [[*vars(owner).values()] for owner, _ in _FUNCTIONS]
-        self._data = [(owner, attributes, list(map(vars(owner).get, attributes))) for owner, attributes in _DATA]
+        self._data = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _DATA]
         self._lists = [(value, list(value)) for value in (getattr(owner, name) for owner, name in _LISTS)]
         self._tables = [(value, dict(value)) for value in (getattr(owner, name) for owner, name in _TABLES)]
         self._added_to = [(owner, frozenset(vars(owner))) for owner in _ADDED_TO]
@@ -130,8 +129,7 @@ class Replaceable:
     def restore(self, imported: bool) -> None:
         """Put back what no library needs to be replaced: data, hooks of Python, and the contents of lists and tables.
 
-        Args:
-            imported: whether the test has imported a module, which may have added names to other modules.
+        `imported`: whether the test has imported a module, which may have added names to other modules.
         """
         for owner, attributes, values in self._data:
             present = vars(owner)
@@ -142,7 +140,8 @@ class Replaceable:
         for values, before in self._lists:
             if len(values) != len(before) or not all(map(is_, values, before)):
                 added = (value for value in values if not any(value is entry for entry in before))
-                values[:] = [*before, *(value for value in added if not _by_a_test(_maker(value)))]
+                makers = ((value, value if isinstance(value, _MAKERS) else type(value)) for value in added)
+                values[:] = [*before, *(value for value, maker in makers if not _by_a_test(maker))]
         for table, original in self._tables:
             table.update(original)
         for owner, fresh in self._added_to if not imported else ():
@@ -183,10 +182,6 @@ def _are_equal(values: list[Any], before: list[Any]) -> bool:
         return values == before  # by far the fastest way to compare thousands
     except Exception:  # a tensor in the place of another has no truth
         return False
-
-
-def _maker(value: Any) -> Any:
-    return value if isinstance(value, (type, types.FunctionType)) else type(value)
 
 
 def _by_a_test(value: Any, owner: Any = sys) -> bool:

@@ -87,8 +87,7 @@ def named_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and all modules within it, each once, with its name, as `nn.Module.named_modules` does.
 
-    Args:
-        unwrapped: returns the module that takes the place of a module.
+    `unwrapped`: returns the module that takes the place of a module.
     """
     visited: set[int] = set()
     rest = [("", module)]

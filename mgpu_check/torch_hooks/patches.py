@@ -30,9 +30,8 @@ class Patches:
     def __init__(self, *, among: str = "", sparing: str | None = None) -> None:
         """Create an empty list.
 
-        Args:
-            among: prefix of the modules that `replace` changes; empty for all.
-            sparing: prefix of modules that `replace` does not change, or None.
+        `among`: prefix of the modules that `replace` changes; empty for all. `sparing`: prefix of modules that
+        `replace` does not change, or None.
         """
         self._among, self._sparing = among, sparing
         self._undo: list[tuple[object, str, object]] = []
@@ -83,13 +82,9 @@ class Patches:
         """Register `call` to run in `undo`, before anything is restored."""
         self._at_exit.append(call)
 
-    def names(self) -> list[tuple[ModuleType, str, object]]:
-        """Return the module, name and replacement of each name that `apply` would set."""
-        return self._names(self._new_of)
-
     def apply(self) -> None:
         """Make the replacements that `replace` registered."""
-        for module, name, value in self.names():
+        for module, name, value in self._names(self._new_of):
             self._renamed.append((module, name, vars(module)[name], value))
             setattr(module, name, value)
 
@@ -142,11 +137,7 @@ def around(new: Callable[..., R]) -> Callable[[Callable[..., Any]], Callable[...
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set attribute `name` of `owner` to `value`, and restore it on exit; an inherited attribute is inherited again.
-
-    Raises:
-        AttributeError: `owner` has no such attribute.
-    """
+    """Set an attribute that `owner` has to `value`, and restore it on exit; an inherited one is inherited again."""
     getattr(owner, name)
     with Patches() as patches:
         patches.set(owner, name, value)

@@ -65,7 +65,7 @@ def exact_precision() -> None:
     torch.set_float32_matmul_precision("highest")
     torch._C._set_cudnn_allow_tf32(False)
     for setting in _OPERATORS:
-        if _get(*setting) not in ("ieee", "none") or _get(*_above(setting)) not in ("ieee", "none"):
+        if _get(*setting) not in ("ieee", "none") or _get(setting[0], "all") not in ("ieee", "none"):
             _set(*setting, "ieee")
     for name in _REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
@@ -73,11 +73,7 @@ def exact_precision() -> None:
 
 @contextmanager
 def repeatable_precision(tf32: bool = False) -> Iterator[None]:
-    """Fix the rounding of float32 and cuDNN's choice of kernels, and restore both on exit.
-
-    Args:
-        tf32: whether matrix products and convolutions use TF32.
-    """
+    """Fix the rounding of float32 (with `tf32` to TF32) and cuDNN's choice of kernels, and restore both on exit."""
     cudnn = torch.backends.cudnn
     before, chosen = saved_precision(), (cudnn.deterministic, cudnn.benchmark)
     try:
@@ -90,10 +86,6 @@ def repeatable_precision(tf32: bool = False) -> Iterator[None]:
     finally:
         restore_precision(before)
         cudnn.deterministic, cudnn.benchmark = chosen
-
-
-def _above(setting: tuple[str, str]) -> tuple[str, str]:
-    return setting[0], "all"
 
 
 def _said(getter: Callable[[], Any]) -> Any:
@@ -168,10 +160,7 @@ _MOST = 16
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[int]:
-    """Compute with one thread, because small steps on a shared machine do not profit from more.
-
-    Yield the former number.
-    """
+    """Compute with one thread, as small steps on a shared machine do not profit from more; yield the former number."""
     before = torch.get_num_threads()
     with _threads(1):
         yield before

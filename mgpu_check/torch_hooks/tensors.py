@@ -31,10 +31,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of `tensor` as a contiguous tensor on the CPU, without autograd history.
-
-    The result shares memory with `tensor` if no conversion is needed.
-    """
+    """Return the values as a contiguous tensor on the CPU, without autograd history, which may share the memory."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -45,10 +42,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU, with complex numbers as pairs of real ones.
-
-    A DTensor is gathered first, which is a collective.
-    """
+    """Return a copy on the CPU, with complex numbers as real pairs. A DTensor is gathered first: a collective."""
     value = tensor.detach()
     return as_real(copied(value.full_tensor() if hasattr(value, "full_tensor") else value))
 
@@ -174,9 +168,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _SWITCHES:
-            argument_value = (
-                args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            )
-            if isinstance(argument_value, (bool, int, float)) and not argument_value:
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            if isinstance(value, (bool, int, float)) and not value:
                 return False
     return True

@@ -9,8 +9,7 @@ import torch
 
 from mgpu_check.acceptance.run_report import Gpu
 from mgpu_check.devices.observations import Observation, SubjectResult
-from mgpu_check.engine.named_function import NamedFunction
-from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.rank import NamedFunction, Rank
 
 
 class Node:

@@ -13,7 +13,7 @@ from torch import nn
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.assembly import assembled, matched
 from mgpu_check.compare.in_script.models import Names
-from mgpu_check.compare.in_script.placements import Placing, read_placements, read_wholes, write_whole
+from mgpu_check.compare.in_script.placements import Placing, read_placements, read_wholes, write_tensor
 from mgpu_check.compare.in_script.summaries import Cut, summaries
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Parameter, Step, TensorSummary, Trace, joined
@@ -252,7 +252,7 @@ def test_a_file_of_wholes_finds_slices():
     nn.init.zeros_(net[0].bias)
     with tempfile.TemporaryFile() as file:
         for name, value in net.named_parameters():
-            write_whole(file.fileno(), name, value)
+            write_tensor(file.fileno(), "parameter", name, value)
         wholes = read_wholes(file.fileno()).parameters
     assert torch.equal(wholes.whole("1.weight"), net[1].weight)
     names, local = Names(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))

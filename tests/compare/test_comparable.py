@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.compare import reports
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.comparability import FLOAT32, OTHER_START, standing
 from mgpu_check.compare.diagnosis import others_from_the_start
 from mgpu_check.compare.processes import Ended, ScriptRun
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.verdict import verdict_of, without_steps
+from mgpu_check.compare.verdict import verdict_of
 from tests.compare.training import (
     NAMES,
     Training,
@@ -302,7 +303,7 @@ def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_rem
     def todo(*files: str | None) -> str:
         trace = Trace(0, 1, events=[{"event": "load", "after": 0, "file": file} for file in files])
         ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
-        return "\n".join(without_steps(ScriptRun("one device", [ended], 1.0, None), [ended]).report.remarks)
+        return "\n".join(reports.no_steps(ScriptRun("one device", [ended], 1.0, None), [ended]).remarks)
 
     advice = "do: the script has loaded /runs/last.pt: if it is a checkpoint of a finished training, remove it"
     assert f"  going on after epoch 2\n{advice}" in todo("/runs/last.pt")

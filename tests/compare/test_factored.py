@@ -12,7 +12,7 @@ from torch import nn
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.in_script.models import Names
 from mgpu_check.compare.in_script.parameters import Parameters, States, entries, flat_parts, statistic
-from mgpu_check.compare.in_script.placements import Placing, read_wholes, write_shape, write_whole
+from mgpu_check.compare.in_script.placements import Placing, read_wholes, write_shape, write_tensor
 from mgpu_check.compare.in_script.summaries import Cut
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import FORMAT, VERSION, TensorSummary, Trace, Writer, read
@@ -142,7 +142,7 @@ def recorded(net: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, t
     given."""
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as wholes:
         for name, value in kept.items():
-            write_whole(wholes.fileno(), name, value)
+            write_tensor(wholes.fileno(), "parameter", name, value)
         for name, shape in shapes.items():
             write_shape(wholes.fileno(), name, shape)
         writer, names = Writer(file.fileno()), Names()

@@ -14,6 +14,7 @@ from torch import nn
 from mgpu_check.compare.in_script.replay import Points, RankRecording, RankReplaying
 from mgpu_check.compare.in_script.replay_outside import follows, unexplained
 from mgpu_check.compare.in_script.tape import Tape, Tapes, write_joint
+from mgpu_check.torch_hooks.patches import around
 from tests.compare.conftest import script
 
 Program = Callable[["Part"], torch.Tensor]
@@ -60,7 +61,7 @@ class Replay:
         tapes = [file.fileno() for file in self._files]
         gradients = []
         for number in range(3):
-            recorder = types.SimpleNamespace(
+            recorder: Any = types.SimpleNamespace(
                 done=0, passes=0, backwards=0, note=self._note, guard=lambda record: record
             )
             made: Points
@@ -73,14 +74,14 @@ class Replay:
         return gradients[2], (gradients[0] + gradients[1]) / 2
 
     def _gradient(self, program: Program, made: Points, number: int, other: bool) -> torch.Tensor:
-        call = made.around_loss(_called)
+        call = around(made.call_loss)(_called)
         part = Part(number, other, call)
         made.outside.origins.set([part.weight])
         with pytest.MonkeyPatch.context() as patch:
-            apply = made.around_apply(vars(torch.autograd.Function)["apply"].__func__)
+            apply = around(made.apply_function)(vars(torch.autograd.Function)["apply"].__func__)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
-            patch.setattr(torch.Tensor, "register_hook", made.around_hook(torch.Tensor.register_hook))
-            patch.setattr(torch.autograd, "backward", made.around_backward(torch.autograd.backward))
+            patch.setattr(torch.Tensor, "register_hook", around(made.register_hook)(torch.Tensor.register_hook))
+            patch.setattr(torch.autograd, "backward", around(made.differentiate)(torch.autograd.backward))
             with made.draws:
                 program(part).backward()
                 made.outside.end()
@@ -333,9 +334,8 @@ def test_tensors_without_samples(tmp_path, own, ranks, stays):
     """They stay if they follow from those of the ranks; else one device gets the tensor of the ranks, if they have the same."""
     with tmp_path.joinpath("joint").open("w+b") as file:
         write_joint(file.fileno(), [], False)
-        made = RankReplaying(
-            types.SimpleNamespace(done=0, passes=0, backwards=0, guard=lambda record: record), 1, Tapes(file.fileno())
-        )
+        recorder: Any = types.SimpleNamespace(done=0, passes=0, backwards=0, guard=lambda record: record)
+        made = RankReplaying(recorder, 1, Tapes(file.fileno()))
         value = made.outside.joint(torch.tensor(own), [torch.tensor(rank) for rank in ranks], [])
     assert (value is None) == stays
     assert stays or torch.equal(value, torch.tensor(ranks[0]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
 
 from mgpu_check.compare import process_watch
+from mgpu_check.torch_hooks.patches import around
 
 
 class Failed(Exception):
@@ -28,7 +30,7 @@ def test_the_package_is_on_the_path_that_a_started_process_is_sent(monkeypatch, 
         return "launched"
 
     process = type("Process", (), {"name": "worker"})()
-    watched = process_watch._with_watch(launch, 3)
+    watched = around(functools.partial(process_watch._with_watch, 3))(launch)
     if fails:
         with pytest.raises(Failed):
             watched("popen", process)

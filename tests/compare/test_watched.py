@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils import clip_grad
 
 from mgpu_check.compare.in_script import script_calls
-from mgpu_check.compare.in_script.errors import guard_with
+from mgpu_check.compare.in_script.script_calls import guard_with
 
 
 class Witness:

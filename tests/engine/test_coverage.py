@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mgpu_check.engine.rank_side.coverage import Measuring
+from mgpu_check.engine.rank_side.python_hooks import Measuring
 
 coverage = pytest.importorskip("coverage")
 

@@ -77,7 +77,7 @@ class _CallRecorder:
                 if entry.kind == "function":
                     function = _current(entry)
                     found.replace(function, self.wrap(entry)(function))
-            self._names = [(module, name, new) for module, name, new in found.names()]
+            self._names = [(module, name, new) for module, name, new in found._names(found._new_of)]
             self._modules = len(sys.modules)
         for module, name, new in self._names:
             patches.set(module, name, new)

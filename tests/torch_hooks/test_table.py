@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mgpu_check.diagnosis import divergence
 from mgpu_check.diagnosis.rules import collectives
-from mgpu_check.gates.explanation import investigation
 from mgpu_check.gates.run import interventions
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, TRANSFERS
 
@@ -29,7 +28,7 @@ def test_rules_of_mistakes_follow_the_table():
     assert set(divergence._GIVES_ALL) == {"all_reduce", "broadcast", "all_gather_into_tensor", "all_gather_single"}
     assert {"reduce", "gather", "gather_object"} <= collectives._TO_ROOT
     assert not collectives._TO_ROOT & {"all_gather", "scatter", "reduce_scatter", "broadcast"}
-    assert {name for name in COLLECTIVES if investigation._reduces(name)} == {
+    assert {name for name, row in COLLECTIVES.items() if row.reduces} == {
         name for name in COLLECTIVES if name.startswith(("all_reduce", "reduce"))
     }
 

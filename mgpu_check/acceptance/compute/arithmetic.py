@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.comparison import Vote, vote
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, SubjectResult
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.devices.cases import Ballot, ComputeCase
 
 if TYPE_CHECKING:

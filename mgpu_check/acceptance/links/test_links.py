@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.node import Node, drawn
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.devices.cases import Copies, Path
 from mgpu_check.settings import active
 

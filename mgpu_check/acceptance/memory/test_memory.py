@@ -7,7 +7,7 @@ from hypothesis import given
 
 from mgpu_check.acceptance.cases import PATTERNS, MemoryCase
 from mgpu_check.acceptance.node import SEEDS, Node, drawn
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 
 _EXAMINE = NamedFunction("mgpu_check.acceptance.memory.checks:examine_memory")
 _PASSES = {"quick": 1, "standard": 2, "long": 8}

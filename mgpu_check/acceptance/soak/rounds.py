@@ -22,7 +22,7 @@ from mgpu_check.devices.observations import (
     Work,
     median_and_spread,
 )
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 
 _LOAD = NamedFunction("mgpu_check.acceptance.soak.checks:examine_load")
 _ROUNDS = 40

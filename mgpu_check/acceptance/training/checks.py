@@ -14,7 +14,7 @@ from mgpu_check.acceptance.cases import Trained, TransformerCase
 from mgpu_check.acceptance.comparison import models, vote
 from mgpu_check.acceptance.node import Node, of_type
 from mgpu_check.devices.observations import EXCHANGED, Observation, Subject, Work
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 
 Bits = Callable[[int, int, str], bytes | None]
 """Function of GPU, step and name: train once more and return the bytes of `name` after `step`; None without an

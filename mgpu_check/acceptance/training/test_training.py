@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.cases import OPTIMIZERS, PRECISIONS, TransformerCase
 from mgpu_check.acceptance.node import Node, drawn
 from mgpu_check.acceptance.training.checks import DETERMINISTIC, sized, train_alike
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import trainings
 from mgpu_check.oracles.training.cases import TrainingSpec
 

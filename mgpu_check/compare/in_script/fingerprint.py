@@ -83,7 +83,13 @@ def _data_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not any(isinstance(attribute, _DATA) or _is_array(attribute) for attribute in attributes.values()):
         return {name: _drawn_from(attribute) for name, attribute in ordered.items()}
-    return {name: attribute for name, attribute in ordered.items() if not _is_small(name, attribute)}
+
+    def is_data(name: str, attribute: Any) -> bool:
+        """Return whether it is no number or word beside the data; seeds and paths may be."""
+        is_path = isinstance(attribute, str) and os.sep in attribute
+        return not isinstance(attribute, _SMALL) or "seed" in name.lower() or is_path
+
+    return {name: attribute for name, attribute in ordered.items() if is_data(name, attribute)}
 
 
 def _drawn_from(attribute: Any) -> Any:
@@ -95,26 +101,14 @@ def _drawn_from(attribute: Any) -> Any:
     return repr(attribute.bit_generator.state) if hasattr(attribute, "bit_generator") else attribute
 
 
-def _is_small(name: str, attribute: Any) -> bool:
-    """Return whether an attribute is a number or a word beside the data, and neither a seed nor a path."""
-    return (
-        isinstance(attribute, _SMALL)
-        and "seed" not in name.lower()
-        and not (isinstance(attribute, str) and os.sep in attribute)
-    )
-
-
 def fingerprint(dataset: Any, depth: int = _DEPTH) -> str:
     """Return a hash of a dataset: equal for equal data.
 
     What is too large or cannot be pickled is hashed by its attributes or elements, or left out.
     """
-    attributes = getattr(dataset, "__dict__", None)
-    content = (
-        dataset
-        if not attributes or isinstance(dataset, (type, *_DATA))
-        else (type(dataset).__name__, _data_of(attributes))
-    )
+    attributes, content = getattr(dataset, "__dict__", None), dataset
+    if attributes and not isinstance(dataset, (type, *_DATA)):
+        content = type(dataset).__name__, _data_of(attributes)
     hashing = _Hashing()
     try:
         _PicklerOfData(hashing, protocol=4).dump(content)

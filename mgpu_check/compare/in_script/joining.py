@@ -13,8 +13,7 @@ import torch
 
 from mgpu_check.torch_hooks.nested import leaves
 
-_IGNORED = -100
-"""The label that losses of torch ignore by default."""
+_IGNORED = -100  # the label that losses of torch ignore by default
 
 
 class NotJoinedError(ValueError):
@@ -45,7 +44,10 @@ def join(parts: Sequence[Any], guesses: list[str]) -> Any:
     if isinstance(first, (list, tuple)):
         return _join_sequences(parts, guesses)
     if dataclasses.is_dataclass(first) or (hasattr(first, "__dict__") and not callable(first)):
-        return _with_state(first, _join_mappings([vars(part) for part in parts], guesses))
+        made = copy.copy(first)
+        for name, value in _join_mappings([vars(part) for part in parts], guesses).items():
+            object.__setattr__(made, name, value)
+        return made
     with contextlib.suppress(ValueError):  # an array has no truth value
         if all(part == first for part in parts):
             return first
@@ -68,7 +70,9 @@ def _join_sequences(parts: Sequence[Any], guesses: list[str]) -> Any:
         return type(first)(entry for part in parts for entry in part)
     if any(len(part) != len(first) for part in parts):
         raise NotJoinedError(f"ranks have a {type(first).__name__} of different lengths")
-    if _have_samples(first):
+    # All entries may be lists of one length, and one of them have an entry for each sample.
+    lists = all(isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields") for entry in first)
+    if lists and len({len(entry) for entry in first}) == 1 and any(map(_are_samples, first)):
         made = [type(entry)(one for part in parts for one in part[i]) for i, entry in enumerate(first)]
     else:
         made = [join(entries, guesses) for entries in zip(*parts, strict=True)]
@@ -78,19 +82,6 @@ def _join_sequences(parts: Sequence[Any], guesses: list[str]) -> Any:
 def _are_samples(value: Any) -> bool:
     """Return whether a list or tuple has an entry for each sample: a dict, a text or a number."""
     return len(value) > 0 and all(isinstance(entry, (dict, str, bytes, int, float)) for entry in value)
-
-
-def _have_samples(value: Any) -> bool:
-    """Return whether all entries are lists of one length, and one of them has an entry for each sample."""
-    lists = all(isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields") for entry in value)
-    return lists and len({len(entry) for entry in value}) == 1 and any(map(_are_samples, value))
-
-
-def _with_state(first: Any, state: dict[str, Any]) -> Any:
-    made = copy.copy(first)
-    for name, value in state.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 def join_tensors(parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Tensor:
@@ -105,12 +96,13 @@ def join_tensors(parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Ten
     widest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     if all(list(part.shape[1:]) == widest for part in parts):
         return torch.cat(list(parts))
-    if first.is_floating_point():
-        value: float = 0.0
-    else:
-        value = _IGNORED if any(bool((part == _IGNORED).any()) for part in parts) else 0
+    labels = not first.is_floating_point() and any(bool((part == _IGNORED).any()) for part in parts)
+    value = _IGNORED if labels else 0
     guesses.append(f"batches of different lengths were padded with {value:g}")
-    return torch.cat([_padded(part, widest, value) for part in parts])
+    padded = [part.new_full((part.shape[0], *widest), value) for part in parts]
+    for made, part in zip(padded, parts, strict=True):
+        made[tuple(slice(size) for size in part.shape)] = part
+    return torch.cat(padded)
 
 
 def sample_dimension(parts: Sequence[torch.Tensor], own: torch.Tensor) -> int | None:
@@ -158,7 +150,10 @@ class SampleRows:
     def join(self, parts: Sequence[torch.Tensor], guesses: list[str]) -> torch.Tensor:
         """Return the tensors joined along the samples."""
         joined = join_tensors(parts, guesses)
-        per = self._rows_per_sample(parts)
+        if len(self.sizes) != len(parts) or not all(self.sizes) or not parts[0].dim():
+            return joined
+        rows = {len(part) / size for part, size in zip(parts, self.sizes, strict=True)}  # of a sample
+        per = int(min(rows)) if len(rows) == 1 and min(rows).is_integer() else 1
         if per < 2:
             return joined
         self.ambiguous = True
@@ -169,15 +164,3 @@ class SampleRows:
         chunks = [[b[i * n : (i + 1) * n] for i in range(per)] for b, n in zip(blocks, self.sizes, strict=True)]
         order = [row for view in zip(*chunks, strict=True) for chunk in view for row in chunk]
         return joined[torch.tensor(order, device="cpu")]
-
-    def _rows_per_sample(self, parts: Sequence[torch.Tensor]) -> int:
-        if len(self.sizes) != len(parts) or not all(self.sizes) or not parts[0].dim():
-            return 1
-        found = {len(part) / size for part, size in zip(parts, self.sizes, strict=True)}
-        return int(found.pop()) if len(found) == 1 and min(found).is_integer() else 1
-
-
-def _padded(part: torch.Tensor, widest: Sequence[int], value: float) -> torch.Tensor:
-    made = part.new_full((part.shape[0], *widest), value)
-    made[tuple(slice(size) for size in part.shape)] = part
-    return made

@@ -51,19 +51,20 @@ class Surroundings:
         roots: dict[int, nn.Module] = {}
         for module, ancestors in zip(called, above, strict=True):
             together = [ancestor for number, ancestor in ancestors.items() if counts[number] > 1]
-            root = together[-1] if together else self._container(module)
+            root = together[-1] if together else module
+            while not together:
+                parents = self._parents.get(id(root), ())
+                outer = next((parent for parent in parents if isinstance(parent, _NEVER_CALLED)), None)
+                if outer is None:
+                    break
+                root = outer
             roots.setdefault(id(root), root)
         return list(roots.values())
 
-    def top_of(self, parameter: torch.Tensor) -> nn.Module | None:
-        """Return the highest module that contains a parameter; None if no module has it."""
+    def top_of(self, parameter: torch.Tensor) -> list[nn.Module]:
+        """Return the highest module that contains a parameter; empty if no module has it."""
         owner = self._owners.get(id(parameter))
-        return None if owner is None else next(reversed(self._ancestors(owner).values()), owner)
-
-    def _container(self, module: nn.Module) -> nn.Module:
-        while (outer := _first(self._parents.get(id(module), ()))) is not None:
-            module = outer
-        return module
+        return [] if owner is None else [owner, *self._ancestors(owner).values()][-1:]
 
     def _ancestors(self, module: nn.Module) -> dict[int, nn.Module]:
         """Return the modules that contain a module, nearest first, by id."""
@@ -83,10 +84,6 @@ def _subclasses(base: type) -> set[type]:
         subclasses |= fresh
         rest += fresh
     return subclasses
-
-
-def _first(parents: Iterable[nn.Module]) -> nn.Module | None:
-    return next((parent for parent in parents if isinstance(parent, _NEVER_CALLED)), None)
 
 
 _INNER = {
@@ -173,10 +170,8 @@ class Names:
             models = [model for reference in self._models if (model := reference()) is not None]
             self._around, self._looked_for = Surroundings(), len(self._models)
             self._learn_of(self._around.roots(models))
-        if parameter is None or id(parameter) in self._names:
-            return
-        if (top := self._around.top_of(parameter)) is not None:
-            self._learn_of([top])
+        if parameter is not None and id(parameter) not in self._names:
+            self._learn_of(self._around.top_of(parameter))
 
     def _learn_of(self, models: Iterable[nn.Module]) -> None:
         for model in models:
@@ -209,13 +204,20 @@ def described(module: nn.Module) -> dict[str, Any]:
     """Return the class of a model, its wrapper, and its layers that use batch statistics or dropout."""
     model = unwrapped(module)
     wrapper = type(module).__name__ if model is not module else None
+    batch_norms, dropouts = set(), set()
+    for _, layer in named_modules(model):
+        name, p = type(layer).__name__, vars(layer).get("p")
+        if "BatchNorm" in name and name != "SyncBatchNorm" and layer.training:
+            batch_norms.add(name)
+        if "Dropout" in name and isinstance(p, (int, float)) and p:
+            dropouts.add(f"{name}(p={p:g})")
     return {
         "model": type(model).__name__,
         "wrapper": wrapper,
         "replicas": len(vars(module).get("device_ids") or ()) if wrapper == "DataParallel" else 1,
         "broadcasts": wrapper == "DistributedDataParallel" and bool(getattr(module, "broadcast_buffers", False)),
-        "batch_norms": sorted({type(m).__name__ for _, m in named_modules(model) if _takes_batch_statistics(m)}),
-        "dropouts": sorted({dropout for _, m in named_modules(model) if (dropout := _dropout(m))}),
+        "batch_norms": sorted(batch_norms),
+        "dropouts": sorted(dropouts),
     }
 
 
@@ -238,13 +240,3 @@ def forward_of(module: nn.Module) -> dict[str, str]:
     code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
     line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
     return {"what": f"{model_class.__name__}.forward", "line": line}
-
-
-def _dropout(module: nn.Module) -> str:
-    name, p = type(module).__name__, vars(module).get("p")
-    return f"{name}(p={p:g})" if "Dropout" in name and isinstance(p, (int, float)) and p else ""
-
-
-def _takes_batch_statistics(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return "BatchNorm" in name and name != "SyncBatchNorm" and module.training

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare.in_script.models import Names
-from mgpu_check.compare.in_script.placements import Placing, TracePart, write_buffer, write_shape
+from mgpu_check.compare.in_script.placements import Placing, TracePart, write_shape, write_tensor
 from mgpu_check.compare.in_script.summaries import Cut, Numbers, over, shape_of, summaries, whole
 from mgpu_check.compare.trace import Writer, named_state
 from mgpu_check.numerics.placement import Slice, indexed
@@ -37,6 +37,22 @@ class NumberedPart(NamedTuple):
     number: int
     parameter: torch.Tensor
     part: TracePart
+
+
+def _described(name: str, piece: TracePart, value: torch.Tensor, held: object) -> dict[str, object]:
+    """Return what the trace says of a parameter, state or buffer."""
+    return {
+        "name": name,
+        "order": piece.order,
+        "shape": piece.shape,
+        "dtype": name_of(value.dtype),
+        "device": str(value.device),
+        "sharded": is_distributed(value),
+        "held": held,
+        "unplaced": piece.unplaced,
+        "same_elsewhere": piece.same_elsewhere,
+        "over": over(value),
+    }
 
 
 def numbers_of(pieces: Sequence[NumberedPart]) -> dict[int, Numbers]:
@@ -58,11 +74,7 @@ class Parameters:
         self._unread: set[str] = set()
 
     def parts(self, optimizer: Any, number: int) -> list[NumberedPart]:
-        """Return the parts of an optimizer's parameters.
-
-        Args:
-            number: the number of the optimizer.
-        """
+        """Return the parts of an optimizer's parameters. `number`: the number of the optimizer."""
         fresh: dict[int, tuple[torch.Tensor, str]] = {}
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
@@ -70,27 +82,15 @@ class Parameters:
                     fresh[id(parameter)] = parameter, f"optimizer{number}.group{g}.parameter{p}"
         if fresh:
             self._names.look_around()
-        for (parameter, _), pieces in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
-            self._held.append(parameter)
-            self._parts[id(parameter)] = [self._numbered(parameter, piece) for piece in pieces]
-        if fresh:
+            for (parameter, _), pieces in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
+                self._held.append(parameter)
+                self._parts[id(parameter)] = [self._numbered(parameter, piece) for piece in pieces]
             self._names.look_around()  # releases the references to all modules
         return [numbered for parameter in parameters_of(optimizer) for numbered in self._parts[id(parameter)]]
 
     def _numbered(self, parameter: torch.Tensor, piece: TracePart) -> NumberedPart:
-        self._writer.write(
-            "parameter",
-            name=piece.label,
-            order=piece.order,
-            shape=piece.shape,
-            dtype=name_of(parameter.dtype),
-            device=str(parameter.device),
-            sharded=is_distributed(parameter),
-            held=None if piece.cut is None or piece.cut.is_whole else dataclasses.asdict(piece.cut.held),
-            unplaced=piece.unplaced,
-            same_elsewhere=piece.same_elsewhere,
-            over=over(parameter),
-        )
+        held = None if piece.cut is None or piece.cut.is_whole else dataclasses.asdict(piece.cut.held)
+        self._writer.write("parameter", **_described(piece.label, piece, parameter, held))
         if readable(parameter) is None:
             self.note_unread(piece.label, "", parameter)
         self._number += 1
@@ -99,8 +99,7 @@ class Parameters:
     def note_unread(self, name: str, owner: str, value: object) -> None:
         """Record a tensor or state whose values cannot be read.
 
-        Args:
-            owner: the parameter that has the state; "" for a parameter or a gradient.
+        `owner`: the parameter that has the state; "" for a parameter or a gradient.
         """
         if name not in self._unread:
             self._unread.add(name)
@@ -110,10 +109,8 @@ class Parameters:
         """Record learning rates and other options of each group, if any has changed since the last step."""
         groups = [
             {
-                "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)},
-                "members": [
-                    numbered.number for parameter in group["params"] for numbered in self._parts[id(parameter)]
-                ],
+                "options": {k: _plain(v) for k, v in group.items() if k not in _OF_IMPLEMENTATIONS and _is_plain(v)},
+                "members": [piece.number for parameter in group["params"] for piece in self._parts[id(parameter)]],
             }
             for group in optimizer.param_groups
         ]
@@ -131,36 +128,23 @@ _OF_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "para
 """Options that choose an implementation, or that no step reads."""
 
 
-def _is_plain(key: str, value: object) -> bool:
-    numbers = value if isinstance(value, (tuple, list)) else [value]
-    kinds = bool, int, float, str, type(None)
-    return key not in _OF_IMPLEMENTATIONS and all(
-        isinstance(number, kinds) or (isinstance(number, torch.Tensor) and number.numel() == 1) for number in numbers
-    )
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(entry) for entry in value]
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def entries(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each value of an optimizer's state with its name.
-
-    A value in a list or a dict has a name like "old_dirs[0]".
-    """
-    for key, value in state.items():
-        yield from _within(str(key), value)
+def _is_plain(value: Any) -> bool:
+    kinds = bool, int, float, str, type(None)
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    return all(isinstance(n, kinds) or (isinstance(n, torch.Tensor) and n.numel() == 1) for n in numbers)
 
 
-def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        for index, entry in enumerate(value):
-            yield from _within(f"{name}[{index}]", entry)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _within(f"{name}[{key}]", entry)
+def entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of an optimizer's state with its name: "old_dirs[0]" for a value in a list or a dict."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from entries(entry, f"{name}[{key}]" if name else str(key))
     else:
         yield name, value
 
@@ -168,8 +152,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def flat_parts(value: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Return the part of each parameter in a state that is flat over all of them; None for any other state.
 
-    Args:
-        parameters: all parameters of the optimizer.
+    `parameters`: all parameters of the optimizer.
     """
     if value.dim() != 1 or is_distributed(value) or any(map(is_distributed, parameters)):
         return None
@@ -184,9 +167,8 @@ def statistic(value: torch.Tensor, local: torch.Size, slice_: Slice, shape: Sequ
 
     The statistic may cover only a part of the reduced dimensions: that of the rank's slice.
 
-    Args:
-        local: shape of the parameter on this rank, which is the slice `slice_` of the whole parameter.
-        shape: shape of the statistic on one device.
+    `local`: shape of the parameter on this rank, which is the slice `slice_` of the whole parameter. `shape`: shape of
+    the statistic on one device.
     """
     reductions = set(_reductions(local, value.shape)) & set(_reductions(slice_.shape, shape))
     indices = _indices(local, slice_)
@@ -197,11 +179,13 @@ def statistic(value: torch.Tensor, local: torch.Size, slice_: Slice, shape: Sequ
     chosen = [own for dim, own in enumerate(indices) if dim not in reduced]
     at = indexed(kept, torch.meshgrid(*chosen, indexing="ij")) if kept else torch.zeros(1, dtype=torch.int64)
     cut = Cut(Slice(slice_.whole, tuple(shape), at))
-    divided = {dim: Slice("", slice_.shape[dim : dim + 1], indices[dim]) for dim in sorted(reduced)}
-    divided = {dim: dimension_slice for dim, dimension_slice in divided.items() if not bool(dimension_slice.mask.all())}
-    covers = ", ".join(str(dimension_slice).replace("dim 0", f"dim {dim}") for dim, dimension_slice in divided.items())
-    share = math.prod(len(indices[dim]) / slice_.shape[dim] for dim in divided)
-    cut.held = replace(cut.held, covers=covers, share=share)
+    covers, share = [], 1.0
+    for dim in sorted(reduced):
+        along = Slice("", slice_.shape[dim : dim + 1], indices[dim])
+        if not bool(along.mask.all()):
+            covers.append(str(along).replace("dim 0", f"dim {dim}"))
+            share *= len(indices[dim]) / slice_.shape[dim]
+    cut.held = replace(cut.held, covers=", ".join(covers), share=share)
     return cut
 
 
@@ -231,11 +215,14 @@ def _indices(local: torch.Size, slice_: Slice) -> list[torch.Tensor] | None:
     return indices
 
 
+_Entry = tuple[int, Cut | None]  # the number of a state or buffer, and its slice
+_Changed = tuple[int, Cut | None, torch.Tensor]
+
+
 class States:
     """The known states and buffers, each recorded in the trace when first seen.
 
-    Args:
-        keep: returns the file descriptor that receives initial buffers; None: they are not stored.
+    `keep`: returns the file descriptor that receives initial buffers; None: they are not stored.
     """
 
     def __init__(
@@ -244,7 +231,7 @@ class States:
         self._writer, self._names, self._known, self._keep = writer, parameter_names, parameters, keep
         self.shapes: Mapping[str, Sequence[int]] = MappingProxyType({})  # of states on one device, if known
         self._number = 0
-        self._entries: dict[object, tuple[int, Cut | None] | None] = {}
+        self._entries: dict[object, _Entry | None] = {}
         self._seen = WeakIdKeyDictionary()
         self._buffers: list[tuple[weakref.ref[nn.Module], str, torch.Tensor]] = []
         self._versions: dict[int, tuple[int, int | None]] = {}
@@ -267,22 +254,18 @@ class States:
     def after(self, optimizers: Sequence[Any], pieces: Iterable[NumberedPart], called: Any) -> dict[int, Numbers]:
         """Return the numbers of each state and buffer after a step.
 
-        Args:
-            optimizers: the optimizer of the step, and its inner optimizers.
-            called: the modules called so far.
+        `optimizers`: the optimizer of the step, and its inner optimizers. `called`: the modules called so far.
         """
         entries = [*self._of_optimizers(optimizers, pieces), *self._of_buffers(called)]
         numbers = summaries([value for _, _, value in entries], [cut for _, cut, _ in entries])
         return {number: own for (number, _, _), own in zip(entries, numbers, strict=True) if own is not None}
 
-    def _of_optimizers(
-        self, optimizers: Sequence[Any], pieces: Iterable[NumberedPart]
-    ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+    def _of_optimizers(self, optimizers: Sequence[Any], pieces: Iterable[NumberedPart]) -> Iterator[_Changed]:
         pieces_of: dict[int, list[NumberedPart]] = {}
         for piece in pieces:
             pieces_of.setdefault(id(piece.parameter), []).append(piece)
         for own in pieces_of.values():
-            parameter = own[0].parameter
+            parameter, label = own[0].parameter, own[0].part.label
             states = [(optimizer, getattr(optimizer, "state", None)) for optimizer in optimizers]
             kept = [(optimizer, state.get(parameter)) for optimizer, state in states if isinstance(state, Mapping)]
             nonempty = ((optimizer, state) for optimizer, state in kept if isinstance(state, Mapping) and state)
@@ -291,18 +274,14 @@ class States:
                 read = _as_tensor(value)
                 if read is None:
                     if value is not None:
-                        label = own[0].part.label
                         self._known.note_unread(named_state(key, label), label, value)
                     continue
                 together = parameters_of(optimizer)
                 flat = None if read.shape == parameter.shape else flat_parts(read, together)
-                pairs = [(parameter, read)] if flat is None else zip(together, flat, strict=True)
-                for owner, state_value in pairs:
+                for owner, state_value in [(parameter, read)] if flat is None else zip(together, flat, strict=True):
                     yield from self._of(pieces_of.get(id(owner), ()), key, state_value)
 
-    def _of(
-        self, pieces: Iterable[NumberedPart], key: str, value: torch.Tensor
-    ) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+    def _of(self, pieces: Iterable[NumberedPart], key: str, value: torch.Tensor) -> Iterator[_Changed]:
         for numbered in pieces:
             if (numbered.number, key) not in self._entries:
                 self._entries[numbered.number, key] = self._state(numbered, key, value)
@@ -310,7 +289,7 @@ class States:
             if entry is not None:
                 yield (*entry, value)
 
-    def _state(self, numbered: NumberedPart, key: str, value: torch.Tensor) -> tuple[int, Cut | None]:
+    def _state(self, numbered: NumberedPart, key: str, value: torch.Tensor) -> _Entry:
         piece = numbered.part
         reference_shape = None if piece.cut is None else self.shapes.get(named_state(key, piece.cut.held.whole))
         like = value.shape == numbered.parameter.shape and reference_shape in (None, piece.shape)
@@ -326,32 +305,17 @@ class States:
 
     def _note(
         self, owner: str, key: str, piece: TracePart, value: torch.Tensor, start: Numbers | None = None
-    ) -> tuple[int, Cut | None]:
-        held_slice = None if piece.cut is None or (piece.cut.is_whole and not piece.cut.held.covers) else piece.cut.held
+    ) -> _Entry:
+        name, held = named_state(key, owner), None
+        if piece.cut is not None and (not piece.cut.is_whole or piece.cut.held.covers):
+            held = dataclasses.asdict(piece.cut.held) | {"whole": named_state(key, piece.cut.held.whole)}
         if key and (keep := self._keep()) is not None:
-            write_shape(keep, named_state(key, owner), piece.shape)
-        self._writer.write(
-            "state",
-            name=named_state(key, owner),
-            of=owner,
-            key=key,
-            order=piece.order,
-            shape=piece.shape,
-            dtype=name_of(value.dtype),
-            device=str(value.device),
-            sharded=is_distributed(value),
-            held=None
-            if held_slice is None
-            else dataclasses.asdict(held_slice) | {"whole": named_state(key, held_slice.whole)},
-            unplaced=piece.unplaced,
-            same_elsewhere=piece.same_elsewhere,
-            over=over(value),
-            start=start,
-        )
+            write_shape(keep, name, piece.shape)
+        self._writer.write("state", of=owner, key=key, start=start, **_described(name, piece, value, held))
         self._number += 1
         return self._number - 1, piece.cut
 
-    def _of_buffers(self, called: Any) -> Iterator[tuple[int, Cut | None, torch.Tensor]]:
+    def _of_buffers(self, called: Any) -> Iterator[_Changed]:
         """Yield the buffers of called modules that may have changed since the last step."""
         fresh = False
         for index, (reference, key, initial) in enumerate(self._buffers):
@@ -373,21 +337,22 @@ class States:
         if fresh:
             self._names.look_around()
 
-    def _buffer(
-        self, module: nn.Module, key: str, initial: torch.Tensor, value: torch.Tensor
-    ) -> tuple[int, Cut | None] | None:
+    def _buffer(self, module: nn.Module, key: str, initial: torch.Tensor, value: torch.Tensor) -> _Entry | None:
         named = self._names.of_key(module, key)
         if named is None:
             return None
         if (keep := self._keep()) is not None:
-            write_buffer(keep, named[0], initial)
+            write_tensor(keep, "buffer", named[0], initial)
         piece = self._known.placing.buffer(*named, initial)
         (start,) = summaries([_widened(initial)], [piece.cut])
         return self._note(named[0], "", piece, value, start)
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """Return a state as a tensor; None if it is neither a readable tensor nor a number."""
+    """Return a state as a tensor that can be summed; None if it is neither a readable tensor nor a number.
+
+    Integers and 8-bit floating-point numbers become float64.
+    """
     if isinstance(value, (bool, int, float)):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     read = readable(value) if isinstance(value, torch.Tensor) else None
@@ -395,6 +360,5 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
-    """Convert integers and 8-bit floating-point numbers to float64, so that they can be summed."""
     small = value.is_floating_point() and value.element_size() == 1
     return value.double() if small or not (value.is_floating_point() or value.is_complex()) else value

@@ -12,7 +12,6 @@ is not compared. One device and all ranks move tensors of the same shape by the 
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 import zlib
@@ -27,7 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from mgpu_check.numerics.placement import make_distinct
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import PACKAGES, is_distributed
 
 _ROUNDOFFS = 4.0  # a sum over a batch has a larger error than a single rounding
@@ -85,7 +84,7 @@ def make_constants_distinct() -> None:
     register_module_buffer_registration_hook(moving.registered)
     patches = Patches()
     for name in ("zero_", "fill_"):
-        patches.wrap(torch.Tensor, name, moving.filling)
+        patches.wrap(torch.Tensor, name, around(moving.fill))
 
 
 class _MovedApart:
@@ -100,24 +99,17 @@ class _MovedApart:
             self._shapes.add(tensor.shape)
             self._move(tensor)
 
-    def filling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = original(tensor, *args, **kwargs)
-            if not self._within and tensor.shape in self._shapes and _is_movable(tensor) and self._is_known(tensor):
-                self._move(tensor)
-            return result
-
-        return fill
+    def fill(self, original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        if not self._within and tensor.shape in self._shapes and _is_movable(tensor) and self._is_known(tensor):
+            self._move(tensor)
+        return result
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a parameter or buffer, or shares its memory, as `.data` does."""
         address = tensor.data_ptr()
-        live = [candidate for reference in self._known if (candidate := reference()) is not None]
-        return any(
-            candidate is tensor or (candidate.shape == tensor.shape and candidate.data_ptr() == address != 0)
-            for candidate in live
-        )
+        known = (candidate for reference in self._known if (candidate := reference()) is not None)
+        return any(own is tensor or (own.shape == tensor.shape and own.data_ptr() == address != 0) for own in known)
 
     def _move(self, tensor: torch.Tensor) -> None:
         self._within = True
@@ -134,11 +126,5 @@ class _MovedApart:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_floating_point()
-        and tensor.numel() > 1
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not is_distributed(tensor)
-        and tensor.is_contiguous()
-    )
+    stored = tensor.layout is torch.strided and not tensor.is_meta and not is_distributed(tensor)
+    return stored and tensor.is_floating_point() and tensor.numel() > 1 and tensor.is_contiguous()

@@ -15,12 +15,11 @@ import json
 import math
 import mmap
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -42,25 +41,24 @@ from mgpu_check.torch_hooks.tensors import copied, is_distributed, memory_of, na
 
 
 class Files(NamedTuple):
-    """File descriptors of a run; None for files that it neither reads nor writes.
+    """File descriptors of a run; None for files that it neither reads nor writes."""
 
-    Attributes:
-        keep: receives the initial parameters and buffers of this run.
-        wholes: has the initial parameters and buffers of another run, to find slices in.
-        found: receives the slices that this run places.
-        placed: has the slices that another run placed.
-        tape: receives what this rank was given; see `mgpu_check.compare.in_script.replay`.
-        replay: has what all ranks were given, for one device.
-        kept: receives what a trace file has besides the trace; see `mgpu_check.compare.traces.attachments`.
-    """
-
-    keep: int | None = None
-    wholes: int | None = None
-    found: int | None = None
-    placed: int | None = None
-    tape: int | None = None
-    replay: int | None = None
+    keep: int | None = None  # receives the initial parameters and buffers of this run
+    wholes: int | None = None  # has the initial parameters and buffers of another run, to find slices in
+    found: int | None = None  # receives the slices that this run places
+    placed: int | None = None  # has the slices that another run placed
+    tape: int | None = None  # receives what this rank was given; see `mgpu_check.compare.in_script.replay`
+    replay: int | None = None  # has what all ranks were given, for one device
+    # receives what a trace file has besides the trace; see `mgpu_check.compare.traces.attachments`
     kept: int | None = None
+
+
+def tensor_at(data: Any, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor of so many bytes that a writable buffer has at a place."""
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    # Cloned, because a view as another dtype must be aligned.
+    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone().view(dtype)
 
 
 def write_placement(fd: int, label: str, slices: Sequence[Slice]) -> None:
@@ -69,23 +67,20 @@ def write_placement(fd: int, label: str, slices: Sequence[Slice]) -> None:
         count = None if slice_.at is None else len(slice_.at)
         head = {"label": label, "whole": slice_.whole, "shape": slice_.shape, "within": slice_.within, "count": count}
         at = b"" if slice_.at is None or not count else bytes(memory_of(slice_.at.to(torch.int64).contiguous()))
-        write_all(fd, json.dumps(head).encode() + b"\n", at)
+        _append(fd, head, at)
 
 
 def read_placements(fd: int) -> dict[str, list[Slice]]:
     """Return the slices of each tensor, by its name on this rank."""
     size = os.fstat(fd).st_size
-    data, start = os.pread(fd, size, 0), 0
+    data, start = bytearray(os.pread(fd, size, 0)), 0
     slices: dict[str, list[Slice]] = defaultdict(list)
     while start < size:
         end = data.index(b"\n", start)
         head, start = json.loads(data[start:end]), end + 1
-        at = None
-        if head["count"] is not None:
-            stop = start + 8 * head["count"]
-            own = bytearray(data[start:stop])
-            at = torch.frombuffer(own, dtype=torch.int64) if own else torch.empty(0, dtype=torch.int64)
-            start = stop
+        size_of_at = 8 * (head["count"] or 0)
+        at = None if head["count"] is None else tensor_at(data, start, size_of_at, torch.int64)
+        start += size_of_at
         within = None if head["within"] is None else (head["within"][0], head["within"][1])
         slices[head["label"]].append(Slice(head["whole"], tuple(head["shape"]), at, within))
     return dict(slices)
@@ -93,30 +88,22 @@ def read_placements(fd: int) -> dict[str, list[Slice]]:
 
 @dataclass(frozen=True)
 class TracePart:
-    """A tensor of the trace: a whole parameter, or the part of it that is a slice of one whole tensor.
+    """A tensor of the trace: a whole parameter, or the part of it that is a slice of one whole tensor."""
 
-    Attributes:
-        label: its name in the trace of this rank.
-        cut: the slice; None for a whole tensor.
-        unplaced: why its place is unknown, if a place was searched for; "" otherwise.
-        same_elsewhere: its values, like those of a constant, occur in several places.
-    """
-
-    label: str
+    label: str  # its name in the trace of this rank
     order: int
     shape: list[int]
-    cut: Cut | None = None
-    unplaced: str = ""
-    same_elsewhere: bool = False
+    cut: Cut | None = None  # the slice; None for a whole tensor
+    unplaced: str = ""  # why its place is unknown, if a place was searched for; "" otherwise
+    same_elsewhere: bool = False  # its values, like those of a constant, occur in several places
 
 
 class Placing:
     """Places the parameters of a rank.
 
-    Args:
-        wholes, buffers: the parameters and buffers of one device; None if unknown.
-        placements: name of a tensor on this rank -> its slices, as found in another run.
-        note: file descriptor that receives the slices found; None: they are not stored.
+    `wholes`, `buffers`: the parameters and buffers of one device; None if unknown. `placements`: name of a tensor on
+    this rank -> its slices, as found in another run. `note`: file descriptor that receives the slices found; None: they
+    are not stored.
     """
 
     def __init__(
@@ -127,28 +114,22 @@ class Placing:
         placements: Mapping[str, list[Slice]] = MappingProxyType({}),
         note: int | None = None,
     ) -> None:
-        self._names, self._wholes, self._buffers, self._known, self._note = (
-            parameter_names,
-            wholes,
-            buffers,
-            placements,
-            note,
-        )
+        self._names, self._wholes, self._buffers = parameter_names, wholes, buffers
+        self._known, self._note = placements, note
         self.coordinates: Coordinates = {}
-        self._found: dict[str, list[tuple[torch.Size, Slice]]] = {}
+        self._found: dict[str, list[tuple[torch.Size, Slice]]] = defaultdict(list)
         self._open: set[str] = set()
 
     def parts(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> list[list[TracePart]]:
         """Return the parts of each parameter, before it is trained.
 
-        Args:
-            parameters: pairs of a parameter and its name if no model contains it.
+        `parameters`: pairs of a parameter and its name if no model contains it.
         """
         pieces = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
         # If values are ambiguous, the neighbours, which are placed by now, may decide.
         for index, (parameter, _) in enumerate(parameters):
-            if pieces[index] and pieces[index][0].label in self._open:
-                pieces[index] = [self._beside(parameter, pieces[index][0])]
+            if self._wholes is not None and pieces[index] and (head := pieces[index][0]).label in self._open:
+                pieces[index] = [self._near(head.label, head.order, copied(parameter), self._wholes) or head]
         return pieces
 
     def buffer(self, name: str, order: int, initial: torch.Tensor) -> TracePart:
@@ -186,39 +167,33 @@ class Placing:
                     if name is not None and at is not None
                 ]
         name, order = self._names.name(parameter, otherwise)
-        if getattr(parameter, "_fsdp_flattened", False):
-            local = local_ranges(parameter, self._names.modules())
-            if local is not None:
-                at, shape = local
-                return [_part(name, order, parameter, Slice(name, shape, at))] if len(at) else []
+        flattened = getattr(parameter, "_fsdp_flattened", False)
+        if flattened and (local := local_ranges(parameter, self._names.modules())) is not None:
+            at, shape = local
+            return [_part(name, order, parameter, Slice(name, shape, at))] if len(at) else []
         unsliced = TracePart(name, order, shape_of(parameter))
         if self._wholes is None or is_distributed(parameter) or parameter.layout is not torch.strided:
             return [unsliced]
-        declared = self._declared(parameter, name)
+        declared = self._declared(parameter, name, self._wholes)
         if declared is not None:
-            self._note_found(name, parameter.shape, declared)
+            self._found[name.rpartition(".")[0]].append((parameter.shape, declared))
             return [_part(name, order, parameter, declared)]
-        return list(self._by_content(parameter, unsliced))
+        return list(self._by_content(parameter, unsliced, self._wholes))
 
-    def _declared(self, parameter: torch.Tensor, name: str) -> Slice | None:
+    def _declared(self, parameter: torch.Tensor, name: str, wholes: Wholes) -> Slice | None:
         """Return the slice that Megatron's attributes declare, if its values equal the parameter; None otherwise."""
-        full_tensor = None if self._wholes is None else self._wholes.whole(name)
-        slices = (
-            None if full_tensor is None else by_attributes(parameter, name, tuple(full_tensor.shape), self.coordinates)
-        )
-        if full_tensor is None or not slices or (at := slices[0].at) is None or len(at) != parameter.numel():
+        if (full_tensor := wholes.whole(name)) is None:
+            return None
+        slices = by_attributes(parameter, name, tuple(full_tensor.shape), self.coordinates)
+        if not slices or (at := slices[0].at) is None or len(at) != parameter.numel():
             return None
         same = torch.equal(full_tensor.reshape(-1)[at], copied(parameter).reshape(-1))
         return slices[0] if same else None
 
-    def _note_found(self, label: str, shape: torch.Size, slice_: Slice) -> None:
-        self._found.setdefault(label.rpartition(".")[0], []).append((shape, slice_))
-
-    def _by_content(self, parameter: torch.Tensor, unsliced: TracePart) -> Iterator[TracePart]:
-        assert self._wholes is not None
-        slices = self._find(self._wholes, copied(parameter), unsliced.label, unsliced.label, trusted=True)
+    def _by_content(self, parameter: torch.Tensor, unsliced: TracePart, wholes: Wholes) -> Iterator[TracePart]:
+        slices = self._find(wholes, copied(parameter), unsliced.label, unsliced.label, trusted=True)
         # A tensor with a known name and shape may be whole: it started from other values, or is constant.
-        is_known = self._wholes.shape(unsliced.label) == tuple(parameter.shape)
+        is_known = wholes.shape(unsliced.label) == tuple(parameter.shape)
         if isinstance(slices, Unplaced):
             if slices is Unplaced.AMBIGUOUS:
                 self._open.add(unsliced.label)
@@ -231,13 +206,9 @@ class Placing:
             return
         for index, slice_ in enumerate(slices):
             if slice_.within is None:
-                self._note_found(unsliced.label, parameter.shape, slice_)
+                self._found[unsliced.label.rpartition(".")[0]].append((parameter.shape, slice_))
             label = unsliced.label if len(slices) == 1 else f"{unsliced.label}[{index}]"
             yield _part(label, unsliced.order, parameter, slice_)
-
-    def _beside(self, parameter: torch.Tensor, piece: TracePart) -> TracePart:
-        assert self._wholes is not None
-        return self._near(piece.label, piece.order, copied(parameter), self._wholes) or piece
 
     def _near(self, name: str, order: int, value: torch.Tensor, wholes: Wholes) -> TracePart | None:
         """Place a constant by other tensors: neighbours in its module, or tensors divided along an axis."""
@@ -262,26 +233,12 @@ def _part(label: str, order: int, parameter: torch.Tensor, slice_: Slice) -> Tra
 
 
 class Kept(NamedTuple):
-    """The tensors of one device.
+    """The tensors of one device."""
 
-    Attributes:
-        parameters, buffers: their initial values.
-        states: name of a state of an optimizer -> its shape.
-    """
-
+    # parameters, buffers: their initial values
     parameters: Wholes
     buffers: Wholes
-    states: Mapping[str, Sequence[int]]
-
-
-def write_whole(fd: int, name: str, tensor: torch.Tensor) -> None:
-    """Append a parameter to the file."""
-    _write(fd, name, tensor, "parameter")
-
-
-def write_buffer(fd: int, name: str, tensor: torch.Tensor) -> None:
-    """Append a buffer to the file."""
-    _write(fd, name, tensor, "buffer")
+    states: Mapping[str, Sequence[int]]  # name of a state of an optimizer -> its shape
 
 
 def write_shape(fd: int, name: str, shape: Sequence[int]) -> None:
@@ -289,9 +246,10 @@ def write_shape(fd: int, name: str, shape: Sequence[int]) -> None:
     _append(fd, {"name": name, "kind": "state", "shape": list(shape)})
 
 
-def _write(fd: int, name: str, tensor: torch.Tensor, entry_type: str) -> None:
+def write_tensor(fd: int, kind: Literal["parameter", "buffer"], name: str, tensor: torch.Tensor) -> None:
+    """Append a parameter or a buffer to the file."""
     local = copied(tensor)
-    head = {"name": name, "kind": entry_type, "shape": list(local.shape), "dtype": name_of(local.dtype)}
+    head = {"name": name, "kind": kind, "shape": list(local.shape), "dtype": name_of(local.dtype)}
     _append(fd, head, bytes(memory_of(local)))
 
 
@@ -314,14 +272,7 @@ def read_wholes(fd: int) -> Kept:
             continue
         dtype = getattr(torch, head["dtype"])
         count, start = math.prod(head["shape"]), data.tell()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = (
-                torch.frombuffer(data, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
-                if count
-                else torch.empty(0, dtype=torch.uint8)
-            )
-        # Cloned, because a view as another dtype must be aligned.
-        tensors[head["kind"]][head["name"]] = value.clone().view(dtype).view(head["shape"])
+        value = tensor_at(data, start, count * dtype.itemsize, dtype)
+        tensors[head["kind"]][head["name"]] = value.view(head["shape"])
         data.seek(start + count * dtype.itemsize)
     return Kept(Wholes(tensors["parameter"]), Wholes(tensors["buffer"]), states)

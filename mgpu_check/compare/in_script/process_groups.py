@@ -9,7 +9,6 @@ would wait until it times out.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from mgpu_check.compare.in_script.script_calls import Note
 from mgpu_check.numerics.placement import Coordinates
 from mgpu_check.processes.python_environment import rank_and_world
 from mgpu_check.processes.tracebacks import calling_line
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 
 
 def install_meshes(note: Note) -> Coordinates:
@@ -38,33 +37,26 @@ def install_meshes(note: Note) -> Coordinates:
 
     within: list[int] = []  # not empty while a mesh is made: the groups that it makes are its axes
 
-    def making(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            within.append(1)
-            try:
-                original(self, *args, **kwargs)
-            finally:
-                within.pop()
-            if not within and (axes := _axes(self)):
-                for axis, index, size in axes:
-                    coordinates.setdefault(axis, (index, size))
-                note("mesh", axes=axes)
+    def make_mesh(original: Callable[..., None], mesh: Any, *args: Any, **kwargs: Any) -> None:
+        within.append(1)
+        try:
+            original(mesh, *args, **kwargs)
+        finally:
+            within.pop()
+        if not within and (axes := _axes(mesh)):
+            for axis, index, size in axes:
+                coordinates.setdefault(axis, (index, size))
+            note("mesh", axes=axes)
 
-        return made
-
-    new_group = c10d.new_group
-
-    @functools.wraps(new_group)
-    def grouped(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        result = new_group(ranks, *args, **kwargs)
+    def make_group(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = original(ranks, *args, **kwargs)
         if ranks is not None and not within:
             note("subgroup", ranks=sorted(map(int, ranks)))
         return result
 
     patches = Patches(among="torch")
-    patches.wrap(DeviceMesh, "__init__", making)
-    patches.replace(new_group, grouped)
+    patches.wrap(DeviceMesh, "__init__", around(make_mesh))
+    patches.replace(c10d.new_group, around(make_group)(c10d.new_group))
     patches.apply()
     return coordinates
 
@@ -73,10 +65,8 @@ def _axes(mesh: Any) -> list[tuple[str, int, int]]:
     """Return name, index of this rank and size of each axis of a root mesh; empty for a submesh."""
     if getattr(mesh, "_root_mesh", None) is not None or not mesh.mesh_dim_names:
         return []
-    place = mesh.get_coordinate()
-    if place is None:
-        return []
-    return [(name, int(place[dim]), int(mesh.size(dim))) for dim, name in enumerate(mesh.mesh_dim_names)]
+    place = mesh.get_coordinate() or ()
+    return [(name, int(place[dim]), int(mesh.size(dim))) for dim, name in enumerate(mesh.mesh_dim_names) if place]
 
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -88,18 +78,15 @@ Places = Mapping[str, tuple[str, int]]
 def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
     """Redirect the ranks of the whole group to `store`; record "led" if the script set another address.
 
-    Args:
-        places: filled while the script sets variables, and read when the script makes the group.
+    `places`: filled while the script sets variables, and read when the script makes the group.
     """
     if not torch.distributed.is_available():
         return
     # Imported by name: the package also has a function `rendezvous`, which hides the module.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     ours = rank_and_world()
-    original: Callable[..., Any] = rendezvous._create_c10d_store
 
-    @functools.wraps(original)
-    def led(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
+    def lead(original: Any, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
         there = port == store[1] and hostname in _LOCAL
         if not there and (rank, world_size) == ours and rendezvous._torchelastic_use_agent_store():
             meant = {"MASTER_PORT": (port, store[1]), "MASTER_ADDR": (hostname, store[0])}
@@ -111,5 +98,5 @@ def install_meeting(note: Note, store: tuple[str, int], places: Places) -> None:
         return original(hostname, port, rank, world_size, *args, **kwargs)
 
     patches = Patches(among="torch")
-    patches.replace(original, led)
+    patches.replace(rendezvous._create_c10d_store, around(lead)(rendezvous._create_c10d_store))
     patches.apply()

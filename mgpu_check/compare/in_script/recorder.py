@@ -27,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mgpu_check.compare import process_watch
 from mgpu_check.compare.in_script import perturbations, process_groups, script_calls
-from mgpu_check.compare.in_script.errors import Guard, guard_with, watching_errors
 from mgpu_check.compare.in_script.models import (
     Names,
     described,
@@ -39,7 +38,8 @@ from mgpu_check.compare.in_script.models import (
 )
 from mgpu_check.compare.in_script.parameters import NumberedPart, Parameters, States, numbers_of, parameters_of
 from mgpu_check.compare.in_script.perturbations import Perturbation
-from mgpu_check.compare.in_script.placements import Files, Placing, read_placements, read_wholes, write_whole
+from mgpu_check.compare.in_script.placements import Files, Placing, read_placements, read_wholes, write_tensor
+from mgpu_check.compare.in_script.script_calls import Guard, guard_with
 from mgpu_check.compare.in_script.summaries import (
     Numbers,
     digests,
@@ -60,7 +60,7 @@ from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.collective_arguments import group_of, option
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, FunctionForm
 from mgpu_check.torch_hooks.nested import leaves, named_modules, named_parameters, tensors_of
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import (
     as_real,
     is_capturing,
@@ -100,11 +100,7 @@ class InputRecorder:
         self._hashed: dict[tuple[int, int], tuple[torch.Tensor, tuple[list[int], list[int]]]] = {}
 
     def enter(self, depth: int) -> None:
-        """Note that a call begins.
-
-        Args:
-            depth: 1 for a call outside of others.
-        """
+        """Note that a call begins. `depth`: 1 for a call outside of others."""
         if depth == 1:
             self.next_call()
         if self._waiting and depth <= _DEPTH_OF_CALLS and self._entered == self._open == depth - 1:
@@ -121,7 +117,9 @@ class InputRecorder:
         trains = in_training(module) and (depth > 1 or next(named_parameters(module), None) is not None)
         if computed or not trains:
             return
-        name = _class_of(module)
+        name = type(unwrapped(module)).__name__
+        if any(base.__name__ == "FSDPModule" for base in type(unwrapped(module)).__mro__):
+            name = name.removeprefix("FSDP")  # `fully_shard` puts it before the name of the user's class
         hashes = [self._hashes(tensor) for tensor in arguments]
         inputs = Inputs(name, [rows for rows, _ in hashes], [columns for _, columns in hashes])
         self._found = [inputs, *(call for call in self._found if call.module != name)]
@@ -137,13 +135,6 @@ class InputRecorder:
             few = value is not None and value.numel() <= _COLUMNS
             self._hashed[key] = tensor, (digests(value), digests(value, 1) if few else [])  # keeps its id
         return self._hashed[key][1]
-
-
-def _class_of(module: nn.Module) -> str:
-    """Return the class of the user's module: `fully_shard` puts "FSDP" before its name."""
-    module_class = type(unwrapped(module))
-    sharded = any(base.__name__ == "FSDPModule" for base in module_class.__mro__)
-    return module_class.__name__.removeprefix("FSDP") if sharded else module_class.__name__
 
 
 _MODULES = 256
@@ -227,10 +218,8 @@ def _local(output: Any) -> torch.Tensor | None:
 
 _REDUCTIONS = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
 _JOINING = tuple(name for name, row in COLLECTIVES.items() if row.transfer is not None and row.transfer.joins)
-_STEPS = 4
-"""Number of recorded steps: a wrong factor shows from the first step on."""
-_CALLS = 256
-"""Largest number of recorded calls per step, to bound time and the size of the trace."""
+_STEPS = 4  # number of recorded steps: a wrong factor shows from the first step on
+_CALLS = 256  # largest number of recorded calls per step, to bound time and the size of the trace
 
 
 class Flow:
@@ -251,7 +240,8 @@ class Flow:
         for name in (*_REDUCTIONS, *_JOINING):
             function = getattr(c10d, name, None)
             if function is not None:
-                patches.replace(function, self._watched(function, FunctionForm(function)))
+                watch = functools.partial(self._watched, FunctionForm(function))
+                patches.replace(function, around(watch)(function))
         patches.apply()
 
     def after_backward(self) -> None:
@@ -268,34 +258,25 @@ class Flow:
         reduced gradient, and an asynchronous reduction none. Only `_STEPS` steps are recorded, and `_CALLS` calls of
         each.
 
-        Args:
-            numbers: id of a parameter -> its number in the trace; other parameters are left out.
+        `numbers`: id of a parameter -> its number in the trace; other parameters are left out.
         """
-        calls = [
-            (description, {numbers[i]: n for i, n in norms.items() if i in numbers})
-            for description, norms in self._calls
-        ]
-        self._calls = []
+        calls, self._calls = self._calls, []
         self._steps += 1
-        return calls
+        return [(told, {numbers[i]: n for i, n in norms.items() if i in numbers}) for told, norms in calls]
 
     def _is_noted(self) -> bool:
         return self._steps < _STEPS and len(self._calls) < _CALLS and not self._within
 
-    def _watched(self, function: Callable[..., Any], form: FunctionForm) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def reduced(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_noted():
-                return function(*args, **kwargs)
-            self._within = True
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                self._within = False
-            self._guard(self._reduced)(form, result, args, kwargs)
-            return result
-
-        return reduced
+    def _watched(self, form: FunctionForm, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_noted():
+            return function(*args, **kwargs)
+        self._within = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._within = False
+        self._guard(self._reduced)(form, result, args, kwargs)
+        return result
 
     def _reduced(self, form: FunctionForm, result: Any, args: Any, kwargs: Any) -> None:
         operand = form.argument(form.operand, args, kwargs) if form.operand else None
@@ -348,6 +329,19 @@ def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 _CHECKED_CALLS = 100  # calls of models that are checked for random draws, to bound the time
 
 
+def _watching_errors(hooked: Callable[..., Any], raised: Callable[[Any], None]) -> Callable[..., Any]:
+    """Wrap `hooked`, which adds the hooks around a step, to call `raised` with the optimizer if the step raises."""
+
+    def watched(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:  # torch calls no hook after the step then
+            raised(args[0])
+            raise
+
+    return functools.wraps(hooked)(lambda func: around(watched)(hooked(func)))
+
+
 def install(
     fd: int,
     entered: int | None,
@@ -398,8 +392,8 @@ def install(
     register_optimizer_step_post_hook(recorder.guard(recorder.after_step))
     patches = Patches()  # for as long as the process lives
     raised = recorder.guard(recorder.raised)
-    patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(watching_errors, raised=raised))
-    patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
+    patches.wrap(torch.optim.Optimizer, "profile_hook_step", functools.partial(_watching_errors, raised=raised))
+    patches.wrap(torch.autograd, "backward", around(recorder.backward))  # Tensor.backward calls it, too
     script_calls.install(recorder, world)
     process_groups.install_meeting(recorder.note, store, places)
     recorder.known.placing.coordinates = process_groups.install_meshes(recorder.note)
@@ -513,21 +507,17 @@ class ScriptRecorder:
             self.outputs.add(module, output if moved is None else moved)
         return moved
 
-    def _notice_draws(self, module: nn.Module) -> None:
-        """Record the first model that draws random numbers in a call."""
-        before, self._here.drawn = getattr(self._here, "drawn", None), None
-        self._calls += 1
-        if before is not None and "random" not in self._told and before != script_calls.generators():
-            self._told.add("random")
-            self.note("random", **forward_of(module))
-
     def _outermost(self, module: nn.Module) -> None:
         if not has_state(module) or threading.current_thread() is not threading.main_thread():
             return
         self.names.called(module)
         if not (in_training(module) and torch.is_grad_enabled()) or next(named_parameters(module), None) is None:
             return
-        self._notice_draws(module)
+        before, self._here.drawn = getattr(self._here, "drawn", None), None
+        self._calls += 1
+        if before is not None and "random" not in self._told and before != script_calls.generators():
+            self._told.add("random")
+            self.note("random", **forward_of(module))
         if (key := f"module {type(module).__name__}") not in self._told:
             self._told.add(key)
             self.note("module", **(facts := described(module)))
@@ -536,24 +526,21 @@ class ScriptRecorder:
 
     # backward
 
-    def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            tensors = tuple(tensors) if isinstance(tensors, Iterator) else tensors
-            if not self.backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
-                self.guard(self._take_losses)(tensors)
-            self.backwards += 1
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                self.backwards -= 1
-                self.passes += not self.backwards
-                if not self.backwards:
-                    self._inputs.next_micro_batch()
-                self.count()
-                if self.flow is not None and not self.backwards:
-                    self.guard(self.flow.after_backward)()
-
-        return backward
+    def backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = tuple(tensors) if isinstance(tensors, Iterator) else tensors
+        if not self.backwards and not is_capturing():  # a nested backward recomputes a checkpointed part
+            self.guard(self._take_losses)(tensors)
+        self.backwards += 1
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            self.backwards -= 1
+            self.passes += not self.backwards
+            if not self.backwards:
+                self._inputs.next_micro_batch()
+            self.count()
+            if self.flow is not None and not self.backwards:
+                self.guard(self.flow.after_backward)()
 
     def _take_losses(self, roots: Any) -> None:
         losses = [root for root in tensors_of(roots) if root.numel() == 1 and root.is_floating_point()]
@@ -577,21 +564,17 @@ class ScriptRecorder:
         if closure is None:
             self._take_gradients(optimizer)
             return None
-        watched = self._watched_closure(optimizer, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": watched}
-        return (args[0], watched, *args[2:]), kwargs
-
-    def _watched_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap `closure`, which computes gradients within the step; the step records those of its first call."""
 
         @functools.wraps(closure)
         def watched() -> Any:
+            """Compute gradients within the step, which records those of its first call."""
             loss = closure()
             self.guard(self._take_gradients)(optimizer)
             return loss
 
-        return watched
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched}
+        return (args[0], watched, *args[2:]), kwargs
 
     def _take_gradients(self, optimizer: Any) -> None:
         """Perturb the gradients, and record the first ones of the step.
@@ -608,15 +591,18 @@ class ScriptRecorder:
             self.known.note_groups(optimizer, self.number_of(optimizer))
             if self.perturbation is not None:
                 self.perturbation.gradients([parameter.grad for parameter in parameters_of(optimizer)])
-            if self._gradients is None:
-                gradients = summaries([piece.parameter.grad for piece in pieces], [piece.part.cut for piece in pieces])
-                self._gradients = {piece.number: numbers for piece, numbers in zip(pieces, gradients, strict=True)}
-                for piece, numbers in zip(pieces, gradients, strict=True):
-                    if numbers is None and piece.parameter.grad is not None and readable(piece.parameter.grad) is None:
-                        self.known.note_unread(f"the gradient of {piece.part.label}", "", piece.parameter.grad)
-                self._idle = [
-                    piece.number for piece in pieces if piece.parameter.grad is None and not self._is_called(piece)
-                ]
+            if self._gradients is not None:
+                return
+            gradients = summaries([piece.parameter.grad for piece in pieces], [piece.part.cut for piece in pieces])
+            self._gradients = {piece.number: numbers for piece, numbers in zip(pieces, gradients, strict=True)}
+            self._idle = []
+            for piece in pieces:
+                gradient = piece.parameter.grad
+                if gradient is None:
+                    if self.names.owner(piece.parameter) not in self._called:
+                        self._idle.append(piece.number)
+                elif self._gradients[piece.number] is None and readable(gradient) is None:
+                    self.known.note_unread(f"the gradient of {piece.part.label}", "", gradient)
 
     def number_of(self, optimizer: Any) -> int:
         return self._optimizers.get(id(optimizer), len(self._optimizers))
@@ -626,18 +612,11 @@ class ScriptRecorder:
 
     def _start_of(self, piece: NumberedPart) -> Numbers | None:
         """Return the numbers of a part before the first step of its optimizer; call it before the part changes."""
-        if self.keep is not None:
-            value = whole(piece.parameter)
-            if value is not None:
-                write_whole(
-                    self.keep, piece.part.label, value if piece.part.cut is None else piece.part.cut.whole_of(value)
-                )
-        if piece.part.cut is None:
-            return self._start.get(id(piece.parameter))
-        return summaries([piece.parameter], [piece.part.cut])[0]
-
-    def _is_called(self, piece: NumberedPart) -> bool:
-        return self.names.owner(piece.parameter) in self._called
+        cut = piece.part.cut
+        if self.keep is not None and (value := whole(piece.parameter)) is not None:
+            own = value if cut is None else cut.part.of(value).reshape(cut.part.shape)
+            write_tensor(self.keep, "parameter", piece.part.label, own)
+        return self._start.get(id(piece.parameter)) if cut is None else summaries([piece.parameter], [cut])[0]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer or is_capturing():
@@ -649,6 +628,8 @@ class ScriptRecorder:
             pieces = self.known.parts(optimizer, self.number_of(optimizer))
             after = numbers_of(pieces)
             states = self.states.after([optimizer, *self._within], pieces, self._called)
+            cuts = [(piece, piece.part.cut) for piece in pieces]
+            single = {id(p.parameter): p.number for p, cut in cuts if cut is None or cut.part.within is None}
         self.done += 1
         self.writer.write(
             "step",
@@ -663,22 +644,13 @@ class ScriptRecorder:
             states=states,
             outputs=self.outputs.taken(),
             **({"idle": self._idle} if self._idle else {}),
-            calls=self._calls_of(pieces),
+            calls=[] if self.flow is None else self.flow.taken(single),
         )
         self._before = {}
         self._forget()
         if self.done == self.last:
             self.finish()
             self.wait("stopped")
-
-    def _calls_of(self, pieces: list[NumberedPart]) -> list[tuple[str, dict[int, float]]]:
-        """Return the recorded calls that led to the gradients of this step."""
-        single = {
-            id(piece.parameter): piece.number
-            for piece in pieces
-            if piece.part.cut is None or piece.part.cut.part.within is None
-        }
-        return [] if self.flow is None else self.flow.taken(single)
 
     def raised(self, optimizer: Any) -> None:
         """Discard the step of `optimizer`, which raised, with its losses and samples."""

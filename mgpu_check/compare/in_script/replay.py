@@ -20,7 +20,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loaders
 
-from mgpu_check.compare.in_script.errors import Guard
 from mgpu_check.compare.in_script.fingerprint import fingerprint
 from mgpu_check.compare.in_script.joining import NotJoinedError, SampleRows, join
 from mgpu_check.compare.in_script.models import unwrapped
@@ -44,29 +43,16 @@ from mgpu_check.compare.in_script.replay_outside import (
     ReplayedData,
     ReplayedDraws,
 )
-from mgpu_check.compare.in_script.script_calls import Note
 from mgpu_check.compare.in_script.tape import STEPS, Tape, Tapes, Unstored, place
 from mgpu_check.processes.collective_records import relative
 from mgpu_check.processes.tracebacks import calling_line
 from mgpu_check.simulated.tensor import tensors_in
 from mgpu_check.torch_hooks.nested import leaves, named_buffers, named_modules, named_parameters
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, is_transforming, plain
 
-
-class RecordedScript(Protocol):
-    """The part of `mgpu_check.compare.in_script.recorder.ScriptRecorder` that is used."""
-
-    @property
-    def note(self) -> Note:
-        """Record an event."""
-
-    guard: Guard
-    world: int
-    done: int
-    backwards: int
-    passes: int
-    finish: Callable[[], None]
+if TYPE_CHECKING:
+    from mgpu_check.compare.in_script.recorder import ScriptRecorder
 
 
 class Points(abc.ABC):
@@ -75,7 +61,7 @@ class Points(abc.ABC):
     draws: InterceptedDraws
     outside: OutsideData
 
-    def __init__(self, recorder: RecordedScript, until: int) -> None:
+    def __init__(self, recorder: ScriptRecorder, until: int) -> None:
         self.recorder, self.until = recorder, until
         self._thread = threading.get_ident()
         self._depth = 0  # calls of modules and losses
@@ -110,118 +96,88 @@ class Points(abc.ABC):
         """Do nothing in a forked child, such as a worker of a loader."""
         self.until = -1
 
-    def around_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or not self._enters():
-                return original(module, *args, **kwargs)
-            operation = type(unwrapped(module)).__name__
-            if id(module) not in self._seen:
-                self._seen.add(id(module))
-                self._held.append(module)
-                with self.paused():
-                    self.start(unwrapped(module), f"{operation} {self._kinds[operation]}")
-                self._kinds[operation] += 1
-                self.know([value for _, value in (*named_parameters(module), *named_buffers(module))])
-            with self._call(operation, args, kwargs):
-                return original(module, *args, **kwargs)
+    def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._depth or not self._enters():
+            return original(module, *args, **kwargs)
+        operation = type(unwrapped(module)).__name__
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self._held.append(module)
+            with self.paused():
+                self.start(unwrapped(module), f"{operation} {self._kinds[operation]}")
+            self._kinds[operation] += 1
+            self.know([value for _, value in (*named_parameters(module), *named_buffers(module))])
+        with self._call(operation, args, kwargs):
+            return original(module, *args, **kwargs)
 
-        return call
+    def call_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._depth or not self._enters():
+            return original(*args, **kwargs)
+        with self._call(original.__name__, args, kwargs):
+            return original(*args, **kwargs)
 
-    def around_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or not self._enters():
-                return original(*args, **kwargs)
-            with self._call(original.__name__, args, kwargs):
-                return original(*args, **kwargs)
-
-        return call
-
-    def around_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_attention(
+        self,
+        original: Callable[..., Any],
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Let attention with dropout draw its mask by an operator of its own: fused kernels do not return it."""
+        with sdpa_kernel(SDPBackend.MATH) if dropout_p and self.active() else contextlib.nullcontext():
+            return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 
-        @functools.wraps(original)
-        def call(
-            query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
-        ) -> Any:
-            if not dropout_p or not self.active():
-                return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-            with sdpa_kernel(SDPBackend.MATH):
-                return original(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+    def make_optimizer(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._optimizers.append(optimizer)
+        self.know(p for group in optimizer.param_groups for p in group["params"])
 
-        return call
-
-    def around_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def make(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self._optimizers.append(optimizer := args[0])
-            self.know(p for group in optimizer.param_groups for p in group["params"])
-
-        return make
-
-    def around_apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_function(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Follow the forward pass of a `torch.autograd.Function`, which runs without gradients."""
+        if self.outside.applying or not (self.active() and self.follows() and torch.is_grad_enabled()):
+            return original(function, *args, **kwargs)
+        return self.outside.apply(lambda: original(function, *args, **kwargs), function.__name__, args)
 
-        @functools.wraps(original)
-        def apply(*args: Any, **kwargs: Any) -> Any:
-            if self.outside.applying or not (self.active() and self.follows() and torch.is_grad_enabled()):
-                return original(*args, **kwargs)
-            return self.outside.apply(lambda: original(*args, **kwargs), args[0].__name__, args[1:])
-
-        return apply
-
-    def around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def differentiate(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace the gradients that the script gives to `torch.autograd.backward` or `grad`."""
+        if not self.active() or self._differentiating:
+            return original(outputs, *args, **kwargs)
+        self._differentiating = True
+        try:
+            with self._call(original.__name__, args, kwargs):
+                result = original(outputs, *args, **kwargs)
+        finally:
+            self._differentiating = False
+        self.know(tensors_in([result]))
+        return result
 
-        @functools.wraps(original)
-        def backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.active() or self._differentiating:
-                return original(outputs, *args, **kwargs)
-            self._differentiating = True
-            try:
-                with self._call(original.__name__, args, kwargs):
-                    result = original(outputs, *args, **kwargs)
-            finally:
-                self._differentiating = False
-            self.know(tensors_in([result]))
-            return result
-
-        return backward
-
-    def around_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def register_hook(self, original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         """Follow the hooks of gradients, and judge their results."""
 
-        @functools.wraps(original)
-        def register(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
-            @functools.wraps(hook)
-            def followed(gradient: torch.Tensor) -> Any:
-                if not self.active():
-                    return hook(gradient)
-                before, self._differentiating = self._differentiating, False
-                try:
-                    with self.outside.origins.known([gradient]):
-                        result = hook(gradient)
-                        self.recorder.guard(self.outside.judge)("a hook", tensors_in([gradient, result]))
-                finally:
-                    self._differentiating = before
-                return result
+        @functools.wraps(hook)
+        def followed(gradient: torch.Tensor) -> Any:
+            if not self.active():
+                return hook(gradient)
+            before, self._differentiating = self._differentiating, False
+            try:
+                with self.outside.origins.known([gradient]):
+                    result = hook(gradient)
+                    self.recorder.guard(self.outside.judge)("a hook", tensors_in([gradient, result]))
+            finally:
+                self._differentiating = before
+            return result
 
-            return original(tensor, followed)
+        return original(tensor, followed)
 
-        return register
-
-    def around_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_numpy(self, original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Take note of tensors that share their memory with an array: the script may change it unseen."""
-
-        @functools.wraps(original)
-        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.active() and not tensor.requires_grad:
-                self.know([tensor], None)
-            return original(tensor, *args, **kwargs)
-
-        return numpy
+        if self.active() and not tensor.requires_grad:
+            self.know([tensor], None)
+        return original(tensor, *args, **kwargs)
 
     def _enters(self) -> bool:
         return self.active() and not self.recorder.backwards and not is_capturing() and not is_transforming()
@@ -229,9 +185,8 @@ class Points(abc.ABC):
     @contextlib.contextmanager
     def _call(self, operation: str, args: Any, kwargs: Any) -> Iterator[None]:
         """Replace the tensors of an outermost call that were not computed with parameters; let them be known in it."""
-        inputs = (
-            self.recorder.guard(self._kept_inputs)(operation, args, kwargs) or [] if torch.is_grad_enabled() else []
-        )
+        keep = self.recorder.guard(self._kept_inputs)
+        inputs = keep(operation, args, kwargs) or [] if torch.is_grad_enabled() else []
         self._depth += 1
         try:
             with self.outside.origins.known(inputs):
@@ -259,15 +214,10 @@ class Points(abc.ABC):
         finally:
             self._paused -= 1
 
-    def unfollowed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook of this package whose operators do not count."""
-
-        @functools.wraps(hook)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.paused():
-                return hook(*args, **kwargs)
-
-        return call
+    def call_unfollowed(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a hook of this package, whose operators do not count."""
+        with self.paused():
+            return hook(*args, **kwargs)
 
     def _rates_of(self, optimizer: Any) -> tuple[str, int]:
         """Return the place of an optimizer's learning rates, and the number of its step."""
@@ -301,16 +251,16 @@ class Points(abc.ABC):
         """Record the learning rates of an optimizer, or set them."""
 
     @abc.abstractmethod
-    def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that begins an iteration over a DataLoader."""
+    def iterate(self, original: Callable[..., Any], loader: Any) -> Any:
+        """Begin an iteration over a DataLoader."""
 
     @abc.abstractmethod
-    def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that gives the next batch."""
+    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        """Return the next batch."""
 
     @abc.abstractmethod
-    def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that gives the number of batches."""
+    def length(self, original: Callable[..., Any], loader: Any) -> int:
+        """Return the number of batches."""
 
 
 def _is_input(leaf: Any) -> bool:
@@ -322,9 +272,8 @@ def _is_input(leaf: Any) -> bool:
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by their names without wrappers, which one device may lack."""
-    wrappers = [
-        f"{name}.module." for name, submodule in named_modules(module) if name and unwrapped(submodule) is not submodule
-    ]
+    modules = [(name, submodule) for name, submodule in named_modules(module) if name]
+    wrappers = [f"{name}.module." for name, submodule in modules if unwrapped(submodule) is not submodule]
     named = [*named_parameters(module), *named_buffers(module)]
     return {
         _without(name, wrappers): tensor
@@ -340,8 +289,7 @@ def _without(name: str, wrappers: Sequence[str]) -> str:
     return name
 
 
-_LISTED = 2**14
-"""Indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset."""
+_LISTED = 2**14  # indices of a rank in the trace: a sampler that overlaps shows in any part of a dataset
 _LONGEST = 2**24  # entries of an epoch, to bound the time
 
 
@@ -352,7 +300,7 @@ class LoaderEnd:
 class RankRecording(Points):
     """Writes what a rank is given to its tape."""
 
-    def __init__(self, recorder: RecordedScript, until: int, rank: int, tape: Tape) -> None:
+    def __init__(self, recorder: ScriptRecorder, until: int, rank: int, tape: Tape) -> None:
         super().__init__(recorder, until)
         self._rank, self._tape = rank, tape
         self.outside = RecordedData(self, tape)
@@ -386,49 +334,37 @@ class RankRecording(Points):
             location, _ = self._rates_of(optimizer)
             self._tape.put("rate", location, [group.get("lr") for group in optimizer.param_groups])
 
-    def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            if not self.active():
-                return original(loader)
-            with self.paused():
-                own = original(loader)
-            if torch.is_grad_enabled() and all(loader is not recorded for recorded, _ in self._loaders):
-                self._loaders.append((loader, int(getattr(own, "_base_seed", 0))))
-            location = place(of_a_loop=True)
-            self._kinds[location] += 1
-            own._mgpu_check_place = f"{location} {self._kinds[location]}"
-            return own
+    def iterate(self, original: Callable[..., Any], loader: Any) -> Any:
+        if not self.active():
+            return original(loader)
+        with self.paused():
+            own = original(loader)
+        if torch.is_grad_enabled() and all(loader is not recorded for recorded, _ in self._loaders):
+            self._loaders.append((loader, int(getattr(own, "_base_seed", 0))))
+        location = place(of_a_loop=True)
+        self._kinds[location] += 1
+        own._mgpu_check_place = f"{location} {self._kinds[location]}"
+        return own
 
-        return iterate
+    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        location = getattr(iterator, "_mgpu_check_place", None)
+        if location is None or not self.active() or not torch.is_grad_enabled():
+            return original(iterator)
+        with self.paused():
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self._tape.put("batch", location, LoaderEnd())
+                raise
+            self._tape.put("batch", location, batch)
+        self.know(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        return batch
 
-    def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def following(iterator: Any) -> Any:
-            location = getattr(iterator, "_mgpu_check_place", None)
-            if location is None or not self.active() or not torch.is_grad_enabled():
-                return original(iterator)
-            with self.paused():
-                try:
-                    batch = original(iterator)
-                except StopIteration:
-                    self._tape.put("batch", location, LoaderEnd())
-                    raise
-                self._tape.put("batch", location, batch)
-            self.know(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
-            return batch
-
-        return following
-
-    def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def length(loader: Any) -> int:
-            own: int = original(loader)
-            if self.active():
-                self._tape.put("length", place(), own)
-            return own
-
-        return length
+    def length(self, original: Callable[..., Any], loader: Any) -> int:
+        own: int = original(loader)
+        if self.active():
+            self._tape.put("length", place(), own)
+        return own
 
 
 def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
@@ -441,9 +377,8 @@ def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
         length = len(loader.dataset)
         stride = -(-length // _LISTED)
         most = min(4 * length + _LISTED, _LONGEST)  # no epoch is so long
-        entries = itertools.chain.from_iterable(
-            entry if isinstance(entry, (list, tuple)) else [entry] for entry in loader._index_sampler
-        )
+        batches = (entry if isinstance(entry, (list, tuple)) else [entry] for entry in loader._index_sampler)
+        entries = itertools.chain.from_iterable(batches)
         share: list[int] = []
         indices: list[int] = []
         number = 0
@@ -464,8 +399,7 @@ def epoch_of(loader: Any, world: int) -> dict[str, Any] | None:
     }
 
 
-_NEAR = 1e-3
-"""Relative to the largest element: rounding in batches of another size changes results by less."""
+_NEAR = 1e-3  # relative to the largest element: rounding in batches of another size changes results by less
 
 
 class RankReplaying(Points):
@@ -473,50 +407,46 @@ class RankReplaying(Points):
 
     outside: ReplayedData
 
-    def __init__(self, recorder: RecordedScript, until: int, tapes: Tapes) -> None:
+    def __init__(self, recorder: ScriptRecorder, until: int, tapes: Tapes) -> None:
         super().__init__(recorder, until)
         self._tapes = tapes
         self._told: set[tuple[str, ...]] = set()
         self._rows = SampleRows(tapes.turned)
+        self._missing, self._give = (functools.partial(self._tell, event) for event in ("unreplayed", "given"))
         self.outside = ReplayedData(self, tapes, self._rows, self._give, self._missing)
         self.draws = ReplayedDraws(self, tapes, self._missing, self.outside)
 
     def _tell(self, event: str, subject: str, reason: str = "", line: str = "") -> None:
-        message = f"{subject}{line or _line()}"
+        if not line:
+            file, number = calling_line()
+            line = f" at {relative(file)}:{number}" if file else ""
+        message = f"{subject}{line}"
         if (event, message) not in self._told:
             self._told.add((event, message))
             self.recorder.note(event, what=message, why=reason)
 
-    def _missing(self, subject: str, reason: str, line: str = "") -> None:
-        self._tell("unreplayed", subject, reason, line)
-
-    def _give(self, subject: str) -> None:
-        self._tell("given", subject)
-
     def start(self, module: nn.Module, location: str) -> None:
-        kept = self._tapes.first("start", location)
+        kept, own, name = self._tapes.first("start", location), tensors_of(module), type(module).__name__
         if kept is None:
             return
-        own = tensors_of(module)
         prints = self._tapes.turn("buffers", location)
         if any(rank != prints[0] for rank in prints):
-            self._missing(f"the buffers of {type(module).__name__}", "ranks start with other values")
+            self._missing(f"the buffers of {name}", "ranks start with other values")
         if isinstance(kept, Unstored):
-            self._tell("unreplayed", f"the start of {type(module).__name__}", kept.reason)
-            return
-        if {name: value.shape for name, value in kept.items()} != {name: value.shape for name, value in own.items()}:
-            self._tell("unreplayed", f"the start of {type(module).__name__}", "it has other tensors on rank 0")
-            return
-        with torch.no_grad():
-            for name, value in kept.items():
-                own[name].copy_(value)
+            self._missing(f"the start of {name}", kept.reason)
+        elif {key: value.shape for key, value in kept.items()} != {key: value.shape for key, value in own.items()}:
+            self._missing(f"the start of {name}", "it has other tensors on rank 0")
+        else:
+            with torch.no_grad():
+                for key, value in kept.items():
+                    own[key].copy_(value)
 
     def inputs(self, operation: str, own: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         shards = self._tapes.turn("call", f"{operation} {place()}", self.micro())
         if not own and not any(shards):
             return []
         if not shards or any(isinstance(shard, Unstored) or len(shard) != len(own) for shard in shards):
-            self._tell("unreplayed", f"the call of {operation}", "not every rank makes it with as many tensors")
+            self._missing(f"the call of {operation}", "not every rank makes it with as many tensors")
             return [None] * len(own)
         return [self._input(operation, value, [shard[i] for shard in shards]) for i, value in enumerate(own)]
 
@@ -554,18 +484,14 @@ class RankReplaying(Points):
                 self._tell("rate", f"{own:g}", f"{rate:g}")
                 group["lr"] = rate
 
-    def around_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            location = place(of_a_loop=True)
-            self._kinds[location] += 1
-            location = f"{location} {self._kinds[location]}"
-            if self.active() and self._tapes.first("batch", location) is not None:
-                return self._batches(location)
-            with self.paused():
-                return original(loader)
-
-        return iterate
+    def iterate(self, original: Callable[..., Any], loader: Any) -> Any:
+        location = place(of_a_loop=True)
+        self._kinds[location] += 1
+        location = f"{location} {self._kinds[location]}"
+        if self.active() and self._tapes.first("batch", location) is not None:
+            return self._batches(location)
+        with self.paused():
+            return original(loader)
 
     def _batches(self, location: str) -> Iterator[Any]:
         while shards := self._tapes.turn("batch", location):
@@ -573,43 +499,28 @@ class RankReplaying(Points):
             if not shards:
                 return
             if unstored := [shard for shard in shards if isinstance(shard, Unstored)]:
-                self._tell("unreplayed", "a batch", unstored[0].reason)
+                self._missing("a batch", unstored[0].reason)
                 return
             guesses: list[str] = []
             try:
                 batch = join(shards, guesses)
                 self._rows.saw(shards)
             except NotJoinedError as error:
-                self._tell("unreplayed", "a batch", str(error))
+                self._missing("a batch", str(error))
                 return
             for guess in guesses:
-                self._tell("unreplayed", "a batch", guess)
+                self._missing("a batch", guess)
             self._give("the batches of the DataLoader")
             self.know(leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
             yield batch
 
-    def around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def following(iterator: Any) -> Any:
-            with self.paused():
-                return original(iterator)
+    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        with self.paused():
+            return original(iterator)
 
-        return following
-
-    def around_len(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def length(loader: Any) -> int:
-            if self.active() and (recorded := self._tapes.first("length", place())) is not None:
-                return int(recorded)
-            return int(original(loader))
-
-        return length
-
-
-def _line() -> str:
-    """Return the line of the user that is running, as the end of a clause, or ""."""
-    file, line = calling_line()
-    return f" at {relative(file)}:{line}" if file else ""
+    def length(self, original: Callable[..., Any], loader: Any) -> int:
+        recorded = self._tapes.first("length", place()) if self.active() else None
+        return int(original(loader) if recorded is None else recorded)
 
 
 def _same_rows(own: torch.Tensor, joined: torch.Tensor) -> bool:
@@ -631,7 +542,7 @@ _LOSSES = (
 _OTHER_SEED = 20260101
 
 
-def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | None, replay: int | None) -> None:
+def install(recorder: ScriptRecorder, steps: int | None, rank: int, tape: int | None, replay: int | None) -> None:
     """Record to the file `tape`, or replay the file `replay`, for the first steps."""
     until = steps or STEPS
     points: Points
@@ -643,27 +554,24 @@ def install(recorder: RecordedScript, steps: int | None, rank: int, tape: int | 
         tapes = Tapes(replay)
         points = RankReplaying(recorder, until, tapes)
     patches = Patches(among="torch")
-    patches.set(nn.Module, "__call__", points.around_call(nn.Module.__call__))
-    for name in _LOSSES:
+    for name in (*_LOSSES, "scaled_dot_product_attention"):
         original = getattr(nn.functional, name)
-        patches.replace(original, points.around_loss(original))
-    attention = nn.functional.scaled_dot_product_attention
-    patches.replace(attention, points.around_attention(attention))
-    patches.set(DataLoader, "__iter__", points.around_iter(DataLoader.__iter__))
-    patches.set(DataLoader, "__len__", points.around_len(DataLoader.__len__))
-    base = loaders._BaseDataLoaderIter
-    patches.set(base, "__next__", points.around_next(base.__next__))
+        patches.replace(original, around(points.call_loss if name in _LOSSES else points.call_attention)(original))
     patches.apply()
-    patches.wrap(torch.optim.Optimizer, "__init__", points.around_optimizer)
-    patches.wrap(torch.autograd.Function, "apply", points.around_apply)
-    patches.wrap(torch.autograd, "grad", points.around_backward)
-    patches.wrap(torch.autograd, "backward", points.around_backward)
-    patches.wrap(torch.Tensor, "register_hook", points.around_hook)
-    patches.wrap(torch.Tensor, "numpy", points.around_numpy)
+    watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        *((nn.Module, "__call__", points.call_module), (DataLoader, "__iter__", points.iterate)),
+        *((DataLoader, "__len__", points.length), (loaders._BaseDataLoaderIter, "__next__", points.next_batch)),
+        *((torch.optim.Optimizer, "__init__", points.make_optimizer), (torch.Tensor, "numpy", points.to_numpy)),
+        *((torch.autograd, "grad", points.differentiate), (torch.autograd, "backward", points.differentiate)),
+        (torch.autograd.Function, "apply", points.apply_function),
+        (torch.Tensor, "register_hook", points.register_hook),
+    )
+    for owner, name, watch in watched:
+        patches.wrap(owner, name, around(watch))
     if replay is not None and tapes.other_seeds:
         _seed_otherwise()
     for name in ("enter", "leave", "before_step", "after_step"):
-        patches.set(recorder, name, points.unfollowed(getattr(recorder, name)))
+        patches.wrap(recorder, name, around(points.call_unfollowed))
     register_optimizer_step_pre_hook(points.step_begins)
     register_optimizer_step_post_hook(points.after_step)
     points.draws.__enter__()

@@ -19,7 +19,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,6 +29,9 @@ from mgpu_check.compare.in_script.joining import NotJoinedError, SampleRows, sam
 from mgpu_check.compare.in_script.tape import Tape, Tapes, Unstored, is_within_gradients, nearest_line, place
 from mgpu_check.simulated.tensor import tensors_in
 from mgpu_check.torch_hooks.tensors import draws, is_capturing, plain
+
+if TYPE_CHECKING:
+    from mgpu_check.compare.in_script.replay import Points
 
 _CONSTANT = (
     *("aten::arange", "aten::eye", "aten::zeros", "aten::ones", "aten::new_zeros", "aten::new_ones"),
@@ -48,20 +51,13 @@ class Origin(enum.Enum):
 
 
 class OperatorSchema(NamedTuple):
-    """The parts of an operator's schema that are used.
-
-    Attributes:
-        arguments: the names of the arguments.
-        written: positions of the arguments that it changes in place.
-        overwrites: it replaces all of their elements.
-        constant: its results depend on sizes alone, if it gets no other numbers.
-    """
+    """The parts of an operator's schema that are used."""
 
     name: str
-    arguments: Sequence[str]
-    written: Sequence[int]
-    overwrites: bool
-    constant: bool
+    arguments: Sequence[str]  # the names of the arguments
+    written: Sequence[int]  # positions of the arguments that it changes in place
+    overwrites: bool  # it replaces all of their elements
+    constant: bool  # its results depend on sizes alone, if it gets no other numbers
 
     def changed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among the arguments that it changes in place."""
@@ -70,21 +66,16 @@ class OperatorSchema(NamedTuple):
 
     def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the numbers among the arguments that may be data."""
-        numbers = [
-            value
-            for i, value in enumerate(args)
-            if (type(value) is int or type(value) is float) and self.arguments[i] not in _FORM
-        ]
-        if kwargs:
-            numbers += [value for name, value in kwargs.items() if type(value) in (int, float) and name not in _FORM]
-        return tuple(numbers)
+        given = [*zip(self.arguments, args, strict=False), *kwargs.items()]
+        return tuple(value for name, value in given if type(value) in (int, float) and name not in _FORM)
 
     def indexed(self, args: Sequence[Any]) -> dict[int, int]:
         """Return the `id` of each tensor that has positions along a dimension of the first one -> its size there."""
         if self.name.startswith("aten::index_put") or self.name == "aten::index":
-            return {
-                id(index): args[0].shape[i] for i, index in enumerate(args[1]) if index is not None and _counts(index)
-            }
+            positions = [
+                (i, index) for i, index in enumerate(args[1]) if index is not None and index.dtype != torch.bool
+            ]
+            return {id(index): args[0].shape[i] for i, index in positions}
         if self.arguments[:3] == ("self", "dim", "index") and isinstance(args[2], torch.Tensor) and args[0].dim():
             return {id(args[2]): args[0].shape[args[1]]}
         return {}
@@ -93,8 +84,7 @@ class OperatorSchema(NamedTuple):
 @functools.cache
 def schema_of(func: Any) -> OperatorSchema:
     """Return the parts of an operator's schema."""
-    arguments = func._schema.arguments
-    name = func._schema.name
+    arguments, name = func._schema.arguments, func._schema.name
     collective = name.startswith("c10d::")  # their schemas do not say what they change
     written = [
         i
@@ -104,10 +94,6 @@ def schema_of(func: Any) -> OperatorSchema:
     ]
     overwrites = collective or name == "aten::copy_"
     return OperatorSchema(name, tuple(argument.name for argument in arguments), written, overwrites, name in _CONSTANT)
-
-
-def _counts(index: torch.Tensor) -> bool:
-    return index.dtype != torch.bool
 
 
 class Origins:
@@ -175,16 +161,14 @@ def follows(own: float, ranks: Sequence[float], world: int, computed: Iterable[f
     If the ranks agree, it may have the number of ranks as a factor, or its root: the script says so. If they do not, it
     is their sum or mean, or was computed from known tensors.
     """
-
-    def near(value: float) -> bool:
-        return math.isclose(own, value, rel_tol=_EQUAL) or (own != own and value != value)
-
-    head = ranks[0]
     if own in computed:
         return True
+    head = ranks[0]
     if all(value == head or (value != value and head != head) for value in ranks):
-        return any(near(head * world**power) for power in (0, 1, -1, 0.5, -0.5))
-    return near(sum(ranks)) or near(sum(ranks) / len(ranks))
+        explained = [head * world**power for power in (0, 1, -1, 0.5, -0.5)]
+    else:
+        explained = [sum(ranks), sum(ranks) / len(ranks)]
+    return any(math.isclose(own, value, rel_tol=_EQUAL) or (own != own and value != value) for value in explained)
 
 
 def unexplained(
@@ -206,8 +190,11 @@ def unexplained(
     if len({len(calls) for calls in recorded}) > 1:
         return f"ranks run it {', '.join(str(len(calls)) for calls in recorded)} times"
     for numbers, *rank_numbers in zip(own, *recorded, strict=False):
-        if operator == "aten::slice" and len(numbers) > 1 and _covers(numbers, rank_numbers):
-            continue
+        if operator == "aten::slice" and len(numbers) > 1:
+            # The slices of the ranks, one after the other, may be the slice of one device.
+            ends = [numbers[0], *(bounds[1] for bounds in rank_numbers)]
+            if [bounds[0] for bounds in rank_numbers] == ends[:-1] and ends[-1] == numbers[1]:
+                continue
         for value, *values in zip(numbers, *rank_numbers, strict=False):
             if not follows(value, values, world, computed):
                 shown = ", ".join(f"{number:g}" for number in values)
@@ -215,43 +202,17 @@ def unexplained(
     return ""
 
 
-def _covers(own: Sequence[float], ranks: Sequence[Sequence[float]]) -> bool:
-    """Return whether the slices of the ranks, one after the other, are the slice of one device."""
-    ends = [own[0], *(bounds[1] for bounds in ranks)]
-    return [bounds[0] for bounds in ranks] == ends[:-1] and ends[-1] == own[1]
-
-
 _OUTSIDE = (None, Origin.OUTSIDE)
 _LARGEST = 2**24  # elements of a sparse tensor
 
 
-class Now(Protocol):
-    """The progress of the script."""
-
-    def active(self) -> bool:
-        """Return whether calls count now."""
-
-    def micro(self) -> int:
-        """Return the number of the micro-batch."""
-
-    def follows(self) -> bool:
-        """Return whether operators are followed now: not those of a backward pass or an optimizer."""
-
-    def gradients(self) -> Iterable[torch.Tensor]:
-        """Return the gradients of the parameters of all optimizers."""
-
-
 class OutsideData(abc.ABC):
-    """Follows the operators of the script.
+    """Follows the operators of the script."""
 
-    Attributes:
-        applying: a `torch.autograd.Function` of the script runs its forward pass.
-    """
-
-    def __init__(self, now: Now) -> None:
+    def __init__(self, now: Points) -> None:
         self._now = now
         self.origins = Origins()
-        self.applying = False
+        self.applying = False  # a `torch.autograd.Function` of the script runs its forward pass
         self._micro = -1
         self._calls: Calls = {}
         self._computed: set[float] = set()  # numbers that the script has read from known tensors
@@ -379,7 +340,7 @@ class OutsideData(abc.ABC):
 class RecordedData(OutsideData):
     """Writes the data from outside to the tape of a rank."""
 
-    def __init__(self, now: Now, tape: Tape) -> None:
+    def __init__(self, now: Points, tape: Tape) -> None:
         super().__init__(now)
         self._tape = tape
 
@@ -402,15 +363,14 @@ class RecordedData(OutsideData):
 class ReplayedData(OutsideData):
     """Gives one device the joint tensors of the ranks.
 
-    Args:
-        replaced: called with each tensor that was replaced.
-        missing: called with a tensor or an operator, the reason and the line of the user, for data of one device that
-            neither follow from those of the ranks nor could be replaced; without a line it is the present one.
+    `replaced`: called with each tensor that was replaced. `missing`: called with a tensor or an operator, the reason
+    and the line of the user, for data of one device that neither follow from those of the ranks nor could be replaced;
+    without a line it is the present one.
     """
 
     def __init__(
         self,
-        now: Now,
+        now: Points,
         tapes: Tapes,
         rows: SampleRows,
         replaced: Callable[[str], None],
@@ -517,9 +477,8 @@ class ReplayedData(OutsideData):
         sizes = self._rows.sizes or self._batch[1]
         if len(sizes) != len(shards) or not all(sizes):
             return False
-        return len({divmod(len(shard), size) for shard, size in zip(shards, sizes, strict=True)}) == 1 and not (
-            len(shards[0]) % sizes[0]
-        )
+        shares = {divmod(len(shard), size) for shard, size in zip(shards, sizes, strict=True)}
+        return len(shares) == 1 and not shares.pop()[1]
 
     def end(self) -> None:
         if self._micro < 0:
@@ -591,13 +550,9 @@ _ALSO = ("aten::random_", "aten::binomial")  # operators that draw, but lack tor
 
 
 class InterceptedDraws(TorchDispatchMode, abc.ABC):
-    """Passes the draws in a graph to `take`, and other operators to `outside`.
+    """Passes the draws in a graph to `take`, and other operators to `outside`."""
 
-    Args:
-        now: the progress of the script.
-    """
-
-    def __init__(self, now: Now, outside: OutsideData) -> None:
+    def __init__(self, now: Points, outside: OutsideData) -> None:
         super().__init__()
         self.now, self.outside = now, outside
         self._drawing: dict[Any, bool] = {}
@@ -606,20 +561,19 @@ class InterceptedDraws(TorchDispatchMode, abc.ABC):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        drawing = self._drawing.get(func)
-        if drawing is None:
-            drawing = torch.Tag.nondeterministic_seeded in func.tags or func._schema.name in _ALSO
-            self._drawing[func] = drawing
         if not self.now.active():
             return func(*args, **kwargs)
-        if drawing and (func._schema.name in _ALSO or draws(func, args, kwargs)):
-            graph = not _name(func).endswith("_like") and any(tensor.grad_fn is not None for tensor in tensors_in(args))
+        name = func._schema.name
+        drawing = self._drawing.get(func)
+        if drawing is None:
+            drawing = self._drawing[func] = torch.Tag.nondeterministic_seeded in func.tags or name in _ALSO
+        if drawing and (name in _ALSO or draws(func, args, kwargs)):
+            graph = not name.endswith("_like") and any(tensor.grad_fn is not None for tensor in tensors_in(args))
             result = self.take(func, args, kwargs) if graph else func(*args, **kwargs)
             self.outside.origins.set(tensors_in([result]), None)
             return result
-        divided = any(hasattr(tensor_type, "full_tensor") for tensor_type in types)  # such models are not replayed
-        follows = self.now.follows() and not divided
-        if not follows:
+        # Models that are divided are not replayed.
+        if not self.now.follows() or any(hasattr(tensor_type, "full_tensor") for tensor_type in types):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # a class of the user may override what is read here
             return self.outside.run(func, args, kwargs)
@@ -629,54 +583,48 @@ class InterceptedDraws(TorchDispatchMode, abc.ABC):
         """Return the result of a draw: its own, which is recorded, or that of the ranks."""
 
 
-def _name(func: Any) -> str:
-    return str(func._schema.name.removeprefix("aten::"))
-
-
-def _numbers(func: Any, result: Any) -> Any:
-    """Return the random numbers among the results of an operator; None if they are not among them."""
-    if any(fragment in _name(func) for fragment in _FUSED):
-        return None
-    drawn = result[1] if _name(func) == "native_dropout" else result
+def _drawn(func: Any, result: Any) -> tuple[str, Any]:
+    """Return an operator's name, and the random numbers among its results; None if they are not among them."""
+    name = str(func._schema.name.removeprefix("aten::"))
+    drawn = result[1] if name == "native_dropout" else result
     usable = isinstance(drawn, torch.Tensor) and not hasattr(drawn, "full_tensor") and drawn.layout is torch.strided
-    return drawn if usable else None
+    return name, drawn if usable and not any(fragment in name for fragment in _FUSED) else None
 
 
 class RecordedDraws(InterceptedDraws):
     """Writes each draw of a rank to its tape."""
 
-    def __init__(self, now: Now, tape: Tape, outside: OutsideData) -> None:
+    def __init__(self, now: Points, tape: Tape, outside: OutsideData) -> None:
         super().__init__(now, outside)
         self._tape = tape
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        drawn = _numbers(func, result)
-        if drawn is None:
-            value: Any = Unstored("the operator does not return its random numbers")
-        else:
-            value = drawn if drawn.numel() <= _LARGEST else Unstored(f"it has {drawn.numel()} elements")
-        self._tape.put("draw", f"{_name(func)} {place()} {self.now.micro()}", value)
+        name, value = _drawn(func, result)
+        if value is None:
+            value = Unstored("the operator does not return its random numbers")
+        elif value.numel() > _LARGEST:
+            value = Unstored(f"it has {value.numel()} elements")
+        self._tape.put("draw", f"{name} {place()} {self.now.micro()}", value)
         return result
 
 
 class ReplayedDraws(InterceptedDraws):
     """Gives one device the draws of the ranks, joined along the samples.
 
-    Args:
-        missing: called with the operator and the reason for each draw that could not be given.
+    `missing`: called with the operator and the reason for each draw that could not be given.
     """
 
     outside: ReplayedData
 
-    def __init__(self, now: Now, tapes: Tapes, missing: Callable[[str, str], None], outside: ReplayedData) -> None:
+    def __init__(self, now: Points, tapes: Tapes, missing: Callable[[str, str], None], outside: ReplayedData) -> None:
         super().__init__(now, outside)
         self._tapes, self._missing = tapes, missing
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        shards = self._tapes.turn("draw", f"{_name(func)} {place()}", self.now.micro())
         result = func(*args, **kwargs)
-        own = _numbers(func, result)
+        name, own = _drawn(func, result)
+        shards = self._tapes.turn("draw", f"{name} {place()}", self.now.micro())
         guesses: list[str] = []
         try:
             if not shards:
@@ -687,13 +635,12 @@ class ReplayedDraws(InterceptedDraws):
             if value is not None and value.shape != own.shape:
                 raise NotJoinedError(f"ranks draw the shape {list(shards[0].shape)}, and one device {list(own.shape)}")
         except NotJoinedError as error:
-            self._missing(_name(func), str(error))
-            return result
+            guesses, value = [str(error)], None
         for guess in guesses:
-            self._missing(_name(func), guess)
+            self._missing(name, guess)
         if value is None:
             return result
-        if _name(func) == "native_dropout":
+        if name == "native_dropout":
             data, share = args[0], 1 - args[1]
             return data * value.to(data.device) * (1 / share if share else 0.0), own.copy_(value)
         return own.copy_(value)

@@ -1,5 +1,7 @@
 """Record calls in the script's process that may explain a difference. The calls otherwise behave as before.
 
+Errors of the recorder stay out of the script.
+
 Recorded are gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that
 the script starts, and the temporary directory of these processes. The functions are replaced as soon as torch is
 imported, under all of their names in torch, before the script can import them by name.
@@ -10,22 +12,46 @@ from __future__ import annotations
 import functools
 import multiprocessing.util
 import os
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
-from mgpu_check.compare.in_script.errors import Guard
 from mgpu_check.compare.in_script.summaries import whole
 from mgpu_check.processes.python_environment import FLOAT32, rank_and_world
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import is_capturing, is_distributed, readable
 
 
 class Note(Protocol):
     def __call__(self, event: str, **fields: object) -> None: ...
+
+
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Wraps a function of the recorder: its errors stay out of the script, and methods of the user's tensors out of it."""
+_HERE = str(Path(__file__).parents[2])
+
+
+def guard_with(broken: Callable[[str, str], None]) -> Guard:
+    """Return a guard, which calls `broken` with an error and its place."""
+
+    def guard(record: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(record)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return record(*args, **kwargs)
+            except Exception as error:
+                last = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if _HERE in f.filename)
+                return broken(f"{type(error).__name__}: {error}", f"{last.filename}:{last.lineno}")
+
+        return guarded
+
+    return guard
 
 
 class Witness(Protocol):
@@ -63,53 +89,58 @@ def generators() -> tuple[list[int], ...]:
 
 def install(witness: Witness, world: int) -> Patches:
     """Report watched calls to `witness`, in a run with `world` ranks. Return the patches, which can undo this."""
+    calls = _Calls(witness, world)
+
+    def after(report: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Make a wrapper, whose calls are followed by one of `report` with the result and the arguments."""
+        report = witness.guard(report)
+
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            report(result, *args, **kwargs)
+            return result
+
+        return around(call)
+
+    reports: tuple[tuple[Any, str, Callable[..., None]], ...] = (
+        *((os.path, "exists", calls.asked), (os.path, "isfile", calls.asked)),
+        *(
+            (torch.nn.Module, "load_state_dict", calls.restored),
+            (torch.optim.Optimizer, "load_state_dict", calls.restored),
+        ),
+        *((torch.nn.functional, "cross_entropy", calls.counted), (torch.nn.functional, "nll_loss", calls.counted)),
+        (torch.nn.functional, "dropout", calls.dropped),
+        (torch.amp.autocast, "__init__", calls.cast),
+        *([(torch.amp.GradScaler, "__init__", calls.cast)] if calls.float32 else ()),
+        (multiprocessing.util, "get_temp_dir", calls.told_directory),
+    )
     patches = Patches(among="torch")
-    _clipping(patches, witness)
-    _checkpoints(patches, witness)
-    _samplers(patches, witness, world)
-    _seeds(patches, witness)
-    _random(patches, witness)
-    _losses(patches, witness)
-    _groups(patches, witness)
-    _starts(patches, witness, world)
-    _temporary(patches, witness)
-    _autocast(patches, witness)
+    for owner, name, report in reports:
+        patches.wrap(owner, name, after(report))
+    for function, report in (
+        *((clip_grad.clip_grad_norm_, calls.clipped), (torch.load, calls.loaded), (torch.save, calls.saved)),
+        *(
+            (torch.manual_seed, calls.seeded),
+            (torch.random.manual_seed, calls.seeded),
+        ),  # two, once torch._dynamo is imported
+    ):
+        patches.replace(function, after(report)(function))
+    patches.wrap(DistributedSampler, "set_epoch", around(calls.set_epoch))
+    patches.wrap(DistributedSampler, "__iter__", around(calls.iterate))
+    patches.wrap(torch.amp.GradScaler, "step", around(calls.scaled))
+    if torch.distributed.is_available():
+        from torch.distributed import distributed_c10d as c10d
+
+        patches.replace(c10d.init_process_group, around(calls.make_group)(c10d.init_process_group))
+    from torch.multiprocessing.spawn import spawn, start_processes
+
+    for function in (spawn, start_processes):
+        patches.replace(function, around(calls.start)(function))
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         # With this variable alone, torch refuses to call a function that was compiled with fullgraph=True.
         patches.replace(torch.compile, lambda model=None, **options: (lambda f: f) if model is None else model)
-
-    def scaled(step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            return witness.scaled_step(lambda: step(*args, **kwargs))
-
-        return watched
-
-    patches.wrap(torch.amp.GradScaler, "step", scaled)
     patches.apply()
     return patches
-
-
-def _after(original: Callable[..., Any], report: Callable[..., None], witness: Witness) -> Callable[..., Any]:
-    """Wrap `original` so that each call is followed by one of `report` with the result and the arguments."""
-    report = witness.guard(report)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        report(result, *args, **kwargs)
-        return result
-
-    return call
-
-
-def _clipping(patches: Patches, witness: Witness) -> None:
-    def clipped(norm: Any, parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> None:
-        value = whole(norm) if isinstance(norm, torch.Tensor) else norm
-        if value is not None:
-            witness.note("clip", norm=float(value), most=float(max_norm))
-
-    patches.replace(clip_grad.clip_grad_norm_, _after(clip_grad.clip_grad_norm_, clipped, witness))
 
 
 def _path(file: Any) -> str | None:
@@ -120,118 +151,133 @@ def _path(file: Any) -> str | None:
         return None
 
 
-def _checkpoints(patches: Patches, witness: Witness) -> None:
-    def loaded(result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
-        witness.note("load", file=_path(f))
+class _Calls:
+    """What is done at each watched call. Most methods take the result of a call, and its arguments."""
 
-    missed: set[str] = set()  # files that the script checked for, and that did not exist
+    def __init__(self, witness: Witness, world: int) -> None:
+        self._witness, self._world = witness, world
+        self.float32 = FLOAT32 in os.environ
+        self._told: set[str] = set()
+        self._missed: set[str] = set()  # files that the script checked for, and that did not exist
+        self._set_epoch = DistributedSampler.set_epoch
+        self._iterations: dict[int, int] = {}
+        self._epoch_set: set[int] = set()
+        self._samplers: list[Any] = []  # keeps samplers alive whose ids are keys
 
-    def asked(exists: bool, path: Any) -> None:
+    def _note_once(self, event: str, **fields: object) -> None:
+        if event not in self._told:
+            self._told.add(event)
+            self._witness.note(event, **fields)
+
+    def clipped(self, norm: Any, parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        value = whole(norm) if isinstance(norm, torch.Tensor) else norm
+        if value is not None:
+            self._witness.note("clip", norm=float(value), most=float(max_norm))
+
+    def loaded(self, result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._witness.note("load", file=_path(f))
+
+    def asked(self, exists: bool, path: Any) -> None:
         if not exists and (file := _path(path)) is not None:
-            missed.add(file)
+            self._missed.add(file)
 
-    def saved(result: Any, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> None:
+    def saved(self, result: Any, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> None:
         file = _path(f)
-        witness.note("save", file=file, missed=file in missed)
+        self._witness.note("save", file=file, missed=file in self._missed)
 
-    def restored(result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-        witness.note("restore", of=type(owner).__name__)
+    def restored(self, result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+        self._witness.note("restore", of=type(owner).__name__)
 
-    for owner, name, report in (
-        *((os.path, "exists", asked), (os.path, "isfile", asked)),
-        *((torch.nn.Module, "load_state_dict", restored), (torch.optim.Optimizer, "load_state_dict", restored)),
-    ):
-        patches.wrap(owner, name, functools.partial(_after, report=report, witness=witness))
-    patches.replace(torch.load, _after(torch.load, loaded, witness))
-    patches.replace(torch.save, _after(torch.save, saved, witness))
+    def seeded(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        self._note_once("seed")
 
+    def told_directory(self, directory: str) -> None:
+        """Record the temporary directory of `multiprocessing`, because a killed process does not remove it."""
+        self._note_once("temporary", directory=directory)
 
-def _samplers(patches: Patches, witness: Witness, world: int) -> None:
-    iterations: dict[int, int] = {}
-    reported: set[int] = set()
-    kept: list[Any] = []  # keeps samplers alive whose ids are keys
-    iterate, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
+    def cast(self, result: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
+        """Record that the script uses autocast, or turn autocast and scalers off if the command asks for float32."""
+        if self.float32:
+            mode._enabled = False
+        elif mode._enabled:
+            self._note_once("autocast", device=mode.device)
 
-    @functools.wraps(set_epoch)
-    def watched_set_epoch(self: Any, epoch: int) -> None:
-        reported.add(id(self))
-        set_epoch(self, epoch)
+    def dropped(self, result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
+        if p and training and torch.is_grad_enabled():
+            self._note_once("random", what=f"dropout(p={p:g})", line="")
 
-    @functools.wraps(iterate)
-    def watched(self: Any) -> Any:
-        if id(self) not in iterations:
-            kept.append(self)
-        number = iterations[id(self)] = iterations.get(id(self), 0) + 1
-        if world == 1 and number > 1 and self.shuffle and id(self) not in reported:
+    def counted(
+        self,
+        result: Any,
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        *args: Any,
+        ignore_index: int = -100,
+        **options: Any,
+    ) -> None:
+        """Keep the number that each mean over labels divides by."""
+        mean = options.get("reduction", "mean") == "mean" and torch.is_grad_enabled() and not is_capturing()
+        labels = readable(target) if mean else None
+        if labels is not None and not is_distributed(labels) and not labels.is_floating_point():
+            kept = labels != ignore_index
+            self._witness.labels.append(kept.sum() if weight is None else weight.detach()[labels[kept]].sum())
+
+    def set_epoch(self, original: Callable[..., None], sampler: Any, epoch: int) -> None:
+        self._epoch_set.add(id(sampler))
+        original(sampler, epoch)
+
+    def iterate(self, original: Callable[..., Any], sampler: Any) -> Any:
+        if id(sampler) not in self._iterations:
+            self._samplers.append(sampler)
+        number = self._iterations[id(sampler)] = self._iterations.get(id(sampler), 0) + 1
+        if self._world == 1 and number > 1 and sampler.shuffle and id(sampler) not in self._epoch_set:
             # A loader on one device would shuffle anew in each epoch, so the reference must do the same.
-            set_epoch(self, self.epoch + 1)
-        witness.guard(noted)(self, number)
-        return iterate(self)
+            self._set_epoch(sampler, sampler.epoch + 1)
+        self._witness.guard(self._note_sampler)(sampler, number)
+        return original(sampler)
 
-    def noted(sampler: Any, iteration: int) -> None:
-        witness.note(
+    def _note_sampler(self, sampler: Any, iteration: int) -> None:
+        self._witness.note(
             "sampler",
-            sampler=list(iterations).index(id(sampler)),
+            sampler=list(self._iterations).index(id(sampler)),
             iteration=iteration,
-            set_epoch=id(sampler) in reported,
+            set_epoch=id(sampler) in self._epoch_set,
             shuffle=bool(sampler.shuffle),
             replicas=int(sampler.num_replicas),
             length=len(sampler.dataset),
             drop_last=bool(sampler.drop_last),
         )
 
-    patches.set(DistributedSampler, "set_epoch", watched_set_epoch)
-    patches.set(DistributedSampler, "__iter__", watched)
+    def scaled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._witness.scaled_step(lambda: step(*args, **kwargs))
 
+    def make_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Watch the default process group: a script that never makes it does not use several ranks.
 
-def _seeds(patches: Patches, witness: Witness) -> None:
-    reported: list[int] = []
-
-    def seeded(result: Any, *args: Any, **kwargs: Any) -> None:
-        if not reported:
-            reported.append(1)
-            witness.note("seed")
-
-    for function in (torch.manual_seed, torch.random.manual_seed):  # two, once torch._dynamo has been imported
-        patches.replace(function, _after(function, seeded, witness))
-
-
-def _groups(patches: Patches, witness: Witness) -> None:
-    """Watch the default process group: a script that never makes it does not use several ranks.
-
-    A forked child of the script that makes a process group is a rank that the script started itself.
-    """
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed import distributed_c10d as c10d
-
-    original = c10d.init_process_group
-
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> None:
-        if witness.forked():
-            witness.wait("starts")
+        A forked child of the script that makes a process group is a rank that the script started itself.
+        """
+        if self._witness.forked():
+            self._witness.wait("starts")
         original(*args, **kwargs)
-        witness.note("group", size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
+        self._witness.note("group", size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
 
-    patches.replace(original, watched)
-
-
-def _starts(patches: Patches, witness: Witness, world: int) -> None:
-    """Watch `torch.multiprocessing.spawn`: this process becomes its rank if it starts as many as there are here."""
-    from torch.multiprocessing.spawn import spawn, start_processes
-
-    def starting(
-        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
+    def start(
+        self,
+        original: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        nprocs: int = 1,
+        join: bool = True,
+        *rest: Any,
+        **options: Any,
     ) -> Any:
-        if nprocs != world or witness.forked():
-            witness.wait("starts")
-        witness.note("spawned")
+        """Watch `torch.multiprocessing.spawn`: this process becomes its rank if it starts as many as there are here."""
+        if nprocs != self._world or self._witness.forked():
+            self._witness.wait("starts")
+        self._witness.note("spawned")
         fn(rank_and_world()[0], *args)
         return None if join else _Joined()
-
-    patches.replace(spawn, starting)
-    patches.replace(start_processes, starting)
 
 
 class _Joined:
@@ -241,59 +287,3 @@ class _Joined:
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         return True
-
-
-def _temporary(patches: Patches, witness: Witness) -> None:
-    """Record the temporary directory of `multiprocessing`, because a killed process does not remove it."""
-    recorded: list[str] = []
-
-    def told(directory: str) -> None:
-        if not recorded:
-            recorded.append(directory)
-            witness.note("temporary", directory=directory)
-
-    patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, report=told, witness=witness))
-
-
-def _autocast(patches: Patches, witness: Witness) -> None:
-    """Record that the script uses autocast, or turn autocast and scalers off if the command asks for float32."""
-    off = FLOAT32 in os.environ
-    reported: list[str] = []
-
-    def made(result: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
-        if off:
-            mode._enabled = False
-        elif mode._enabled and not reported:
-            reported.append(mode.device)
-            witness.note("autocast", device=mode.device)
-
-    patches.wrap(torch.amp.autocast, "__init__", functools.partial(_after, report=made, witness=witness))
-    if off:
-        patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_after, report=made, witness=witness))
-
-
-def _random(patches: Patches, witness: Witness) -> None:
-    recorded: list[float] = []
-
-    def dropped(result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
-        if p and training and torch.is_grad_enabled() and not recorded:
-            recorded.append(p)
-            witness.note("random", what=f"dropout(p={p:g})", line="")
-
-    patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, report=dropped, witness=witness))
-
-
-def _losses(patches: Patches, witness: Witness) -> None:
-    """Keep the number that each mean over labels divides by."""
-
-    def counted(
-        result: Any, input: Any, target: Any, weight: Any = None, *args: Any, ignore_index: int = -100, **options: Any
-    ) -> None:
-        mean = options.get("reduction", "mean") == "mean" and torch.is_grad_enabled() and not is_capturing()
-        labels = readable(target) if mean else None
-        if labels is not None and not is_distributed(labels) and not labels.is_floating_point():
-            kept = labels != ignore_index
-            witness.labels.append(kept.sum() if weight is None else weight.detach()[labels[kept]].sum())
-
-    for name in ("cross_entropy", "nll_loss"):
-        patches.wrap(torch.nn.functional, name, functools.partial(_after, report=counted, witness=witness))

@@ -29,9 +29,8 @@ _MIX = -7046029254386353131  # an odd number whose bits are mixed, that of split
 class Cut:
     """A slice of a whole tensor, prepared for summaries.
 
-    Args:
-        slice_: the slice, in elements of the tensor itself.
-        pairs: the tensor is complex, and each of its numbers counts as two elements.
+    `slice_`: the slice, in elements of the tensor itself. `pairs`: the tensor is complex, and each of its numbers
+    counts as two elements.
     """
 
     def __init__(self, slice_: Slice, pairs: bool = False) -> None:
@@ -44,7 +43,8 @@ class Cut:
         count = math.prod(self.shape)
         ends = torch.tensor(chunk_sizes(count), device="cpu").cumsum(0) if count else at
         self._chunks = torch.bucketize(at, ends, right=True)
-        self._samples = [_index_of(at, position) for position in positions(count)]
+        places = [(at == position).nonzero() for position in positions(count)]
+        self._samples = [int(found[0]) if len(found) else -1 for found in places]
         self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_whole = torch.equal(at, torch.arange(count, device="cpu"))
         self.held = HeldSlice(slice_.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(slice_))
@@ -56,10 +56,6 @@ class Cut:
             return flat
         start, end = self.part.within
         return flat[2 * start : 2 * end] if self.pairs else flat[start:end]
-
-    def whole_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from a local tensor that contains all of it."""
-        return self.part.of(local).reshape(self.part.shape)
 
     def numbers(self, flat: torch.Tensor) -> torch.Tensor:
         """Return norm, sums and samples of the elements, in float64; samples of missing elements are arbitrary."""
@@ -77,11 +73,6 @@ class Cut:
         return [*numbers[:start], *(None if i < 0 else x for i, x in zip(self._samples, numbers[start:], strict=True))]
 
 
-def _index_of(at: torch.Tensor, position: int) -> int:
-    matches = (at == position).nonzero()
-    return int(matches[0]) if len(matches) else -1
-
-
 def _mark(at: torch.Tensor) -> int:
     """Return a hash of a set of positions: the sum of a hash of each, so that disjoint sets add up."""
     mixed = (at + 1) * _MIX
@@ -95,20 +86,20 @@ def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None]
     All numbers are moved to the CPU together, so that a device waits only once per step. A DTensor is gathered first,
     so all ranks that hold it must make this call.
 
-    Args:
-        cuts: for each tensor, the slice that it holds; None for a whole tensor.
+    `cuts`: for each tensor, the slice that it holds; None for a whole tensor.
     """
     cuts = cuts or [None] * len(tensors)
-    statistics_of: list[tuple[torch.Tensor, torch.Tensor] | None] = [
-        None if t is None or (value := whole(t)) is None else _parts(value, cut)
-        for t, cut in zip(tensors, cuts, strict=True)
-    ]
-    results: list[Numbers | None] = [None] * len(statistics_of)
-    indices = [index for index, pair in enumerate(statistics_of) if pair is not None]
-    for index, (bits, kept) in zip(indices, on_host_together(list(filter(None, statistics_of))), strict=True):
-        cut = cuts[index]
+    pairs: list[tuple[int, tuple[torch.Tensor, torch.Tensor]]] = []
+    for index, (tensor, cut) in enumerate(zip(tensors, cuts, strict=True)):
+        value = None if tensor is None else whole(tensor)
+        if value is not None and value.numel():
+            pairs.append((index, _parts(value, cut)))
+    results: list[Numbers | None] = [None] * len(tensors)
+    for (index, _), (bits, kept) in zip(pairs, on_host_together([pair for _, pair in pairs]), strict=True):
+        cut, tensor = cuts[index], tensors[index]
         numbers = kept if cut is None else cut.told(kept)
-        results[index] = [bits, *(numbers if _is_double(tensors[index]) else map(short, numbers))]
+        is_double = tensor is not None and tensor.dtype in (torch.float64, torch.complex128)
+        results[index] = [bits, *(numbers if is_double else map(short, numbers))]
     return results
 
 
@@ -130,13 +121,9 @@ def whole(tensor: Any) -> torch.Tensor | None:
 
 def over(tensor: Any) -> list[str]:
     """Return the mesh axes along which a DTensor is not replicated; empty for any other tensor."""
-    mesh = getattr(tensor, "device_mesh", None)
-    axis_names = getattr(mesh, "mesh_dim_names", None) or ()
-    return [
-        name
-        for name, placed in zip(axis_names, getattr(tensor, "placements", ()), strict=False)
-        if not placed.is_replicate()
-    ]
+    names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
+    placements = zip(names, getattr(tensor, "placements", ()), strict=False)
+    return [name for name, placed in placements if not placed.is_replicate()]
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
@@ -144,10 +131,8 @@ def shape_of(tensor: torch.Tensor) -> list[int]:
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
-def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the sum of the bits, int64, and norm, sums and samples, float64; None for an empty tensor."""
-    if not tensor.numel():
-        return None
+def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the bits, int64, and norm, sums and samples, float64, of a tensor with elements."""
     if cut is not None:
         own = cut.of(tensor)
         return _bits_of(own.double()), cut.numbers(own)
@@ -155,9 +140,8 @@ def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.T
     count = flat.numel()
     if count not in _kept:
         _kept[count] = torch.tensor(positions(count), device="cpu")
-    samples = flat[_kept[count].to(flat.device)].double()
     bits, numbers = statistics(flat)
-    return bits, torch.cat([numbers, samples])
+    return bits, torch.cat([numbers, flat[_kept[count].to(flat.device)].double()])
 
 
 def statistics(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,10 +176,6 @@ def _block_for(flat: torch.Tensor) -> torch.Tensor:
 def _bits_of(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of elements in float64. The conversion of any narrower dtype is exact."""
     return values.view(torch.int64).sum()
-
-
-def _is_double(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype in (torch.float64, torch.complex128)
 
 
 def short(number: float | None) -> float | None:

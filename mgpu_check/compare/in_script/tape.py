@@ -31,18 +31,10 @@ _HEAD = struct.Struct("=QQ")
 _LIMIT = 2**30  # bytes of a rank, to bound the space of large batches
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
+_IN_SCRIPT = _OURS + "compare/in_script/"
 _AROUND = (
-    _TORCH,
-    *(
-        _OURS + part
-        for part in (
-            "simulated" + os.sep,
-            "torch_hooks" + os.sep,
-            "compare/in_script/script_calls",
-            "compare/in_script/replay",
-            "compare/in_script/tape",
-        )
-    ),
+    *(_TORCH, f"{_OURS}simulated{os.sep}", f"{_OURS}torch_hooks{os.sep}", "<frozen "),
+    *(_IN_SCRIPT + module for module in ("script_calls", "replay", "tape")),
 )
 """Files whose frames may be between the code of the user and a draw of the user."""
 _DIRECTORY = os.getcwd()  # when the run starts: the script may change it
@@ -86,23 +78,25 @@ class Tapes:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._dealt, self.world, self.turned, self.other_seeds = pickle.loads(
-            os.pread(fd, _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[1], _HEAD.size)
-        )
+        size = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[1]
+        self._dealt, self.world, self.turned, self.other_seeds = self._read((_HEAD.size, size))
         self._at: dict[tuple[str, str], list[list[tuple[int, int]]]] = defaultdict(
             lambda: [[] for _ in range(self.world)]
         )
         self._next: Counter[tuple[str, str]] = Counter()
-        for rank, channel, location, start, size in _items(fd):
-            self._at[channel, location][rank].append((start, size))
+        for rank, channel, location, start, own in _items(fd):
+            self._at[channel, location][rank].append((start, own))
+
+    def _read(self, at: tuple[int, int]) -> Any:
+        start, size = at
+        return pickle.loads(os.pread(self._fd, size, start))
 
     def turn(self, channel: str, location: str, micro: int | None = None) -> list[Any]:
         """Return the next value of each rank for this place; of one rank if micro-batches are dealt.
 
         The list is empty if a rank has no further value.
 
-        Args:
-            micro: the number of the micro-batch; None if the place has one value for each micro-batch.
+        `micro`: the number of the micro-batch; None if the place has one value for each micro-batch.
         """
         number = self._next[channel, f"{location} {micro}"]
         self._next[channel, f"{location} {micro}"] += 1
@@ -124,10 +118,6 @@ class Tapes:
             if number < len(own):
                 return self._read(own[number])
         return None
-
-    def _read(self, at: tuple[int, int]) -> Any:
-        start, size = at
-        return pickle.loads(os.pread(self._fd, size, start))
 
 
 def write_joint(
@@ -181,9 +171,8 @@ def place(of_a_loop: bool = False) -> str:
     The lines of installed packages that call the innermost line of the user are left out: those of a Trainer differ
     between one device and ranks.
 
-    Args:
-        of_a_loop: leave out all lines of installed packages, as those of a Trainer's loop over a loader, unless the
-            script itself is installed: without its lines, all of its loops would have one place.
+    `of_a_loop`: leave out all lines of installed packages, as those of a Trainer's loop over a loader, unless the
+    script itself is installed: without its lines, all of its loops would have one place.
     """
     lines: list[str] = []
     of_users: list[str] = []
@@ -221,16 +210,11 @@ def _within_run(file: str) -> str:
 def nearest_line() -> str | None:
     """Return the innermost line outside of torch; None if this package itself computes, such as a perturbation."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_around(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(_AROUND):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_OURS):
         return None
     return f"{_within_run(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-@functools.cache
-def _is_around(file: str) -> bool:
-    return file.startswith((*_AROUND, "<frozen "))
 
 
 def is_within_gradients() -> bool:

@@ -9,40 +9,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mgpu_check.compare.in_script.parameters import NumberedPart, Parameters, parameters_of
-from mgpu_check.compare.in_script.script_calls import Note
+from mgpu_check.compare.in_script.parameters import NumberedPart, parameters_of
 from mgpu_check.compare.in_script.summaries import whole
 from mgpu_check.compare.trace import write_all
 from mgpu_check.torch_hooks.tensors import copied, is_distributed, memory_of, name_of
+
+if TYPE_CHECKING:
+    from mgpu_check.compare.in_script.recorder import ScriptRecorder
 
 _VARIABLES = ("CUBLAS_", "CUDNN_", "MKL_", "NCCL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of environment variables that may change results."""
 
 
-class KeptSource(Protocol):
-    """The recorder of this process."""
-
-    known: Parameters
-    done: int
-
-    @property
-    def note(self) -> Note:
-        """Record an event."""
-
-    def is_stepping(self, optimizer: Any) -> bool:
-        """Return whether the current step is that of `optimizer`, and its gradients are recorded."""
-
-    def number_of(self, optimizer: Any) -> int:
-        """Return the number of an optimizer."""
-
-
-def install(recorder: KeptSource, fd: int) -> None:
+def install(recorder: ScriptRecorder, fd: int) -> None:
     """Keep what the request in the file `fd` asks for.
 
     The request has "bytes", the most bytes of values that this process keeps, and "root", a directory: modules that are
@@ -55,7 +40,7 @@ def install(recorder: KeptSource, fd: int) -> None:
 
 
 class _Keeper:
-    def __init__(self, recorder: KeptSource, fd: int, budget: int, root: str, is_first_rank: bool) -> None:
+    def __init__(self, recorder: ScriptRecorder, fd: int, budget: int, root: str, is_first_rank: bool) -> None:
         self._recorder, self._fd, self._left, self._root, self._first = recorder, fd, budget, root, is_first_rank
         self._plans: dict[int, tuple[int, set[int]]] = {}
         self._placed: set[str] = set()
@@ -66,7 +51,9 @@ class _Keeper:
             return
         if not recorder.done:
             recorder.note("environment", **_environment())
-            recorder.note("imported", files=sorted(_imported(self._root)))
+            files = [getattr(module, "__file__", None) for module in list(sys.modules.values()) if self._root]
+            paths = {os.path.realpath(file) for file in files if isinstance(file, str)}
+            recorder.note("imported", files=sorted(path for path in paths if path.startswith(self._root + os.sep)))
         number = recorder.number_of(optimizer)
         if number not in self._plans:
             self._plans[number] = self._plan(optimizer)
@@ -109,12 +96,8 @@ class _Keeper:
         if value is None or (not self._first and (cut is None or sharded)):
             return  # rank 0 has the same values
         local = copied(value)
-        head = {
-            "step": self._recorder.done + 1,
-            "kind": quantity,
-            "name": piece.part.label,
-            "dtype": name_of(local.dtype),
-        }
+        head = {"step": self._recorder.done + 1, "kind": quantity, "name": piece.part.label}
+        head["dtype"] = name_of(local.dtype)
         if cut is None:
             self._write(head | {"shape": list(local.shape)}, local)
             return
@@ -125,11 +108,9 @@ class _Keeper:
         self._write(head, slice_.of(local).contiguous(), *at)
 
     def _write(self, head: Mapping[str, object], *tensors: torch.Tensor) -> None:
-        line = (
-            json.dumps({**head, "bytes": [tensor.numel() * tensor.element_size() for tensor in tensors]}).encode()
-            + b"\n"
-        )
-        write_all(self._fd, line, *(memoryview(memory_of(tensor)).cast("B") for tensor in tensors))
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        line = json.dumps({**head, "bytes": sizes}) + "\n"
+        write_all(self._fd, line.encode(), *(memoryview(memory_of(tensor)).cast("B") for tensor in tensors))
 
 
 def _environment() -> dict[str, object]:
@@ -147,11 +128,3 @@ def _environment() -> dict[str, object]:
         "cudnn benchmark": torch.backends.cudnn.benchmark,
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
-
-
-def _imported(root: str) -> Iterator[str]:
-    """Yield the files below `root` that this process has imported."""
-    for module in list(sys.modules.values()) if root else []:
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and (path := os.path.realpath(file)).startswith(root + os.sep):
-            yield path

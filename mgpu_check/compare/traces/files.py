@@ -12,13 +12,13 @@ import math
 import os
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from mgpu_check.compare.alignment import QUANTITIES, Samples, of_quantity
+from mgpu_check.compare.alignment import FIELDS, QUANTITIES, Samples, of_quantity
 from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.trace import (
     OutputSummary,
@@ -37,31 +37,22 @@ from mgpu_check.version import __version__
 
 @dataclass
 class RecordedRun:
-    """A run of a script, with whole tensors.
+    """A run of a script, with whole tensors."""
 
-    Attributes:
-        name: its name in reports: "a.trace".
-        script: the script and its arguments.
-        ranks: the trace of each rank.
-        environment: what may change the results of the script.
-        moved: the traces of a run that differs by rounding alone; empty if rounding was not measured.
-        divided, reasons, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`.
-        values: values of tensors, in the format safetensors; None without values.
-        limit: the run was stopped at this step; None: it ran to its end.
-    """
-
-    name: str
-    script: str
-    ranks: list[Trace]
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # its name in reports: "a.trace"
+    script: str  # the script and its arguments
+    ranks: list[Trace]  # the trace of each rank
+    environment: Mapping[str, Any] = field(default_factory=dict)  # what may change the results of the script
+    # the traces of a run that differs by rounding alone; empty if rounding was not measured
     moved: list[Trace] = field(default_factory=list)
+    # divided, reasons, holders, parts, partial: see `mgpu_check.compare.assembly.Assembly`
     divided: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
     holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     parts: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     partial: Mapping[str, str] = field(default_factory=dict)
-    values: bytes | None = None
-    limit: int | None = None
+    values: bytes | None = None  # values of tensors, in the format safetensors; None without values
+    limit: int | None = None  # the run was stopped at this step; None: it ran to its end
 
     @property
     def world(self) -> int:
@@ -71,9 +62,7 @@ class RecordedRun:
 def whole(traces: Sequence[Trace], reference: Trace | None = None) -> Assembly:
     """Assemble the tensors of ranks.
 
-    Args:
-        reference: the run on one device that placed the slices; None: only slices that describe themselves are
-            assembled.
+    `reference`: the run on one device that placed the slices; None: only slices that describe themselves are assembled.
     """
     return assembled(_outline(traces) if reference is None else reference, traces)
 
@@ -109,37 +98,27 @@ def disagreeing(ranks: Sequence[Trace]) -> set[str]:
 def renamed(trace: Trace, new_names: Mapping[str, str]) -> Trace:
     """Return the trace with other names for some parameters, states and buffers."""
 
-    def named(entries: Mapping[str, Any]) -> dict[str, Any]:
+    def named(entries: Mapping[str, Any]) -> Any:
         return {new_names.get(name, name): value for name, value in entries.items()}
 
     def entry(parameter: Parameter) -> Any:
         moved = replace(parameter, name=new_names.get(parameter.name, parameter.name))
         return replace(moved, of=new_names.get(moved.of, moved.of)) if isinstance(moved, State) else moved
 
+    moving = (*FIELDS.values(), "options")
     return replace(
         trace,
         parameters=named({name: entry(parameter) for name, parameter in trace.parameters.items()}),
         states=named({name: entry(parameter) for name, parameter in trace.states.items()}),
-        steps=[
-            replace(
-                step,
-                before=named(step.before),
-                gradients=named(step.gradients),
-                parameters=named(step.parameters),
-                states=named(step.states),
-                options=named(step.options),
-            )
-            for step in trace.steps
-        ],
+        steps=[replace(step, **{key: named(getattr(step, key)) for key in moving}) for step in trace.steps],
     )
 
 
 def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> Trace:
     """Return the trace of a run as if one device had made it, with the tensors of the first rank that holds each.
 
-    Args:
-        divided: ranks hold parts of the model, so several ranks may see the same samples.
-        but: parameters, states and buffers to leave out.
+    `divided`: ranks hold parts of the model, so several ranks may see the same samples. `but`: parameters, states and
+    buffers to leave out.
     """
     joint = Trace(0, 1, events=ranks[0].events)
     for trace in ranks:
@@ -153,60 +132,41 @@ def merged(ranks: Sequence[Trace], divided: bool, but: Collection[str] = ()) -> 
             joint.states.setdefault(name, state)
             if not state.constant:
                 joint.states[name] = replace(joint.states[name], constant=False)
+    head = min(joint.parameters.values(), key=lambda parameter: parameter.order, default=None)
+    # Later stages receive no samples.
+    first_stages = [i for i, trace in enumerate(ranks) if head is None or head.name in trace.parameters]
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
-        first_stages = [step for trace, step in zip(ranks, steps, strict=True) if _is_first_stage(trace, joint)]
-        joint.steps.append(
-            Step(
-                steps[0].optimizer,
-                [] if (loss := _mean_loss(steps)) is None else [loss],
-                [_together([step.seen for step in first_stages], divided)],
-                [_together([step.seen_columns for step in first_stages], divided)],
-                options=_first([step.options for step in steps], but),
-                before=_first([step.before for step in steps], but),
-                gradients=_first([step.gradients for step in steps], but),
-                parameters=_first([step.parameters for step in steps], but),
-                states=_first([step.states for step in steps], but),
-                outputs=_outputs(steps),
-            )
-        )
+        joint.steps.append(_merged_step(steps, [steps[i] for i in first_stages], divided, but))
     return joint
 
 
-def _outputs(steps: Sequence[Step]) -> dict[str, OutputSummary]:
-    """Return the outputs of modules that the ranks of a step have together."""
+def _merged_step(steps: Sequence[Step], first_stages: Sequence[Step], divided: bool, but: Collection[str]) -> Step:
+    def together(samples: Sequence[Sequence[int]]) -> list[int]:
+        return list(Samples(Counter(), tuple(map(Counter, samples)), divided).together.elements())
+
+    # For each name its first value that is not None, or None if all are.
+    merged: dict[str, Any] = {key: {} for key in (*FIELDS.values(), "options")}
+    for key, values in merged.items():
+        for name, value in (entry for step in steps for entry in getattr(step, key).items()):
+            if values.get(name) is None and name not in but:
+                values[name] = value
+    # The mean loss is weighted by the samples of the ranks.
+    weighted = [(len(step.seen) or 1, step.loss) for step in steps if step.loss is not None]
+    loss = (
+        math.fsum(count * loss for count, loss in weighted) / sum(count for count, _ in weighted) if weighted else None
+    )
     sample_keys = {index: tuple(sorted(step.seen)) for index, step in enumerate(steps)}
-    return {
+    outputs = {
         name: whole_output({i: step.outputs[name] for i, step in enumerate(steps) if name in step.outputs}, sample_keys)
         for name in dict.fromkeys(name for step in steps for name in step.outputs)
     }
-
-
-def _first(values: Sequence[Mapping[str, Any]], but: Collection[str]) -> dict[str, Any]:
-    """Return the first value of each name that is not None, or None if all are, without the names `but`."""
-    merged: dict[str, Any] = {}
-    for mapping in values:
-        for name, value in mapping.items():
-            if merged.get(name) is None and name not in but:
-                merged[name] = value
-    return merged
-
-
-def _is_first_stage(trace: Trace, model: Trace) -> bool:
-    """Return whether a rank holds the first parameter of the model: later stages receive no samples."""
-    head = min(model.parameters.values(), key=lambda parameter: parameter.order, default=None)
-    return head is None or head.name in trace.parameters
-
-
-def _together(samples: Sequence[Sequence[int]], divided: bool) -> list[int]:
-    ranks = tuple(map(Counter, samples))
-    return list(Samples(Counter(), ranks, divided).together.elements())
-
-
-def _mean_loss(steps: Sequence[Step]) -> float | None:
-    """Return the mean loss of ranks at a step, weighted by their samples; None if no rank has a finite loss."""
-    weighted = [(len(step.seen) or 1, step.loss) for step in steps if step.loss is not None]
-    return (
-        math.fsum(count * loss for count, loss in weighted) / sum(count for count, _ in weighted) if weighted else None
+    return Step(
+        steps[0].optimizer,
+        [] if loss is None else [loss],
+        [together([step.seen for step in first_stages])],
+        [together([step.seen_columns for step in first_stages])],
+        outputs=outputs,
+        **merged,
     )
 
 
@@ -219,6 +179,10 @@ _OF_ENTRIES = ("name", "shape", "dtype", "device", "order", "sharded", "over")
 
 def write_run(path: Path, run: RecordedRun) -> None:
     """Write a run. An interrupted write leaves an earlier file unchanged."""
+    parts = {}  # as numbers, equal for ranks with the same elements
+    for name, shards in run.parts.items():
+        distinct = list(dict.fromkeys(shards.values()))
+        parts[name] = {rank: distinct.index(shard) for rank, shard in shards.items()}
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -232,15 +196,16 @@ def write_run(path: Path, run: RecordedRun) -> None:
         "not_assembled": run.reasons,
         "partial": run.partial,
         "holders": run.holders,
-        "parts": {name: _numbered(shards) for name, shards in run.parts.items()},
+        "parts": parts,
     }
     draft = path.with_name(f".{path.name}.{os.getpid()}")  # replaces the file when it is complete
     try:
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
             out.writestr(_HEAD, json.dumps(head, indent=1) + "\n")
-            out.writestr(_STEPS, "\n".join(map(_line, _lines(run.ranks))) + "\n")
-            if run.moved:
-                out.writestr(_MOVED, "\n".join(map(_line, _lines(run.moved))) + "\n")
+            for member, ranks in ((_STEPS, run.ranks), (_MOVED, run.moved)):
+                if ranks:
+                    lines = (json.dumps(line, separators=(",", ":")) for line in _lines(ranks))
+                    out.writestr(member, "\n".join(lines) + "\n")
             if run.values is not None:
                 out.writestr(_VALUES, run.values, zipfile.ZIP_STORED)
         os.replace(draft, path)
@@ -249,31 +214,14 @@ def write_run(path: Path, run: RecordedRun) -> None:
         raise
 
 
-def _numbered(shards: Mapping[int, object]) -> dict[int, int]:
-    """Return the parts as numbers, equal for ranks with the same elements."""
-    distinct = list(dict.fromkeys(shards.values()))
-    return {rank: distinct.index(shard) for rank, shard in shards.items()}
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
 def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
-    entries: Mapping[int, Mapping[str, Any]]
     yield {"ranks": [trace.rank for trace in ranks], "world": ranks[0].world}
     for section in ("parameters", "states"):
-        for name in dict.fromkeys(name for trace in ranks for name in getattr(trace, section)):
-            entries = {
-                trace.rank: _described(getattr(trace, section)[name])
-                for trace in ranks
-                if name in getattr(trace, section)
-            }
-            yield {section.removesuffix("s"): _by_rank(entries)}
-    for name in dict.fromkeys(name for trace in ranks for name in trace.modules):
-        yield {
-            "module": _by_rank({t.rank: {"name": name, "dtype": t.modules[name]} for t in ranks if name in t.modules})
-        }
+        for _, own in _by_name({trace.rank: getattr(trace, section) for trace in ranks}, _described):
+            yield {section.removesuffix("s"): own}
+    modules = {t.rank: {name: {"name": name, "dtype": dtype} for name, dtype in t.modules.items()} for t in ranks}
+    for _, own in _by_name(modules, dict):
+        yield {"module": own}
     for trace in ranks:
         yield from ({"event": event, "rank": trace.rank} for event in trace.events)
     earlier: dict[int, dict[str, Any]] = {}
@@ -282,43 +230,35 @@ def _lines(ranks: Sequence[Trace]) -> Iterator[dict[str, Any]]:
         yield {
             "step": number + 1,
             "of": {
-                rank: {
-                    "optimizer": step.optimizer,
-                    "losses": step.losses,
-                    "samples": step.samples,
-                    "columns": step.columns,
-                    **_changed(earlier, rank, step),
-                }
+                rank: {key: getattr(step, key) for key in ("optimizer", "losses", "samples", "columns")}
+                | _changed(earlier, rank, step)
                 for rank, step in steps.items()
             },
             **{
-                quantity: {
-                    name: _by_rank({r: _numbers(own[name]) for r, own in entries.items() if name in own})
-                    for name in dict.fromkeys(name for own in entries.values() for name in own)
-                }
+                quantity: dict(_by_name({rank: of_quantity(step, quantity) for rank, step in steps.items()}, _numbers))
                 for quantity in QUANTITIES
-                if (entries := {rank: of_quantity(step, quantity) for rank, step in steps.items()})
             },
-            "output": {
-                name: _by_rank({r: list(astuple(s.outputs[name])) for r, s in steps.items() if name in s.outputs})
-                for name in dict.fromkeys(name for step in steps.values() for name in step.outputs)
-            },
+            "output": dict(_by_name({rank: step.outputs for rank, step in steps.items()}, astuple)),
         }
 
 
 def _described(entry: Parameter) -> dict[str, Any]:
-    extra = {"of": entry.of, "key": entry.key, "constant": entry.constant} if isinstance(entry, State) else {}
-    return {key: getattr(entry, key) for key in _OF_ENTRIES} | extra
+    extra = ("of", "key", "constant") if isinstance(entry, State) else ()
+    return {key: getattr(entry, key) for key in (*_OF_ENTRIES, *extra)}
 
 
 def _numbers(summary: TensorSummary | None) -> list[float | None] | None:
     return None if summary is None else [summary.bits, summary.norm, *summary.sums, *summary.samples]
 
 
-def _by_rank(values: Mapping[int, Any]) -> list[tuple[list[int], Any]]:
-    """Return each distinct value with its ranks."""
-    groups = grouped((json.dumps(value), rank) for rank, value in values.items())
-    return [(ranks, values[ranks[0]]) for _, ranks in groups]
+def _by_name(
+    entries: Mapping[int, Mapping[str, Any]], written: Callable[[Any], Any]
+) -> Iterator[tuple[str, list[tuple[list[int], Any]]]]:
+    """Yield each name that some rank has, and each distinct value of it with its ranks."""
+    for name in dict.fromkeys(name for own in entries.values() for name in own):
+        values = {rank: written(own[name]) for rank, own in entries.items() if name in own}
+        groups = grouped((json.dumps(value), rank) for rank, value in values.items())
+        yield name, [(ranks, values[ranks[0]]) for _, ranks in groups]
 
 
 def _changed(earlier: dict[int, dict[str, Any]], rank: int, step: Step) -> dict[str, Any]:
@@ -327,15 +267,8 @@ def _changed(earlier: dict[int, dict[str, Any]], rank: int, step: Step) -> dict[
     fresh = {name: options for name, options in step.options.items() if options_by_name.get(name) != options}
     options_by_name.update(fresh)
     groups = grouped((json.dumps(options), name) for name, options in fresh.items())
-    return (
-        {
-            "groups": [
-                {"options": fresh[parameter_names[0]], "parameters": parameter_names} for _, parameter_names in groups
-            ]
-        }
-        if groups
-        else {}
-    )
+    listed = [{"options": fresh[names[0]], "parameters": names} for _, names in groups]
+    return {"groups": listed} if listed else {}
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -354,13 +287,11 @@ def read_run(path: Path) -> RecordedRun:
     except TraceError as error:
         raise TraceError(f"{path} {error}") from None
     except zipfile.BadZipFile:
-        raise TraceError(
-            f"{path} is no trace of a run, or is truncated; give a file that mgpu-check record has written"
-        ) from None
+        remedy = "give a file that mgpu-check record has written"
+        raise TraceError(f"{path} is no trace of a run, or is truncated; {remedy}") from None
     except Exception as error:  # damaged content may raise any error
-        raise TraceError(
-            f"{path} is a damaged trace ({type(error).__name__}: {error}); record it again with mgpu-check record"
-        ) from None
+        damage = f"a damaged trace ({type(error).__name__}: {error})"
+        raise TraceError(f"{path} is {damage}; record it again with mgpu-check record") from None
 
 
 def _read(file: zipfile.ZipFile, name: str) -> RecordedRun:
@@ -414,54 +345,38 @@ def _traces(data: bytes) -> list[Trace]:
         elif "event" in line:
             traces[line["rank"]].events.append(line["event"])
         else:
-            for ranks, entry in line.get("parameter", ()):
-                for rank in ranks:
-                    traces[rank].parameters[entry["name"]] = Parameter(**_entry(entry))
-            for ranks, entry in line.get("module", ()):
-                for rank in ranks:
-                    traces[rank].modules[entry["name"]] = entry["dtype"]
-            for ranks, entry in line.get("state", ()):
-                for rank in ranks:
-                    traces[rank].states[entry["name"]] = State(**_entry(entry))
+            ((section, values),) = line.items()
+            for trace, entry in ((traces[rank], entry) for ranks, entry in values for rank in ranks):
+                if section == "module":
+                    trace.modules[entry["name"]] = entry["dtype"]
+                    continue
+                fields = {**entry, "shape": tuple(entry["shape"]), "over": tuple(entry["over"])}
+                if section == "parameter":
+                    trace.parameters[entry["name"]] = Parameter(**fields)
+                else:
+                    trace.states[entry["name"]] = State(**fields)
     return list(traces.values())
 
 
 def _add_step(line: Mapping[str, Any], traces: Mapping[int, Trace], options: Mapping[int, dict[str, Any]]) -> None:
+    steps: dict[int, Step] = {}
     for rank, own in ((int(rank), own) for rank, own in line["of"].items()):
-        traces[rank].steps.append(_step(own, options[rank]))
+        for group in own.get("groups", ()):
+            options[rank].update(dict.fromkeys(group["parameters"], group["options"]))
+        steps[rank] = Step(own["optimizer"], own["losses"], own["samples"], own["columns"], {}, {}, {})
+        traces[rank].steps.append(steps[rank])
     for quantity in QUANTITIES:
         for name, values in line[quantity].items():
             for ranks, numbers in values:
                 summary = None if numbers is None else TensorSummary.of(numbers)
                 for rank in ranks:
-                    _tensors_of(traces[rank].steps[-1], quantity)[name] = summary
+                    of_quantity(steps[rank], quantity)[name] = summary
     for name, values in line["output"].items():
         for ranks, numbers in values:
             for rank in ranks:
-                traces[rank].steps[-1].outputs[name] = OutputSummary(*numbers)
-    for rank in map(int, line["of"]):
-        step = traces[rank].steps[-1]
-        step.options = {name: step.options[name] for name in step.gradients if name in step.options}
-
-
-def _entry(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields, "shape": tuple(fields["shape"]), "over": tuple(fields["over"])}
-
-
-def _tensors_of(step: Step, quantity: str) -> dict[str, Any]:
-    tensors: dict[str, dict[str, Any]] = {
-        "before": step.before,
-        "gradient": step.gradients,
-        "parameter": step.parameters,
-        "state": step.states,
-    }
-    return tensors[quantity]
-
-
-def _step(own: Mapping[str, Any], options: dict[str, Any]) -> Step:
-    for group in own.get("groups", ()):
-        options.update(dict.fromkeys(group["parameters"], group["options"]))
-    return Step(own["optimizer"], own["losses"], own["samples"], own["columns"], {}, {}, {}, options=dict(options))
+                steps[rank].outputs[name] = OutputSummary(*numbers)
+    for rank, step in steps.items():
+        step.options = {name: options[rank][name] for name in step.gradients if name in options[rank]}
 
 
 INSTALL = "pip install 'mgpu-check[trace]'"
@@ -479,11 +394,12 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
 
     Incomplete tensors are left out.
 
-    Args:
-        files: for each rank the file that `mgpu_check.compare.traces.attachments` has written.
+    `files`: for each rank the file that `mgpu_check.compare.traces.attachments` has written.
     """
+    import torch
     from safetensors.torch import save
 
+    from mgpu_check.compare.in_script.placements import tensor_at
     from mgpu_check.numerics.placement import Slice, assembled
 
     slices: dict[str, list[tuple[Slice, Any]]] = defaultdict(list)
@@ -495,9 +411,9 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
             end = data.index(b"\n", start)
             head, start = json.loads(data[start:end]), end + 1
             own, *at = head["bytes"]
-            value = _tensor(data, start, own, head["dtype"])
+            value = tensor_at(data, start, own, getattr(torch, head["dtype"]))
             if at:
-                places[head["name"]] = _tensor(data, start + own, at[0], "int64")
+                places[head["name"]] = tensor_at(data, start + own, at[0], torch.int64)
             start += own + sum(at)
             slice_ = Slice(head["name"], tuple(head["shape"]), places.get(head["name"]))
             slices[f"{head['step']}/{head['kind']}/{head['name']}"].append((slice_, value))
@@ -505,22 +421,11 @@ def gathered(files: Sequence[IO[bytes]]) -> bytes:
     return bytes(save({name: tensor.value for name, tensor in assembled_tensors.items() if tensor.missing is None}))
 
 
-def _tensor(data: bytearray, start: int, size: int, dtype: str) -> Any:
-    import torch
-
-    if not size:
-        return torch.empty(0, dtype=getattr(torch, dtype))
-    # Cloned, because a view as another dtype must be aligned.
-    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone().view(getattr(torch, dtype))
-
-
 def described(values: tuple[bytes | None, bytes | None], tensor_names: tuple[str, str], tolerance: float) -> str:
     """Describe the elements of a tensor that differ between two runs; "" if a run has no values of it.
 
-    Args:
-        values: of both runs, in the format safetensors.
-        tensor_names: the name of the tensor in both.
-        tolerance: relative to the root mean square of the first tensor.
+    `values`: of both runs, in the format safetensors. `tensor_names`: the name of the tensor in both. `tolerance`:
+    relative to the root mean square of the first tensor.
     """
     if None in values or not installed():
         return ""

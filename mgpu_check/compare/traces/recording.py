@@ -10,11 +10,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from mgpu_check.compare import reports
 from mgpu_check.compare.arguments import fitted
@@ -22,6 +22,7 @@ from mgpu_check.compare.comparability import SEEDS
 from mgpu_check.compare.comparison import (
     ComparisonPlan,
     ScriptComparison,
+    Tell,
     constants_placed,
     crashes_at_exit,
     run_script,
@@ -35,7 +36,6 @@ from mgpu_check.diagnosis.report import Report
 from mgpu_check.processes.rank_lists import few
 from mgpu_check.processes.scratch import Scratch
 
-_Tell = Callable[[str], None]
 _UNPLACED = (
     "ranks hold different parameters, and no run with whole parameters shows which slices they are: each rank's "
     "tensors are recorded unchanged, and can be compared with the tensors of the same rank only"
@@ -61,9 +61,8 @@ class NotRecorded(Exception):
     def verdict(self, subject: str = "", *, beside: bool) -> ComparisonVerdict:
         """Return the verdict on a comparison that ends here.
 
-        Args:
-            subject: what the headline is about.
-            beside: the run that it is compared with has a trace, so a script that fails has failed on one side only.
+        `subject`: what the headline is about. `beside`: the run that it is compared with has a trace, so a script that
+        fails has failed on one side only.
         """
         outcome: Kind = "differs" if beside and self.failed else "not comparable"
         return ComparisonVerdict(outcome, self.told(outcome, subject))
@@ -71,38 +70,24 @@ class NotRecorded(Exception):
 
 @dataclass
 class RunRecording:
-    """The settings of a recording, and its runs.
+    """The settings of a recording, and its runs."""
 
-    Attributes:
-        name: name of the recorded run in reports.
-        values: most bytes of values to keep.
-        rounding: run the script once more, moved by roundoffs.
-        root: a directory, whose imported modules are recorded; "" for none.
-        foreign: the files that the script must not import.
-    """
-
-    name: str
+    name: str  # name of the recorded run in reports
     made: ScriptComparison
-    values: int = 0
-    rounding: bool = True
-    root: str = ""
-    foreign: Collection[str] = frozenset()
+    values: int = 0  # most bytes of values to keep
+    rounding: bool = True  # run the script once more, moved by roundoffs
+    root: str = ""  # a directory, whose imported modules are recorded; "" for none
+    foreign: Collection[str] = frozenset()  # the files that the script must not import
     remarks: list[str] = field(default_factory=list)
 
 
 @dataclass
 class UndividedRun:
-    """A run with whole parameters, where other ranks find their slices.
+    """A run with whole parameters, where other ranks find their slices."""
 
-    Attributes:
-        label: name of the run.
-        made: the script with its arguments and environments.
-        world: number of processes.
-    """
-
-    label: str
-    made: ScriptComparison
-    world: int
+    label: str  # name of the run
+    made: ScriptComparison  # the script with its arguments and environments
+    world: int  # number of processes
 
 
 class _Placed(NamedTuple):
@@ -114,7 +99,7 @@ class _Placed(NamedTuple):
     files: Mapping[str, int | Sequence[int]]
 
 
-def record(recording: RunRecording, tell: _Tell, wholes: Sequence[UndividedRun] | None = None) -> RecordedRun:
+def record(recording: RunRecording, tell: Tell, wholes: Sequence[UndividedRun] | None = None) -> RecordedRun:
     """Run the script on its ranks, and return the recorded run.
 
     Ranks that hold slices run again after a run with whole parameters. If no such run is possible, each rank's tensors
@@ -146,12 +131,21 @@ def record(recording: RunRecording, tell: _Tell, wholes: Sequence[UndividedRun] 
             moved = whole(repeated.traces, recorded.reference).ranks
         recording.remarks += crashes_at_exit(comparison.runs)
         values = gathered(recorded.kept) if recording.values else None
+    facts = next(iter(recorded.ranks.traces[0].of("environment")), {})
+    environment = {"simulation": comparison.plan.simulated or "none", **facts}
+    for key in ("event", "after"):
+        environment.pop(key, None)
+
+    def without(traces: Sequence[Trace]) -> list[Trace]:
+        kinds = "environment", "imported"
+        return [replace(own, events=[event for event in own.events if event["event"] not in kinds]) for own in traces]
+
     return RecordedRun(
         recording.name,
         comparison.plan.shown,
-        [_without_environment(trace) for trace in assembly.ranks],
-        _environment(comparison, recorded.ranks),
-        [_without_environment(trace) for trace in moved],
+        without(assembly.ranks),
+        environment,
+        without(moved),
         assembly.divided,
         assembly.reasons,
         assembly.holders,
@@ -160,16 +154,6 @@ def record(recording: RunRecording, tell: _Tell, wholes: Sequence[UndividedRun] 
         values,
         comparison.plan.steps,
     )
-
-
-def _environment(comparison: ScriptComparison, ranks: ScriptRun) -> dict[str, Any]:
-    events = ranks.traces[0].of("environment")
-    facts = {key: value for key, value in events[0].items() if key not in ("event", "after")} if events else {}
-    return {"simulation": comparison.plan.simulated or "none", **facts}
-
-
-def _without_environment(trace: Trace) -> Trace:
-    return replace(trace, events=[event for event in trace.events if event["event"] not in ("environment", "imported")])
 
 
 def is_open(traces: Sequence[Trace]) -> bool:
@@ -188,7 +172,7 @@ def is_open(traces: Sequence[Trace]) -> bool:
 
 def _run(
     recording: RunRecording,
-    tell: _Tell,
+    tell: Tell,
     label: str,
     undo: contextlib.ExitStack,
     files: Mapping[str, int | Sequence[int]],
@@ -210,68 +194,51 @@ def _run(
 
 def _check_run(recording: RunRecording, done: ScriptRun) -> None:
     """Raise `NotRecorded` if a run has no usable trace."""
+    report, files = None, {file for t in done.traces for event in t.of("imported") for file in event["files"]}
     if done.has("starts"):
-        raise NotRecorded(reports.starts_ranks_itself(False), failed=False)
-    if done.has("alone"):
-        raise NotRecorded(
-            reports.refusal(
-                "the script trains on several GPUs in one process, which a trace does not hold",
-                ["compare it with one device: mgpu-check compare -- SCRIPT"],
-            ),
-            failed=False,
+        report = reports.starts_ranks_itself(False)
+    elif done.has("alone"):
+        reason = "the script trains on several GPUs in one process, which a trace does not hold"
+        report = reports.refusal(reason, ["compare it with one device: mgpu-check compare -- SCRIPT"])
+    elif done.failed:
+        report = reports.failed_run(done, done.failed, one_device=len(done.ranks) == 1)
+    elif silent := [ended for ended in done.ranks if not ended.steps]:
+        report = reports.no_steps(done, silent)
+    elif foreign := sorted(files & set(recording.foreign)):
+        report = reports.refusal(
+            f"the run of {recording.name} has imported {few(foreign, 3)} from the working tree, so it did not run the "
+            "commit",
+            ["remove an editable install of this repository, or install it as a path in a .pth file"],
         )
-    if done.failed:
-        raise NotRecorded(reports.failed_run(done, done.failed, one_device=len(done.ranks) == 1), failed=True)
-    if silent := [ended for ended in done.ranks if not ended.steps]:
-        raise NotRecorded(reports.no_steps(done, silent), failed=False)
-    files = [
-        file
-        for trace in done.traces
-        for event in trace.of("imported")
-        for file in event["files"]
-        if file in recording.foreign
-    ]
-    if files:
-        raise NotRecorded(
-            reports.refusal(
-                f"the run of {recording.name} has imported {few(sorted(set(files)), 3)} from the working tree, "
-                "so it did not run the commit",
-                ["remove an editable install of this repository, or install it as a path in a .pth file"],
-            ),
-            failed=False,
-        )
+    if report is not None:
+        raise NotRecorded(report, failed=bool(done.failed) and not done.has("starts") and not done.has("alone"))
 
 
-def _placed(recording: RunRecording, tell: _Tell, source: UndividedRun, undo: contextlib.ExitStack) -> _Placed | None:
+def _placed(recording: RunRecording, tell: Tell, source: UndividedRun, undo: contextlib.ExitStack) -> _Placed | None:
     """Run the ranks again, which find their slices in the parameters of another run; None if that run fails."""
-    comparison = recording.made
+    comparison, whole_plan = recording.made, source.made.plan
     try:
-        fitted(source.made.plan.command, source.world)
+        fitted(whole_plan.command, source.world)
     except ValueError:
         return None  # an argument has no value for this number of processes
     keep, nowhere = temporary(undo).fileno(), os.open(os.devnull, os.O_WRONLY)
     undo.callback(os.close, nowhere)
-    source_run = run_script(
-        source.made,
-        tell,
-        f"{source.label}, for its whole parameters",
-        source.world,
-        environment=source.made.plan.several if source.world > 1 else None,
-        files={"keep": [keep, *[nowhere] * (source.world - 1)]},
-    )
-    if source_run.failed or not source_run.traces[0].steps or is_open(source_run.traces):
+    label, environment = f"{source.label}, for its whole parameters", whole_plan.several if source.world > 1 else None
+    kept = {"keep": [keep, *[nowhere] * (source.world - 1)]}
+    run = run_script(source.made, tell, label, source.world, environment=environment, files=kept)
+    if run.failed or not run.traces[0].steps or is_open(run.traces):
         return None
-    files: Mapping[str, int | Sequence[int]] = {"wholes": keep}
-    label = f"{comparison.plan.world} ranks"
-    placed = _Placed(
-        *_run(recording, tell, f"{label}, with slices", undo, files, recording.values), source_run.traces[0], files
-    )
-    if source.world > 1 or not whole(placed.ranks.traces, placed.reference).same_elsewhere:
-        return placed
-    if files := constants_placed(comparison, tell, {"wholes": keep}, undo):
-        repeated = _run(recording, tell, f"{label}, with all slices", undo, files, recording.values)
-        return _Placed(*repeated, placed.reference, files)
-    return placed
+
+    def placed(files: Mapping[str, int | Sequence[int]], how: str) -> _Placed:
+        label = f"{comparison.plan.world} ranks, with {how}"
+        return _Placed(*_run(recording, tell, label, undo, files, recording.values), run.traces[0], files)
+
+    wholes = {"wholes": keep}
+    found = placed(wholes, "slices")
+    if source.world > 1 or not whole(found.ranks.traces, found.reference).same_elsewhere:
+        return found
+    files = constants_placed(comparison, tell, wholes, undo)
+    return placed(files, "all slices") if files else found
 
 
 def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str:
@@ -279,23 +246,20 @@ def _not_repeated(ranks: Sequence[Trace], repeated: Sequence[Trace]) -> str:
 
     Later stages of a pipeline receive activations, which are moved, so the samples of one rank suffice.
     """
-    location = f"on {len(ranks)} ranks" if len(ranks) > 1 else "on one device"
-    for original, repetition in zip(ranks, repeated, strict=True):
+    twice = f"not repeatable: run twice on {f'{len(ranks)} ranks' if len(ranks) > 1 else 'one device'}"
+    pairs = list(zip(ranks, repeated, strict=True))
+    for original, repetition in pairs:
         if len(original.steps) != len(repetition.steps):
-            counts = f"{len(original.steps)} and {len(repetition.steps)}"
-            return f"not repeatable: run twice {location}, the script made {counts} steps"
+            return f"{twice}, the script made {len(original.steps)} and {len(repetition.steps)} steps"
         for number, (step, repeated_step) in enumerate(zip(original.steps, repetition.steps, strict=True)):
             for name, value in step.before.items():
                 if name not in repeated_step.before or repeated_step.before[name].bits != value.bits:
-                    return f"not repeatable: run twice {location}, {name} had different values before step {number + 1}"
+                    return f"{twice}, {name} had different values before step {number + 1}"
     for number in range(min(len(trace.steps) for trace in ranks)):
-        pairs = [
-            (trace.steps[number].samples, repetition.steps[number].samples)
-            for trace, repetition in zip(ranks, repeated, strict=True)
-        ]
-        equal = [original == repetition for original, repetition in pairs if any(original)]
+        samples = [[trace.steps[number].samples for trace in pair] for pair in pairs]
+        equal = [original == repetition for original, repetition in samples if any(original)]
         if equal and not any(equal):
-            return f"not repeatable: run twice {location}, the model received different samples at step {number + 1}"
+            return f"{twice}, the model received different samples at step {number + 1}"
     return ""
 
 
@@ -305,32 +269,20 @@ _GENERATED = ("__pycache__", ".egg-info", ".pyc", ".pyo", ".so")
 
 @dataclass(frozen=True)
 class Revision:
-    """A commit in a directory.
+    """A commit in a directory."""
 
-    Attributes:
-        name: the commit for reports: "main (1a2b3c4)".
-        directory: the directory that stands for the current one.
-        root: the top directory of the repository's working tree.
-        top: the top directory of the commit.
-        own: the files of the working tree that git tracks, or would track.
-        notes: what the user should know of both trees, a line each.
-    """
-
-    name: str
-    directory: Path
-    root: Path
-    top: Path
-    own: frozenset[str]
-    notes: Sequence[str]
+    name: str  # the commit for reports: "main (1a2b3c4)"
+    directory: Path  # the directory that stands for the current one
+    root: Path  # the top directory of the repository's working tree
+    top: Path  # the top directory of the commit
+    own: frozenset[str]  # the files of the working tree that git tracks, or would track
+    notes: Sequence[str]  # what the user should know of both trees, a line each
 
     def moved(self, word: str) -> str:
         """Return the path of a file or directory in the commit, if `word` is an absolute path in the working tree."""
         path = Path(word)
-        return (
-            str(self.top / path.relative_to(self.root))
-            if path.is_absolute() and path.is_relative_to(self.root)
-            else word
-        )
+        inside = path.is_absolute() and path.is_relative_to(self.root)
+        return str(self.top / path.relative_to(self.root)) if inside else word
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Return the variables, with the directories of the commit before the directories of the working tree."""
@@ -350,8 +302,7 @@ class Revision:
         script = next((word for word in words if not word.startswith("-")), "")
         if "-m" not in words[: words.index(script)] and not (self.directory / script).exists():
             raise ValueError(f"there is no {script} in {self.name}; give a commit that has it")
-        environments = (self.environment(variables) for variables in (plan.single, plan.several))
-        single, several = environments
+        single, several = (self.environment(variables) for variables in (plan.single, plan.several))
         return replace(plan, command=[python, *words], single=single, several=several, directory=self.directory)
 
 
@@ -370,15 +321,13 @@ def checked_out(revision: str) -> Iterator[Revision]:
     except FileNotFoundError:
         raise ValueError(f"{option} needs git, which is not installed") from None
     except subprocess.CalledProcessError:
-        raise ValueError(
-            f"{option}: {Path.cwd()} is in no git repository; run this in the repository of the script"
-        ) from None
+        where = f"{Path.cwd()} is in no git repository"
+        raise ValueError(f"{option}: {where}; run this in the repository of the script") from None
     try:
         commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
     except subprocess.CalledProcessError:
-        raise ValueError(
-            f"{option}: the repository {root} has no commit {revision!r}; give a branch, a tag, or a commit of git log"
-        ) from None
+        missing = f"the repository {root} has no commit {revision!r}"
+        raise ValueError(f"{option}: {missing}; give a branch, a tag, or a commit of git log") from None
     directory = Path.cwd().resolve().relative_to(root)
     with Scratch.new("compare") as scratch:
         top = scratch / root.name
@@ -391,29 +340,26 @@ def checked_out(revision: str) -> Iterator[Revision]:
                 raise ValueError(f"{option}: the directory {directory} does not exist in {commit[:9]}")
             name = f"{revision} ({commit[:9]})" if not commit.startswith(revision) else commit[:9]
             notes = [*_differences(root, commit), *_linked(root, top)]
-            yield Revision(name, top / directory, root, top, _own(root), notes)
+            own = frozenset(str(root / file) for file in _listed(root, "--cached", "--others", "--exclude-standard"))
+            yield Revision(name, top / directory, root, top, own, notes)
         finally:
             _git("worktree", "remove", "--force", str(top), at=root)
 
 
 def _git(*words: str, at: Path | None = None) -> str:
-    done = subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=True)
-    return done.stdout
+    return subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=True).stdout
 
 
 def _listed(root: Path, *words: str) -> list[str]:
     return [name for name in _git("ls-files", "-z", *words, at=root).split("\0") if name]
 
 
-def _own(root: Path) -> frozenset[str]:
-    files = _listed(root, "--cached", "--others", "--exclude-standard")
-    return frozenset(str(root / name) for name in files)
-
-
 def _differences(root: Path, commit: str) -> Iterator[str]:
-    changed = [name for name in _git("diff", "--name-only", "-z", commit, "--", at=root).split("\0") if name]
+    changed, uncommitted = (
+        [name for name in _git("diff", "--name-only", "-z", tree, "--", at=root).split("\0") if name]
+        for tree in (commit, "HEAD")
+    )
     fresh = _listed(root, "--others", "--exclude-standard")
-    uncommitted = [name for name in _git("diff", "--name-only", "-z", "HEAD", "--", at=root).split("\0") if name]
     if uncommitted:
         yield f"uncommitted changes are part of the run of the working tree: {few(uncommitted, 3)}"
     if fresh:

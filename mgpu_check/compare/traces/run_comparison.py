@@ -31,15 +31,10 @@ _UNMEASURED = 1e-11
 
 @dataclass
 class RunComparison:
-    """Two runs, side by side, and the verdict.
+    """Two runs, side by side, and the verdict."""
 
-    Attributes:
-        aligned: the second run beside the first one.
-        rounding: None if all bits are equal, or if rounding was measured in neither run.
-    """
-
-    aligned: Aligned
-    rounding: Rounding | None
+    aligned: Aligned  # the second run beside the first one
+    rounding: Rounding | None  # None if all bits are equal, or if rounding was measured in neither run
     verdict: ComparisonVerdict
 
 
@@ -67,8 +62,7 @@ def compare_runs(
 ) -> RunComparison:
     """Judge `candidate` against `baseline`.
 
-    Args:
-        unjudged: pattern of parameters that need not be compared -> the reason.
+    `unjudged`: pattern of parameters that need not be compared -> the reason.
     """
     disputed = disagreeing(baseline.ranks)
     ranks, others = baseline.ranks, candidate.ranks
@@ -80,12 +74,9 @@ def compare_runs(
             for traces in (ranks, others, *moved.values())
         )
     elif disputed:
-        reference = merged(ranks, baseline.divided)
-        rounding = (
-            Rounding(reference, [merged(baseline.moved, baseline.divided)])
-            if baseline.moved
-            else _Unmeasured(reference)
-        )
+        reference, moved_one = (merged(own, baseline.divided) if own else None for own in (ranks, baseline.moved))
+        assert reference is not None
+        rounding = Rounding(reference, [moved_one]) if moved_one else _Unmeasured(reference)
         unresolved = [name for name in disputed if _differs(name, ranks, rounding)]
     reference = merged(ranks, baseline.divided, unresolved)
     reasons = dict(candidate.reasons) | dict.fromkeys(
@@ -145,7 +136,12 @@ def _verdict(
     report = verdict.report
     if parting is None:
         report = replace(report, headline=report.headline.replace(", within rounding", ", bit by bit"))
-    remarks = [*report.remarks, *_renamed(baseline, candidate, aligned)]
+    remarks = [*report.remarks]
+    theirs = {name for trace in candidate.ranks for name in trace.parameters}
+    fresh = [name for name in aligned.names if name not in theirs and not name.endswith(")")]
+    if fresh and trained(aligned.one):
+        found = f"{few(fresh, 3)}, found by their initial values"
+        remarks.append(f"parameters with other names in {candidate.name}: {found}")
     if parting is not None and verdict.kind == "equal":
         remarks.append(f"the first tensor that is not equal bit by bit: {parting}, at step {parting.step + 1}")
     if changes := other_environment(baseline, candidate):
@@ -210,13 +206,12 @@ def _undecided(parting: str) -> Report:
 def _differing(difference: FirstDifference) -> ComparisonVerdict:
     """Return the verdict on a difference. Other samples, or another start, are differences too."""
     samples = difference.samples
-    reason = ""
-    if difference.others_seen:
-        reason = (
-            f"step {difference.step + 1}: the batches differ: the model received {samples.together.total()} samples, "
-            f"and {samples.common} of them are among the {samples.one.total()} samples of one device"
-        )
-    verdict = of_difference(difference, replace(diagnose(difference), comparable=True, reason=reason, todo=[]))
+    reason = (
+        f"step {difference.step + 1}: the batches differ: the model received {samples.together.total()} samples, "
+        f"and {samples.common} of them are among the {samples.one.total()} samples of one device"
+    )
+    told = reason if difference.others_seen else ""
+    verdict = of_difference(difference, replace(diagnose(difference), comparable=True, reason=told, todo=[]))
     return replace(verdict, report=replace(verdict.report, remarks=[*verdict.report.remarks, *_modules(difference)]))
 
 
@@ -231,13 +226,6 @@ def _modules(difference: FirstDifference) -> Iterator[str]:
     if mismatches and equal and quantity != "state":
         subject = "the gradients of " if quantity == "gradient" else ""
         yield f"wrong in {few(modules, 5)}: {subject}{few(mismatches, 5)}; right at this step: {len(equal)} others"
-
-
-def _renamed(baseline: RecordedRun, candidate: RecordedRun, aligned: Aligned) -> Iterator[str]:
-    theirs = {name for trace in candidate.ranks for name in trace.parameters}
-    fresh = [name for name in aligned.names if name not in theirs and not name.endswith(")")]
-    if fresh and trained(aligned.one):
-        yield f"parameters with other names in {candidate.name}: {few(fresh, 3)}, found by their initial values"
 
 
 def other_environment(baseline: RecordedRun, candidate: RecordedRun) -> list[str]:
@@ -264,7 +252,7 @@ def _in_words(report: Report, name: str) -> Report:
         remarks=[said(line) for line in report.remarks if line],
         findings=[replace(finding, evidence=said(finding.evidence)) for finding in report.findings],
         observables=[
-            replace(observable, relations={said(key): value for key, value in observable.relations.items()})
-            for observable in report.observables
+            replace(own, relations={said(key): value for key, value in own.relations.items()})
+            for own in report.observables
         ],
     )

@@ -2,3 +2,20 @@
 
 `order` calls all rules, in the order of their places.
 """
+
+from __future__ import annotations
+
+from mgpu_check.diagnosis.evidence import Evidence
+from mgpu_check.diagnosis.registry import on_evidence
+from mgpu_check.diagnosis.report import Finding
+
+
+def on_clause(position: int, mistake_name: str, observed: str) -> None:
+    """Register a rule on a text field of the evidence: its clause is all that the mistake needs."""
+
+    def judge(evidence: Evidence) -> Finding | None:
+        clause = getattr(evidence, observed)
+        return Finding(mistake_name, clause) if clause else None
+
+    judge.__name__ = judge.__qualname__ = observed
+    on_evidence.register(position, judge)

@@ -47,11 +47,8 @@ def loaded_on_some(restored: Restored) -> Finding | None:
 @on_checkpoint(20)
 def goes_on_in_another_epoch(restored: Restored) -> Finding | None:
     """Detect a sampler that continues in the wrong epoch: all its batches differ, even if generators are restored."""
-    return (
-        Finding("state-not-restored", f"{restored.epochs}: call set_epoch with the epoch where training continues")
-        if restored.epochs
-        else None
-    )
+    summary = f"{restored.epochs}: call set_epoch with the epoch where training continues"
+    return Finding("state-not-restored", summary) if restored.epochs else None
 
 
 @on_checkpoint(30)
@@ -88,10 +85,8 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
 def ranks_part_ways(restored: Restored) -> Finding | None:
     """Detect a checkpoint that only some ranks loaded, by the results that differ between ranks at the end."""
     if restored.parted:
-        summary = (
-            "ranks agree after an uninterrupted run, and not after the resumed one: "
-            f"{by_ranks(restored.parted, _SHOWN)}"
-        )
+        parted = by_ranks(restored.parted, _SHOWN)
+        summary = f"ranks agree after an uninterrupted run, and not after the resumed one: {parted}"
     elif restored.right_on_rank_0:
         summary = f"right on rank 0 only: {by_ranks(restored.right_on_rank_0, _SHOWN)} are wrong"
     else:

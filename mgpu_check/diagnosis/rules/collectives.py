@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_check.diagnosis.observations import CallEvent, RankTrace, Result, is_held
+from mgpu_check.diagnosis.observations import CallEvent, Result, is_held
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
 from mgpu_check.processes.rank_lists import few, grouped, intervals, named
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
 
-_WITHOUT_HISTORY = {
-    "sync_params_and_buffers",
-    *(name for name, collective in COLLECTIVES.items() if collective.kind == "message"),
-}
+_WITHOUT_HISTORY = {"sync_params_and_buffers", *(name for name, row in COLLECTIVES.items() if row.kind == "message")}
 """Calls that autograd need not differentiate: a wrapper's first synchronization, and messages between stages."""
 _TO_ROOT = {
     "gather_object",
@@ -85,14 +82,10 @@ def not_waited(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.UNDEFINED + 40)
 def uneven_tensors(tensors: Tensors) -> Finding | None:
     """Detect tensors of different shapes on different ranks in a collective that needs one shape."""
-    calls = [trace.of("collective") for trace in tensors.traces]
-    for same in zip(*calls, strict=False):
+    for same in tensors.together("collective"):
         collective = COLLECTIVES.get(same[0].name)
-        if (
-            collective is None
-            or collective.kind != "parts"
-            or len({(call.name, call.details.get("group")) for call in same}) > 1
-        ):
+        alike = len({(call.name, call.details.get("group")) for call in same}) == 1
+        if collective is None or collective.kind != "parts" or not alike:
             continue
         # Only some ranks pass the tensors that a collective fills or scatters.
         shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
@@ -148,8 +141,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
             if fits and is_held(tensor.get("before", {}), [of_rank_0[name] for name in own], tensors.size):
                 return Finding(
                     "result-discarded",
-                    f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, a copy, and {own[0]} still "
-                    "differs between ranks",
+                    f"{event.where} ran on {_typed(tensor)}, a copy, and {own[0]} still differs between ranks",
                     site=event.site,
                 )
     return None
@@ -160,19 +152,19 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
     """Detect a collective that autograd does not record, on a tensor that gradients should flow through."""
     if not tensors.wrong("grads") and not tensors.gradient_like:
         return None
-    forward = [event for trace in tensors.traces for event in _before_backward(trace)]
     # A tensor that is sent to another stage gets its gradient in a message back, not by autograd.
     forward = [
-        event for event in forward if event.name not in _WITHOUT_HISTORY and not event.details.get("in_function")
+        (event, [tensor for tensor in event.tensors if _may_cut(tensors, tensor)])
+        for trace in tensors.traces
+        for event in itertools.takewhile(lambda event: event.kind != "backward", trace.events)
+        if event.kind == "collective" and event.name not in _WITHOUT_HISTORY and not event.details.get("in_function")
     ]
-    for event in forward:
-        operands = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
+    for event, operands in forward:
         if any(tensor.get("differentiable") and not tensor["result"] for tensor in operands):
             summary = f"{event.where} was given a tensor that requires gradients, and its result requires none"
             return Finding("gradient-cut-by-collective", summary, site=event.site)
-    for event in forward:
+    for event, operands in forward:
         # Gradients need not flow through a maximum: a stable softmax subtracts it before exp, so it cancels.
-        operands = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
         if event.details.get("op") not in ("max", "min") and any(tensor.get("detached") for tensor in operands):
             summary = (
                 f"{event.where} was given values that gradients flow to, detached or under no_grad, so no gradient "
@@ -187,17 +179,9 @@ def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
 
     Some gradients may be right after a cut: a softmax ignores some biases.
     """
-    relations = tensors.relations
     gradients = [Result("grads", name) for name in tensor.get("upstream", ())]
-    judged = [name for name in gradients if name in relations.held]
-    mismatches = [name for name in judged if name in relations.wrong]
-    return not judged or 2 * len(mismatches) > len(judged)
-
-
-def _before_backward(trace: RankTrace) -> list[CallEvent]:
-    """Return the collectives before the first backward pass, or all collectives if no backward was recorded."""
-    forward = itertools.takewhile(lambda event: event.kind != "backward", trace.events)
-    return [event for event in forward if event.kind == "collective"]
+    judged = [name in tensors.relations.wrong for name in gradients if name in tensors.relations.held]
+    return not judged or 2 * sum(judged) > len(judged)
 
 
 @on_tensors(Precedence.AMBIGUOUS + 120)
@@ -206,17 +190,14 @@ def other_reduction(tensors: Tensors) -> Finding | None:
     for division in tensors.hypotheses.divisions:
         for how, name in (("max", "max"), ("min", "min"), ("norm", "root of sum of squares")):
             if tensors.is_combined(division, how):
-                summary = f"{tensors.names[0]} is the {name} of what ranks have for {division.name}"
-                return Finding("wrong-reduction", summary)
+                what = f"the {name} of what ranks have for {division.name}"
+                return Finding("wrong-reduction", f"{tensors.names[0]} is {what}")
     return None
 
 
-_EXACT = 1e-4
-"""Relative tolerance for sums and norms of values that were themselves summed in another order."""
-_MOST_TOGETHER = 4
-"""Most running sums that one loop may reduce in turn: losses and metrics need few."""
-_MOST_SUMS = 16
-"""Most elements whose quotients are all tried: the number of pairs grows as the square."""
+_EXACT = 1e-4  # relative tolerance for sums and norms of values that were themselves summed in another order
+_MOST_TOGETHER = 4  # most running sums that one loop may reduce in turn: losses and metrics need few
+_MOST_SUMS = 16  # most elements whose quotients are all tried: the number of pairs grows as the square
 
 mistake(
     "reduced-again",
@@ -231,29 +212,23 @@ def written_over(tensors: Tensors) -> Finding | None:
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
         return None
     # A result is not lost if it is as near to one device as `_has_given` requires of a collective.
+    exact, of_rank_0 = tensors.expected.exact, tensors.seen[0].values
     everywhere = [
         name
         for name in tensors.names
-        if len(tensors.relations.wrong[name]) == tensors.size and not _is_near_in_the_end(tensors, name)
+        if len(tensors.relations.wrong[name]) == tensors.size
+        and (name not in of_rank_0 or not _is_near(_sums([of_rank_0[name]]), _sums([exact[name]]), 1))
     ]
-    lost = [
-        (name, [name])
-        for name in everywhere
-        if tensors.expected.exact[name].numel() > 1 and tensors.factor_here([name]) is None
-    ]
+    lost = [(name, [name]) for name in everywhere if exact[name].numel() > 1 and tensors.factor_here([name]) is None]
     if everywhere and len(tensors.names) > 1 and tensors.factor_here() is None:
         lost.append((everywhere[0], tensors.names))  # all results in one flat buffer
     lost = [(result, results) for result, results in lost if not _are_older(tensors, results)]
-    calls = [trace.of("collective") for trace in tensors.traces]
-    for same in zip(*calls, strict=False):
-        if len({event.name for event in same}) > 1:
-            continue
-        for result, results in lost:
+    for same in tensors.together("collective"):
+        for result, results in lost if len({event.name for event in same}) == 1 else ():
             if _has_given(same, [tensors.expected.exact[name] for name in results], tensors.size):
                 summary = f"{same[0].where} gives the right {few(results)}, but {result} is wrong at the end"
-                return Finding(
-                    "result-discarded", f"{summary}: the result was discarded, or overwritten later", site=same[0].site
-                )
+                summary = f"{summary}: the result was discarded, or overwritten later"
+                return Finding("result-discarded", summary, site=same[0].site)
     return None
 
 
@@ -270,26 +245,15 @@ def _are_older(tensors: Tensors, results: Sequence[Result]) -> bool:
 
 
 def _sums(values: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Return the sum and the norm of several tensors together."""
     wide = [value.double() for value in values]
     return math.fsum(float(value.sum()) for value in wide), math.hypot(*(float(value.norm()) for value in wide))
-
-
-def _is_near_in_the_end(tensors: Tensors, name: Result) -> bool:
-    value, expected = tensors.seen[0].values.get(name), tensors.expected.exact[name]
-    if value is None:
-        return False
-    return _is_near(_sums([value]), _sums([expected]), 1)
 
 
 def _has_given(same: Sequence[CallEvent], exact: Sequence[torch.Tensor], size: int) -> bool:
     """Return whether a collective gives these values, as mean or sum, to a rank or in shares to all."""
     expected = _sums(exact)
     for digests in zip(*(event.details.get("after", ()) for event in same), strict=False):
-        shares = (
-            math.fsum(sums["sum"] for sums in digests),
-            math.sqrt(math.fsum(sums["norm"] ** 2 for sums in digests)),
-        )
+        shares = math.fsum(sums["sum"] for sums in digests), math.hypot(*(sums["norm"] for sums in digests))
         candidates = [shares, *((sums["sum"], sums["norm"]) for sums in digests)]
         if expected[1] and any(_is_near(sums, expected, factor) for sums in candidates for factor in (1, size)):
             return True
@@ -309,10 +273,7 @@ def reduces_again(tensors: Tensors) -> Finding | None:
     reduced.
     """
     sums = [running for sums in range(1, _MOST_TOGETHER + 1) for running in _running(tensors, sums)]
-    for name in tensors.wrong("returned") if sums else ():
-        expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if expected is None or got is None or expected.shape != got.shape:
-            continue
+    for name, expected, got in tensors.returned() if sums else ():
         for site, calls, repeated, should in sums:
             if _explained(got.double().flatten().tolist(), expected.double().flatten().tolist(), repeated, should):
                 return Finding(
@@ -369,9 +330,9 @@ def _explained(got: list[float], expected: list[float], repeated: list[float], s
     if not got or got == expected or len(repeated) != len(should):
         return False
     count = len(got)
-    for start in range(len(repeated) - count + 1):
-        if _equal(got, repeated[start : start + count]) and _equal(expected, should[start : start + count]):
-            return True
+    slices = [slice(start, start + count) for start in range(len(repeated) - count + 1)]
+    if any(_equal(got, repeated[part]) and _equal(expected, should[part]) for part in slices):
+        return True
     if count > 1 or len(repeated) > _MOST_SUMS:
         return False
     # A sum divided by a right number.
@@ -379,13 +340,8 @@ def _explained(got: list[float], expected: list[float], repeated: list[float], s
         if also and expected[0] and not _equal([total], [also]) and _equal([got[0] / expected[0]], [total / also]):
             return True
     return any(
-        repeated[j]
-        and should[j]
-        and _equal(got, [repeated[i] / repeated[j]])
-        and _equal(expected, [should[i] / should[j]])
-        for i in range(len(repeated))
-        for j in range(len(repeated))
-        if i != j
+        below and below_right and _equal(got, [total / below]) and _equal(expected, [right / below_right])
+        for (total, right), (below, below_right) in itertools.permutations(zip(repeated, should, strict=True), 2)
     )
 
 
@@ -393,8 +349,7 @@ def _equal(values: Sequence[float], expected: Sequence[float]) -> bool:
     return all(abs(value - also) <= _EXACT * abs(also) for value, also in zip(values, expected, strict=True))
 
 
-_NEAR = 2e-3
-"""Relative tolerance of a ratio: the results and the hypothesis are summed in different orders."""
+_NEAR = 2e-3  # relative tolerance of a ratio: the results and the hypothesis are summed in different orders
 
 mistake(
     "wrong-process-group",
@@ -414,24 +369,18 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     existing = {len(ranks) for trace in tensors.traces for ranks in trace.groups[1:]} or set(range(1, tensors.size))
     factor = tensors.factor()
     factors = {name: tensors.factor([name]) if factor is None else factor for name in tensors.names}
-    for name, ratio in factors.items():
-        for size in (size for size in range(1, tensors.size) if tensors.size % size == 0 and size in existing):
-            if (power := _as_power(ratio, tensors.size / size)) is not None:
-                ran = " and ".join(map(str, sorted(sizes)))
-                return Finding(
-                    "wrong-process-group",
-                    f"groups were made ({creation.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
-                    f"times what it should be: {power}, the number of groups of {size}",
-                    site=creation.site,
-                )
-    return None
-
-
-def _as_power(ratio: float | None, number: float) -> str | None:
-    """Return in words which power of `number` a ratio is: 1, -1, 1/2 or -1/2; None if it is another."""
-    for exponent, words in ((1.0, ""), (-1.0, "1 / "), (0.5, "the root of "), (-0.5, "1 / the root of ")):
+    divisors = [size for size in range(1, tensors.size) if tensors.size % size == 0 and size in existing]
+    powers = ((1.0, ""), (-1.0, "1 / "), (0.5, "the root of "), (-0.5, "1 / the root of "))
+    for (name, ratio), size, (exponent, words) in itertools.product(factors.items(), divisors, powers):
+        number = tensors.size / size
         if ratio and abs(ratio - number**exponent) < _NEAR * number**exponent:
-            return f"{words}{number:g}"
+            ran = " and ".join(map(str, sorted(sizes)))
+            return Finding(
+                "wrong-process-group",
+                f"groups were made ({creation.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} "
+                f"times what it should be: {words}{number:g}, the number of groups of {size}",
+                site=creation.site,
+            )
     return None
 
 
@@ -446,12 +395,8 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
     sizes = {len(ranks) for ranks in groups}
     same = all([ranks for _, ranks in partition] == groups for partition in partitions)
     # A metric with few possible values may agree on some ranks by chance, but not on the same ranks in every case.
-    always = all(
-        len({case.seen[rank].digests.get(name) for rank in ranks}) == 1
-        for case in tensors.further
-        for name in split
-        for ranks in groups
-    )
+    each = itertools.product(tensors.further, split, groups)
+    always = all(len({case.seen[rank].digests.get(name) for rank in ranks}) == 1 for case, name, ranks in each)
     differs = any(len({run.digests.get(name) for run in case.seen}) > 1 for case in tensors.further for name in split)
     always &= differs or not tensors.further
     if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
@@ -481,8 +426,7 @@ def aliased_list(tensors: Tensors) -> Finding | None:
     """Detect a collective that fills a list whose tensors share memory."""
     for _, event in tensors.events("collective"):
         if event.details.get("aliased"):
-            count = len(event.details["list"])
-            summary = f"the {count} tensors of the list given to {event.where} share memory"
+            summary = f"the {len(event.details['list'])} tensors of the list given to {event.where} share memory"
             return Finding("aliased-gather-list", summary, site=event.site)
     return None
 
@@ -493,8 +437,7 @@ def strided_view(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         for tensor in event.tensors:
             if tensor["gaps"]:
-                subject = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
-                summary = f"{event.where} was given a view with gaps in memory, of {subject}"
+                summary = f"{event.where} was given a view with gaps in memory, of {tensor['result'] or _typed(tensor)}"
                 return Finding("strided-view", summary, site=event.site)
     return None
 
@@ -502,48 +445,38 @@ def strided_view(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.UNDEFINED + 50)
 def other_layouts(tensors: Tensors) -> Finding | None:
     """Detect a collective whose tensors have other memory formats on some ranks, or in the list that it fills."""
-    calls = [trace.of("collective") for trace in tensors.traces]
-    for same in zip(*calls, strict=False):
+    for same in tensors.together("collective"):
         for operands in zip(*(event.details.get("tensors", []) for event in same), strict=False):
-            unlike = (
-                len({operand["layout"] for operand in operands}) > 1
-                and len({operand["shape"] for operand in operands}) == 1
-            )
-            if unlike and len({event.name for event in same}) == 1:
-                summary = ", ".join(_in_memory(operand["layout"], rank) for rank, operand in enumerate(operands))
-                subject = operands[0]["result"] or f"{operands[0]['dtype']}{list(operands[0]['shape'])}"
+            unlike = len({operand["layout"] for operand in operands}) > 1
+            if unlike and len({operand["shape"] for operand in operands}) == 1 == len({event.name for event in same}):
+                subject = operands[0]["result"] or _typed(operands[0])
                 return Finding(
                     "memory-formats-differ",
                     f"{same[0].where} was given {subject} with different memory orders of its dimensions on the ranks: "
-                    f"{summary}",
+                    f"{_by_rank([operand['layout'] for operand in operands])}",
                     site=same[0].site,
                 )
     for _, event in tensors.events("collective"):
         if event.details.get("arrived"):
             continue  # the backend copies element by element, so memory formats may differ
-        entries, own = event.details.get("list", []), event.details.get("tensors", [])
-        for operand in own[:1]:
-            odd = next(
-                (
-                    entry
-                    for entry in entries
-                    if entry["shape"] == operand["shape"] and entry["layout"] != operand["layout"]
-                ),
-                None,
-            )
-            if odd is not None:
+        operands = event.details.get("tensors", [])[:1]
+        for operand, entry in itertools.product(operands, event.details.get("list", [])):
+            if entry["shape"] == operand["shape"] and entry["layout"] != operand["layout"]:
                 return Finding(
                     "memory-formats-differ",
-                    f"{event.where} was given {operand['dtype']}{list(operand['shape'])} with the dimensions "
-                    f"{_order(operand['layout'])} from the outermost in memory to the innermost, and a list of tensors "
-                    f"with {_order(odd['layout'])}",
+                    f"{event.where} was given {_typed(operand)} with the dimensions {_order(operand['layout'])} from "
+                    f"the outermost in memory to the innermost, and a list of tensors with {_order(entry['layout'])}",
                     site=event.site,
                 )
     return None
 
 
-def _in_memory(layout: Sequence[int], rank: int) -> str:
-    return f"{_order(layout)} on rank {rank}"
+def _typed(tensor: Mapping[str, Any]) -> str:
+    return f"{tensor['dtype']}{list(tensor['shape'])}"
+
+
+def _by_rank(layouts: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"{_order(layout)} on rank {rank}" for rank, layout in enumerate(layouts))
 
 
 def _order(layout: Sequence[int]) -> str:
@@ -558,14 +491,10 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
     if len(layouts) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
         return None
     for name, order in layouts[0].items():
-        orders = [
-            layout[name] for layout in layouts if name in layout
-        ]  # a stage of a pipeline has parameters of its own
+        orders = [layout[name] for layout in layouts if name in layout]  # a stage of a pipeline has its own parameters
         if tensors.is_whole(name) and len(orders) == len(layouts) and any(layout != order for layout in orders):
-            summary = ", ".join(_in_memory(layout, rank) for rank, layout in enumerate(orders))
-            return Finding(
-                "memory-formats-differ", f"{name} has different memory orders of its dimensions on the ranks: {summary}"
-            )
+            summary = f"{name} has different memory orders of its dimensions on the ranks: {_by_rank(orders)}"
+            return Finding("memory-formats-differ", summary)
     return None
 
 
@@ -621,10 +550,8 @@ def right_without_a_collective(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     if change.kind == "new":
-        summary = (
-            f"{change.where} reduces its earlier results again; with only new values reduced each time, the step is "
-            "right"
-        )
+        new = "with only new values reduced each time, the step is right"
+        summary = f"{change.where} reduces its earlier results again; {new}"
         return Finding("reduced-again", summary, site=change.site)
     # If all ranks hold the same value, dividing the sum has the same effect as skipping it, and was tried first.
     summary = f"without {change.where} the step is right: each rank needs its own value, not the combined one"
@@ -651,14 +578,13 @@ def right_with_a_term_scaled(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     term, times = change.value
-    subject = (
-        f"the term that {term.line or term.backward} computes" if term.paths[0] else f"the loss of {term.backward}"
-    )
+    line = (term.paths[0] and term.line) or term.backward
+    subject = f"the term that {line} computes" if term.paths[0] else f"the loss of {line}"
     how = "multiplied" if times > 1 else "divided"
     size = "the number of ranks" if change.size == tensors.size else "the size of a group"
     depends = f"; it affects the gradients of {few(list(term.parameters))}" if term.parameters else ""
     summary = f"with {subject} {how} by {change.size}, {size}, and nothing else, gradients are right{depends}"
-    return Finding("loss-term-factor", summary, site=(term.paths[0] and term.line) or term.backward)
+    return Finding("loss-term-factor", summary, site=line)
 
 
 @on_tensors(Precedence.EXPERIMENTS + 20)
@@ -668,9 +594,8 @@ def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
     if change is None:
         return None
     begins = "counts" if change.name == "arange" else "takes the rows of a parameter"
-    summary = (
-        f"{change.where} {begins} from 0 on each rank; if it continues over the {change.size} parts, the step is right"
-    )
+    right = f"if it continues over the {change.size} parts, the step is right"
+    summary = f"{change.where} {begins} from 0 on each rank; {right}"
     return Finding("positions-restart", summary, site=change.site)
 
 

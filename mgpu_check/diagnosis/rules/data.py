@@ -15,17 +15,15 @@ from mgpu_check.diagnosis.evidence import EpochSamples, Evidence, Loader
 from mgpu_check.diagnosis.observations import CallEvent, Other, RankTrace, Result
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_epoch, on_evidence, on_loader, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
-    import torch
-
     from mgpu_check.diagnosis.observations import Labels
     from mgpu_check.diagnosis.tensors import Tensors
 
 
-_EQUAL = 1e-5
-"""Relative tolerance for counts and rows: ranks sum them in another order than one device."""
+_EQUAL = 1e-5  # relative tolerance for counts and rows: ranks sum them in another order than one device
 
 mistake(
     "dataset-not-split",
@@ -54,24 +52,15 @@ mistake(
 )
 
 
-@on_evidence(Precedence.SAMPLES + 10)
-def all_see_the_same(evidence: Evidence) -> Finding | None:
-    """Detect a dataset that is not split: all ranks saw exactly the same samples."""
-    return Finding("dataset-not-split", evidence.same_samples) if evidence.same_samples else None
-
-
-@on_evidence(Precedence.APART + 20)
-def epochs_alike(evidence: Evidence) -> Finding | None:
-    """Detect a shuffling sampler that repeats the order of an earlier epoch."""
-    return Finding("epochs-not-reshuffled", evidence.repeated_epoch) if evidence.repeated_epoch else None
+on_clause(Precedence.SAMPLES + 10, "dataset-not-split", "same_samples")
+on_clause(Precedence.APART + 20, "epochs-not-reshuffled", "repeated_epoch")
 
 
 @on_evidence(Precedence.CALLS_AND_VALUES + 50)
 def surplus_samples(evidence: Evidence) -> Finding | None:
     """Detect padding by a sampler: ranks saw samples more often than one device does."""
-    if not evidence.surplus or not any(sampler.pads for sampler in evidence.samplers):
-        return None
-    return Finding("padding-counted", evidence.surplus)
+    pads = any(sampler.samples % sampler.replicas and not sampler.drop_last for sampler in evidence.samplers)
+    return Finding("padding-counted", evidence.surplus) if evidence.surplus and pads else None
 
 
 @on_tensors(Precedence.APART + 30)
@@ -110,11 +99,9 @@ def samples_several_times(tensors: Tensors) -> Finding | None:
 
     The evidence is a returned vector of equal counts on one device, such as a count for each sample.
     """
-    for name in tensors.wrong("returned"):
-        expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if expected is None or got is None or expected.shape != got.shape or expected.dim() != 1 or len(expected) < 2:
-            continue
-        if bool((expected == expected[0]).all()) and bool((got > expected).any()) and bool((got < expected).any()):
+    for name, expected, got in tensors.returned():
+        alike = expected.dim() == 1 and len(expected) > 1 and bool((expected == expected[0]).all())
+        if alike and bool((got > expected).any()) and bool((got < expected).any()):
             summary = f"{name}: some samples are on several ranks, and others on none"
             return Finding("split-differs-between-ranks", summary)
     return None
@@ -145,15 +132,14 @@ def counted_by_every_rank(tensors: Tensors) -> Finding | None:
 
 
 def _multiplied(tensors: Tensors) -> list[Result]:
+    def is_multiple(case: Tensors, name: Result) -> bool:
+        expected, got = case.expected.single.values.get(name), case.seen[0].values.get(name)
+        if expected is None or got is None or expected.shape != got.shape or not bool((expected != 0).any()):
+            return False
+        return got.double().allclose(case.size * expected.double(), rtol=_EQUAL)
+
     cases = (tensors, *tensors.further)
-    return [name for name in tensors.wrong("returned") if all(_is_multiple(case, name) for case in cases)]
-
-
-def _is_multiple(tensors: Tensors, name: Result) -> bool:
-    expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-    if expected is None or got is None or expected.shape != got.shape or not bool((expected != 0).any()):
-        return False
-    return got.double().allclose(tensors.size * expected.double(), rtol=_EQUAL)
+    return [name for name in tensors.wrong("returned") if all(is_multiple(case, name) for case in cases)]
 
 
 @on_tensors(Precedence.CALLS_AND_VALUES + 60)
@@ -208,26 +194,19 @@ def models_miss_samples(tensors: Tensors) -> Finding | None:
     """Detect samples that one device passes to the model, and that no rank passes to it."""
     by_rank = [_samples_of(trace) for trace in tensors.traces]
     wanted = None if tensors.alone is None else _samples_of(tensors.alone)
-    if (
-        not by_rank
-        or wanted is None
-        or any(samples is None for samples in by_rank)
-        or tensors.first("split") is not None
-    ):
-        return None
-    if tensors.first("model") is None:
-        return None  # the step may call parts of the model one by one
+    model = tensors.first("model")
+    if wanted is None or None in by_rank or model is None or tensors.first("split") is not None:
+        return None  # without calls of the model, the step may call parts of it one by one
     missing = sorted(set(wanted).difference(*(samples or () for samples in by_rank)))
     if not missing:
         return None
     positions = [f"{index}" + (f" of batch {step + 1}" if tensors.steps > 1 else "") for step, index in missing]
-    site = next(event.site for _, event in tensors.events("model"))
     verb = "is" if len(missing) == 1 else "are"
     return Finding(
         "samples-missed",
-        f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({site}) on any rank: "
+        f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({model.site}) on any rank: "
         f"{few(positions, 4)}",
-        site=site,
+        site=model.site,
     )
 
 
@@ -239,23 +218,16 @@ def counts_too_few(tensors: Tensors) -> Finding | None:
     None if no returned value is such a count, or if some results differ between ranks.
     """
     for name in tensors.wrong("returned"):
-        cases = [
-            (case, case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)
-        ]
-        if not all(
-            expected is not None and got is not None and _is_fewer(case, expected, got) for case, expected, got in cases
-        ):
-            continue
-        return Finding(
-            "samples-missed",
-            f"{name} counts {int(tensors.seen[0].values[name])} samples on ranks, and all {tensors.samples} on one "
-            "device",
-        )
+        if all(_counts_fewer(case, name) for case in (tensors, *tensors.further)):
+            count = int(tensors.seen[0].values[name])
+            summary = f"{name} counts {count} samples on ranks, and all {tensors.samples} on one device"
+            return Finding("samples-missed", summary)
     return None
 
 
-def _is_fewer(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) -> bool:
-    if expected.numel() != 1 or got.numel() != 1 or tensors.relations.split:
+def _counts_fewer(tensors: Tensors, name: Result) -> bool:
+    expected, got = tensors.expected.exact.get(name), tensors.seen[0].values.get(name)
+    if expected is None or got is None or expected.numel() != 1 or got.numel() != 1 or tensors.relations.split:
         return False
     all_of_them, counted = float(expected), float(got)
     return all_of_them == tensors.samples and counted == int(counted) and 0 <= counted < all_of_them
@@ -264,9 +236,7 @@ def _is_fewer(tensors: Tensors, expected: torch.Tensor, got: torch.Tensor) -> bo
 def _samples_of(trace: RankTrace) -> list[tuple[int, int]] | None:
     """Return the samples that models were called with; None if some input was not a row of the batch."""
     batches = [event.details["samples"] for event in trace.of("model")]
-    if any(batch is None for batch in batches):
-        return None
-    return [sample for batch in batches for sample in batch]
+    return None if None in batches else [sample for batch in batches for sample in batch]
 
 
 def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
@@ -277,76 +247,55 @@ def _uneven_sampler(tensors: Tensors) -> CallEvent | None:
 @on_tensors(Precedence.SUMS + 160)
 def repeated_rows(tensors: Tensors) -> Finding | None:
     """Detect padding by a result with more rows than there are samples."""
-    for name, rows, expected in _rows(tensors):
-        if rows > expected:
-            return Finding("padding-counted", f"{name} has {rows} rows for {tensors.samples} samples")
-    return None
+    return _other_rows(tensors, "padding-counted", 1)
 
 
 @on_tensors(Precedence.SUMS + 240)
 def missing_rows(tensors: Tensors) -> Finding | None:
     """Detect missed samples by a result with fewer rows than there are samples."""
-    for name, rows, expected in _rows(tensors):
-        if rows < expected:
-            return Finding("samples-missed", f"{name} has {rows} rows for {tensors.samples} samples")
-    return None
+    return _other_rows(tensors, "samples-missed", -1)
 
 
-def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
-    """Return the wrong results with a row per sample on one device, with their row counts on ranks and on one device.
+def _other_rows(tensors: Tensors, mistake_name: str, sign: int) -> Finding | None:
+    """Detect a wrong result with a row per sample on one device, and on ranks more rows (sign 1) or fewer (-1).
 
-    Return an empty list if a sampler whose dataset does not divide by the ranks already explains the difference.
+    Return None if a sampler whose dataset does not divide by the ranks already explains the difference.
     """
-    row_counts: list[tuple[Result, int, int]] = []
-    if _uneven_sampler(tensors) is not None:
-        return row_counts
-    for name in tensors.wrong("returned"):
+    for name in tensors.wrong("returned") if _uneven_sampler(tensors) is None else ():
         expected, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
-        if (
-            expected is None
-            or got is None
-            or not expected.dim()
-            or not got.dim()
-            or expected.shape[1:] != got.shape[1:]
-        ):
+        if expected is None or got is None or not expected.dim() or not got.dim() or len(expected) != tensors.samples:
             continue
-        if len(expected) == tensors.samples:
-            row_counts.append((name, len(got), len(expected)))
-    return row_counts
+        if expected.shape[1:] == got.shape[1:] and sign * (len(got) - len(expected)) > 0:
+            return Finding(mistake_name, f"{name} has {len(got)} rows for {tensors.samples} samples")
+    return None
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 40)
 def truncates(tensors: Tensors) -> Finding | None:
     """Detect missed samples: one device gives the same result without the last samples."""
-    if not _explains(tensors, "truncated"):
-        return None
-    size, samples = tensors.size, tensors.samples
-    summary = f"{tensors.names[0]} is what one device gives without the last {samples % size} of {samples} samples"
-    return Finding("samples-missed", summary)
+    left_out = f"without the last {tensors.samples % tensors.size} of {tensors.samples} samples"
+    return _of_another_batch(tensors, "samples-missed", left_out, "truncated")
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 50)
 def pads_the_batch(tensors: Tensors) -> Finding | None:
     """Detect padding: one device gives the same result if the batch has the first samples twice."""
-    if not _explains(tensors, "padded"):
-        return None
-    size, samples, name = tensors.size, tensors.samples, tensors.names[0]
-    summary = f"{name} is what one device gives when the first {-samples % size} of {samples} samples are taken twice"
-    return Finding("padding-counted", summary)
+    twice = f"when the first {-tensors.samples % tensors.size} of {tensors.samples} samples are taken twice"
+    return _of_another_batch(tensors, "padding-counted", twice, "padded")
 
 
 @on_tensors(Precedence.AMBIGUOUS + 80)
 def of_rank_0_alone(tensors: Tensors) -> Finding | None:
     """Detect a result of rank 0 on all ranks: one device gives the same for the samples of rank 0 alone."""
-    if not _explains(tensors, "first-shard-only", "first-block-only"):
-        return None
-    summary = f"{tensors.names[0]} is what one device gives for rank 0's samples alone, on all ranks"
-    return Finding("value-of-one-rank", summary)
+    alone = "for rank 0's samples alone, on all ranks"
+    return _of_another_batch(tensors, "value-of-one-rank", alone, "first-shard-only", "first-block-only")
 
 
-def _explains(tensors: Tensors, *kinds: Other) -> bool:
+def _of_another_batch(tensors: Tensors, mistake_name: str, how: str, *kinds: Other) -> Finding | None:
     others = (alternative for alternative in tensors.hypotheses.alternatives if alternative.kind in kinds)
-    return any(tensors.is_alternative(alternative) for alternative in others)
+    if not any(tensors.is_alternative(alternative) for alternative in others):
+        return None
+    return Finding(mistake_name, f"{tensors.names[0]} is what one device gives {how}")
 
 
 # One mistake is reported per epoch: the first explains all surplus and missing samples. Surplus comes before missing: a
@@ -435,8 +384,6 @@ def order_repeats(loader: Loader) -> Finding | None:
     return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None
 
 
-"""Relative tolerance for counts and rows: ranks sum them in another order than one device."""
-
 mistake(
     "not-scattered",
     "non-tensor arguments reach every replica whole, not split",
@@ -475,22 +422,16 @@ def other_order(tensors: Tensors) -> Finding | None:
         got = tensors.seen[tensors.relations.wrong[name][0]].values.get(name)
         if expected is None or got is None or expected.shape != got.shape or not expected.dim() or len(expected) < 2:
             continue
-        if _same_rows(got.double(), expected):
-            summary = f"{name} has the rows of one device in another order"
-            return Finding("gathered-in-other-order", summary)
+        rows, others = got.double().reshape(len(got), -1), expected.reshape(len(expected), -1)
+        distance = (rows[:, None] - others[None]).abs().amax(-1)
+        order = distance.argmin(1).tolist()
+        near = bool((distance.amin(1) <= _EQUAL * float(others.abs().max())).all())
+        if near and sorted(order) == list(range(len(rows))) != order:
+            return Finding("gathered-in-other-order", f"{name} has the rows of one device in another order")
     return None
 
 
-def _same_rows(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    rows, others = got.reshape(len(got), -1), expected.reshape(len(expected), -1)
-    distance = (rows[:, None] - others[None]).abs().amax(-1)
-    slack = _EQUAL * float(others.abs().max())
-    order = distance.argmin(1).tolist()
-    return bool((distance.amin(1) <= slack).all()) and sorted(order) == list(range(len(rows))) != order
-
-
-_Rows = list[tuple[int, ...]]
-"""Labels, a row for each sample."""
+_Rows = list[tuple[int, ...]]  # labels, a row for each sample
 _BITS = 16.0
 """Evidence required, in bits: labels match the next tokens by chance with a probability of 2^-16 per layout."""
 
@@ -538,9 +479,8 @@ def _layouts(size: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
     for pieces in range(size, 1, -1):
         if size % pieces:
             continue
-        for index in dict.fromkeys(
-            (tuple(r % pieces for r in range(size)), tuple(r // (size // pieces) for r in range(size)))
-        ):
+        strided, blocks = (rank % pieces for rank in range(size)), (rank // (size // pieces) for rank in range(size))
+        for index in dict.fromkeys((tuple(strided), tuple(blocks))):
             yield pieces, [(piece,) for piece in index]
             yield pieces, [(piece, 2 * pieces - 1 - piece) for piece in index]
 

@@ -6,7 +6,6 @@ Some show only when every rank evaluates the trained model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.divergence import has_unlike_results
@@ -14,6 +13,7 @@ from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.observations import Result
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import grouped, named
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def starts_apart(evidence: Evidence) -> Finding | None:
 @on_evidence(Precedence.APART + 40)
 def decides_by_rank(evidence: Evidence) -> Finding | None:
     """Detect steps, learning rates, loss scales or trained parameters that differ between ranks."""
-    return next(
-        (Finding("decision-per-rank", decision.told) for decision in evidence.decisions if decision.apart), None
-    )
+    return next((Finding("decision-per-rank", each.told) for each in evidence.decisions if each.apart), None)
 
 
 @on_evidence(Precedence.OWN_VALUES + 30)
@@ -89,13 +87,8 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     One of both ends with the parameters that the other has after as many steps.
     """
     on_ranks, on_device = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
-    if (
-        not on_ranks
-        or not on_device
-        or on_ranks == on_device
-        or not tensors.steps_alike
-        or len({run.optimizer_steps for run in tensors.seen}) > 1
-    ):
+    on_all = {run.optimizer_steps for run in tensors.seen}
+    if not on_ranks or not on_device or on_ranks == on_device or not tensors.steps_alike or len(on_all) > 1:
         return None  # the step may use no optimizer, and a reference may have others
     if not _ends_after(tensors, min(on_ranks, on_device)):
         return None
@@ -152,9 +145,8 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
         moved = [rank for rank, value in enumerate(shaped) if not value.to(before.dtype).equal(before)]
         if not 0 < len(moved) < tensors.size or set(moved) & set(tensors.relations.wrong.get(name, [])):
             continue
-        return Finding(
-            "value-of-one-rank", f"{name} was updated on {named(moved)} only, and has its initial value on the others"
-        )
+        summary = f"{name} was updated on {named(moved)} only, and has its initial value on the others"
+        return Finding("value-of-one-rank", summary)
     return None
 
 
@@ -163,22 +155,17 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
     """Detect a copy or an average of the model that only some ranks keep: ranks call it with different parameters."""
     if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
         return None
-    calls = [trace.of("model") for trace in tensors.traces]
-    for same in zip(*calls, strict=False):
+    for same in tensors.together("model"):
         sums_by_rank = [event.details["parameters"] for event in same]
-        if len({(event.name, event.site) for event in same}) > 1 or all(
-            own_sums == sums_by_rank[0] for own_sums in sums_by_rank
-        ):
+        # Ranks may hold different parts of one model, not copies.
+        if len({(event.name, event.site, event.details.get("owns")) for event in same}) > 1:
             continue
-        if len({event.details.get("owns") for event in same}) > 1:
-            continue  # ranks hold different parts of one model, not copies
         common = [name for name in sums_by_rank[0] if all(name in own_sums for own_sums in sums_by_rank)]
-        odd = next(
-            (name for name in common if any(own_sums[name] != sums_by_rank[0][name] for own_sums in sums_by_rank)), ""
-        )
+        odd = next((name for name in common if any(own[name] != sums_by_rank[0][name] for own in sums_by_rank)), "")
         if not odd or not tensors.is_whole(odd):
             continue  # each rank holds a slice of the parameter, as FSDP1 does
-        sums = ", ".join(f"{own_sums[odd]:.6g} on {named(ranks)}" for own_sums, ranks in _grouped(sums_by_rank, odd))
+        by_sum = grouped((own_sums[odd], rank) for rank, own_sums in enumerate(sums_by_rank))
+        sums = ", ".join(f"{total:.6g} on {named(ranks)}" for total, ranks in by_sum)
         return Finding(
             "value-of-one-rank",
             f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} "
@@ -187,13 +174,6 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
             site=same[0].site,
         )
     return None
-
-
-def _grouped(sums_by_rank: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mapping[str, float], list[int]]]:
-    return [
-        (sums_by_rank[ranks[0]], ranks)
-        for _, ranks in grouped((own_sums.get(name), rank) for rank, own_sums in enumerate(sums_by_rank))
-    ]
 
 
 @on_tensors(Precedence.ANOTHER_BATCH + 90)
@@ -252,17 +232,13 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
     if has_unlike_results(tensors.traces):
         return None
     for name in tensors.relations.split:
-        wrong_ranks = tensors.relations.wrong.get(name, [])
         right_ranks = tensors.right_ranks(name)
+        if len(tensors.relations.wrong.get(name, [])) < tensors.size - 1 or len(right_ranks) != 1:
+            continue
+        (rank,) = right_ranks
         wrong_before = tensors.relations.wrong.get(Result("grads", name.of), []) if name.kind == "params" else []
-        by_chance = any(rank not in case.right_ranks(name) for case in tensors.further for rank in right_ranks)
-        if (
-            len(wrong_ranks) == tensors.size - 1
-            and len(right_ranks) == 1
-            and right_ranks[0] not in wrong_before
-            and not by_chance
-        ):
-            return Finding("value-of-one-rank", f"{name} is right on rank {right_ranks[0]}, and not on the other ranks")
+        if rank not in wrong_before and all(rank in case.right_ranks(name) for case in tensors.further):
+            return Finding("value-of-one-rank", f"{name} is right on rank {rank}, and not on the other ranks")
     return None
 
 
@@ -280,9 +256,8 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
     for name in tensors.wrong("buffers"):
         values = [run.values[name] for run in tensors.seen if name in run.values]
         if any(not value.equal(values[0]) for value in values):
-            return Finding(
-                "buffers-drift", f"{name} differs between ranks, and DistributedDataParallel keeps that of rank 0 alone"
-            )
+            summary = f"{name} differs between ranks, and DistributedDataParallel keeps that of rank 0 alone"
+            return Finding("buffers-drift", summary)
     return None
 
 
@@ -293,17 +268,8 @@ def buffers_drift(tensors: Tensors) -> Finding | None:
     return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
 
 
-@on_evidence(Precedence.OWN_VALUES + 10)
-def draws_by_rank(evidence: Evidence) -> Finding | None:
-    """Detect random numbers that each rank draws for its own part of the batch."""
-    return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
-
-
-@on_evidence(Precedence.POSSIBLE + 40)
-def may_draw_by_rank(evidence: Evidence) -> Finding | None:
-    """Detect random numbers that change wrong results, if ranks may draw other numbers than one device."""
-    return Finding("random-numbers-per-rank", evidence.may_draw) if evidence.may_draw else None
-
+on_clause(Precedence.OWN_VALUES + 10, "random-numbers-per-rank", "draws")
+on_clause(Precedence.POSSIBLE + 40, "random-numbers-per-rank", "may_draw")
 
 mistake(
     "buffers-drift",
@@ -317,20 +283,7 @@ mistake(
     "synchronize buffers before evaluation, and call eval() on every rank",
 )
 
-
-@on_evidence(Precedence.AMBIGUOUS + 40)  # before answers, which buffers may explain
-def buffers_apart(evidence: Evidence) -> Finding | None:
-    """Detect buffers that differ between ranks after training."""
-    return Finding("buffers-drift", evidence.buffers_apart) if evidence.buffers_apart else None
-
-
-@on_evidence(Precedence.AMBIGUOUS + 50)  # before answers that differ, as those of one rank that change do
-def answers_change(evidence: Evidence) -> Finding | None:
-    """Detect a rank whose answers change when it evaluates the same samples again."""
-    return Finding("evaluation-differs", evidence.answers_change) if evidence.answers_change else None
-
-
-@on_evidence(Precedence.AMBIGUOUS + 60)
-def answers_apart(evidence: Evidence) -> Finding | None:
-    """Detect ranks that answer differently although they have the same trained parameters."""
-    return Finding("evaluation-differs", evidence.answers_apart) if evidence.answers_apart else None
+on_clause(Precedence.AMBIGUOUS + 40, "buffers-drift", "buffers_apart")  # before answers, which buffers may explain
+# Before answers that differ, as those of one rank that change do.
+on_clause(Precedence.AMBIGUOUS + 50, "evaluation-differs", "answers_change")
+on_clause(Precedence.AMBIGUOUS + 60, "evaluation-differs", "answers_apart")

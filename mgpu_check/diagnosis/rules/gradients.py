@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.diagnosis.divergence import module_of_partial_gradients
 from mgpu_check.diagnosis.evidence import Evidence
-from mgpu_check.diagnosis.observations import CallEvent, Result, is_clipped
+from mgpu_check.diagnosis.observations import CallEvent, Result, is_clipped, norms_of
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
@@ -22,13 +23,8 @@ if TYPE_CHECKING:
     from mgpu_check.diagnosis.tensors import Tensors
 
 
-_CLOSE = 1e-4
-"""Tolerance of a sum over ranks, as a fraction of its largest element."""
-_LEAST_ELEMENTS = 4
-"""Fewer numbers may add up by chance."""
-_SHOWN = 4
-"""Most ranks whose values a message lists, so that it stays one line."""
-
+_CLOSE = 1e-4  # tolerance of a sum over ranks, as a fraction of its largest element
+_LEAST_ELEMENTS = 4  # fewer numbers may add up by chance
 mistake(
     "gradients-not-synchronized",
     "gradients of some parameters stay on each rank",
@@ -68,16 +64,12 @@ def adds_up_to_the_whole(tensors: Tensors) -> Finding | None:
     split = [name for name in mismatches if name in tensors.relations.split]
     others = [name for name in mismatches if name not in split]
     for how, count in (("sum", 1), ("mean", tensors.size)):
-        own = [
-            name
-            for name in split
-            if all(_is_sum_of_ranks(case, name, others, count) for case in (tensors, *tensors.further))
-        ]
-        if own and len(own) == len(split):
-            verb = "differs" if len(own) == 1 else "differ"
+        cases = (tensors, *tensors.further)
+        if split and all(_is_sum_of_ranks(case, name, others, count) for name in split for case in cases):
+            verb = "differs" if len(split) == 1 else "differ"
             also = f", times a factor that {few(others)} have, too" if others else ""
-            summary = f"{few(own)} {verb} between ranks, and the {how} over ranks is that of one device{also}"
-            return _local(tensors, own, summary)
+            summary = f"{few(split)} {verb} between ranks, and the {how} over ranks is that of one device{also}"
+            return _local(tensors, split, summary)
     return None
 
 
@@ -88,22 +80,16 @@ def _is_sum_of_ranks(case: Tensors, name: Result, others: Sequence[Result], coun
     values = [run.values[name].double() for run in case.seen if name in run.values]
     if factor is None or exact is None or len(values) < case.size or exact.numel() < _LEAST_ELEMENTS:
         return False
-    if any(value.shape != exact.shape for value in values) or all(_is_multiple(value, exact) for value in values):
+    if any(value.shape != exact.shape for value in values) or all(
+        abs(float((value * exact).sum())) >= (1 - _CLOSE) * float(value.norm() * exact.norm()) for value in values
+    ):
         return False
     expected = factor * count * exact
     off = (sum(values[1:], values[0]) - expected).abs()
     return bool(exact.any()) and bool((off <= _CLOSE * expected.abs().max()).all())
 
 
-def _is_multiple(value: torch.Tensor, exact: torch.Tensor) -> bool:
-    product, size = float((value * exact).sum()), float(value.norm() * exact.norm())
-    return abs(product) >= (1 - _CLOSE) * size
-
-
-@on_evidence(Precedence.SUMS + 190)
-def gradients_apart(evidence: Evidence) -> Finding | None:
-    """Detect gradients that differ between ranks when the optimizer steps."""
-    return Finding("gradients-not-synchronized", evidence.gradients_apart) if evidence.gradients_apart else None
+on_clause(Precedence.SUMS + 190, "gradients-not-synchronized", "gradients_apart")
 
 
 @on_tensors(Precedence.SUMS + 200)
@@ -131,10 +117,7 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     if not own or change is None:
         return None
     site = next(event.site for event in lasts if event is not None)
-    norms = ", ".join(
-        f"{own_gradients[own[0].of]['norm']:.4g} on rank {rank}"
-        for rank, own_gradients in enumerate(gradients[:_SHOWN])
-    )
+    norms = norms_of(own[0].of, gradients)
     also = f"; with their {change.combination} the step is right"
     summary = f"{few(own)} is the result of each rank's own backward ({site}), with norm {norms}{also}"
     return _local(tensors, own, summary, over=few([named(ranks) for ranks in change.now]))
@@ -143,11 +126,8 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
 @on_tensors(Precedence.AMBIGUOUS + 130)
 def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
     """Detect gradients that differ between ranks, if the calls show that nothing combined them."""
-    local = [
-        name
-        for name in tensors.relations.split
-        if name.kind == "grads" or (tensors.account and name.kind == "returned")
-    ]
+    kinds = ("grads", "returned") if tensors.account else ("grads",)
+    local = [name for name in tensors.relations.split if name.kind in kinds]
     if not local or each_rank_its_own(tensors) or not (reason := _nothing_combines(tensors, local)):
         return None
     return _local(tensors, local, f"{few(local)} differ from rank to rank{reason}", "")
@@ -161,11 +141,11 @@ def _local(tensors: Tensors, local: list[Result], summary: str, reason: str | No
     # Without a wrapper, a collective by hand is missing.
     over = over or " and ".join(axis for axis, size in tensors.mesh if size > 1) or named(range(tensors.size))
     advice = f"all-reduce {few(local)} over {over} after backward, before anything else reads it"
-    return Finding(
-        "gradients-not-synchronized",
-        summary + (_why_local(tensors, local) if reason is None else reason),
-        advice=advice if tensors.first("wrap") is None else "",
-    )
+    wrap = tensors.first("wrap")
+    if reason is None and not (reason := _nothing_combines(tensors, local)):
+        unused = wrap is not None and not wrap.details["find_unused"]
+        reason = "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
+    return Finding("gradients-not-synchronized", summary + (reason or ""), advice="" if wrap is not None else advice)
 
 
 def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
@@ -174,30 +154,20 @@ def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
     value = tensors.seen[0].values.get(name)
     if tensors.is_of_model(name) or value is None or not value.dim():
         return tensors.is_of_model(name)
-    return any(value.shape == gradient.shape for gradient in parameters) or value.numel() == sum(
-        gradient.numel() for gradient in parameters
-    )
+    total = sum(parameter.numel() for parameter in parameters)
+    return value.numel() == total or any(value.shape == parameter.shape for parameter in parameters)
 
 
 def _is_buffer(tensors: Tensors, name: Result) -> bool:
     """Return whether a result is a buffer, or a returned copy of a buffer on each rank."""
     if name.kind == "buffers":
         return True
-    of_buffers = [buffer for buffer in tensors.seen[0].values if buffer.kind == "buffers"]
+    values = [run.values for run in tensors.seen]
     return any(
-        all(
-            buffer in run.values and name in run.values and run.values[buffer].equal(run.values[name])
-            for run in tensors.seen
-        )
-        for buffer in of_buffers
+        all(buffer in own and name in own and own[buffer].equal(own[name]) for own in values)
+        for buffer in values[0]
+        if buffer.kind == "buffers"
     )
-
-
-def _why_local(tensors: Tensors, local: list[Result]) -> str:
-    wrap = tensors.first("wrap")
-    unused = wrap is not None and not wrap.details["find_unused"]
-    may = "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
-    return _nothing_combines(tensors, local) or may
 
 
 def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
@@ -222,11 +192,8 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
     """Detect a term that every rank adds before the sum: the result has it once per rank instead of once."""
     if tensors.size < 2:
         return None
-    parameters = {
-        name: value.double()
-        for name, value in tensors.seen[0].initial.items()
-        if value.is_floating_point() and value.dim() == 1
-    }
+    vectors = ((name, value) for name, value in tensors.seen[0].initial.items() if value.dim() == 1)
+    parameters = {name: value.double() for name, value in vectors if value.is_floating_point()}
     for name in tensors.wrong("returned"):
         exact, got = tensors.expected.exact.get(name), tensors.seen[0].values.get(name)
         if exact is None or got is None or exact.shape != got.shape or not exact.dim():
@@ -335,15 +302,11 @@ def clips_first(tensors: Tensors) -> Finding | None:
             clip = None
         elif event.kind == "collective" and clip is not None:
             large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
-            on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
+            on_gradient = any(tensor["result"] and tensor["result"].kind == "grads" for tensor in event.tensors)
             if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
                 summary = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
                 return Finding("clipped-before-synchronization", summary, site=clip.site)
     return None
-
-
-def _is_gradient(operand: Result | None) -> bool:
-    return operand is not None and operand.kind == "grads"
 
 
 @on_evidence(Precedence.CLIPPING + 10)
@@ -382,8 +345,7 @@ def _is_limited(tensors: Tensors) -> bool:
     return tensors.gradient_like and tensors.right_when_small is True and _shows_a_limit(tensors)
 
 
-_SAME = 1e-4
-"""Largest relative difference between two norms that one limit was applied to."""
+_SAME = 1e-4  # largest relative difference between two norms that one limit was applied to
 
 
 def _shows_a_limit(tensors: Tensors) -> bool:
@@ -395,8 +357,10 @@ def _shows_a_limit(tensors: Tensors) -> bool:
     """
     if any(True for _ in tensors.events("clip")) or (tensors.alone is not None and tensors.alone.of("clip")):
         return True
-    for how in (_total_norm, _largest_norm, _largest_element):
-        sizes = [how(gradients) for case in (tensors, *tensors.further) for gradients in _gradients(case)]
+    several = [gradients for case in (tensors, *tensors.further) for gradients in _gradients(case)]
+    norms = [[float(value.norm()) for value in gradients] for gradients in several]
+    elements = [max(float(value.abs().max()) for value in gradients if value.numel()) for gradients in several]
+    for sizes in ([math.hypot(*each) for each in norms], [max(each) for each in norms], elements):
         highest = max(sizes, default=0.0)
         if sum(size >= (1 - _SAME) * highest > 0 for size in sizes) > 1:
             return True
@@ -416,15 +380,3 @@ def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
         ]
         if sum(value.numel() for value in gradients) > 1 and all(bool(value.isfinite().all()) for value in gradients):
             yield gradients
-
-
-def _total_norm(tensors: Sequence[torch.Tensor]) -> float:
-    return math.hypot(*(float(tensor.norm()) for tensor in tensors))
-
-
-def _largest_norm(tensors: Sequence[torch.Tensor]) -> float:
-    return max(float(tensor.norm()) for tensor in tensors)
-
-
-def _largest_element(tensors: Sequence[torch.Tensor]) -> float:
-    return max(float(tensor.abs().max()) for tensor in tensors if tensor.numel())

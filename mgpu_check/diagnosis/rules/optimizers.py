@@ -5,19 +5,16 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from mgpu_check.diagnosis.observations import Result, is_left
-from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
+from mgpu_check.diagnosis.observations import Result, is_left, norms_of
+from mgpu_check.diagnosis.registry import Precedence, mistake, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.processes.rank_lists import few, named
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.evidence import Evidence
-    from mgpu_check.diagnosis.observations import ObservedRun
     from mgpu_check.diagnosis.tensors import Tensors
 
 _RATE = "learning rate of group"
-_SHOWN = 4
-"""Most ranks whose values a message lists, so that it stays one line."""
 
 mistake(
     "optimizer-differs",
@@ -31,11 +28,8 @@ mistake(
 def steps_other_tensors(tensors: Tensors) -> Finding | None:
     """Detect an optimizer that steps tensors outside of the model, so that its steps have no effect."""
     single = tensors.expected.single
-    lost = [
-        rank
-        for rank, run in enumerate(tensors.seen)
-        if run.optimizer_steps and not run.settings.keys() & single.settings.keys()
-    ]
+    known = single.settings.keys()
+    lost = [n for n, run in enumerate(tensors.seen) if run.optimizer_steps and not run.settings.keys() & known]
     if not single.settings or not lost or not tensors.wrong("params"):
         return None
     summary = (
@@ -68,20 +62,16 @@ def optimizes_its_own(tensors: Tensors) -> Finding | None:
         values = [run.snapshots[0][gradient] for run in tensors.seen if gradient in run.snapshots[0]]
         if all(name in run.stepped for run in tensors.seen) and is_left(gradient, gradients, values):
             step = tensors.traces[0].of("step")[0]
-            norms = ", ".join(f"{own[name]['norm']:.4g} on rank {rank}" for rank, own in enumerate(gradients[:_SHOWN]))
             return Finding(
                 "gradients-not-synchronized",
                 f"{step.where} steps with the {gradient} of each rank's own backward ({recorded[0].site}), with norm "
-                f"{norms}; with their {change.combination} the step is right",
+                f"{norms_of(name, gradients)}; with their {change.combination} the step is right",
                 site=step.site,
             )
     return None
 
 
-@on_evidence(Precedence.UPDATES + 20)
-def updates_otherwise(evidence: Evidence) -> Finding | None:
-    """Detect wrong updates from right gradients, as the evidence describes them."""
-    return Finding("optimizer-differs", evidence.updates) if evidence.updates else None
+on_clause(Precedence.UPDATES + 20, "optimizer-differs", "updates")
 
 
 @on_tensors(Precedence.UPDATES + 10)
@@ -93,17 +83,15 @@ def makes_something_else(tensors: Tensors) -> Finding | None:
     step, parameters, ranks = _first_wrong_step(tensors)
     if not parameters:
         return _other_settings_of_the_only_step(tensors) or _rates_after_the_last_step(tensors)
-    summary = (
+    odd = tuple(ranks) if len(ranks) < tensors.size else ()
+    reason = _settings(tensors, [name.of for name in parameters])
+    return Finding(
+        "optimizer-differs",
         f"the gradients of optimizer step {step + 1} are right, and it changes {few(parameters)} otherwise than on one "
-        "device"
+        f"device{f' on {named(odd)}' if odd else ''}; "
+        f"{reason or 'the settings of its group are those of one device: it is the update rule'}",
+        odd,
     )
-    if len(ranks) < tensors.size:
-        summary += f" on {named(ranks)}"
-    reason = (
-        _settings(tensors, [name.of for name in parameters])
-        or "the settings of its group are those of one device: it is the update rule"
-    )
-    return Finding("optimizer-differs", f"{summary}; {reason}", tuple(ranks) if len(ranks) < tensors.size else ())
 
 
 def _other_settings_of_the_only_step(tensors: Tensors) -> Finding | None:
@@ -113,11 +101,9 @@ def _other_settings_of_the_only_step(tensors: Tensors) -> Finding | None:
     on a rank where it is wrong.
     """
     mismatches = tensors.wrong("params")
-    judged = any(name.kind == "grads" for name in tensors.relations.held)
     steps = {run.optimizer_steps for run in (*tensors.seen, tensors.expected.single)}
-    if steps != {1} or not mismatches or not judged or tensors.wrong("grads", "returned"):
-        return None
-    if all(run.snapshots for run in tensors.seen):
+    recorded = all(run.snapshots for run in tensors.seen)
+    if steps != {1} or not mismatches or not tensors.has_right_gradients or recorded:
         return None
     reason = _settings(tensors, [name.of for name in mismatches])
     return Finding("optimizer-differs", f"gradients are right, but not {few(mismatches)}; {reason}") if reason else None
@@ -130,11 +116,8 @@ def _first_wrong_step(tensors: Tensors) -> tuple[int, list[Result], list[int]]:
     """
     start = tensors.expected.single.initial
     for run in tensors.seen:
-        if any(
-            run.initial[name].shape != value.shape or not run.initial[name].equal(value)
-            for name, value in start.items()
-            if name in run.initial
-        ):
+        pairs = ((run.initial[name], value) for name, value in start.items() if name in run.initial)
+        if any(own.shape != value.shape or not own.equal(value) for own, value in pairs):
             return 0, [], []
     for step, expected in enumerate(tensors.expected.snapshots):
         allowed = tensors.expected.allowances[step]
@@ -167,20 +150,14 @@ def _settings(tensors: Tensors, parameter_names: list[str]) -> str:
             differing = [key for key in expected if key in got and got[key] != expected[key]]
             if differing:
                 key = differing[0]
+                summary = f"{key} of {name} is {got[key]} on rank {rank}, and {expected[key]} on one device"
+                if run.groups == single.groups:
+                    return summary
+                verb, plural = ("is", "") if run.groups == 1 else ("are", "s")
                 return (
-                    f"{key} of {name} is {got[key]} on rank {rank}, and {expected[key]} on one "
-                    f"device{_groups(single, run)}"
+                    f"{summary}; there {verb} {run.groups} parameter group{plural}, and {single.groups} on one device"
                 )
     return ""
-
-
-def _groups(single: ObservedRun, run: ObservedRun) -> str:
-    if run.groups == single.groups:
-        return ""
-    return (
-        f"; there {'is' if run.groups == 1 else 'are'} {run.groups} parameter group{'s' * (run.groups != 1)}, and "
-        f"{single.groups} on one device"
-    )
 
 
 def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:

@@ -27,8 +27,7 @@ RULES_OF_EPOCHS = on_epoch.ordered()
 def findings_of(evidence: Evidence, most: int, attempts: Attempts) -> list[Finding]:
     """Return at most `most` mistakes, the likeliest first, without repetition.
 
-    Args:
-        attempts: collects the rules that fail.
+    `attempts`: collects the rules that fail.
     """
     return distinct(_found(evidence, attempts), most)
 
@@ -50,11 +49,9 @@ def findings_of_hash_seeds(evidence: HashSeeds) -> list[Finding]:
 
 def findings_of_loader(evidence: Loader, attempts: Attempts) -> list[Finding]:
     """Return at most one mistake per epoch and one of their order, the likeliest first; a mistake may be repeated."""
-    of_epochs = [
-        finding
-        for epoch in evidence.epochs
-        for finding in distinct((_attempted(rule, epoch, attempts) for rule in RULES_OF_EPOCHS), 1)
-    ]
+    of_epochs: list[Finding] = []
+    for epoch in evidence.epochs:
+        of_epochs += distinct((_attempted(rule, epoch, attempts) for rule in RULES_OF_EPOCHS), 1)
     of_order = distinct(_attempted(rule, evidence, attempts) for rule in on_loader.ordered())
     # If only some ranks reshuffle, the shares of the ranks do not fit together, so the order is the cause.
     on_some = bool(evidence.epochs) and 0 < len(evidence.repeating) < len(evidence.epochs[0].counts)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from mgpu_check.diagnosis.evidence import Evidence
 from mgpu_check.diagnosis.registry import Precedence, mistake, on_evidence, on_tensors
 from mgpu_check.diagnosis.report import Finding
+from mgpu_check.diagnosis.rules import on_clause
 from mgpu_check.diagnosis.rules.gradients import clips_parts
 from mgpu_check.processes.rank_lists import named
 
 if TYPE_CHECKING:
-    from mgpu_check.diagnosis.observations import CallEvent, Division, Result
+    from mgpu_check.diagnosis.observations import Division, Result
     from mgpu_check.diagnosis.tensors import Tensors
 
 
@@ -31,18 +32,16 @@ mistake(
 @on_evidence(Precedence.SUMS + 70)
 def statistics_of_parts(evidence: Evidence) -> Finding | None:
     """Detect batch statistics of each rank's shard, if the gradients are the mean of the shards' gradients."""
-    tensors, finding = evidence.tensors, normalizes_parts(evidence)
-    if finding is None or tensors is None:
+    tensors = evidence.tensors
+    if not evidence.normalizes or tensors is None:
         return None
     if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
         return None
-    return Finding(finding.mistake, f"{finding.evidence}, and the gradients are the mean of the shards' gradients")
+    summary = f"{evidence.normalizes}, and the gradients are the mean of the shards' gradients"
+    return Finding("batch-statistics-per-rank", summary)
 
 
-@on_evidence(Precedence.AMBIGUOUS + 100)
-def normalizes_parts(evidence: Evidence) -> Finding | None:
-    """Detect batch statistics of each rank's shard: a module normalizes by the statistics of its batch."""
-    return Finding("batch-statistics-per-rank", evidence.normalizes) if evidence.normalizes else None
+on_clause(Precedence.AMBIGUOUS + 100, "batch-statistics-per-rank", "normalizes")
 
 
 @on_tensors(Precedence.SUMS + 260)
@@ -92,16 +91,10 @@ def mean_of_parts(tensors: Tensors) -> Finding | None:
     )
 
 
-@on_evidence(Precedence.POSSIBLE + 50)
-def uneven_parts(evidence: Evidence) -> Finding | None:
-    """Detect a mean of means: ranks saw unequal numbers of samples, or their losses divide by unequal counts."""
-    return Finding("mean-of-means", evidence.uneven) if evidence.uneven else None
+on_clause(Precedence.POSSIBLE + 50, "mean-of-means", "uneven")
 
-
-_SAME = 1e-4
-"""Relative tolerance between two computations of one norm."""
-_SEVERAL = 3
-"""Fewest elements of a buffer, so that one multiple does not fit all of them by chance."""
+_SAME = 1e-4  # relative tolerance between two computations of one norm
+_SEVERAL = 3  # fewest elements of a buffer, so that one multiple does not fit all of them by chance
 
 
 @on_tensors(Precedence.AMBIGUOUS + 10)
@@ -119,7 +112,8 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
         for event in clips:
             norm = event.details["norm"]
             if norm and abs(float(expected) - norm) <= _SAME * abs(norm):
-                line = _scalar_reduction(tensors)
+                reductions = [e for n, e in tensors.events("collective") if not n and e.name == "all_reduce"]
+                line = next((e for e in reductions if all("value" in tensor for tensor in e.tensors)), None)
                 combination = f", combined by {line.where}" if line is not None else ""
                 return Finding(
                     "wrong-reduction",
@@ -146,12 +140,10 @@ def buffers_of_one_part(tensors: Tensors) -> Finding | None:
             own = [
                 rank
                 for rank, (run, windows) in enumerate(zip(tensors.seen, division.parts, strict=False))
-                if (got := run.values.get(name)) is not None
-                and (value := windows[0].get(name) if windows else None) is not None
-                and division.windows == 1
-                and value.shape == got.shape == exact.shape
-                and tensors.same(got.double(), value.double(), exact)
-                and not tensors.same(value.double(), exact, exact)
+                if division.windows == 1 and name in run.values and windows and name in windows[0]
+                if windows[0][name].shape == run.values[name].shape == exact.shape
+                and tensors.same(run.values[name].double(), windows[0][name].double(), exact)
+                and not tensors.same(windows[0][name].double(), exact, exact)
             ]
             if own:
                 return Finding(
@@ -181,11 +173,3 @@ def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
         if tensors.same(rest + exact, share * old + exact, exact):
             return True
     return False
-
-
-def _scalar_reduction(tensors: Tensors) -> CallEvent | None:
-    """Return the first reduction of single numbers on rank 0."""
-    for event in tensors.traces[0].of("collective") if tensors.traces else ():
-        if event.name == "all_reduce" and all("value" in tensor for tensor in event.tensors):
-            return event
-    return None

@@ -74,7 +74,7 @@ def share_gloo_device() -> None:
 
 
 _GRACE = 0.005
-"""Seconds for devices to finish the work of a call before the rank answers. Later the pytest process sends `Settle`."""
+"""Seconds for devices to finish the work of a call before the rank answers. Later the pytest process sends `SETTLE`."""
 
 _LONGER_GRACE = 0.25
 """Seconds after a failed call. They are more, because the world must be replaced if a device is still busy then."""
@@ -88,8 +88,7 @@ class DeviceBusy(DeviceRefused):
     """Another process holds the device exclusively, or has most of its memory. The device itself may be healthy."""
 
 
-_BUSY = (2, 46)
-"""Errors of the CUDA runtime: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable."""
+_BUSY = (2, 46)  # errors of the CUDA runtime: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable
 
 
 class MaskIgnored(RuntimeError):
@@ -138,8 +137,7 @@ class Devices(abc.ABC):
         except Exception:
             return False
 
-    @abc.abstractmethod
-    def restore(self) -> None:
+    def restore(self) -> None:  # noqa: B027  # a device that only computes for others has none
         """Restore the CUDA settings that a call may have changed."""
 
     @abc.abstractmethod
@@ -239,9 +237,6 @@ class BackingDevice(_WithDriver):
     def synchronize(self) -> None:
         self._cuda["setDevice"](self._index)
         self._cuda["synchronize"]()
-
-    def restore(self) -> None:
-        pass
 
     def give_back(self) -> None:
         if self.used():

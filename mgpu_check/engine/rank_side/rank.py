@@ -1,9 +1,15 @@
-"""Describe the rank that this process is."""
+"""The rank that this process is, and functions that get it as their argument ``rank``."""
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.processes.protocol import Placeholder
 
 if TYPE_CHECKING:
     import torch
@@ -51,3 +57,42 @@ def become(rank: Rank) -> None:
 def current_rank() -> Rank | None:
     """Return the rank of this process; None in the node process and outside the engine."""
     return _current
+
+
+def with_rank(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rank: object = Placeholder("rank")
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments, with `rank` added if `fn` has a parameter ``rank`` that `kwargs` do not give."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return args, kwargs
+    if "rank" not in parameters or "rank" in kwargs:
+        return args, kwargs
+    position = list(parameters).index("rank")
+    if parameters["rank"].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
+        return args, {**kwargs, "rank": rank}
+    return (*args[:position], rank, *args[position:]), kwargs
+
+
+_FORM = re.compile(r"[\w.]+:\w+")
+
+
+class NamedFunction:
+    """Stands for the function ``module:name``, which each rank imports when it is called.
+
+    If it has a parameter ``rank``, it receives the `Rank`.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not _FORM.fullmatch(text):
+            raise ValueError(
+                f"fn={text!r} is no function; give a function, or its name such as 'package.module:function'"
+            )
+        self.__qualname__ = text
+        self.__name__ = text.rpartition(":")[2]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = pkgutil.resolve_name(self.__qualname__)
+        args, kwargs = with_rank(function, args, kwargs, current_rank())
+        return function(*args, **kwargs)

@@ -33,14 +33,13 @@ from torch._tensor_str import PRINT_OPTS
 
 from mgpu_check.engine.rank_side.devices import own_gloo_devices
 from mgpu_check.processes.channel import Clock
-from mgpu_check.processes.child_processes import children_but_managers
+from mgpu_check.processes.child_processes import children_but_managers, name_and_state
 from mgpu_check.processes.protocol import SEED
 from mgpu_check.torch_hooks import switches
 from mgpu_check.torch_hooks.module_objects import Replaceable
 from mgpu_check.torch_hooks.switches import Modes, seed_everything
 
-Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]
-"""The name of a setting, its getter, and its setter."""
+Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # the name of a setting, its getter, and its setter
 
 
 def _umask() -> int:
@@ -93,11 +92,7 @@ _KEPT: tuple[Kept, ...] = (
 _OF_SYSTEM: tuple[Kept, ...] = (
     ("user", os.getresuid, lambda value: os.setresuid(*value)),  # first: the others may need its privileges
     ("group", os.getresgid, lambda value: os.setresgid(*value)),
-    (
-        "niceness",
-        lambda: os.getpriority(os.PRIO_PROCESS, 0),
-        lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
-    ),
+    ("niceness", lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda value: os.setpriority(os.PRIO_PROCESS, 0, value)),
     ("processor affinity", lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value)),
 )
 """Settings that a process without privileges may be unable to restore."""
@@ -132,10 +127,8 @@ class Loggers:
     def __init__(self) -> None:
         table = logging.root.manager.loggerDict
         self._names = set(table)
-        top_loggers = (logger for name, logger in table.items() if name.count(".") < 2)
-        self._states = {
-            logger: _copied(logger) for logger in (logging.root, *top_loggers) if isinstance(logger, _LOGGER)
-        }
+        loggers = (logging.root, *(logger for name, logger in table.items() if name.count(".") < 2))
+        self._states = {logger: _copied(logger) for logger in loggers if isinstance(logger, _LOGGER)}
         self._disabled = logging.root.manager.disable
 
     def restore(self, imported: bool) -> None:
@@ -173,8 +166,7 @@ def open_files() -> dict[int, tuple[int, int]]:
 def left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]], ports: range) -> list[str]:
     """Return the files, locks and addresses that a test left open, which could block the next test.
 
-    Args:
-        ports: ports that do not count, because the kernel chose them for a library.
+    `ports`: ports that do not count, because the kernel chose them for a library.
     """
     addresses = set()
     for number, identity in now.items():
@@ -280,7 +272,8 @@ class ProcessState:
     def left_behind(self, ports: range) -> list[str]:
         """Describe the changes that cannot be undone in a living process; see `left_open`."""
         leftovers = []
-        if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
+        programs = [name_and_state(pid) for pid in children_but_managers() if pid not in self.children]
+        if running := [name for name, state in programs if state not in ("", "Z", "X")]:
             leftovers.append(f"processes that still run: {', '.join(sorted(set(running)))}")
         if any(resource.getrlimit(limit)[1] != hard for limit, (_, hard) in self.limits.items()):
             leftovers.append("lowered resource limits")
@@ -311,24 +304,6 @@ def _handlers() -> dict[int, Any]:
     return {number: handler for number in _SIGNALS if (handler := _signal.getsignal(number)) is not None}
 
 
-def _command(pid: int) -> str:
-    """Return the name of a running process; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            name, _, rest = file.read().partition("(")[2].rpartition(")")
-    except OSError:
-        return ""
-    return "" if rest.split()[0] in ("Z", "X") else name
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 def _flags(owner: Any, flag_names: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in flag_names.split()]
 
@@ -338,7 +313,10 @@ _TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_default_device, lambda _: torch.set_default_tensor_type(torch.FloatTensor)),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
-    (_deterministic, _set_deterministic),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     (switches.saved_precision, switches.restore_precision),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),

@@ -1,4 +1,9 @@
-"""The main loop of a rank, and of the node process. It must not import pytest or Hypothesis."""
+"""The main loop of a rank, and of the node process. It must not import pytest or Hypothesis.
+
+A call may pause until all ranks have done the same part of it, to compare their collectives. A rank reports the part
+to the pytest process over its connection and waits for the answer. Such a message cannot pair with a collective of
+the code under test. The pytest process waits as for any answer, so it also reports a rank that hangs or dies.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
-from mgpu_check.engine.rank_side import pausing, python_hooks
+from mgpu_check.engine.rank_side import python_hooks
 from mgpu_check.engine.rank_side.devices import (
     check_visible,
     devices_behind,
@@ -30,12 +35,13 @@ from mgpu_check.engine.rank_side.devices import (
 )
 from mgpu_check.engine.rank_side.python_hooks import note_names
 from mgpu_check.engine.rank_side.rank import Rank, become, current_rank
-from mgpu_check.engine.rank_side.state import FreshState, Steps, groups_made
+from mgpu_check.engine.rank_side.state import FreshState, Steps, backends_of, groups_made, number_of
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import RankEnd
 from mgpu_check.processes.child_processes import CONNECTION_LOST, MARK, STACKS_SIGNAL
-from mgpu_check.processes.heap import keep_freed_memory
+from mgpu_check.processes.machine import keep_freed_memory
 from mgpu_check.processes.rank_pickling import EXPLAIN, clipped, failure_of, give_by_value, shortened
+from mgpu_check.torch_hooks.collective_arguments import group_of
 from mgpu_check.torch_hooks.collectives import recorder
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
@@ -48,8 +54,7 @@ _getpid = os.getpid  # a test may replace the name
 
 _messages: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
-log_files: list[TextIO] = []
-"""The file for the log of this rank; empty in other processes."""
+log_files: list[TextIO] = []  # the file for the log of this rank; empty in other processes
 
 
 def tell(message: tuple[str, Any]) -> None:
@@ -62,11 +67,7 @@ def at_rest(callback: Callable[[], None]) -> None:
 
 
 def main(connection_fd: int, log_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
-    """Run the rank that the first message describes until the connection closes, and return the exit code.
-
-    Args:
-        directory: the run's directory for temporary files.
-    """
+    """Run the rank that the first message describes until the connection closes, and return the exit code."""
     connection = RankEnd(connection_fd)
     log_files.append(os.fdopen(log_fd, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))
     _write_stacks_to(stacks_fd)
@@ -115,8 +116,7 @@ class Worker:
     """The state and the message loop of one process of the pool."""
 
     def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
-        self.connection = connection
-        self.stacks_fd = stacks_fd
+        self.connection, self.stacks_fd = connection, stacks_fd
         self.pid = _getpid()
         os.register_at_fork(after_in_child=connection.close)  # a process that a test forks must not act as this rank
         self.spec = spec
@@ -146,7 +146,8 @@ class Worker:
             self.join(spec.index)
         self.baseline = FreshState.take(spec.device, simulated=spec.simulate is not None)
         self.variables = contextvars.copy_context()  # of one test
-        pausing.on_pause(self.pause)
+        global _wait
+        _wait = self.pause
 
     def join(self, index: int) -> None:
         spec = self.spec
@@ -176,6 +177,12 @@ class Worker:
             dist.barrier(device_ids=[spec.device])
 
     def loop(self) -> None:
+        answers: dict[object, Callable[[], object]] = {
+            protocol.RankRequest.SETTLE: self.settle,
+            protocol.RankRequest.MEET: self.meet,
+            protocol.RankRequest.EXPLAIN: self.explain,
+            protocol.RankRequest.END_TEST: self.end_test,
+        }
         while True:
             try:
                 message = self.connection.recv()
@@ -187,14 +194,8 @@ class Worker:
                 raise
             if isinstance(message, protocol.Call):
                 self.send_result(self.call(message))
-            elif isinstance(message, protocol.Settle):
-                self.connection.send(self.settle())
-            elif isinstance(message, protocol.Meet):
-                self.connection.send(self.meet())
-            elif isinstance(message, protocol.Explain):
-                self.connection.send(self.explain())
-            elif isinstance(message, protocol.EndTest):
-                self.connection.send(self.end_test())
+            elif message in answers:
+                self.connection.send(answers[message]())
             else:
                 return
 
@@ -206,7 +207,8 @@ class Worker:
         settled = reusable = True
         _messages.clear()
         recorder.begin()
-        pausing.begin()
+        _operations_before.clear()
+        _operations_before.update((str(group.group_name), _operations(group)) for group in _groups())
         try:
             if call.call_context is not None:
                 self.move(call.call_context)
@@ -349,3 +351,43 @@ def _headline(error: BaseException) -> str:
         return failure_of(error).headline
     except BaseException:  # a test may have replaced functions that format errors
         return type(error).__name__
+
+
+_UNDESCRIBED = ("", "undefined", "default_pg")
+_wait: Callable[[protocol.Paused], None] | None = None  # sends a `Paused` and waits for the answer
+_operations_before: dict[str, int] = {}  # name of a group -> number of its operations at the start of the call
+
+
+def pause(done: str, *, last: bool = False, slices: Iterable[tuple[str, tuple[int, ...]]] = ()) -> None:
+    """Wait until all ranks of the world have done a part of the call and entered the same collectives.
+
+    If the collectives differ, this does not return: the pytest process kills the ranks and reports the difference.
+    `done`: the part, such as "step 1". `last`: whether this is the last part, so that every message must have been
+    received.
+    """
+    if _wait is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    operations, described = [], []
+    for group in _groups():
+        named = group_of(group)
+        if named is None:
+            continue
+        if recorder.alike(named):
+            operations.append((named, _operations(group) - _operations_before.get(str(group.group_name), 0)))
+        if (text := str(getattr(group, "group_desc", ""))) not in _UNDESCRIBED:
+            described.append((named.name, text))
+    _wait(
+        protocol.Paused(
+            done, recorder.agreement(), recorder.flows(), last, tuple(operations), tuple(described), tuple(slices)
+        )
+    )
+
+
+def _groups() -> list[Any]:
+    if not dist.is_initialized():
+        return []
+    return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+
+
+def _operations(group: Any) -> int:
+    return sum(map(number_of, backends_of(group)))

@@ -43,9 +43,7 @@ class Refused(Exception):
 def connect(driver: Announced, attempts: int = 1) -> socket.socket:
     """Connect to `driver`, and authenticate both sides.
 
-    Raises:
-        OSError: the driver is gone.
-        Stranger: another process has its address.
+    Raises `OSError`: the driver is gone. Raises `Stranger`: another process has its address.
     """
     connection = socket.create_connection((driver.address, driver.port), _CONNECT_TIMEOUT)
     try:
@@ -62,18 +60,12 @@ def connect(driver: Announced, attempts: int = 1) -> socket.socket:
 
 
 class JoinedRun:
-    """The run from the view of one agent.
-
-    Attributes:
-        process: the driver's process, if this agent has started it.
-        driver: the driver of the run; valid only after `join` has returned a connection.
-    """
+    """The run from the view of one agent."""
 
     def __init__(self, launched: LaunchedProcess, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
         """Connect to the store. Rank 0 also starts the driver, unless the driver of an earlier attempt still runs."""
-        self.process: subprocess.Popen[bytes] | None = None
-        self._launched = launched
-        self._timeout = timeout
+        self.process: subprocess.Popen[bytes] | None = None  # the driver's, if this agent has started it
+        self._launched, self._timeout = launched, timeout
         self._meeting = Meeting(launched, timeout, key)
         self._own = key
         self._driver: Announced | None = None
@@ -82,6 +74,7 @@ class JoinedRun:
 
     @property
     def driver(self) -> Announced:
+        """The driver of the run; valid only after `join` has returned a connection."""
         assert self._driver is not None
         return self._driver
 
@@ -176,12 +169,8 @@ class JoinedRun:
                 pass  # the launcher has closed its store
 
 
-NO_DRIVER = 70
-"""Exit code of an agent whose driver is missing, or ended without a result."""
-
-MISUSE = 4
-"""Exit code of an agent that must not join. pytest uses the same code for a wrong command line."""
-
+NO_DRIVER = 70  # exit code of an agent whose driver is missing, or ended without a result
+MISUSE = 4  # Exit code of an agent that must not join. pytest uses the same code for a wrong command line.
 _LEAST_TIMEOUT = 60.0  # a lower limit, because the agents of a run may start a minute apart
 _SEND_TIMEOUT = 10.0  # seconds: a driver that reads nothing for so long is lost
 _END_TIMEOUT = 15.0  # seconds for the driver to finish its report
@@ -201,10 +190,8 @@ def main(
 ) -> int:
     """Run the agent of the process `launched` until the run is over, and return its exit code.
 
-    Args:
-        arguments: command line of the driver, which the agent of rank 0 starts.
-        timeout: seconds to wait for a driver.
-        key: returns the user's key, None with --trust-network; raises `UnusableKey`.
+    `arguments`: command line of the driver, which the agent of rank 0 starts. `timeout`: seconds to wait for a driver.
+    `key`: returns the user's key, None with --trust-network; raises `UnusableKey`.
     """
     if launched.launcher == "torchrun" and not _bound_to_parent():
         return NO_DRIVER
@@ -266,10 +253,7 @@ class Agent:
     def __init__(
         self, connection: socket.socket, launcher: LocalLauncher, launched: LaunchedProcess, driver: Announced
     ) -> None:
-        self.connection = connection
-        self.launcher = launcher
-        self.launched = launched
-        self.driver = driver
+        self.connection, self.launcher, self.launched, self.driver = connection, launcher, launched, driver
         self.lines = Lines()
         self.processes: dict[int, Process] = {}
         self.ended: set[int] = set()
@@ -320,6 +304,12 @@ class Agent:
     def say(self, **message: Any) -> None:
         self.connection.sendall(line(message))
 
+    def hear(self) -> None:
+        data = self.connection.recv(1 << 16)
+        if not data:
+            raise EOFError
+        self.lines.feed(data)
+
     def step(self, wake: socket.socket) -> int | None:
         """Wait for the next event and handle it; return the exit code if it ended the run, else None."""
         with selectors.PollSelector() as selector:
@@ -330,10 +320,7 @@ class Agent:
             self.signals(wake.recv(4096))
         self.launcher.collect()
         if self.connection.fileno() in ready:
-            data = self.connection.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self.lines.feed(data)
+            self.hear()
             while (message := self.lines.next()) is not None:
                 if message["do"] == "end":
                     return int(message["code"])
@@ -353,8 +340,7 @@ class Agent:
     def left(self) -> int | None:
         """End because the launcher asked for it; rank 0 of a final attempt waits for the driver's result first.
 
-        Returns:
-            The exit code of the run, None if the driver ended without a result. Other agents raise `SystemExit`.
+        Returns the exit code of the run, None if the driver ended without a result. Other agents raise `SystemExit`.
         """
         with contextlib.suppress(OSError):
             self.say(event="leaving")
@@ -365,10 +351,7 @@ class Agent:
         with contextlib.suppress(OSError, EOFError, ValueError):
             while (message := self.lines.next()) is None or message["do"] != "end":
                 if message is None:
-                    data = self.connection.recv(1 << 16)
-                    if not data:
-                        raise EOFError
-                    self.lines.feed(data)
+                    self.hear()
             return int(message["code"])
         return None
 

@@ -29,9 +29,7 @@ from typing import Any
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, verify
 from mgpu_check.errors import StartupFailure
 
-LONGEST = 4 << 20
-"""Maximum bytes of a line. The stacks and the kept output of a rank are shorter."""
-
+LONGEST = 4 << 20  # Maximum bytes of a line. The stacks and the kept output of a rank are shorter.
 _IDLE, _INTERVAL, _PROBES = 15, 5, 4  # seconds, seconds, count: a lost host is detected after 35 s
 _UNANSWERED_MS = 35_000  # the same time for unacknowledged data
 
@@ -39,9 +37,8 @@ _UNANSWERED_MS = 35_000  # the same time for unacknowledged data
 def tune(connection: socket.socket, control: bool) -> None:
     """Disable send delays, and detect when the other host has disappeared without closing the connection.
 
-    Args:
-        control: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be
-            stopped for longer than that timeout.
+    `control`: whether the peer reads at once, so that unacknowledged data means a lost host, too. A rank may be stopped
+    for longer than that timeout.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -121,29 +118,21 @@ class Launch:
 
 
 class RemoteAgent:
-    """An agent that has joined.
-
-    Attributes:
-        boot: boot id of its host, which distinguishes hosts of one name; "" if unknown.
-        told: the agent's description of itself.
-        gone: the cause of death of its processes if the agent is lost; None while it is connected.
-        answers, launches: pending requests, by number.
-        processes: process number -> function to call with the exit code, or with None if the agent is lost.
-        exits: exit codes of processes without a watcher.
-    """
+    """An agent that has joined."""
 
     def __init__(self, connection: socket.socket, greeting: dict[str, Any]) -> None:
-        self.connection = connection
-        self.greeting = greeting
+        self.connection, self.greeting = connection, greeting  # greeting: its description of itself
         self.rank = int(greeting["rank"])
         self.host = str(greeting["host"])
-        self.boot = str(greeting.get("boot", ""))
-        self.gone: str | None = None
+        self.boot = str(greeting.get("boot", ""))  # distinguishes hosts of one name
+        self.gone: str | None = None  # the cause of death of its processes if the agent is lost
         self.lines = Lines()
+        # Pending requests, by number.
         self.answers: dict[int, Future[Any]] = {}
         self.launches: dict[int, Launch] = {}
+        # Process number -> function to call with the exit code, or with None if the agent is lost.
         self.processes: dict[int, Callable[[int | None], None]] = {}
-        self.exits: dict[int, int | None] = {}
+        self.exits: dict[int, int | None] = {}  # of processes without a watcher
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
@@ -163,21 +152,14 @@ _TIMEOUT_IF_FULL = 2.0  # while others wait: an agent answers at once, and a str
 
 @dataclass
 class _Guest:
-    """A connection that is not admitted yet.
-
-    Attributes:
-        proof: the pending authentication, None once it has succeeded.
-        wanted: bytes of the peer's proof.
-        came: when it was accepted.
-        data: the bytes received so far.
-    """
+    """A connection that is not admitted yet."""
 
     connection: socket.socket
     address: str
-    proof: Generator[tuple[bytes, int], bytes, bytes] | None
-    wanted: int
-    came: float
-    data: bytes = b""
+    proof: Generator[tuple[bytes, int], bytes, bytes] | None  # the pending authentication, None once it has succeeded
+    wanted: int  # bytes of the peer's proof
+    came: float  # when it was accepted
+    data: bytes = b""  # the bytes received so far
 
 
 class Listener:
@@ -196,16 +178,11 @@ class Listener:
     ) -> None:
         """Register with `selector`, whose owner must call the data of each ready key.
 
-        Args:
-            admit: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if
-                the message is invalid.
-            refuse: receives the address of a peer with another key.
+        `admit`: takes over a connection and its first message; raises `LookupError`, `TypeError` or `ValueError` if the
+        message is invalid. `refuse`: receives the address of a peer with another key.
         """
         listener.setblocking(False)
-        self._listener = listener
-        self._key = key
-        self._selector = selector
-        self._admit = admit
+        self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
         self._refuse = refuse
         self._guests: list[_Guest] = []
         self._accepting = False
@@ -299,28 +276,21 @@ _LEFT = "was ended by its launcher"
 
 
 class Connections:
-    """The agents that have joined, by rank.
-
-    Attributes:
-        patience: seconds that the run continues without any agent.
-        over: why the run cannot continue; None while it can.
-        host_names: rank of an agent -> name of its host in reports, if it differs from the host's own name.
-        lost: number of agents lost since all had joined. The first loss is the cause of the others.
-        refused: address of a process with another key -> number of its attempts to join.
-        warn: receives a message, once for each address in `refused`.
-    """
+    """The agents that have joined, by rank."""
 
     def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
         """Create the state without any agent."""
         self.size = size
-        self.patience = patience
+        self.patience = patience  # seconds that the run continues without any agent
         self.agents: dict[int, RemoteAgent] = {}
-        self.over: str | None = None
-        self.lost = 0
+        self.over: str | None = None  # why the run cannot continue; None while it can
+        self.lost = 0  # number of agents lost since all had joined. The first loss is the cause of the others.
         self.complete = False
+        # rank of an agent -> name of its host in reports, if it differs from the host's own name
         self.host_names: dict[int, str] = {}
+        # address of a process with another key -> number of its attempts to join
         self.refused: Counter[str] = Counter()
-        self.warn: Callable[[str], None] = lambda text: None
+        self.warn: Callable[[str], None] = lambda text: None  # receives a message, once for each address in `refused`
         self.changed = threading.Condition()
         self.ends_read, self._ends_write = socket.socketpair()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -449,7 +419,10 @@ class Connections:
             if not self.agents and not self._closing and now - self._alone_since > self.patience:
                 self._end(f"no agent has been connected for {self.patience:g} s")
             if self._over_since is not None and not self._closing and now - self._over_since > _TO_FINISH:
-                self._unwind(now)
+                # Interrupt the main thread; if it does not stop in time, exit, because no agent is left to report to.
+                if now - self._over_since > _TO_FINISH + _TO_UNWIND:
+                    os._exit(70)
+                self.interrupt()
 
     def _close(self) -> None:
         agents = [agent.connection for agent in [*self.agents.values(), *self._left]]
@@ -458,13 +431,6 @@ class Connections:
         self._selector.close()
         for resource in [*agents, *ends]:
             resource.close()
-
-    def _unwind(self, now: float) -> None:
-        """Interrupt the main thread; if it does not stop in time, exit, because no agent is left to report to."""
-        assert self._over_since is not None
-        if now - self._over_since > _TO_FINISH + _TO_UNWIND:
-            os._exit(70)
-        self.interrupt()
 
     def interrupt(self) -> None:
         if not self._interrupted:

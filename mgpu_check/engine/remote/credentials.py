@@ -64,11 +64,7 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def secret_in(path: Path, make_directory: bool) -> bytes:
-    """Return the 32-byte key from the file at `path`, and make the file if it does not exist.
-
-    Args:
-        make_directory: whether to make its directory, too.
-    """
+    """Return the 32-byte key from the file at `path`; make it, and with `make_directory` its directory, if missing."""
     try:
         if make_directory:
             _make_directory(path.parent)
@@ -111,10 +107,7 @@ def _safe(directory: Path) -> Path:
 
 
 def _unmapped() -> int | None:
-    """Return the id that represents all host users, root included, that this process's user namespace does not map.
-
-    Return None in the host's own namespace.
-    """
+    """Return the id of all host users that this process's user namespace does not map; None in the host's own one."""
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return None
@@ -200,14 +193,10 @@ class WrongKey(Stranger):
 
 @dataclass(frozen=True)
 class Key:
-    """The secret that only the processes of a run know.
-
-    Attributes:
-        source: where the secret was found, in words.
-    """
+    """The secret that only the processes of a run know."""
 
     secret: bytes = field(repr=False)
-    source: str
+    source: str  # where the secret was found, in words
 
     def of_run(self, run: str) -> Key:
         """Derive the key of one run. Its proofs are not valid in other runs of the same user."""
@@ -240,14 +229,8 @@ def endpoint(address: object) -> bytes:
 def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
     """Authenticate on the listening side, as a generator, so that one thread can serve many connections.
 
-    Yields the bytes to send and the size of the expected answer; returns the last bytes to send.
-
-    Args:
-        key: of the run.
-        listens_at: `endpoint` of the connection's own address.
-
-    Raises:
-        WrongKey: the peer does not have the key.
+    Yields the bytes to send and the size of the expected answer; returns the last bytes to send. `key`: of the run.
+    `listens_at`: `endpoint` of the connection's own address. Raises `WrongKey`: the peer does not have the key.
     """
     mine = secrets.token_bytes(_NONCE)
     answer = yield _GREETING + mine, _NONCE + _PROOF

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_check.devices.placement import Slot
+from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.process import STACKS_TIMEOUT, Process
 from mgpu_check.engine.remote.connections import AgentGone, AgentProcess, Connections, RemoteAgent
 from mgpu_check.engine.remote.credentials import REMEDY, Key
@@ -61,12 +62,9 @@ class RemoteProcess(Process):
     def __init__(
         self, connections: Connections, agent: RemoteAgent, number: int, pid: int, connection: Channel
     ) -> None:
-        self.pid = pid
-        self.connection = connection
+        self.pid, self.connection = pid, connection
         self.exit_code: int | None = None
-        self._connections = connections
-        self._agent = agent
-        self._number = number
+        self._connections, self._agent, self._number = connections, agent, number
         self._stacks_asked: Future[Any] | None = None
         self._marked: Future[Any] | None = None
         self._closed = False
@@ -146,15 +144,10 @@ class WrongLaunch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RemoteHost:
-    """A host of the run.
+    """A host of the run."""
 
-    Attributes:
-        name: its own name; if another host has the same name, with its boot id or its index.
-        ranks: launched ranks there, in the order of their slots.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
+    name: str  # its own name; if another host has the same name, with its boot id or its index
+    ranks: tuple[int, ...]  # launched ranks there, in the order of their slots
 
 
 def _machine(agent: RemoteAgent) -> tuple[str, str]:
@@ -166,7 +159,7 @@ def _node(agent: RemoteAgent) -> object:
     return _machine(agent) if node is None else node
 
 
-class AgentLauncher:
+class AgentLauncher(Launcher):
     """Starts processes through agents, and reports how they end."""
 
     def __init__(
@@ -174,16 +167,13 @@ class AgentLauncher:
     ) -> None:
         """Create the launcher without waiting for agents.
 
-        Args:
-            run: prefix of this run's keys in the store.
-            versions: name -> version on this host, for the software that must be the same on all hosts.
+        `run`: prefix of this run's keys in the store. `versions`: name -> version on this host, for the software that
+        must be the same on all hosts.
         """
         self.hosts: list[RemoteHost] = []
         self.connections = connections
         self._store = ""
-        self._run = run
-        self._versions = versions
-        self._environment = environment
+        self._run, self._versions, self._environment = run, versions, environment
         self._rank_at: dict[Slot, int] = {}
 
     def gather(self) -> list[Slot]:
@@ -305,16 +295,11 @@ class AgentLauncher:
 
     def lost_for_good(self) -> str | None:
         """Return why lost agents cannot come back; None if they can."""
-        connections = self.connections
-        if connections.over is not None:
-            return f"the run is over: {connections.over}"
-        return None
+        over = self.connections.over
+        return None if over is None else f"the run is over: {over}"
 
     def call_context(self, context: CallContext) -> CallContext:
-        """Return `context` with only those variables that changed since this process started.
-
-        A rank has the other variables from its agent.
-        """
+        """Return `context` with only the variables that have changed: a rank has the others from its agent."""
         changed = {name: value for name, value in context.environment.items() if self._environment.get(name) != value}
         removed = frozenset(self._environment.keys() - context.environment.keys())
         return dataclasses.replace(context, environment=changed, removed=removed)
@@ -401,22 +386,14 @@ def _command_of(launched: LaunchedProcess) -> list[str]:
 
 @dataclass
 class Driver:
-    """The pytest process as driver of a launched run.
+    """The pytest process as driver of a launched run."""
 
-    Attributes:
-        size: number of launched ranks.
-        environment: of this process at its start.
-        command: the command line that launches such a run on each host.
-        trusting: address of the store that shows the key of the run to everybody; empty if the key is secret.
-        exit_code: of the run, once it is known.
-    """
-
-    size: int
+    size: int  # number of launched ranks
     connections: Connections
-    environment: Mapping[str, str]
-    command: tuple[str, ...]
-    trusting: str = ""
-    exit_code: int = 70
+    environment: Mapping[str, str]  # of this process at its start
+    command: tuple[str, ...]  # the command line that launches such a run on each host
+    trusting: str = ""  # address of the store that shows the key of the run to everybody; empty if the key is secret
+    exit_code: int = 70  # of the run, once it is known
 
     def __enter__(self) -> Driver:
         return self
@@ -438,9 +415,8 @@ def take_over() -> Driver:
     """Become the driver that this process was started as."""
     with os.fdopen(int(os.environ.pop(_VARIABLE))) as file:
         settings = json.load(file)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # SIGINT is ignored in a process that a shell script started in its background
+    # SIGINT is ignored in a process that a shell script started in its background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     key = Key(bytes.fromhex(settings["key"]), "the agent of rank 0")
     connections = Connections(
         socket.socket(fileno=settings["listener"]), key, settings["size"], settings["parent"], _PATIENCE

@@ -31,32 +31,23 @@ _FIRST_PORT, _PORTS = 15_000, 16_000
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """One process of a launched run, described by environment variables.
+    """One process of a launched run, described by environment variables."""
 
-    Attributes:
-        launcher: the launcher; "variables" if only RANK, WORLD_SIZE and MASTER_ADDR identify it.
-        local_rank: rank on its host, None if unknown.
-        local_size: number of processes on its host, None if unknown.
-        node: index of its host, None if unknown.
-        address, port: of the rendezvous.
-        has_store: whether the launcher has a store at `address` and `port`; otherwise rank 0 makes one there.
-        final: whether the launcher will not restart a lost process.
-        alone: whether all processes are on this machine.
-        run: the launcher's name for the run, empty if it has no name.
-    """
-
+    # the launcher; "variables" if only RANK, WORLD_SIZE and MASTER_ADDR identify it
     launcher: Literal["torchrun", "srun", "variables"]
     rank: int
     size: int
-    local_rank: int | None
-    local_size: int | None
-    node: int | None
+    local_rank: int | None  # rank on its host, None if unknown
+    local_size: int | None  # number of processes on its host, None if unknown
+    node: int | None  # index of its host, None if unknown
+    # address, port: of the rendezvous
     address: str
     port: int
+    # whether the launcher has a store at `address` and `port`; otherwise rank 0 makes one there
     has_store: bool = False
-    final: bool = False
-    alone: bool = False
-    run: str = ""
+    final: bool = False  # whether the launcher will not restart a lost process
+    alone: bool = False  # whether all processes are on this machine
+    run: str = ""  # the launcher's name for the run, empty if it has no name
 
     @property
     def identity(self) -> str:
@@ -71,7 +62,7 @@ def launched_process_of(environment: Mapping[str, str]) -> LaunchedProcess | Non
     """Return the launched process of `environment`; None without a launcher, or for a run of one process."""
     variables = _Variables(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
-        launched = _of_torchrun(variables)
+        launched = _of_classic_variables(variables, torchrun=True)
     elif environment.get("SLURM_STEP_ID", "").isdecimal() and "SLURM_PROCID" in environment:
         launched = _of_srun(variables)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
@@ -103,23 +94,6 @@ class _Variables:
         return None
 
 
-def _of_torchrun(variables: _Variables) -> LaunchedProcess:
-    return LaunchedProcess(
-        "torchrun",
-        rank=variables.number("RANK"),
-        size=variables.number("WORLD_SIZE"),
-        local_rank=variables.number("LOCAL_RANK"),
-        local_size=variables.perhaps("LOCAL_WORLD_SIZE"),
-        node=variables.number("GROUP_RANK"),
-        address=variables.environment["MASTER_ADDR"],
-        port=variables.number("MASTER_PORT"),
-        has_store=variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        final=variables.perhaps("TORCHELASTIC_MAX_RESTARTS") == 0,
-        alone=variables.perhaps("LOCAL_WORLD_SIZE") == variables.number("WORLD_SIZE"),
-        run=variables.environment["TORCHELASTIC_RUN_ID"],
-    )
-
-
 def _of_srun(variables: _Variables) -> LaunchedProcess:
     environment = variables.environment
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
@@ -141,16 +115,26 @@ def _of_srun(variables: _Variables) -> LaunchedProcess:
     )
 
 
-def _of_classic_variables(variables: _Variables) -> LaunchedProcess:
+def _of_classic_variables(variables: _Variables, torchrun: bool = False) -> LaunchedProcess:
+    rank, size = variables.number("RANK"), variables.number("WORLD_SIZE")
+    local_size = variables.perhaps("LOCAL_WORLD_SIZE")
+    address, port = variables.environment["MASTER_ADDR"], variables.number("MASTER_PORT")
+    if not torchrun:
+        local_rank, node = variables.perhaps("LOCAL_RANK"), variables.perhaps("NODE_RANK", "GROUP_RANK")
+        return LaunchedProcess("variables", rank, size, local_rank, local_size, node, address, port)
     return LaunchedProcess(
-        "variables",
-        rank=variables.number("RANK"),
-        size=variables.number("WORLD_SIZE"),
-        local_rank=variables.perhaps("LOCAL_RANK"),
-        local_size=variables.perhaps("LOCAL_WORLD_SIZE"),
-        node=variables.perhaps("NODE_RANK", "GROUP_RANK"),
-        address=variables.environment["MASTER_ADDR"],
-        port=variables.number("MASTER_PORT"),
+        "torchrun",
+        rank=rank,
+        size=size,
+        local_rank=variables.number("LOCAL_RANK"),
+        local_size=local_size,
+        node=variables.number("GROUP_RANK"),
+        address=address,
+        port=port,
+        has_store=variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        final=variables.perhaps("TORCHELASTIC_MAX_RESTARTS") == 0,
+        alone=local_size == size,
+        run=variables.environment["TORCHELASTIC_RUN_ID"],
     )
 
 
@@ -163,8 +147,7 @@ def first_host(nodes: str) -> str:
     return f"{prefix}{lowest}{suffix}"
 
 
-_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""…/attempt_0/2/error.json: of the first attempt, for local rank 2."""
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # …/attempt_0/2/error.json: of the first attempt, for local rank 2
 
 _KEY = "mgpu_check_exit_code"
 

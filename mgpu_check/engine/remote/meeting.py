@@ -61,8 +61,7 @@ def is_loopback(host: str) -> bool:
 def listener_for(launched: LaunchedProcess, rendezvous: str = "") -> tuple[socket.socket, str]:
     """Open a socket for the driver on a free port; return the socket and the address that all agents can reach.
 
-    Args:
-        rendezvous: the host of the launcher's own rendezvous; empty if unknown.
+    `rendezvous`: the host of the launcher's own rendezvous; empty if unknown.
     """
     if launched.alone or is_loopback(launched.address) or is_loopback(rendezvous):
         addresses = [host for host in (launched.address, rendezvous) if _number(host) is not None and is_loopback(host)]
@@ -121,8 +120,7 @@ def _nearest_to(host: str) -> list[str]:
     return []
 
 
-PREFIX = "mgpu-check"
-"""Prefix of all keys in the store."""
+PREFIX = "mgpu-check"  # prefix of all keys in the store
 
 _DRIVER, _END = "driver", "end"
 _LONGEST = 1 << 16  # bytes of an entry: genuine entries have less than one thousand
@@ -130,27 +128,19 @@ _LONGEST = 1 << 16  # bytes of an entry: genuine entries have less than one thou
 
 @dataclass(frozen=True)
 class Announced:
-    """A driver that was announced in the store.
-
-    Attributes:
-        name: a random name, unique to this driver.
-    """
+    """A driver that was announced in the store."""
 
     address: str
     port: int
-    name: str
+    name: str  # a random name, unique to this driver
     key: Key
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a driver.
+    """The end of a driver."""
 
-    Attributes:
-        code: exit code of the run, None if the driver ended without a result.
-    """
-
-    code: int | None
+    code: int | None  # exit code of the run, None if the driver ended without a result
 
 
 class Meeting:

@@ -12,6 +12,7 @@ from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, Rel
 from mgpu_check.errors import NotCompared
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.search.scenarios import Mesh, Scenario, where_is
+from mgpu_check.processes.rank_lists import grouped
 
 _WIDE = 0.25
 """Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank.
@@ -20,8 +21,7 @@ Of the elements of a tensor some are two or three times the root mean square, an
 """
 _SMALL = 1e-2
 """Fraction of the largest gradient below which a gradient may be rounding errors only, as for a bias before a norm."""
-_ENOUGH = 4096
-"""Elements to sample from a large tensor for its magnitude."""
+_ENOUGH = 4096  # elements to sample from a large tensor for its magnitude
 
 
 def unjudged(
@@ -42,10 +42,8 @@ def unjudged(
     if expected.by_reference and not {"grads", "params"} & single.touched:
         return {}  # the reference leaves no gradients or parameters, only returned values to compare with
     trained = single.trained.union(*(run.trained for run in runs))
-    flat = any(
-        name.kind == "returned" and value.dim() == 1 and value.numel() > 1 for name, value in runs[0].values.items()
-    )
-    accounted = flat and bool(relations.skipped)
+    returned = (value for name, value in runs[0].values.items() if name.kind == "returned")
+    accounted = any(value.dim() == 1 and value.numel() > 1 for value in returned) and bool(relations.skipped)
     reasons: dict[str, str] = {}
     largest: dict[str, float] = {}
     for name in sorted(trained - {result.of for result in relations.local}):
@@ -93,8 +91,7 @@ def _size(value: torch.Tensor) -> float:
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
-_ALIKE = 0.01
-"""Losses of ranks that differ by no more than this fraction hide how the ranks are weighted."""
+_ALIKE = 0.01  # losses of ranks that differ by no more than this fraction hide how the ranks are weighted
 
 
 class PassLimits:
@@ -113,7 +110,11 @@ class PassLimits:
         if single.equal_lengths is not None:
             self._equal_lengths.add(single.equal_lengths)
         if len(runs) > 1 and runs[0].losses:
-            self._alike.add(_are_alike([run.losses for run in runs]))
+            several = [run.losses for run in runs]
+            self._alike.add(
+                len(set(map(len, several))) == 1
+                and all(max(own) - min(own) <= _ALIKE * max(map(abs, own)) for own in zip(*several, strict=True))
+            )
 
     def lines(self) -> Iterator[str]:
         if self._passes > 1 and self._program.reference is None:
@@ -131,12 +132,6 @@ class PassLimits:
                 "a wrong weight of ranks: the loss was the same within 1 % on all ranks; let batch draw samples that "
                 "differ more"
             )
-
-
-def _are_alike(losses: Sequence[Sequence[float]]) -> bool:
-    if any(len(of_rank) != len(losses[0]) for of_rank in losses):
-        return False
-    return all(max(each) - min(each) <= _ALIKE * max(map(abs, each)) for each in zip(*losses, strict=True))
 
 
 _SHOWN = 12
@@ -169,13 +164,10 @@ class ParameterCoverage:
     def finish(self, unjudged: Mapping[str, str]) -> None:
         """Check that every trained parameter was compared at every world size.
 
-        Args:
-            unjudged: patterns of parameters that need not be compared, with the reasons.
+        `unjudged`: patterns of parameters that need not be compared, with the reasons.
         """
         not_compared: dict[tuple[int, Mesh], dict[str, str]] = {}
-        used_patterns = {
-            pattern for pattern in unjudged if any(fnmatch.fnmatchcase(name, pattern) for name in self._local)
-        }
+        used_patterns = {each for each in unjudged if any(fnmatch.fnmatchcase(name, each) for name in self._local)}
         for place, missed in self._missed.items():
             for name in sorted(missed.keys() - self._judged[place]):
                 patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name, pattern)]
@@ -183,9 +175,8 @@ class ParameterCoverage:
                 if not patterns:
                     not_compared.setdefault(place, {})[name] = missed[name]
         if not_compared:
-            raise NotCompared(
-                self._told(not_compared), names=sorted({name for reasons in not_compared.values() for name in reasons})
-            )
+            names = sorted(set().union(*not_compared.values()))
+            raise NotCompared(self._told(not_compared), names=names)
         if idle := [pattern for pattern in unjudged if pattern not in used_patterns]:
             raise ValueError(
                 f"{self._program.gate}: unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was "
@@ -193,26 +184,20 @@ class ParameterCoverage:
             )
 
     def _told(self, not_compared: Mapping[tuple[int, Mesh], Mapping[str, str]]) -> str:
-        count = len({name for reasons in not_compared.values() for name in reasons})
+        missed = set().union(*not_compared.values())
         total = len(set().union(*self._trained.values()))
-        lines = [
-            f"{self._name} is undecided: {count} of {total} trained parameters were not compared with {self._against}"
-        ]
+        counts = f"{len(missed)} of {total} trained parameters"
+        lines = [f"{self._name} is undecided: {counts} were not compared with {self._against}"]
         for place, reasons in not_compared.items():
-            by_reason: dict[str, list[str]] = defaultdict(list)
-            for name, reason in reasons.items():
-                by_reason[reason].append(name)
-            for reason, several in by_reason.items():
+            for reason, several in grouped((reason, name) for name, reason in reasons.items()):
                 suffix = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
                 lines.append(f"  at {where_is(*place)}: {', '.join(several[:_SHOWN])}{suffix}: {reason}")
-        missed = {name for reasons in not_compared.values() for name in reasons}
         ways = []
         if missed & self._too_wide:
             ways.append("give a tolerance with tolerance=, or a reference= that computes in float32")
         if missed - self._too_wide:
-            ways.append(
-                "declare which slice each rank holds with placement=, build the model from one seed on all ranks"
-            )
+            slices = "declare which slice each rank holds with placement="
+            ways += [slices, "build the model from one seed on all ranks"]
         lines.append(f'  do: {", ".join(ways)}, or accept it with unjudged={{"pattern": "reason"}}')
         return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -18,13 +19,11 @@ from mgpu_check.diagnosis.observations import (
     Result,
 )
 from mgpu_check.gates.comparison.parameter_coverage import unjudged
-from mgpu_check.numerics.differences import Difference, difference, show
+from mgpu_check.numerics.differences import difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite
 
 RANDOM = Result("rng", "state of the random numbers")
-
-
 _DIVIDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
 
 
@@ -36,10 +35,9 @@ def relations_of(
 ) -> Relations:
     """Compare the results of each rank with one device, and the ranks with each other.
 
-    Args:
-        runs: in rank order. Ranks other than 0 may lack values, if the results are large.
-        tolerance: the user's tolerance, as a fraction of the largest magnitude of a tensor, for all tensors or by name;
-            None for the measured one.
+    `runs`: in rank order. Ranks other than 0 may lack values, if the results are large. `tolerance`: the user's
+    tolerance, as a fraction of the largest magnitude of a tensor, for all tensors or by name; None for the measured
+    one.
     """
     relations = Relations()
     first_run = runs[0]
@@ -58,23 +56,23 @@ def relations_of(
         if reason := _not_placed(expected, runs, name):
             relations.skipped[name] = reason
             continue
-        verdicts: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
-        verdicts[PARITY] = _parity(relations, expected, runs, name, allowed) if comparable else None
-        verdicts[AGREE] = _agreement(relations, runs, name, allowed)
-        verdicts[FINITE] = _finite(expected, runs, name)
-        relations.held[name] = verdicts
+        relations.held[name] = {
+            PARITY: _parity(relations, expected, runs, name, allowed) if comparable else None,
+            AGREE: _agreement(relations, runs, name, allowed),
+            FINITE: _finite(expected, runs, name),
+        }
     if "params" in kinds:
         _take_starts(relations, runs)
     if "rng" in kinds and (expected.single.draws or any(run.draws for run in runs)):
-        _take_random_state(relations, runs)
+        # A difference between random states is only reported, because it may be on purpose.
+        relations.streams = [ranks for _, ranks in grouped((run.rng, rank) for rank, run in enumerate(runs))]
+        relations.held[RANDOM] = {}
     if "returned" in kinds:
         _take_texts(relations, expected, runs)
     relations.unjudged = unjudged(relations, expected, runs, kinds, tolerance)
     relations.left_out = left_out
-    relations.placements = {
-        name: placement for name, placement in first_run.placements.items() if name.kind == "params"
-    }
+    relations.placements = {name: text for name, text in first_run.placements.items() if name.kind == "params"}
     return relations
 
 
@@ -127,15 +125,13 @@ def close(got: torch.Tensor | None, expected: torch.Tensor | None, allowed: torc
 
 
 def _take_texts(relations: Relations, expected: Expected, runs: Sequence[ObservedRun]) -> None:
-    """Compare returned values that are not numbers, for equality."""
     for name in {**expected.single.others, **runs[0].others}:
         text = expected.single.others.get(name)
         differing_ranks = [rank for rank, run in enumerate(runs) if run.others.get(name) != text]
         relations.held[name] = {PARITY: not differing_ranks}
         if differing_ranks:
-            relations.details[name] = (
-                f"got {runs[differing_ranks[0]].others.get(name)}, expected {text}, {named(differing_ranks)}"
-            )
+            got = runs[differing_ranks[0]].others.get(name)
+            relations.details[name] = f"got {got}, expected {text}, {named(differing_ranks)}"
             relations.wrong[name] = differing_ranks
 
 
@@ -154,12 +150,6 @@ def _take_starts(relations: Relations, runs: Sequence[ObservedRun]) -> None:
             relations.held[result] = {AGREE: False}
             relations.split.append(result)
             relations.details[result] = "ranks apply the same gradient to different values, so they are not copies"
-
-
-def _take_random_state(relations: Relations, runs: Sequence[ObservedRun]) -> None:
-    """Group ranks by their random state: a difference is only reported, because it may be on purpose."""
-    relations.streams = [list(ranks) for _, ranks in grouped((run.rng, rank) for rank, run in enumerate(runs))]
-    relations.held[RANDOM] = {}
 
 
 def _is_comparable(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> bool:
@@ -229,17 +219,10 @@ def _left_out(expected: Expected, first_run: ObservedRun) -> dict[str, str]:
 
 def _returns_gradients(reference: ObservedRun) -> bool:
     """Return whether the reference returns a tensor that equals a gradient of its model bit for bit."""
-    values_by_kind = {
-        result_kind: [
-            value for name, value in reference.values.items() if name.kind == result_kind and value.numel() > 1
-        ]
-        for result_kind in ("returned", "grads")
-    }
-    return "grads" in reference.touched and any(
-        returned.shape == value.shape and torch.equal(returned, value)
-        for returned in values_by_kind["returned"]
-        for value in values_by_kind["grads"]
-    )
+    several = grouped((name.kind, value) for name, value in reference.values.items() if value.numel() > 1)
+    by_kind = dict(several)
+    pairs = itertools.product(by_kind.get("returned", ()), by_kind.get("grads", ()))
+    return "grads" in reference.touched and any(one.shape == other.shape and one.equal(other) for one, other in pairs)
 
 
 def _account(run: ObservedRun) -> dict[str, torch.Tensor]:
@@ -294,13 +277,10 @@ def _parity(
     if name not in expected.single.values or name in expected.undetermined:
         return None
     expected_value = expected.exact.get(name, expected.single.values[name])
-    if name not in first_run.values:
+    if name not in first_run.values or name in first_run.gaps:
+        missing = name not in first_run.values
         relations.wrong[name] = list(range(len(runs)))
-        relations.details[name] = "missing on rank 0"
-        return False
-    if name in first_run.gaps:
-        relations.wrong[name] = list(range(len(runs)))
-        relations.details[name] = f"no rank holds {first_run.gaps[name]}"
+        relations.details[name] = "missing on rank 0" if missing else f"no rank holds {first_run.gaps[name]}"
         return False
     mismatches: dict[int, str] = {}
     for rank, run in enumerate(runs):
@@ -317,7 +297,8 @@ def _parity(
         if value.shape != expected_value.shape:
             mismatches[rank] = f"has shape {list(value.shape)}, expected {list(expected_value.shape)}"
         elif (off := difference(value, expected_value, allowed)) is not None:
-            mismatches[rank] = _describe(off)
+            ratio = f" (ratio {show(off.got / off.expected, torch.float32)})" if off.expected else ""
+            mismatches[rank] = f"{off}{ratio}"
     if not mismatches:
         return True
     relations.wrong[name] = sorted(mismatches)
@@ -361,7 +342,6 @@ def _agreement(
 
 
 def _has_equal_gradients(runs: Sequence[ObservedRun], name: Result) -> bool:
-    """Return whether the last gradient of a parameter of the model has the same bits on all ranks."""
     if name in runs[0].outside or any(name in run.own for run in runs):
         return False
     gradients = {run.digests.get(Result("grads", name.parameter)) for run in runs}
@@ -372,16 +352,7 @@ def _finite(expected: Expected, runs: Sequence[ObservedRun], name: Result) -> bo
     value = expected.exact.get(name)
     if value is None:
         return None
-    if all(name not in run.values or all_finite(run.values[name]) for run in runs):
-        return True
-    for run in runs:
-        got = run.values.get(name)
-        if got is not None and got.shape == value.shape and bool((value.isfinite() & ~got.isfinite()).any()):
-            return False
-    return True
-
-
-def _describe(off: Difference) -> str:
-    if not off.expected:
-        return str(off)
-    return f"{off} (ratio {show(off.got / off.expected, torch.float32)})"
+    several = [run.values[name] for run in runs if name in run.values]
+    return all(all_finite(got) for got in several) or not any(
+        got.shape == value.shape and bool((value.isfinite() & ~got.isfinite()).any()) for got in several
+    )

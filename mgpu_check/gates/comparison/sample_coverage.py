@@ -35,22 +35,14 @@ class Epoch:
 
 @dataclass
 class Visits:
-    """The epochs that one rank got.
-
-    Attributes:
-        labels: the text that a report shows for a sample, by identity.
-        shuffles: whether the loader has a sampler that should shuffle.
-        workers: the largest number of worker processes that read an IterableDataset.
-        bare: whether a generator yielded lists or tuples, which may be loaders or batches.
-        problem: why the user's functions cannot be used; "" if they can.
-    """
+    """The epochs that one rank got."""
 
     epochs: list[Epoch] = field(default_factory=list)
-    labels: dict[Hashable, str] = field(default_factory=dict)
-    shuffles: bool = False
-    workers: int = 0
-    bare: bool = False
-    problem: str = ""
+    labels: dict[Hashable, str] = field(default_factory=dict)  # the text that a report shows for a sample, by identity
+    shuffles: bool = False  # whether the loader has a sampler that should shuffle
+    workers: int = 0  # the largest number of worker processes that read an IterableDataset
+    bare: bool = False  # whether a generator yielded lists or tuples, which may be loaders or batches
+    problem: str = ""  # why the user's functions cannot be used; "" if they can
 
 
 @dataclass
@@ -75,14 +67,12 @@ def samples_of(
 ) -> EpochSamples:
     """Return the samples that the ranks got in one epoch, with the samples that they should get together.
 
-    Args:
-        expected: how often each sample should be seen; at least one sample.
+    `expected`: how often each sample should be seen; at least one sample.
     """
     largest = max((len(batch) for rank_epoch in rank_epochs for batch in rank_epoch.batches), default=0)
     batches = [len(rank_epoch.batches) for rank_epoch in rank_epochs]
-    return EpochSamples(
-        expected, [rank_epoch.counts for rank_epoch in rank_epochs], largest, batches, labels, workers, accepted
-    )
+    counts = [rank_epoch.counts for rank_epoch in rank_epochs]
+    return EpochSamples(expected, counts, largest, batches, labels, workers, accepted)
 
 
 def coverage_of(samples: EpochSamples) -> Coverage:
@@ -121,13 +111,10 @@ def same_orders(visits: Sequence[Visits], samples: int) -> tuple[list[int], bool
 
     A rank that draws k of n shuffled samples has n!/(n-k)! possible orders.
     """
-    same = [
-        rank
-        for rank, visit in enumerate(visits)
-        if visit.epochs[0].samples and len({epoch.samples for epoch in visit.epochs}) == 1
-    ]
+    orders_of_ranks = enumerate({epoch.samples for epoch in visit.epochs} for visit in visits)
+    same = [rank for rank, orders in orders_of_ranks if len(orders) == 1 and any(orders)]
     most = max((len(set(visits[rank].epochs[0].samples)) for rank in same), default=0)
     drawn = samples if len(same) == len(visits) else min(most, samples)
-    orders = math.lgamma(samples + 1) - math.lgamma(samples - drawn + 1)
+    possible = math.lgamma(samples + 1) - math.lgamma(samples - drawn + 1)
     repeats = len(visits[0].epochs) - 1
-    return same, repeats > 0 and orders * repeats > -math.log(_CHANCE)
+    return same, repeats > 0 and possible * repeats > -math.log(_CHANCE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu_check.diagnosis.evidence import ByRank, Evidence, Factor, Sampler, Start, UnfinishedCall
@@ -16,8 +16,7 @@ from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.processes.rank_lists import few, grouped, named
 
-_NEAR = 2e-3
-"""Relative tolerance of a factor: no element is further from it."""
+_NEAR = 2e-3  # relative tolerance of a factor: no element is further from it
 
 
 def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
@@ -43,8 +42,7 @@ def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
 def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> UnfinishedCall:
     """Return the evidence on a call that did not return on all ranks.
 
-    Args:
-        account: how each rank ended; None if only the error is known.
+    `account`: how each rank ended; None if only the error is known.
     """
     calls = UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
     if account is None:
@@ -73,24 +71,17 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
 
 def _held(tensors: Tensors) -> list[dict[str, float]]:
     """Return the parameters that each rank holds at its first backward; empty if some rank holds none."""
-    firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
-    sharded_names = _parts(tensors)
-    parameters_by_rank = [
-        {name: value for name, value in event.details["parameters"].items() if name not in sharded_names}
-        for event in firsts
-        if event is not None
-    ]
-    return parameters_by_rank if len(parameters_by_rank) == len(firsts) > 1 else []
-
-
-def _parts(tensors: Tensors) -> set[str]:
-    """Return the parameters that some rank replaced by a tensor of another shape, such as a shard."""
-    return {
+    firsts = [trace.of("backward")[0].details["parameters"] for trace in tensors.traces if trace.of("backward")]
+    if not len(firsts) == len(tensors.traces) > 1:
+        return []
+    # Some rank may have replaced a parameter by a tensor of another shape, such as a shard.
+    replaced = {
         name.of
         for run in tensors.seen
         for name, value in run.values.items()
         if name.kind == "params" and name.of in run.initial and run.initial[name.of].shape != value.shape
     }
+    return [{name: value for name, value in first.items() if name not in replaced} for first in firsts]
 
 
 def _parted(tensors: Tensors) -> str:
@@ -98,42 +89,29 @@ def _parted(tensors: Tensors) -> str:
 
 
 def _samplers(tensors: Tensors) -> list[Sampler]:
-    return [
-        Sampler(event.details["samples"], event.details["replicas"], event.details["drop_last"])
-        for _, event in tensors.events("sampler")
-    ]
+    details = [event.details for _, event in tensors.events("sampler")]
+    return [Sampler(each["samples"], each["replicas"], each["drop_last"]) for each in details]
 
 
 def _start(tensors: Tensors) -> Start | None:
     location = "at the first backward"
-    different = [name for name in _different(_held(tensors)) if tensors.is_whole(name)]
+    different = [name for name in unlike(_held(tensors)) if tensors.is_whole(name)]
     if not different:
         different, location = _different_in_own_model(tensors)
     if not different:
         return None
     seeds = {rank: event.details["seed"] for rank, event in reversed(list(tensors.events("seed", "generator")))}
     seeds |= {rank: run.built[-1].details["seed"] for rank, run in enumerate(tensors.seen) if run.built}
-    summary = ""
-    if len(set(seeds.values())) > 1:
-        summary = "; the seed set last is " + ", ".join(
-            f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items())
-        )
+    each = ", ".join(f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items()))
+    summary = f"; the seed set last is {each}" if len(set(seeds.values())) > 1 else ""
     briefly = f"{different[0]} differs between ranks {location}"
     return Start(f"{briefly} already{summary}", briefly)
 
 
-def _different(parameters_by_rank: Sequence[dict[str, float]]) -> list[str]:
-    """Return what differs, of the parameters that all of them have: stages of a pipeline have their own."""
-    common = (
-        [name for name in parameters_by_rank[0] if all(name in parameters for parameters in parameters_by_rank)]
-        if parameters_by_rank
-        else []
-    )
-    return [
-        name
-        for name in common
-        if any(parameters[name] != parameters_by_rank[0][name] for parameters in parameters_by_rank)
-    ]
+def unlike(by_rank: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return what differs between ranks, of what all of them have: stages of a pipeline have their own parameters."""
+    common = [name for name in by_rank[0] if all(name in own for own in by_rank)] if by_rank else []
+    return [name for name in common if any(own[name] != by_rank[0][name] for own in by_rank)]
 
 
 def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
@@ -147,12 +125,10 @@ def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
         return [], ""
     for alone, *same in zip(*map(_first_calls, (tensors.alone, *tensors.traces)), strict=False):
         parameters_by_rank = [event.details["parameters"] for event in same]
-        if (
-            len({(event.name, event.site) for event in same}) > 1
-            or alone.details["parameters"] not in parameters_by_rank
-        ):
+        known = alone.details["parameters"] in parameters_by_rank
+        if not known or len({(event.name, event.site) for event in same}) > 1:
             break
-        if different := [name for name in _different(parameters_by_rank) if tensors.is_whole(name)]:
+        if different := [name for name in unlike(parameters_by_rank) if tensors.is_whole(name)]:
             return different, f"when {same[0].name} is first called ({same[0].site})"
     return [], ""
 
@@ -169,12 +145,8 @@ def _loads(tensors: Tensors) -> ByRank:
     lines = [[event.where for event in trace.of("load")] for trace in tensors.traces]
     if len(set(map(len, lines))) == 1:
         return ByRank(list(map(len, lines)))
-    odd = next(
-        line
-        for lines_of_rank in lines
-        for line in lines_of_rank
-        if len({other_lines.count(line) for other_lines in lines}) > 1
-    )
+    everywhere = itertools.chain.from_iterable(lines)
+    odd = next(line for line in everywhere if len({of_rank.count(line) for of_rank in lines}) > 1)
     counts = [lines_of_rank.count(odd) for lines_of_rank in lines]
     groups = grouped((count, rank) for rank, count in enumerate(counts))
     summary = ", ".join(f"{count} time{'s' * (count != 1)} on {named(ranks)}" for count, ranks in groups)
@@ -208,21 +180,15 @@ def _trained(tensors: Tensors) -> ByRank:
 def _rates(tensors: Tensors) -> ByRank:
     rates = [[event.details["rates"] for event in trace.of("step")] for trace in tensors.traces]
     of_its_own = any(run.own for run in tensors.seen) or len({run.groups for run in tensors.seen}) > 1
-    if (of_its_own and not _trained_apart(tensors)) or len(set(map(len, rates))) > 1:
+    settings = grouped((name, own.get("lr")) for run in tensors.seen for name, own in run.settings.items())
+    apart = any(len(set(of_ranks)) > 1 for _, of_ranks in settings)
+    if (of_its_own and not apart) or len(set(map(len, rates))) > 1:
         return ByRank()  # each rank steps parameters of its own, in groups of its own, or another number of times
     metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
     schedule, by = tensors.first("schedule"), ""
     if schedule is not None and len(set(metrics.values())) > 1:
         by = f": {schedule.where} is given each rank's own value"
     return ByRank(rates, f"ranks have stepped with different learning rates{by}")
-
-
-def _trained_apart(tensors: Tensors) -> bool:
-    rates: dict[str, set[object]] = {}
-    for run in tensors.seen:
-        for name, settings in run.settings.items():
-            rates.setdefault(name, set()).add(settings.get("lr"))
-    return any(len(rates_of_ranks) > 1 for rates_of_ranks in rates.values())
 
 
 def _scales(tensors: Tensors) -> ByRank:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from mgpu_check.diagnosis.divergence import Parting, WrongModule
 from mgpu_check.diagnosis.observations import PARITY, Result
@@ -20,69 +19,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh that a failure needs.
+    """The axes of a mesh that a failure needs."""
 
-    Attributes:
-        needed: the axes that the failure needs.
-        how: whether it needs all of them together ("all"), or any one of them ("any").
-        passing: axes that pass alone: the step passes if only this axis is larger than 1.
-        others: axes whose size does not matter.
-    """
-
-    needed: tuple[str, ...]
-    how: Literal["all", "any"]
-    passing: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    needed: tuple[str, ...]  # the axes that the failure needs
+    how: Literal["all", "any"]  # whether it needs all of them together ("all"), or any one of them ("any")
+    passing: tuple[str, ...] = ()  # axes that pass alone: the step passes if only this axis is larger than 1
+    others: tuple[str, ...] = ()  # axes whose size does not matter
 
 
 @dataclass(frozen=True)
 class FirstWrong:
-    """The first optimizer step that is wrong on a rank.
+    """The first optimizer step that is wrong on a rank."""
 
-    Attributes:
-        step: number of the step, from 1.
-        result: the first wrong result, in the order of the model; None if the rank skips the step.
-    """
-
-    step: int
+    step: int  # number of the step, from 1
     rank: int
-    result: Result | None
+    result: Result | None  # the first wrong result, in the order of the model; None if the rank skips the step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A step that does not scale, in its smallest case.
-
-    Attributes:
-        case: the smallest case, as name -> value.
-        findings: the mistakes that explain the failure, the likeliest first.
-        incomplete: failed parts of the diagnosis, a line each.
-        defined: the line where the step is defined; "" if it is unknown.
-        verdict: which configurations disagree; "" for a step that does not scale.
-        against: what the results are compared with.
-    """
+    """A step that does not scale, in its smallest case."""
 
     name: str
-    case: Mapping[str, object]
-    findings: Sequence[Finding] = ()
-    incomplete: Sequence[str] = ()
-    defined: str = ""
-    verdict: str = ""
-    against: str = PARITY
+    case: Mapping[str, object]  # the smallest case, as name -> value
+    findings: Sequence[Finding] = ()  # the mistakes that explain the failure, the likeliest first
+    incomplete: Sequence[str] = ()  # failed parts of the diagnosis, a line each
+    defined: str = ""  # the line where the step is defined; "" if it is unknown
+    verdict: str = ""  # which configurations disagree; "" for a step that does not scale
+    against: str = PARITY  # what the results are compared with
+
+    @property
+    def heading(self) -> str:
+        return self.verdict or f"{self.name} does not scale"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoReturn(Failure):
-    """Ranks that did not return.
+    """Ranks that did not return."""
 
-    Attributes:
-        account: how the call ended on each rank; None if only the error is known.
-        hung: True if the time ran out; False if a rank raised or died.
-    """
-
-    account: Account | None
+    account: Account | None  # how the call ended on each rank; None if only the error is known
     lines: Sequence[str]
-    hung: bool
+    hung: bool  # True if the time ran out; False if a rank raised or died
 
     @property
     def stacks(self) -> list[str]:
@@ -91,46 +68,39 @@ class NoReturn(Failure):
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch(Failure):
-    """Ranks that returned with other results than one device.
+    """Ranks that returned with other results than one device."""
 
-    Attributes:
-        size: the world size, or the number of devices of a single process.
-        patterns: descriptions of the first wrong values, a line each.
-        axes, first_wrong, parting, module: see their types; None if unknown.
-        factor: the one factor of all results in `factor_of`; None if unknown.
-        of_update: the gradients are right and the parameters are wrong.
-        wrong_alone: the step already differs from the reference at world size 1.
-        repeated: a second run completed.
-    """
-
-    size: int
+    size: int  # the world size, or the number of devices of a single process
     single_process: bool
     relations: Relations
     expected: Expected
-    patterns: Sequence[str] = ()
+    patterns: Sequence[str] = ()  # descriptions of the first wrong values, a line each
+    # axes, first_wrong, parting, module: see their types; None if unknown.
     axes: Axes | None = None
     first_wrong: FirstWrong | None = None
     parting: Parting | None = None
     module: WrongModule | None = None
-    factor: float | None = None
+    factor: float | None = None  # the one factor of all results in `factor_of`; None if unknown
     factor_of: Sequence[Result] = ()
-    of_update: bool = False
-    wrong_alone: bool = False
-    repeated: bool = True
+    of_update: bool = False  # the gradients are right and the parameters are wrong
+    wrong_alone: bool = False  # the step already differs from the reference at world size 1
+    repeated: bool = True  # a second run completed
 
 
-_SHOWN = 8
-"""Most ranks, or groups of ranks, whose values a report shows."""
+_SHOWN = 8  # most ranks, or groups of ranks, whose values a report shows
 
 
-@singledispatch
 def report_of(failure: Failure) -> Report:
-    raise TypeError(f"no words for {type(failure).__name__}")
+    """Return the report of a `NoReturn` or a `Mismatch`."""
+    return _of_no_return(failure) if isinstance(failure, NoReturn) else _of_mismatch(cast(Mismatch, failure))
 
 
-@report_of.register
 def _of_no_return(failure: NoReturn) -> Report:
-    account = failure.account
+    account, place = failure.account, ""
+    if account is not None:
+        # The first call that differs between ranks, or the last call of the first rank.
+        entered = next(iter((account.parted or account.last).values()), None)
+        place = entered.site if entered is not None and entered.file else ""
     headline, *rest = failure.lines
     ends = []
     if failure.hung:
@@ -139,11 +109,11 @@ def _of_no_return(failure: NoReturn) -> Report:
         though = "" if failure.against == failure.name else f", though it does on {failure.against}"
         ends = [f"terminates: NO{though}"]
     return Report(
-        f"{_verdict(failure)}: {headline}",
+        f"{failure.heading}: {headline}",
         failure.case,
         findings=failure.findings,
         remarks=[*ends, *rest, *failure.incomplete],
-        place=_last_call(account) or failure.defined,
+        place=place or failure.defined,
     )
 
 
@@ -155,30 +125,17 @@ def late_hang(failure: NoReturn, hang: RankHang) -> RankHang:
     return late
 
 
-def _verdict(failure: Failure) -> str:
-    return failure.verdict or f"{failure.name} does not scale"
-
-
-def _columns(verdicts: Mapping[str, bool | None], against: str) -> dict[str, bool | None]:
-    return {against if relation == PARITY else relation: holds for relation, holds in verdicts.items()}
-
-
-def _last_call(account: Account | None) -> str:
-    """Return the line of the first call that differs between ranks, or of the last call of the first rank."""
-    if account is None:
-        return ""
-    entered = next(iter((account.parted or account.last).values()), None)
-    return entered.site if entered is not None and entered.file else ""
-
-
-@report_of.register
 def _of_mismatch(failure: Mismatch) -> Report:
     relations = failure.relations
     return Report(
-        f"{_verdict(failure)}: {_what_differs(failure)}",
+        f"{failure.heading}: {_what_differs(failure)}",
         failure.case,
         [
-            Observable(str(name), _columns(verdicts, failure.against), relations.details.get(name, ""))
+            Observable(
+                str(name),
+                {failure.against if relation == PARITY else relation: holds for relation, holds in verdicts.items()},
+                relations.details.get(name, ""),
+            )
             for name, verdicts in relations.held.items()
         ],
         failure.findings,
@@ -212,32 +169,25 @@ def _where_first(failure: Mismatch, broken: Sequence[Result]) -> str:
 
 
 def _axes(axes: Axes) -> str:
-    sizes = " > 1"
     if axes.how == "all":
-        return f"fails only when {' and '.join(axes.needed)}{sizes} together; passes with each alone"
+        return f"fails only when {' and '.join(axes.needed)} > 1 together; passes with each alone"
     if len(axes.needed) > 1:
-        return f"fails when {' or '.join(axes.needed)}{sizes}, each by itself"
-    summary = f"fails when {axes.needed[0]}{sizes}, for any {' and '.join(axes.others)}"
+        return f"fails when {' or '.join(axes.needed)} > 1, each by itself"
+    summary = f"fails when {axes.needed[0]} > 1, for any {' and '.join(axes.others)}"
     return summary + (f"; passes with {' and '.join(axes.passing)} alone" if axes.passing else "")
 
 
 def _known(failure: Mismatch) -> Iterator[str]:
-    """Yield the facts of a failure that no known mistake explains."""
     if failure.of_update:
         yield "gradients are right; what the optimizer makes of them is not"
     if failure.module is not None:
-        yield _module(failure.module, failure.against)
+        module = failure.module
+        before = "" if module.what == "output" else "outputs of modules are right; "
+        where = f"is {module.name}, on {named(module.ranks)}"
+        yield f"{before}the first module whose {module.what} is not that of {failure.against} {where}"
     if failure.factor is not None:
         verb = "is" if len(failure.factor_of) == 1 else "are"
         yield f"{few(failure.factor_of)} {verb} {failure.factor:.6g} times what {failure.against} gives"
-
-
-def _module(module: WrongModule, against: str) -> str:
-    before = "" if module.what == "output" else "outputs of modules are right; "
-    return (
-        f"{before}the first module whose {module.what} is not that of {against} is {module.name}, on "
-        f"{named(module.ranks)}"
-    )
 
 
 def _parting(parting: Parting) -> str:
@@ -254,14 +204,11 @@ def _remarks(failure: Mismatch) -> Iterator[str]:
     if failure.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
     yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})
-    by_reason = grouped(
-        (reason, name) for name, reason in relations.skipped.items() if name.kind not in relations.left_out
-    )
+    skipped = ((name, why) for name, why in relations.skipped.items() if name.kind not in relations.left_out)
+    by_reason = grouped((reason, name) for name, reason in skipped)
     yield from (f"not compared: {few(result_names)}: {reason}" for reason, result_names in by_reason)
-    yield from (
-        f"local: {few(result_names)}: {reason}"
-        for reason, result_names in grouped((w, n) for n, w in relations.local.items())
-    )
+    local = grouped((reason, name) for name, reason in relations.local.items())
+    yield from (f"local: {few(result_names)}: {reason}" for reason, result_names in local)
     yield from (f"{name} is divided: {placement}" for name, placement in relations.placements.items())
     if len(relations.streams) > 1:
         groups = "; ".join(named(ranks) for ranks in relations.streams)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,7 +35,7 @@ from mgpu_check.diagnosis.tensors import Tensors
 from mgpu_check.engine.failures import account_of
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.comparison.relations import RANDOM, allowed_for, close, ranks_changed, repeats
-from mgpu_check.gates.explanation.evidence import calls_of, evidence_of
+from mgpu_check.gates.explanation.evidence import calls_of, evidence_of, unlike
 from mgpu_check.gates.explanation.failure_report import Axes, Failure, FirstWrong, Mismatch, NoReturn
 from mgpu_check.gates.gate_arguments import definition_of
 from mgpu_check.gates.program import wants_world_size
@@ -57,7 +58,7 @@ def shrunk_to_axes(trials: Trials, failed: Trial) -> tuple[Trial, Axes | None]:
     wide = tuple(axis for axis, size in mesh if size > 1)
     if len(wide) < 2:
         return failed, None
-    alone = {axis: _tried(trials, failed, _only(mesh, [axis])) for axis in wide}
+    alone = {axis: _tried(trials, failed, tuple((a, s if a == axis else 1) for a, s in mesh)) for axis in wide}
     guilty = {axis: outcome for axis, outcome in alone.items() if isinstance(outcome, Trial)}
     passing = tuple(axis for axis, outcome in alone.items() if outcome is True)
     if not guilty:
@@ -78,10 +79,6 @@ def _tried(trials: Trials, failed: Trial, mesh: Mesh) -> Trial | bool | None:
     return True if trials.completed[scenario.place] else None
 
 
-def _only(mesh: Mesh, axes: Iterable[str]) -> Mesh:
-    return tuple((axis, size if axis in axes else 1) for axis, size in mesh)
-
-
 _Group = tuple[int, tuple[tuple[int, ...], ...]]
 """Index among the groups of a rank, and the ranks of each group with this index."""
 
@@ -89,8 +86,7 @@ _MOST_LINES = 12
 _MOST_RUNS = 40
 _MOST_TERMS = 4
 _EXTREMES = ("max", "min")
-_SECONDS = (5.0, 20.0)
-"""Shortest and longest timeout of a changed step, in seconds: the change may make it hang."""
+_SECONDS = (5.0, 20.0)  # shortest and longest timeout of a changed step, in seconds: the change may make it hang
 _TIMES = 20.0
 """Timeout as a multiple of the latest unchanged run, so that a right change is not taken for a hang on a busy
 machine."""
@@ -106,30 +102,25 @@ def changes_tried(
     if trials.program.single_process or scenario.world_size < 2:
         return []
     changes: list[Change] = []
-    for number, change in enumerate(_changes(trials, scenario, traces, relations)):
-        if number >= _MOST_RUNS:
-            break
-        holds = _holds(trials, scenario, change) and _holds(trials, _other_seed(scenario), change)
+    reseeded = scenario if scenario.batches else replace(scenario, seed=scenario.seed + 1)
+    for change in itertools.islice(_changes(trials, scenario, traces, relations), _MOST_RUNS):
+        holds = _holds(trials, scenario, change) and _holds(trials, reseeded, change)
         changes.append(replace(change, holds=holds))
         if holds:
             break
     return changes
 
 
-def _other_seed(scenario: Scenario) -> Scenario:
-    return scenario if scenario.batches else replace(scenario, seed=scenario.seed + 1)
-
-
-def _patience(trials: Trials) -> float:
+def _patiently(trials: Trials, by: Callable[..., Any], scenario: Scenario, *how: Change) -> list[Any]:
+    """Run on ranks, with a timeout that fits a changed step."""
     least, most = _SECONDS
-    return min(most, max(least, _TIMES * trials.latest))
+    timeout = min(most, max(least, _TIMES * trials.latest))
+    return trials.ranks.run(by, trials.program, scenario, *how, size=scenario.world_size, timeout=timeout)
 
 
 def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
     try:
-        runs = trials.ranks.run(
-            run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_patience(trials)
-        )
+        runs = _patiently(trials, run_changed, scenario, change)
         expected = trials.expected(scenario)
         relations = trials.compared(expected, trials.assembled(scenario, runs))
     except (CheckFailure, RankHang, ValueError):
@@ -142,9 +133,8 @@ def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
 def _wrong_but_for_losses(relations: Relations, expected: Expected) -> list[Result]:
     """Return the results with a failed relation, except returned scalars, which no change of a gradient affects."""
     values = expected.single.values
-    shown = {
-        name for name in relations.held if name.kind == "returned" and (name not in values or values[name].numel() == 1)
-    }
+    returned = {name for name in relations.held if name.kind == "returned"}
+    shown = {name for name in returned if name not in values or values[name].numel() == 1}
     return [name for name, verdicts in relations.held.items() if name not in shown and False in verdicts.values()]
 
 
@@ -169,7 +159,8 @@ def _changes(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace], re
         op, size = _op(events), _size(events)
         if "avg" in op:
             yield Change("op", name, line, "sum", size=size)
-        if _reduces(name) and size > 1 and op not in _EXTREMES:
+        # Only a collective that sums or averages can give a multiple of the right values.
+        if name in COLLECTIVES and COLLECTIVES[name].reduces and size > 1 and op not in _EXTREMES:
             yield Change("divide", name, line, size=size)
             yield Change("multiply", name, line, size=size)
     if _wrong_but_for_losses(relations, trials.expected(scenario)):
@@ -197,9 +188,8 @@ def _waits(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], relations: 
         for line, events in lines
         if _kind(line[0]) != "message" and any(event.details.get("asynchronous") for event in events)
     ]
-    unsteady = any(
-        False in (verdicts.get(FINITE), verdicts.get(REPEATS)) for n, verdicts in relations.held.items() if n != RANDOM
-    )
+    several = (verdicts for name, verdicts in relations.held.items() if name != RANDOM)
+    unsteady = any(False in (verdicts.get(FINITE), verdicts.get(REPEATS)) for verdicts in several)
     each = [*((line,) for line, _ in started), tuple(line for line, _ in started)] if unsteady else []
     for chosen in dict.fromkeys((tuple(line for line, waited in started if not waited), *each)):
         if chosen:
@@ -212,11 +202,6 @@ def _op(events: Sequence[CallEvent]) -> str:
 
 def _size(events: Sequence[CallEvent]) -> int:
     return max((len(event.details.get("group", ())) for event in events), default=0)
-
-
-def _reduces(name: str) -> bool:
-    """Return whether a collective sums or averages: only those can give a multiple of the right values."""
-    return name in COLLECTIVES and COLLECTIVES[name].reduces
 
 
 def _in_groups(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]], groups: Sequence[_Group]) -> Iterator[Change]:
@@ -240,9 +225,8 @@ def _combined(
         return
     for how in ("mean", "sum") if len(passes[0]) == steps else ("mean",):
         for index, now in groups:
-            yield Change(
-                "combine", "backward", passes[0][-1].site, (index, parameter_names, how), now=now, size=len(now[0])
-            )
+            value = index, parameter_names, how
+            yield Change("combine", "backward", passes[0][-1].site, value, now=now, size=len(now[0]))
 
 
 def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
@@ -257,16 +241,7 @@ def _stepped_alone(traces: Sequence[RankTrace]) -> tuple[str, ...]:
         if len(before) == len(trace.events) or not events or events[-1].kind == "collective":
             return ()
         gradients_by_rank.append(events[-1].details.get("left", {}))
-    everywhere = (
-        [name for name in gradients_by_rank[0] if all(name in gradients for gradients in gradients_by_rank)]
-        if gradients_by_rank
-        else []
-    )
-    return tuple(
-        name
-        for name in everywhere
-        if any(gradients[name] != gradients_by_rank[0][name] for gradients in gradients_by_rank)
-    )
+    return tuple(unlike(gradients_by_rank))
 
 
 def _kind(name: str) -> str:
@@ -276,11 +251,7 @@ def _kind(name: str) -> str:
 def _lines(traces: Sequence[RankTrace]) -> list[tuple[tuple[str, str], list[CallEvent]]]:
     """Return the lines that call collectives, equally often on each rank: a change there leaves no rank waiting."""
     counts = [Counter((event.name, event.site) for event in trace.of("collective") if event.site) for trace in traces]
-    if not counts:
-        return []
-    common = [
-        line for line, count in counts[0].items() if all(rank_counts.get(line) == count for rank_counts in counts)
-    ]
+    common = [line for line in counts[0] if len({count[line] for count in counts}) == 1] if counts else []
     return [
         (line, [event for trace in traces for event in trace.of("collective") if (event.name, event.site) == line])
         for line in common[:_MOST_LINES]
@@ -316,10 +287,8 @@ def _orders(lines: Sequence[tuple[tuple[str, str], list[CallEvent]]]) -> Iterato
 
 def _terms(trials: Trials, scenario: Scenario, traces: Sequence[RankTrace]) -> Iterator[Change]:
     try:
-        ranks = trials.ranks.run(
-            run_noting_terms, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
-        )
-    except (CheckFailure, RankHang):
+        ranks = _patiently(trials, run_noting_terms, scenario)
+    except _ENDS:
         return
     terms = {(term.backward, term.paths): term for terms_of_rank in ranks for term in terms_of_rank}
     losses = {backward for backward, _ in terms}
@@ -335,11 +304,9 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
     if not trials.one_device:
         return
     try:
-        ranks = trials.ranks.run(
-            run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
-        )
+        ranks = _patiently(trials, run_noting_ranges, scenario)
         (alone,) = trials.ranks.run(run_noting_ranges, trials.program, scenario, size=1)
-    except (CheckFailure, RankHang):
+    except _ENDS:
         return
     for line, full_range in alone.items():
         local_ranges = [ranges_of_rank[line] for ranges_of_rank in ranks if line in ranges_of_rank]
@@ -358,20 +325,26 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
 _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000
-_FEW = 16
-"""Fewer wrong values than this may fit an explanation by chance."""
-_REDRAWN = (1, 2, 3)
-"""Draws to discard in further runs: a decision may come out alike with other numbers."""
+_FEW = 16  # fewer wrong values than this may fit an explanation by chance
+_REDRAWN = (1, 2, 3)  # draws to discard in further runs: a decision may come out alike with other numbers
 _ENOUGH = (Effort.PROVISIONAL, Effort.WIDENED)
 """Efforts that show whether a scaled-down batch is right: every effort rejects a wrong result."""
-_ENDS = (CheckFailure, RankHang)
-"""Errors that end a run without evidence."""
+_ENDS = (CheckFailure, RankHang)  # errors that end a run without evidence
+_T = TypeVar("_T")
 
 
-def as_seen(failed: Trial, relations: Relations) -> Tensors:
-    """Return the evidence of a failure before further runs."""
-    case, nothing = failed.scenario, Hypotheses([], [])
-    return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.runs, (), nothing)
+def _tensors(
+    case: Scenario,
+    expected: Expected,
+    relations: Relations,
+    runs: Sequence[ObservedRun],
+    traces: Sequence[RankTrace] = (),
+    hypotheses: Hypotheses | None = None,
+    **further: Any,
+) -> Tensors:
+    none = Hypotheses([], [])
+    sizes = case.world_size, case.samples, case.steps
+    return Tensors(*sizes, expected, relations, runs, traces, hypotheses or none, **further)
 
 
 class SecondLook:
@@ -387,9 +360,8 @@ class SecondLook:
     def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
         assert failed.relations is not None
         self._trials, self._scenario, self._sizes, self._attempts = trials, failed.scenario, sizes, attempts
-        self._expected = attempts.of(
-            "measuring each optimizer step", failed.expected, trials.expected, failed.scenario, deep=True
-        )
+        label, case = "measuring each optimizer step", failed.scenario
+        self._expected = attempts.of(label, failed.expected, trials.expected, case, deep=True)
         self._seen, self._relations = failed.runs, failed.relations
         self._traces: Sequence[RankTrace] = ()
         self.repeated = True
@@ -403,26 +375,22 @@ class SecondLook:
         attempts.of("the run with permuted samples", None, self._in_other_order)
         windows = max(1, max((len(trace.of("backward")) for trace in self._traces), default=1) // max(1, case.steps))
         hypotheses = attempts.of("the parts of the batch", None, self._hypotheses, case, windows)
-        further = (
-            attempts.of("the runs with other seeds", [], self._with_other_seeds, windows)
-            if hypotheses is not None and hypotheses.divisions
-            else []
-        )
-        tensors = Tensors(
-            case.world_size,
-            case.samples,
-            case.steps,
+        further: list[Tensors] = []
+        if hypotheses is not None and hypotheses.divisions:
+            further = attempts.of("the runs with other seeds", further, self._with_other_seeds, windows)
+        tensors = _tensors(
+            case,
             self._expected,
             self._relations,
             self._seen,
             self._traces,
-            hypotheses or Hypotheses([], []),
+            hypotheses,
             wrong_alone=attempts.of("the step at world size 1", False, self._is_wrong_alone),
             right_when_small=attempts.of("the run with a small batch", None, self._when_small),
             further=further,
             elsewhere=elsewhere,
             shardwise=wants_world_size(self._trials.program.reference),
-            alone=attempts.of("the record of one device", None, self._trace_alone),
+            alone=attempts.of("the record of one device", None, self._unless_it_ends, self._trials.trace_alone, case),
             mesh=case.mesh,
             by_draws=attempts.of("the runs with other random numbers", frozenset(), self._by_draws),
             tried=attempts.of(
@@ -436,9 +404,8 @@ class SecondLook:
     def _trace(self) -> None:
         """Run the case and record its calls. Its results replace the earlier ones only if it fails again."""
         trials, case = self._trials, self._scenario
-        try:
-            pairs = trials.run_on_ranks(trials.program, case, by=run_traced)
-        except _ENDS:
+        pairs = self._unless_it_ends(trials.run_on_ranks, trials.program, case, by=run_traced)
+        if pairs is None:
             return
         self._traces = tuple(trace for _, trace in pairs)
         runs = trials.assembled(case, [run for run, _ in pairs])
@@ -446,9 +413,11 @@ class SecondLook:
         if not relations.holds:
             self._seen, self._relations = runs, relations
 
-    def _trace_alone(self) -> RankTrace | None:
+    @staticmethod
+    def _unless_it_ends(run: Callable[..., _T], *args: Any, **how: Any) -> _T | None:
+        """Return what a run gives, or None if it ends without evidence."""
         try:
-            return self._trials.trace_alone(self._scenario)
+            return run(*args, **how)
         except _ENDS:
             return None
 
@@ -459,15 +428,11 @@ class SecondLook:
         return not self._trials.compared(self._expected, [own]).holds
 
     def _hypotheses(self, scenario: Scenario, windows: int) -> Hypotheses | None:
-        if not self._trials.one_device:
+        trials = self._trials
+        if not trials.one_device:
             return None  # the step may not run on one device
-        try:
-            hypotheses: Hypotheses = self._trials.ranks.run(
-                run_hypotheses, self._trials.program, scenario, windows, size=1
-            )[0]
-        except _ENDS:
-            return None
-        return hypotheses
+        found = self._unless_it_ends(trials.ranks.run, run_hypotheses, trials.program, scenario, windows, size=1)
+        return None if found is None else found[0]
 
     def _with_other_seeds(self, windows: int) -> list[Tensors]:
         """Return the evidence of the same case with other seeds; a mistake must explain these results, too.
@@ -475,7 +440,8 @@ class SecondLook:
         A metric has few values, so any explanation may fit them by chance, and other seeds may leave the batch as is.
         Then there are cases with more samples, too; their number leaves the parts as uneven as before.
         """
-        case, evidence = self._scenario, []
+        case = self._scenario
+        evidence: list[Tensors] = []
         if case.batches:
             return []
         values = self._expected.single.values
@@ -483,10 +449,8 @@ class SecondLook:
         for number in range(1, _FURTHER + 1):
             reseeded = replace(case, seed=case.seed + number)
             enlarged = replace(reseeded, samples=case.samples * (number * case.world_size + 1))
-            tried = (
-                further for variant in (reseeded, enlarged) if (further := self._further(variant, windows)) is not None
-            )
-            evidence += list(itertools.islice(tried, 2 if small else 1))
+            tried = filter(None, (self._further(variant, windows) for variant in (reseeded, enlarged)))
+            evidence += itertools.islice(tried, 2 if small else 1)
         return evidence
 
     def _further(self, scenario: Scenario, windows: int) -> Tensors | None:
@@ -502,8 +466,7 @@ class SecondLook:
         hypotheses = self._hypotheses(scenario, windows)
         if hypotheses is None or sum(value.numel() for value in runs[0].values.values()) > _LARGE:
             return None
-        relations = trials.compared(expected, runs)
-        return Tensors(scenario.world_size, scenario.samples, scenario.steps, expected, relations, runs, (), hypotheses)
+        return _tensors(scenario, expected, trials.compared(expected, runs), runs, hypotheses=hypotheses)
 
     def _when_small(self) -> bool | None:
         """Return whether the step is right for a scaled-down batch, which reaches no limit on a norm."""
@@ -518,24 +481,19 @@ class SecondLook:
             return None
 
     def _repeat(self) -> None:
-        """Compare the case with a second run, and add the relation to each result."""
-        try:
-            repeated_runs = self._trials.on_ranks(self._scenario, all_values=True)
-        except _ENDS:
-            self.repeated = False
-            return
-        repeats(self._relations, self._expected, self._seen, repeated_runs, self._trials.tolerance)
+        repeated_runs = self._unless_it_ends(self._trials.on_ranks, self._scenario, all_values=True)
+        self.repeated = repeated_runs is not None
+        if repeated_runs is not None:
+            repeats(self._relations, self._expected, self._seen, repeated_runs, self._trials.tolerance)
 
     def _by_draws(self) -> frozenset[Result]:
-        """Return the results that other random numbers change."""
         trials, case = self._trials, self._scenario
         changed: set[Result] = set()
         if not self._expected.drawn and not any(trace.drawn or trace.of("generator") for trace in self._traces):
             return frozenset()
         for times in _REDRAWN:
-            try:
-                runs = trials.run_on_ranks(trials.program, case, times, by=run_redrawn)
-            except _ENDS:
+            runs = self._unless_it_ends(trials.run_on_ranks, trials.program, case, times, by=run_redrawn)
+            if runs is None:
                 break
             redrawn_runs = trials.assembled(case, runs)
             compared = (self._expected, self._seen, redrawn_runs)
@@ -551,25 +509,20 @@ class SecondLook:
         other_size = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
         if other_size is None:
             return None
-        try:
-            other_run: ObservedRun = self._trials.on_ranks(replace(case, world_size=other_size), all_values=True)[0]
-        except _ENDS:
+        other = replace(case, world_size=other_size)
+        other_runs = self._unless_it_ends(self._trials.on_ranks, other, all_values=True)
+        if other_runs is None:
             return None
         low, high = sorted((other_size, case.world_size))
         for name, verdicts in self._relations.held.items():
             if name == RANDOM or name not in self._expected.single.values:
                 continue
             allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
-            verdicts[f"same at {low} and {high}"] = close(
-                other_run.values.get(name), self._seen[0].values.get(name), allowed
-            )
-        sample_count = case.samples * other_size
+            got, here = other_runs[0].values.get(name), self._seen[0].values.get(name)
+            verdicts[f"same at {low} and {high}"] = close(got, here, allowed)
         few = 0 < case.samples < other_size and not case.batches
-        evidence = self._further(replace(case, world_size=other_size, samples=sample_count), 1) if few else None
-        nothing = Hypotheses([], [])
-        return evidence or Tensors(
-            other_size, case.samples, case.steps, self._expected, self._relations, [other_run], (), nothing
-        )
+        evidence = self._further(replace(other, samples=case.samples * other_size), 1) if few else None
+        return evidence or _tensors(other, self._expected, self._relations, other_runs[:1])
 
     def _in_other_order(self) -> None:
         """Note for each result whether permuted samples change it, if they do not change it on one device."""
@@ -586,9 +539,8 @@ class SecondLook:
             return
         for name, verdicts in self._relations.held.items():
             if (allowed := self._as_permuted(name, expected, expected_permuted)) is not None:
-                verdicts["any order"] = close(
-                    permuted_runs[0].values.get(name), self._seen[0].values.get(name), 2 * allowed
-                )
+                got, here = permuted_runs[0].values.get(name), self._seen[0].values.get(name)
+                verdicts["any order"] = close(got, here, 2 * allowed)
 
     def _as_permuted(self, name: Result, expected: Expected, permuted: Expected) -> torch.Tensor | float | None:
         """Return the tolerance of a result in another order; None if one device is not independent of the order."""
@@ -600,8 +552,7 @@ class SecondLook:
         return allowed if difference(exact, moved, allowed) is None else None
 
 
-_LIKELY = 2
-"""Most causes that a report names."""
+_LIKELY = 2  # most causes that a report names
 
 
 def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes | None = None) -> Failure:
@@ -615,13 +566,13 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
     if failed.relations is None:
         assert failed.error is not None
         lost = no_return_of(trials.name, failed.scenario, failed.error, definition_of(trials.program.step))
-        unmoved = left_on_cpu(
-            trials.program, failed.error, functools.partial(trials.run_on_ranks, scenario=failed.scenario)
-        )
+        run = functools.partial(trials.run_on_ranks, scenario=failed.scenario)
+        unmoved = left_on_cpu(trials.program, failed.error, run)
         return replace(lost, against=trials.against, lines=[*filter(None, [unmoved]), *lost.lines])
     attempts = Attempts()
     look = SecondLook(trials, failed, sizes, attempts)
-    tensors = attempts.of("the second look at the case", as_seen(failed, failed.relations), look.taken)
+    seen = _tensors(failed.scenario, failed.expected, failed.relations, failed.runs)
+    tensors = attempts.of("the second look at the case", seen, look.taken)
     findings = findings_of(evidence_of(tensors, attempts), _LIKELY, attempts)
     mistakes = [finding.mistake for finding in findings[:1]]
     first_wrong = attempts.of("the first wrong step", None, _first_wrong, tensors)
@@ -639,7 +590,7 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
         module=attempts.of("the first wrong module", None, first_wrong_module, tensors),
         factor=attempts.of("the factor", None, tensors.factor),
         factor_of=tensors.names,
-        of_update=_is_of_update(tensors),
+        of_update=tensors.has_right_gradients and bool(tensors.wrong("params")),
         patterns=attempts.of("the pattern of wrong values", [], _patterns, tensors),
         wrong_alone=tensors.wrong_alone,
         repeated=look.repeated,
@@ -654,25 +605,11 @@ def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang, d
     account, attempts = account_of(error), Attempts()
     hung = isinstance(error, RankHang)
     lines = str(error).splitlines() if account is None else account.headlines(name if hung else None)
-    calls = attempts.of(
-        "the evidence of the calls",
-        UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines)),
-        functools.partial(calls_of, hung=hung),
-        account,
-        scenario,
-        lines,
-    )
+    unknown = UnfinishedCall(scenario.world_size, scenario.samples, " ".join(lines))
+    calls = attempts.of("the evidence of the calls", unknown, calls_of, account, scenario, lines, hung=hung)
     findings = findings_of_calls(calls, _LIKELY if hung else 1, attempts)
-    return NoReturn(
-        name=name,
-        case=scenario.described,
-        findings=findings,
-        account=account,
-        lines=lines,
-        hung=hung,
-        incomplete=attempts.remarks,
-        defined=defined,
-    )
+    facts = NoReturn(name=name, case=scenario.described, findings=findings, account=account, lines=lines, hung=hung)
+    return replace(facts, incomplete=attempts.remarks, defined=defined)
 
 
 def _first_wrong(tensors: Tensors) -> FirstWrong | None:
@@ -693,15 +630,7 @@ def _first_wrong(tensors: Tensors) -> FirstWrong | None:
     return None
 
 
-def _is_of_update(tensors: Tensors) -> bool:
-    """Return whether gradients were compared and are right, and parameters are wrong."""
-    verdicts = tensors.relations.held
-    gradients = [name for name in verdicts if name.kind == "grads"]
-    return bool(gradients) and not tensors.wrong("grads", "returned") and bool(tensors.wrong("params"))
-
-
 def _patterns(tensors: Tensors) -> list[str]:
-    """Describe patterns in the first wrong values, such as a flipped bit."""
     patterns: list[str] = []
     for name in tensors.names[:1]:
         for rank in tensors.relations.wrong[name][:1]:

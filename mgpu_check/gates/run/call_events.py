@@ -9,7 +9,10 @@ picks), and the output of each module of the model, with its gradient.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
+import operator
 import random
 import sys
 import threading
@@ -44,10 +47,8 @@ from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.nested import named_modules, named_parameters, tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of, is_capturing, name_of, plain
 
-_KEPT = 64
-"""Largest number of elements whose values are kept."""
-_FRAMES = 4
-"""Frames of the code under test that are searched for a tensor that shares memory with an operand."""
+_KEPT = 64  # largest number of elements whose values are kept
+_FRAMES = 4  # frames of the code under test that are searched for a tensor that shares memory with an operand
 
 
 def facts(
@@ -58,9 +59,8 @@ def facts(
 ) -> dict[str, Any]:
     """Describe an operand as the collective starts: dtype, shape, layout, autograd history, its result.
 
-    Args:
-        result_in: returns the gradient or parameter that a tensor shares memory with.
-        named: the parameters of the model; "upstream" names the ones that the operand depends on.
+    `result_in`: returns the gradient or parameter that a tensor shares memory with. `named`: the parameters of the
+    model; "upstream" names the ones that the operand depends on.
     """
     description: dict[str, Any] = {
         "dtype": name_of(value.dtype),
@@ -82,30 +82,17 @@ def facts(
 
 def arrived(arguments: Sequence[Any]) -> bool:
     """Return whether a collective has put this rank's own operand into the list that it fills."""
+    lists = [argument for argument in arguments if isinstance(argument, (list, tuple))]
     own = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    entries = [
-        entry
-        for argument in arguments
-        if isinstance(argument, (list, tuple))
-        for entry in argument
-        if isinstance(entry, torch.Tensor)
-    ]
+    entries = [entry for several in lists for entry in several if isinstance(entry, torch.Tensor)]
     return any(entry.shape == operand.shape and bool((entry == operand).all()) for operand in own for entry in entries)
 
 
 def contents(value: torch.Tensor) -> dict[str, Any]:
     """Return the sum and the norm of a tensor in float64, and the values of a small tensor."""
-    flat = _flat(value)
-    return {"sum": float(flat.sum()), "norm": float(flat.norm())} | _few_values(value)
-
-
-def _few_values(value: torch.Tensor) -> dict[str, list[float]]:
-    numbers = as_real(value)
-    return {"values": _flat(value).tolist()} if numbers.numel() <= _KEPT else {}
-
-
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    return as_real(value.detach()).cpu().double().flatten()
+    flat = as_real(value.detach()).cpu().double().flatten()
+    few = {"values": flat.tolist()} if flat.numel() <= _KEPT else {}
+    return {"sum": float(flat.sum()), "norm": float(flat.norm())} | few
 
 
 def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
@@ -142,20 +129,14 @@ class Rows:
 def layout(value: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions with more than one element, from the outermost in memory to the innermost."""
     sized = [dim for dim, size in enumerate(value.shape) if size > 1]
-    strides = value.stride()
-    return tuple(sorted(sized, key=lambda dim: strides[dim], reverse=True))
+    return tuple(sorted(sized, key=value.stride, reverse=True))
 
 
 def _is_dense(value: torch.Tensor) -> bool:
     """Return whether the elements fill a stretch of memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    sized = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+    filled = itertools.accumulate((size for _, size in sized), operator.mul, initial=1)
+    return all(stride == expected for (stride, _), expected in zip(sized, filled, strict=False))
 
 
 def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None:
@@ -167,16 +148,12 @@ def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None
         return None
     if value.requires_grad:
         return value if value.grad_fn is not None else None
-    start = value.data_ptr()
-    above = _held_above(frame)
-    return next(
-        (
-            tensor
-            for tensor in above
-            if tensor.grad_fn is not None and tensor.shape == value.shape and tensor.data_ptr() == start
-        ),
-        None,
-    )
+    for caller in itertools.islice(filter(is_under_test, _callers(frame)), _FRAMES):
+        for tensor in (held for held in caller.f_locals.values() if isinstance(held, torch.Tensor)):
+            alike = tensor.grad_fn is not None and tensor.shape == value.shape
+            if alike and tensor.data_ptr() == value.data_ptr():
+                return tensor
+    return None
 
 
 def upstream(start: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
@@ -193,33 +170,26 @@ def upstream(start: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str
 
 def in_function(frame: types.FrameType) -> bool:
     """Return whether a frame is inside a `torch.autograd.Function`, which has its own backward pass."""
-    caller, frames_left = frame.f_back, _FRAMES
-    while caller is not None and frames_left:
+    frames_left = _FRAMES
+    for caller in _callers(frame):
         frames_left -= is_under_test(caller)
         if isinstance(caller.f_locals.get("ctx"), FunctionCtx):
             return True
-        caller = caller.f_back
+        if not frames_left:
+            return False
     return False
 
 
-def _held_above(frame: types.FrameType) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the local variables of the nearest frames of the code under test."""
-    caller, frames_left = frame.f_back, _FRAMES
-    while caller is not None and frames_left:
-        if is_under_test(caller):
-            frames_left -= 1
-            yield from (value for value in caller.f_locals.values() if isinstance(value, torch.Tensor))
-        caller = caller.f_back
-
-
-def site(frame: types.FrameType | None) -> str:
-    """Return the innermost line of the code under test among the callers of a frame: "train.py:40"."""
-    caller = frame.f_back if frame is not None else None
+def _callers(frame: types.FrameType) -> Iterator[types.FrameType]:
+    caller = frame.f_back
     while caller is not None:
-        if is_under_test(caller):
-            return line_of(caller)
+        yield caller
         caller = caller.f_back
-    return ""
+
+
+def site(frame: types.FrameType) -> str:
+    """Return the innermost line of the code under test among the callers of a frame: "train.py:40"."""
+    return next((line_of(caller) for caller in _callers(frame) if is_under_test(caller)), "")
 
 
 def line_of(frame: types.FrameType) -> str:
@@ -262,8 +232,7 @@ def generator_seeded(frame: types.FrameType, called: Any) -> CallEvent | None:
     return CallEvent("generator", "Generator.manual_seed", line_of(frame), {"seed": int(generator.initial_seed())})
 
 
-_MOST_LABELS = 4096
-"""Most labels of one call that are kept, to bound memory."""
+_MOST_LABELS = 4096  # most labels of one call that are kept, to bound memory
 _MOST_CALLS = 64
 _aten = torch.ops.aten
 _LOSSES = {_aten.nll_loss_forward, _aten.nll_loss2d_forward}
@@ -306,40 +275,28 @@ _MOST_OUTPUTS = 1 << 16
 @contextlib.contextmanager
 def noting_outputs(modules: Mapping[str, nn.Module], trace: RankTrace) -> Iterator[None]:
     """Write the first output of each module to `trace`, in the order of calls, with its gradient."""
-    module_names = {
-        id(submodule): prefix + name
-        for prefix, module in modules.items()
-        for name, submodule in named_modules(module)
-        if prefix + name
-    }
+    inside = [(prefix + name, own) for prefix, module in modules.items() for name, own in named_modules(module)]
+    module_names = {id(submodule): name for name, submodule in inside if name}
+
+    def note(noted: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> bool:
+        usable = value.is_floating_point() and value.dim() > 0 and 0 < value.numel() <= _MOST_OUTPUTS
+        if name in noted or not usable or hasattr(value, "full_tensor"):
+            return False
+        noted[name] = copied(value)
+        return True
+
+    def note_gradient(name: str, gradient: torch.Tensor) -> None:
+        note(trace.gradients, name, gradient)
 
     def called(module: nn.Module, args: Any, output: Any) -> None:
-        name = module_names.get(id(module))
-        value = next(iter(tensors_of(output)), None) if name is not None else None
-        if name is None or name in trace.outputs or not _is_usable(value):
+        if (name := module_names.get(id(module))) is None:
             return
-        assert value is not None
-        trace.outputs[name] = copied(value)
-        if value.requires_grad:
-            value.register_hook(lambda gradient: _came_back(trace, name, gradient))
+        for value in tensors_of(output)[:1]:
+            if note(trace.outputs, name, value) and value.requires_grad:
+                value.register_hook(functools.partial(note_gradient, name))
 
     with register_module_forward_hook(called):
         yield
-
-
-def _came_back(trace: RankTrace, name: str, gradient: torch.Tensor) -> None:
-    if name not in trace.gradients and _is_usable(gradient):
-        trace.gradients[name] = copied(gradient)
-
-
-def _is_usable(value: torch.Tensor | None) -> bool:
-    return (
-        value is not None
-        and value.is_floating_point()
-        and value.dim() > 0
-        and 0 < value.numel() <= _MOST_OUTPUTS
-        and not hasattr(value, "full_tensor")
-    )
 
 
 @contextlib.contextmanager
@@ -534,18 +491,8 @@ def _nothing(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, An
     return {}
 
 
-def _seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    return {"seed": int(local["seed"])}
-
-
-def _python_seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    return {"seed": int(local["a"])}  # fails without a seed, and then nothing is recorded
-
-
 def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    loss = local["self"].detach()
-    details: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
-    return details | {
+    return {
         "parameters": sums_of(recorder.parameters()),
         "layouts": {name: layout(value) for name, value in recorder.parameters()},
         "trained": tuple(name for name, value in recorder.parameters() if value.requires_grad),
@@ -559,9 +506,8 @@ def _note_results(event: CallEvent, tensors: Sequence[torch.Tensor]) -> None:
 
 def _backward_ends(recorder: _EventRecorder, result: Any) -> None:
     undivided = ((name, value.grad) for name, value in recorder.parameters() if not hasattr(value, "full_tensor"))
-    gradients = {
-        name: contents(value) for name, value in undivided if value is not None and value.layout == torch.strided
-    }
+    dense = ((name, value) for name, value in undivided if value is not None and value.layout == torch.strided)
+    gradients = {name: contents(value) for name, value in dense}
     recorder.last("backward").details["left"] = gradients
 
 
@@ -579,7 +525,6 @@ def _sampler(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, An
     dataset = local["dataset"]
     return {
         "samples": len(dataset),
-        "shuffle": bool(local["shuffle"]),
         "drop_last": bool(local["drop_last"]),
         "seed": int(local["seed"]),
         "replicas": local["num_replicas"] or dist.get_world_size(),
@@ -587,12 +532,7 @@ def _sampler(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, An
 
 
 def _iterates(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    sampler = local["self"]
-    return {"epoch": int(sampler.epoch), "shuffle": bool(sampler.shuffle), "seed": int(sampler.seed)}
-
-
-def _epoch(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    return {"epoch": int(local["epoch"])}
+    return {"epoch": int(local["self"].epoch), "shuffle": bool(local["self"].shuffle)}
 
 
 def _split(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
@@ -617,16 +557,7 @@ def _schedule(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, A
 
 
 def _wrap(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    return {
-        "parameters": recorder.names_in(local["module"]),
-        "find_unused": bool(local.get("find_unused_parameters")),
-        "static": bool(local.get("static_graph")),
-    }
-
-
-def _forward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    inputs = local.get("inputs", ())
-    return {"lists": any(isinstance(value, (list, tuple)) for value in inputs)}
+    return {"parameters": recorder.names_in(local["module"]), "find_unused": bool(local.get("find_unused_parameters"))}
 
 
 def _code(function: Any) -> types.CodeType:
@@ -639,13 +570,14 @@ Read = Callable[[Mapping[str, Any], _EventRecorder], dict[str, Any]]
 _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (clip_grad.clip_grad_norm_, "clip", "clip_grad_norm_", _nothing),
     (clip_grad.clip_grad_value_, "clip", "clip_grad_value_", _nothing),
-    (torch.manual_seed, "seed", "manual_seed", _seed),
-    (random.Random.seed, "generator", "random.seed", _python_seed),
+    (torch.manual_seed, "seed", "manual_seed", lambda local, recorder: {"seed": int(local["seed"])}),
+    # Fails without a seed, and then nothing is recorded.
+    (random.Random.seed, "generator", "random.seed", lambda local, recorder: {"seed": int(local["a"])}),
     (GradScaler.scale, "scale", "GradScaler.scale", _scale),
     (torch.Tensor.backward, "backward", "backward", _backward),
     (DistributedSampler.__init__, "sampler", "DistributedSampler", _sampler),
     (DistributedSampler.__iter__, "iterate", "DistributedSampler", _iterates),
-    (DistributedSampler.set_epoch, "epoch", "set_epoch", _epoch),
+    (DistributedSampler.set_epoch, "epoch", "set_epoch", lambda local, recorder: {"epoch": int(local["epoch"])}),
     (data.random_split, "split", "random_split", _split),
     (data.DataLoader.__iter__, "loader", "DataLoader", _loader),
     (lr_scheduler.ReduceLROnPlateau.step, "schedule", "ReduceLROnPlateau.step", _schedule),
@@ -653,7 +585,7 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (DistributedDataParallel.__init__, "wrap", "DistributedDataParallel", _wrap),
     (DistributedDataParallel.forward, "forward", "DistributedDataParallel", _nothing),
     (DistributedDataParallel.no_sync, "no_sync", "no_sync", _nothing),
-    (DataParallel.forward, "forward", "DataParallel", _forward),
+    (DataParallel.forward, "forward", "DataParallel", _nothing),
     (nn.Module.load_state_dict, "load", "load_state_dict", _nothing),
     (Optimizer.load_state_dict, "load", "Optimizer.load_state_dict", _nothing),
     (dist.new_group, "group", "new_group", _nothing),

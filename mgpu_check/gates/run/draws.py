@@ -18,14 +18,8 @@ from mgpu_check.torch_hooks.tensors import draws, plain
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
 _FILLING = {
-    _aten.normal_,
-    _aten.uniform_,
-    _aten.bernoulli_,
-    _aten.exponential_,
-    _aten.cauchy_,
-    _aten.log_normal_,
-    _aten.geometric_,
-    _aten.random_,
+    *(_aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.exponential_),
+    *(_aten.cauchy_, _aten.log_normal_, _aten.geometric_, _aten.random_),
 }
 _FROM_NOTHING = (_FACTORIES - {_aten.randn_like, _aten.rand_like}) | _FILLING | {_aten.randperm, _aten.randint}
 
@@ -101,15 +95,12 @@ class _Redrawing(TorchDispatchMode):
 
 @contextlib.contextmanager
 def redrawing(times: int) -> Iterator[None]:
-    """Give the code other random numbers from the same seeds: discard the first `times` draws of each draw.
-
-    Python's generators discard them after each seed.
-    """
+    """Give the code other random numbers from the same seeds: discard the first `times` draws of each draw."""
     seed = random.Random.seed
 
     def reseeded(generator: random.Random, *args: Any, **kwargs: Any) -> None:
         seed(generator, *args, **kwargs)
-        for _ in range(times):
+        for _ in range(times):  # Python's generators discard them after each seed
             generator.random()
 
     # `random.seed` is a method of the module's own generator, which typeshed describes as a function.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.gates.program import bound
 from mgpu_check.gates.run.states import Opaque, digest_of_value, flattened, is_real
 from mgpu_check.numerics.bounds import unit_roundoff
@@ -40,21 +40,15 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Compared:
-    """A value that should be the same on all ranks, as compared.
+    """A value that should be the same on all ranks, as compared."""
 
-    Attributes:
-        kind: "initial", "parameter", "buffer" or "answer"; "repeated" for a second answer of the same rank; "batches"
-            and "untouched" for functions that cannot be used.
-        wrong: the ranks that differ from rank 0; for "repeated", from their own first answer.
-        detail: the element with the largest difference, with the values of the ranks.
-        rounding: whether rounding errors explain the difference.
-    """
-
+    # "initial", "parameter", "buffer" or "answer"; "repeated" for a second answer of the same rank; "batches" and
+    # "untouched" for functions that cannot be used.
     kind: str
     name: str
-    wrong: tuple[int, ...]
-    detail: str
-    rounding: bool
+    wrong: tuple[int, ...]  # the ranks that differ from rank 0; for "repeated", from their own first answer
+    detail: str  # the element with the largest difference, with the values of the ranks
+    rounding: bool  # whether rounding errors explain the difference
 
 
 def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank: Rank) -> str:
@@ -72,9 +66,7 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
         seed_everything(_SEED + 1 + number)
         batches.append(program.batch(program.samples))
     *training, evaluation_batch = batches
-    saved["batches"] = digest_of_value(
-        str({name: digest_of_value(v) for name, v in flattened(batches, strict=False).items()})
-    )
+    saved["batches"] = str({name: digest_of_value(v) for name, v in flattened(batches, strict=False).items()})
     seed_everything(_SEED)
     step = bound(program.step, model, rank)
     for number, batch in enumerate(training, start=1):
@@ -139,30 +131,17 @@ def compare_ranks(directory: Path, size: int) -> list[Compared]:
     saved: list[dict[str, Any]] = [torch.load(directory / f"{r}.pt", weights_only=False) for r in range(size)]
     batches = grouped((values_of_rank["batches"], rank) for rank, values_of_rank in enumerate(saved))
     comparisons = [] if len(batches) == 1 else [Compared("batches", "batch", tuple(batches[1][1]), "", False)]
-    if not any(_trained(values_of_rank) for values_of_rank in saved):
+    pairs = [(value, own["initial"].get(name)) for own in saved for name, value in own["parameter"].items()]
+    if not any(digest_of_value(value) != digest_of_value(before) for value, before in pairs):
         comparisons.append(Compared("untouched", "parameters", tuple(range(size)), "", False))
     ranks = [f"on rank {rank}" for rank in range(size)]
     for value_kind in ("initial", "parameter", "buffer", "answer"):
-        comparisons += _compared(
-            value_kind,
-            [values_of_rank[value_kind] for values_of_rank in saved],
-            ranks,
-            saved[0]["granted"] if value_kind == "answer" else {},
-        )
-    for rank, values_of_rank in enumerate(saved):
-        rows = _compared(
-            "repeated",
-            [values_of_rank["answer"], values_of_rank["again"]],
-            ["first", "then"],
-            values_of_rank["granted"],
-        )
+        granted = saved[0]["granted"] if value_kind == "answer" else {}
+        comparisons += _compared(value_kind, [own[value_kind] for own in saved], ranks, granted)
+    for rank, own in enumerate(saved):
+        rows = _compared("repeated", [own["answer"], own["again"]], ["first", "then"], own["granted"])
         comparisons += [dataclasses.replace(row, wrong=(rank,)) for row in rows if row.wrong]
     return comparisons
-
-
-def _trained(saved: Mapping[str, Any]) -> bool:
-    initial = saved["initial"]
-    return any(digest_of_value(value) != digest_of_value(initial.get(n)) for n, value in saved["parameter"].items())
 
 
 def _compared(
@@ -201,5 +180,4 @@ def _kind(value: Any) -> str:
 
 
 def _said(texts: list[str], owners: list[str]) -> str:
-    pairs = [f"{text} {owner}" for text, owner in zip(texts, owners, strict=True)]
-    return few(pairs, _SHOWN_RANKS)
+    return few([f"{text} {owner}" for text, owner in zip(texts, owners, strict=True)], _SHOWN_RANKS)

@@ -98,8 +98,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return with_tensors(batch, [tensor.to(device) for tensor in tensors_of(batch)])
 
 
-_GROUPS = 8
-"""Most groups of biases that are tried one by one, since each costs a run."""
+_GROUPS = 8  # most groups of biases that are tried one by one, since each costs a run
 
 Alter = Callable[[Any], Any]
 Values = dict[Result, torch.Tensor]
@@ -113,17 +112,15 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
         for name, along, take_shard in _ways(size):
             for count in dict.fromkeys((1, windows)):
                 divided = _divide(rank, program, scenario, name, along, take_shard, count)
-                if divided is not None:
-                    divisions.append(divided)
+                divisions += [] if divided is None else [divided]
         alternatives = [
             Alternative(alteration, values, index)
             for alteration, index, alter in _alternatives(size)
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
         for index, bias_names in enumerate(_biases(program)):
-            of_model = dataclasses.replace(
-                program, build=functools.partial(_build_with, program.build, bias_names, size)
-            )
+            build = functools.partial(_build_with, program.build, bias_names, size)
+            of_model = dataclasses.replace(program, build=build)
             if (values := _run(rank, of_model, scenario, lambda batch: batch)) is not None:
                 alternatives.append(Alternative("biases-several-times", values, index, bias_names))
         seed_everything(1000 * scenario.seed)
@@ -150,20 +147,12 @@ def _build_with(build: Callable[[], Any], parameter_names: Sequence[str], times:
 
 
 def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:
-    yield (
-        "every " + (f"{size}th" if size > 3 else {2: "2nd", 3: "3rd"}.get(size, "")) + " sample",
-        0,
-        (lambda leaf, index: leaf[index::size]),
-    )
+    ordinal = f"{size}th" if size > 3 else {2: "2nd", 3: "3rd"}.get(size, "")
+    yield f"every {ordinal} sample", 0, lambda leaf, index: leaf[index::size]
     yield "blocks of samples", 0, lambda leaf, index: leaf.tensor_split(size)[index]
-    yield "chunks of samples", 0, lambda leaf, index: _chunk(leaf, size, index, 0)
+    yield "chunks of samples", 0, lambda leaf, index: (*leaf.chunk(size), *[leaf[:0]] * size)[index]
     yield "blocks of positions", 1, lambda leaf, index: leaf.tensor_split(size, dim=1)[index]
     yield "every other position", 1, lambda leaf, index: leaf[:, index::size]
-
-
-def _chunk(leaf: torch.Tensor, size: int, index: int, dim: int) -> torch.Tensor:
-    chunks = leaf.chunk(size, dim)
-    return chunks[index] if index < len(chunks) else leaf.narrow(dim, 0, 0)
 
 
 def _divide(
@@ -193,17 +182,14 @@ def _divide(
             mine.append({} if values is None else values)
         results_by_rank.append(mine)
         counts.append(extents[0] if extents else 0)
-    if sum(counts) == 0:
-        return None
-    return Division(name, along, windows, results_by_rank, counts)
+    return Division(name, along, windows, results_by_rank, counts) if sum(counts) else None
 
 
 def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Values | None:
     try:
-        run = observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter)
+        return observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter).values
     except Exception:  # this hypothesis cannot be tried
         return None
-    return run.values
 
 
 def _cut(batch: Any, along: int, take_shard: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -221,37 +207,27 @@ def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
 
 
 def _extent(batch: Any, along: int) -> int:
-    """Return the length of the divided dimension: the number of samples or of positions."""
     if along == 0:
         return samples_in(batch)
-    lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]
-    return lengths[0] if lengths else 0
+    return next((leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1), 0)
 
 
 def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
     def selected(order: Callable[[int], list[int]]) -> Alter:
-        def alter(batch: Any) -> Any:
-            return _cut(batch, 0, lambda leaf: leaf[order(len(leaf))])
-
-        return alter
+        return lambda batch: _cut(batch, 0, lambda leaf: leaf[order(len(leaf))])
 
     yield "truncated", 0, selected(lambda n: list(range(n - n % size)))
     yield "padded", 0, selected(lambda n: [sample % n for sample in range(-(-n // size) * size)])
     yield "first-shard-only", 0, selected(lambda n: list(range(0, n, size)))
     yield "first-block-only", 0, selected(lambda n: list(range(-(-n // size))))
     for index in range(4):
-        yield "first-part-of-a-tensor", index, _with_first_part(size, index)
+        yield "first-part-of-a-tensor", index, functools.partial(_with_first_part, size=size, index=index)
 
 
-def _with_first_part(size: int, index: int) -> Alter:
-    def alter(batch: Any) -> Any:
-        leaves = tensors_of(batch)
-        extent = samples_in(batch)
-        leaf = leaves[index]
-        if not _divisible(leaf, 0, extent):
-            raise ValueError("nothing to repeat")
-        lengths = [len(chunk) for chunk in leaf.chunk(size)]
-        leaves[index] = torch.cat([leaf[:length] for length in lengths])
-        return with_tensors(batch, leaves)
-
-    return alter
+def _with_first_part(batch: Any, size: int, index: int) -> Any:
+    leaves = tensors_of(batch)
+    leaf = leaves[index]
+    if not _divisible(leaf, 0, samples_in(batch)):
+        raise ValueError("nothing to repeat")
+    leaves[index] = torch.cat([leaf[: len(chunk)] for chunk in leaf.chunk(size)])
+    return with_tensors(batch, leaves)

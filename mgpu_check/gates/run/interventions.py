@@ -7,6 +7,7 @@ on it, and the scale of its gradient), and to gradients, which can be combined a
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections import deque
@@ -29,6 +30,7 @@ from mgpu_check.gates.run.step_runs import observe
 from mgpu_check.gates.search.scenarios import Scenario
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.processes.collective_records import relative
+from mgpu_check.processes.rank_lists import grouped
 from mgpu_check.processes.tracebacks import is_file_under_test
 from mgpu_check.torch_hooks.collective_arguments import group_of, own_groups
 from mgpu_check.torch_hooks.collective_table import COLLECTIVES, OPERATIONS, Form
@@ -36,10 +38,8 @@ from mgpu_check.torch_hooks.collectives import Recorder, recorder
 from mgpu_check.torch_hooks.nested import named_parameters
 from mgpu_check.torch_hooks.patches import replaced
 
-_MOST = 6
-"""Most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs."""
-_MOST_NODES = 1000
-"""Most nodes of a graph that are visited: terms of a loss are near its root."""
+_MOST = 6  # most terms of one loss that are recorded, the nearest to the loss first: trying one costs runs
+_MOST_NODES = 1000  # most nodes of a graph that are visited: terms of a loss are near its root
 _ADDS = {"AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0"}
 _SCALES = {
     *("MulBackward0", "DivBackward0", "NegBackward0", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"),
@@ -50,8 +50,7 @@ _SCALES = {
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 Paths = tuple[tuple[int, ...], ...]
-_Edge = tuple[Any, int]
-"""A node of the graph, and the index of its operand that is a term."""
+_Edge = tuple[Any, int]  # a node of the graph, and the index of its operand that is a term
 
 
 @contextlib.contextmanager
@@ -63,7 +62,10 @@ def noting_terms(model: Any, terms: dict[tuple[str, Paths], Term]) -> Iterator[N
         for root in roots:
             if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
                 for paths, edges in [(((),), []), *_terms(root.grad_fn)]:
-                    node = _below(edges[0]) if edges else root.grad_fn
+                    node = root.grad_fn
+                    if edges:
+                        adding, index = edges[0]
+                        node = adding.next_functions[index][0]
                     terms.setdefault((line, paths), Term(line, paths, _line_of(node), upstream(node, named)))
         return []
 
@@ -80,7 +82,7 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
         if line != term.backward:
             return []
         if not term.paths[0]:
-            return [root.grad_fn.register_prehook(_all_multiplied(times)) for root in roots]
+            return [root.grad_fn.register_prehook(_multiplied(None, times)) for root in roots]
         matches = [edges for root in roots for paths, edges in _terms(root.grad_fn) if paths == term.paths]
         return [node.register_hook(_multiplied(index, times)) for edges in matches for node, index in edges]
 
@@ -88,28 +90,22 @@ def scaling_term(term: Term, times: float) -> Iterator[None]:
         yield
 
 
-def _multiplied(index: int, times: float) -> Callable[..., Any]:
-    def hook(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> tuple[torch.Tensor | None, ...]:
+def _multiplied(index: int | None, times: float) -> Callable[..., Any]:
+    """Return a hook that multiplies the gradient of one operand, or of all for None."""
+
+    def hook(gradients: tuple[torch.Tensor | None, ...], outputs: Any = None) -> tuple[torch.Tensor | None, ...]:
         return tuple(
-            gradient * times if number == index and gradient is not None else gradient
-            for number, gradient in enumerate(inputs)
+            gradient * times if index in (None, number) and gradient is not None else gradient
+            for number, gradient in enumerate(gradients)
         )
 
     return hook
 
 
-def _all_multiplied(times: float) -> Callable[..., Any]:
-    return lambda gradients: tuple(None if gradient is None else gradient * times for gradient in gradients)
-
-
-def _leave_alone() -> None:
-    pass
-
-
 @contextlib.contextmanager
 def around_backward(
     look: Callable[[str, Sequence[Any]], list[RemovableHandle]] = lambda line, roots: [],
-    then: Callable[[], None] = _leave_alone,
+    then: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
     """Call `look` before each backward pass, with its line and its losses, and `then` after it.
 
@@ -138,14 +134,9 @@ def around_backward(
 
 def _terms(root: Any) -> list[tuple[Paths, list[_Edge]]]:
     """Return the terms of a loss: its summands, and losses that an autograd function attaches to another tensor."""
-    added = [((path,), [edge]) for path, edge in _added(root)]
-    injected: dict[str, list[tuple[tuple[int, ...], _Edge]]] = {}
-    for path, edge in _injected(root):
-        injected.setdefault(edge[0].name(), []).append((path, edge))
-    several = [
-        (tuple(path for path, _ in injections), [edge for _, edge in injections]) for injections in injected.values()
-    ]
-    return [*added, *several]
+    injected = grouped((edge[0].name(), (path, edge)) for path, edge in _injected(root))
+    several = [(tuple(path for path, _ in own), [edge for _, edge in own]) for _, own in injected]
+    return [*(((path,), [edge]) for path, edge in _added(root)), *several]
 
 
 def _added(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
@@ -175,13 +166,9 @@ def _injected(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
     while waiting and len(visited) < _MOST_NODES:
         path, node = waiting.popleft()
         operands = _operands(node)
-        of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        several = isinstance(node, torch.autograd.function.BackwardCFunction) and len(operands) > 1
         for index, below in operands:
-            if (
-                of_python
-                and len(operands) > 1
-                and [tuple(metadata.shape) for metadata in below._input_metadata] == [()]
-            ):
+            if several and [tuple(metadata.shape) for metadata in below._input_metadata] == [()]:
                 yield (*path, index), (node, index)
             if below not in visited:
                 visited.add(below)
@@ -190,11 +177,6 @@ def _injected(root: Any) -> Iterator[tuple[tuple[int, ...], _Edge]]:
 
 def _operands(node: Any) -> list[tuple[int, Any]]:
     return [(index, below) for index, (below, _) in enumerate(node.next_functions) if below is not None]
-
-
-def _below(edge: _Edge) -> Any:
-    node, index = edge
-    return node.next_functions[index][0]
 
 
 def _line_of(node: Any) -> str:
@@ -208,21 +190,15 @@ def _line_of(node: Any) -> str:
     return ""
 
 
-def combining_gradients(
-    model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], how: str
-) -> contextlib.AbstractContextManager[None]:
-    """Give all ranks of a group the mean, or the sum, of their gradients of some parameters after each backward pass.
+def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], mean: bool) -> None:
+    """Give all ranks of a group the mean, or the sum, of their gradients of some parameters.
 
     A mean may be repeated without effect, so gradients that accumulate over several passes come out right.
     """
-    return around_backward(then=lambda: recorder.aside(lambda: _combine(model, group, parameter_names, how == "mean")))
-
-
-def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[str], mean: bool) -> None:
     parameters = {
         name: parameter
         for name, parameter in parameters_of(modules_of(model))
-        if name in parameter_names and not _is_dtensor(parameter)
+        if name in parameter_names and not hasattr(parameter, "full_tensor")
     }
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     of_ranks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size(group))]
@@ -233,10 +209,6 @@ def _combine(model: Any, group: dist.ProcessGroup, parameter_names: Collection[s
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         dist.all_reduce(gradient, group=group)
         parameter.grad = gradient / len(of_ranks) if mean else gradient
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
 
 
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -274,7 +246,8 @@ def run_noting_terms(rank: Rank, program: Program, scenario: Scenario) -> list[T
 def _changed(change: Change, rank: Rank, model: Any) -> contextlib.AbstractContextManager[None]:
     if change.kind == "combine":
         index, parameter_names, how = change.value
-        return combining_gradients(model, _group(index), parameter_names, how)
+        combine = functools.partial(_combine, model, own_groups()[index], parameter_names, how == "mean")
+        return around_backward(then=lambda: recorder.aside(combine))
     if change.kind == "term":
         return scaling_term(*change.value)
     if change.kind == "shift":
@@ -315,14 +288,14 @@ def _with_calls(change: Change) -> Iterator[None]:
             kept.append(operand.detach().clone())
             return result
         if alter is None:
-            name = (
-                form.group
-                if change.kind == "group"
-                else next(parameter for parameter in OPERATIONS if parameter in form.parameters)
-            )
-            value = _group(change.value) if change.kind == "group" else _OPS[str(change.value)]
-            args, kwargs = _with_argument(form, args, kwargs, name, value)
-            return call(recorder, function, form, args, kwargs)
+            if change.kind == "group":
+                name, value = form.group, own_groups()[change.value]
+            else:
+                name, value = next(name for name in OPERATIONS if name in form.parameters), _OPS[change.value]
+            position = form.parameters.index(name)
+            if position >= len(args):
+                return call(recorder, function, form, args, kwargs | {name: value})
+            return call(recorder, function, form, (*args[:position], value, *args[position + 1 :]), kwargs)
         group = group_of(form.argument(form.group, args, kwargs))
         size = len(group.ranks) if group is not None else 1
         result = call(recorder, function, form, args, kwargs)
@@ -349,10 +322,8 @@ def _with_calls(change: Change) -> Iterator[None]:
 
 
 def _multiplied_tensors(tensors: list[torch.Tensor], by: float) -> list[torch.Tensor]:
-    return [
-        tensor if tensor.dtype is torch.bool else (tensor if tensor.is_floating_point() else tensor.double()) * by
-        for tensor in tensors
-    ]
+    wide = [tensor if tensor.is_floating_point() else tensor.double() for tensor in tensors]
+    return [own if own.dtype is torch.bool else each * by for own, each in zip(tensors, wide, strict=True)]
 
 
 def _reordered(tensors: list[torch.Tensor], size: int, pieces: int) -> list[torch.Tensor]:
@@ -378,23 +349,9 @@ class _Settled(dist.Work):
 
 
 def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    operand = form.argument(form.operand, args, kwargs)
     if "self" in form.parameters:
-        return operand
+        return form.argument(form.operand, args, kwargs)
     return _Settled() if form.argument("async_op", args, kwargs) else None
-
-
-def _group(index: Any) -> Any:
-    return own_groups()[int(index)]
-
-
-def _with_argument(
-    form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    position = form.parameters.index(name)
-    if position < len(args):
-        return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, kwargs | {name: value}
 
 
 def _with_results(
@@ -449,30 +406,23 @@ class _AroundRanges(TorchFunctionMode):
 def _place_of_slice(index: Any) -> int | None:
     """Return the place of the one slice with an end in an index of a tensor; None if there is not just one."""
     entries = index if isinstance(index, tuple) else (index,)
-    positions = [
-        position for position, entry in enumerate(entries) if isinstance(entry, slice) and isinstance(entry.stop, int)
-    ]
+    slices = ((position, entry) for position, entry in enumerate(entries) if isinstance(entry, slice))
+    positions = [position for position, entry in slices if isinstance(entry.stop, int)]
     return positions[0] if len(positions) == 1 and entries[positions[0]].step is None else None
 
 
 def _slice_in(index: Any, position: int) -> tuple[int, int]:
-    """Return the first row of a slice in an index, and the row where it ends."""
     row_slice = index[position] if isinstance(index, tuple) else index
     return row_slice.start or 0, row_slice.stop
 
 
 @dataclass(frozen=True)
 class Range:
-    """A range that a line makes.
-
-    Attributes:
-        start: the first number, including an offset that is added to the range later.
-        name: "arange", or "slice" for the rows of a parameter that the line takes.
-    """
+    """A range that a line makes."""
 
     length: int
-    start: float
-    name: str = "arange"
+    start: float  # the first number, including an offset that is added to the range later
+    name: str = "arange"  # "arange", or "slice" for the rows of a parameter that the line takes
 
 
 class _NotingRanges(_AroundRanges):

@@ -64,30 +64,21 @@ def add_to(gradient: torch.Tensor, change: torch.Tensor | None) -> None:
 def moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
     """Return the batch with each element of its floating-point tensors moved by `spread` roundoffs, up or down."""
     with Perturbed(spread, generator, ROUNDOFF, counts=True):
-        return with_tensors(
-            batch,
-            [leaf.clone() if leaf.is_floating_point() or leaf.is_complex() else leaf for leaf in tensors_of(batch)],
-        )
+        leaves = tensors_of(batch)
+        return with_tensors(batch, [x.clone() if x.is_floating_point() or x.is_complex() else x for x in leaves])
 
 
 @contextlib.contextmanager
 def perturbed(
-    model: Any,
-    batches: Sequence[Any],
-    spread: float,
-    generator: torch.Generator,
-    copies: bool,
-    fused: bool,
+    model: Any, batches: Sequence[Any], spread: float, generator: torch.Generator, copies: bool, fused: bool
 ) -> Iterator[None]:
     """Perturb the parameters, and then the results of operators inside the context.
 
-    Args:
-        copies: also perturb copied and sent tensors during the step.
-        fused: the step calls operators that run a whole recurrent network: take them apart.
+    With `copies`, perturb copied and sent tensors during the step, too. With `fused`, take operators apart that run a
+    whole recurrent network.
     """
-    unfusing = unfused() if fused else contextlib.nullcontext()
     mode = Perturbed(spread, generator, ROUNDOFF, counts=True)
-    with unfusing, mode, DrawsOfFloat32():
+    with unfused() if fused else contextlib.nullcontext(), mode, DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():
                 for _, parameter in named_parameters(module):
@@ -105,24 +96,17 @@ class Variation:
     """One way to run a step.
 
     All ranks decide alike, because each of them gets the same variation: otherwise some would wait for the others.
-
-    Attributes:
-        spread: roundoffs that operators and batches are perturbed by, positive or negative; 0 for none.
-        pair: the seed of the signs. Runs of the same seed and opposite spreads belong together.
-        batch_only: perturb the batches, and not the operators.
-        deep: keep the results of each optimizer step.
-        nudged: flip the gradients whose sign rounding decides. Optimizers that divide by the size of a gradient take a
-            whole step in the direction of its sign.
-        roundoff: unit roundoff of a narrow dtype that the gradients may be rounded to, too.
     """
 
-    spread: float = 0.0
-    pair: int = 0
-    batch_only: bool = False
+    spread: float = 0.0  # roundoffs that operators and batches are perturbed by, positive or negative; 0 for none
+    pair: int = 0  # the seed of the signs. Runs of the same seed and opposite spreads belong together.
+    batch_only: bool = False  # perturb the batches, and not the operators
     double: bool = False
-    deep: bool = False
+    deep: bool = False  # keep the results of each optimizer step
+    # Flip the gradients whose sign rounding decides. Optimizers that divide by the size of a gradient take a whole step
+    # in the direction of its sign.
     nudged: bool = False
-    roundoff: float = 0.0
+    roundoff: float = 0.0  # unit roundoff of a narrow dtype that the gradients may be rounded to, too
 
 
 def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Variation) -> ObservedRun:
@@ -134,17 +118,16 @@ def run_varied(rank: Rank, program: Program, scenario: Scenario, variation: Vari
         for spread in (0.0, variation.spread, -variation.spread):
             gradients.append({})
             run(Variation(spread, variation.pair), nudge=functools.partial(_keep, gradients[-1]))
-        return run(Variation(), nudge=functools.partial(_flip, _undecided(variation, *gradients)))
+        changes = _undecided(variation, *gradients)
+        return run(Variation(), nudge=lambda step, name, gradient: add_to(gradient, changes.get((step, name))))
 
 
 def _run(rank: Rank, program: Program, scenario: Scenario, how: Variation, **options: Any) -> ObservedRun:
     if how.spread:
-        generator = generator_of(how.pair + 1)
-        options["alter"] = functools.partial(moved, spread=how.spread, generator=generator)
+        signs: dict[str, Any] = {"spread": how.spread, "generator": generator_of(how.pair + 1)}
+        options["alter"] = functools.partial(moved, **signs)
         if not how.batch_only:
-            options["around"] = functools.partial(
-                perturbed, spread=how.spread, generator=generator, copies=False, fused=False
-            )
+            options["around"] = functools.partial(perturbed, **signs, copies=False, fused=False)
     elif how.double:
         options["around"] = lambda model, batches: DrawsOfFloat32()
     run = observe(rank, program, scenario, deep=how.deep, double=how.double, digests=False, **options)
@@ -159,18 +142,9 @@ def _keep(into: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> 
 
 def _undecided(how: Variation, plain: _Gradients, *others: _Gradients) -> _Gradients:
     """Return the changes that flip each gradient whose sign rounding decides, and leave the others alone."""
-    common: Mapping[tuple[int, Result], torch.Tensor] = {
-        key: value for key, value in plain.items() if all(key in gradients for gradients in others)
-    }
+    common = {key: value for key, value in plain.items() if all(key in gradients for gradients in others)}
     granted = granted_at_least(common, others, ROUNDOFF, abs(how.spread))
-    changes = {}
-    for key, value in common.items():
-        changes[key] = flip_of(value, with_roundings(granted[key], value, how.roundoff))
-    return changes
-
-
-def _flip(changes: _Gradients, step: int, name: Result, gradient: torch.Tensor) -> None:
-    add_to(gradient, changes.get((step, name)))
+    return {key: flip_of(value, with_roundings(granted[key], value, how.roundoff)) for key, value in common.items()}
 
 
 _DIRECTIONS = (1, -1)
@@ -181,42 +155,28 @@ random sign for every intermediate value."""
 
 @dataclass(frozen=True)
 class Measured:
-    """One program on one device: its run, and the values of each stage (optimizer steps if requested, then the end).
-
-    Attributes:
-        undetermined: results of other than floating-point dtypes that rounding changes.
-        precise: whether the exact values were computed in float64.
-        remarks: measurements that failed, for the report.
-    """
+    """One program on one device: its run, and the values of each stage (optimizer steps if requested, then the end)."""
 
     single: ObservedRun
     stages: list[MeasuredStep[Result]]
-    undetermined: set[Result]
-    precise: bool
-    remarks: list[str]
+    undetermined: set[Result]  # results of other than floating-point dtypes that rounding changes
+    precise: bool  # whether the exact values were computed in float64
+    remarks: list[str]  # measurements that failed, for the report
 
 
-@dataclass(frozen=True)
-class Provisional:
-    """The unperturbed run of one program on one device, with a tolerance within which a result is surely right."""
-
-    single: ObservedRun
-    tolerance: dict[Result, torch.Tensor]
+Provisional = tuple[ObservedRun, dict[Result, torch.Tensor]]
+"""The unperturbed run of one program on one device, and a tolerance within which a result is surely right."""
 
 
 @dataclass(frozen=True)
 class RunPart:
-    """One of the runs of a provisional measurement.
+    """One of the runs of a provisional measurement."""
 
-    Attributes:
-        observed: the results; None if the perturbed run fails, or if a result is not finite.
-        simple: whether these runs suffice. A recurrent network in one operator, and an optimizer that is not linear in
-            the gradient, need more.
-        drawn, narrow: `Notes.drawn` and `Notes.seen`; empty for perturbed runs.
-    """
-
-    observed: ObservedRun | None
+    observed: ObservedRun | None  # the results; None if the perturbed run fails, or if a result is not finite
+    # Whether these runs suffice. A recurrent network in one operator, and an optimizer that is not linear in the
+    # gradient, need more.
     simple: bool
+    # drawn, narrow: `Notes.drawn` and `Notes.seen`; empty for perturbed runs.
     drawn: tuple[tuple[int, ...], ...] = ()
     narrow: frozenset[torch.dtype] = frozenset()
 
@@ -270,7 +230,10 @@ class Runs:
         return self.elements >= LARGE
 
     def provisional(self, notes: Notes) -> Provisional | None:
-        """Run unperturbed, and perturbed in the same precision; see `measured_provisionally`."""
+        """Run three or four times in the precision of the program; see `numerics.steps.granted_at_least`.
+
+        Return None if these runs are inconclusive: then measure in full.
+        """
         self._deep = "nonlinear"
         single = self._once(notes, digests=False)
         self._singles = [single]
@@ -289,10 +252,10 @@ class Runs:
                 return None
             tolerance = self._granted(None)
         single.snapshots = []
-        return Provisional(single, tolerance)
+        return single, tolerance
 
     def part(self, run: int, elements: int) -> RunPart:
-        """Do one run; see `measured_in_part`."""
+        """Do one of `RUNS`, for a step that is known to be simple, with about as many elements of results."""
         notes = Notes()
         if run:
             self._copies, self._in_double, self._spread = False, False, deviations(elements)
@@ -306,7 +269,7 @@ class Runs:
         return RunPart(observed, simple, tuple(notes.drawn), frozenset(notes.seen))
 
     def slightly_moved(self) -> ObservedRun:
-        """Run unperturbed on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
+        """Run unperturbed on a batch moved by one roundoff, so that sums round differently."""
         return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
@@ -314,10 +277,8 @@ class Runs:
 
         See `undecided` for the reason.
         """
-        slack = []
-        for index, stage in enumerate(self._exact.snapshots):
-            granted = self._granted(index)
-            slack.append({name: flip_of(value, granted[name]) for name, value in stage.items()})
+        stages = [(stage, self._granted(index)) for index, stage in enumerate(self._exact.snapshots)]
+        slack = [{name: flip_of(value, granted[name]) for name, value in stage.items()} for stage, granted in stages]
         return _nudge_by(slack, lambda direction: 1)
 
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
@@ -365,10 +326,7 @@ class Runs:
         self._in_double = self._precise and not self.narrow
 
     def perturb(
-        self,
-        pair: int,
-        nudge: Callable[[int], Nudge] | None = None,
-        directions: Sequence[int] = _DIRECTIONS,
+        self, pair: int, nudge: Callable[[int], Nudge] | None = None, directions: Sequence[int] = _DIRECTIONS
     ) -> None:
         """Run perturbed once in each direction, and keep the results that are comparable with the exact run."""
         runs = [self._perturbed(pair, direction, nudge and nudge(direction)) for direction in directions]
@@ -380,7 +338,8 @@ class Runs:
     def dither(self) -> None:
         """Run with results of operators in narrow dtypes that are moved by one unit in the last place."""
         for number in range(SAMPLES // 2 if self.large else SAMPLES):
-            run = self._run_if_possible(around=functools.partial(_entered, Dithered(generator_of(number))))
+            dithered = Dithered(generator_of(number))
+            run = self._run_if_possible(around=lambda model, batches, mode=dithered: entered(mode))
             if run is not None and alike(self._singles[0], run):
                 self._dithered.append(run)
 
@@ -407,23 +366,33 @@ class Runs:
         Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even if the
         gradient is only rounding errors.
         """
-        slack: list[dict[Result, torch.Tensor]] = []
-        for index in range(len(self._exact.snapshots)):
-            stage = self._assess(index)
-            slack.append(
-                {
-                    name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
-                    for name, value in stage.reference.items()
-                    if name.kind == "grads"
-                }
-            )
+        slack = [
+            {
+                name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
+                for name, value in stage.reference.items()
+                if name.kind == "grads"
+            }
+            for stage in map(self._assess, range(len(self._exact.snapshots)))
+        ]
         return _nudge_by(slack, lambda direction: direction)
 
-    def measured(self, deep: bool) -> Measured:
+    def measured(self, notes: Notes, deep: bool) -> Measured:
+        """Run as often as needed to measure the tolerance of the results, with `deep` of each optimizer step, too."""
+        self.as_it_is(notes, deep)
+        self.exactly()
+        pairs = PAIRS - 1 if self.large else PAIRS
+        for pair in range(pairs):
+            self.perturb(pair)
+        if self.narrow:
+            self.dither()
+        if nudge := self.undecided():
+            # Every nudge moves gradients by the same amounts, so one pair suffices for large, slow models.
+            for pair in range(1 if self.large else pairs):
+                self.perturb(pairs + pair, nudge)
         with some_threads(self._threads, self.large):
-            return self._measured(deep)
+            return self._assessed(deep)
 
-    def _measured(self, deep: bool) -> Measured:
+    def _assessed(self, deep: bool) -> Measured:
         exact = self._exact
         undetermined = {
             name
@@ -443,9 +412,8 @@ class Runs:
                 "tolerances may be too narrow: they come from unperturbed runs, because no perturbed run left "
                 "comparable results"
             )
-        indices = range(len(exact.snapshots)) if deep else ()
-        stages = [self._assess(index) for index in indices]
-        return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
+        stages = [self._assess(index) for index in (*(range(len(exact.snapshots)) if deep else ()), None)]
+        return Measured(self._singles[0], stages, undetermined, self._precise, remarks)
 
     def _assess(self, index: int | None) -> MeasuredStep[Result]:
         """Assess the results at the end (None), or after an optimizer step."""
@@ -482,18 +450,9 @@ class Runs:
             if not self._precise:
                 exact[name] = torch.stack(values).mean(0)
                 reference[name] = torch.where(reference[name].isfinite(), exact[name], reference[name])
-            tolerance[name] = narrow_tolerance(
-                exact[name],
-                values,
-                [(up[name], down[name]) for up, down in pairs],
-                dtype,
-                self.elements,
-            )
+            both = [(up[name], down[name]) for up, down in pairs]
+            tolerance[name] = narrow_tolerance(exact[name], values, both, dtype, self.elements)
         return MeasuredStep(reference, tolerance, assessed.amplification)
-
-
-def _entered(mode: Dithered, model: Any, batches: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    return entered(mode)
 
 
 def _nudge_by(
@@ -524,8 +483,10 @@ def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
 
 def alike(run: ObservedRun, other_run: ObservedRun) -> bool:
     """Return whether two runs left results of the same names, shapes and finite places, in as many steps."""
+    others = other_run.values
     return left_alike(run, other_run) and all(
-        _finite_alike(value, other_run.values[name]) for name, value in run.values.items()
+        (all_finite(value) and all_finite(others[name])) or torch.equal(value.isfinite(), others[name].isfinite())
+        for name, value in run.values.items()
     )
 
 
@@ -536,80 +497,16 @@ def left_alike(run: ObservedRun, other_run: ObservedRun) -> bool:
     return all(value.shape == other_run.values[name].shape for name, value in run.values.items())
 
 
-def _finite_alike(value: torch.Tensor, other_value: torch.Tensor) -> bool:
-    return (all_finite(value) and all_finite(other_value)) or torch.equal(value.isfinite(), other_value.isfinite())
-
-
 RUNS = (0, 1, -1)
 """The runs of a provisional measurement: unperturbed (0), and perturbed in two opposite directions (1 and -1)."""
 
 
-def measured_provisionally(
-    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int, notes: Notes
-) -> Provisional | None:
-    """Run the step, or the reference, three or four times in its own precision; see `numerics.steps.granted_at_least`.
-
-    Return None if these runs are inconclusive: then use `measured`.
-    """
-    return Runs(rank, program, scenario, of_reference, threads).provisional(notes)
-
-
-def measured_in_part(
-    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, run: int, elements: int
-) -> RunPart:
-    """Do one run of `measured_provisionally` with one thread, for a step that is known to be simple.
-
-    Args:
-        run: one of `RUNS`.
-        elements: approximate number of elements of the results.
-    """
-    return Runs(rank, program, scenario, of_reference, 1).part(run, elements)
-
-
-def joined(run_parts: Sequence[RunPart], elements: int) -> Provisional | None:
-    """Join the parts of all `RUNS` to the result of `measured_provisionally`; None if inconclusive."""
-    runs = [run_part.observed for run_part in run_parts if run_part.observed is not None and run_part.simple]
-    if len(runs) < len(RUNS) or not all(left_alike(runs[0], run) for run in runs[1:]):
-        return None
-    single, *moved = runs
-    granted = granted_at_least(wide(single.values), [wide(run.values) for run in moved], ROUNDOFF, deviations(elements))
-    return Provisional(single, granted)
-
-
-def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> ObservedRun:
-    """Run the step, or the reference, unperturbed on a batch moved by one roundoff, so that sums round differently."""
-    return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
-
-
 def rounding_seen(single: ObservedRun, moved_run: ObservedRun) -> dict[Result, float] | None:
-    """Return the errors of an unperturbed run, from the results of `slightly_moved`; see `numerics.steps.errors_seen`.
+    """Return the errors of a run, by one of `measure_slightly_moved`; see `numerics.steps.errors_seen`.
 
     None if the two runs left results of other names or shapes, are finite in other places, or took other steps.
     """
     return errors_seen(wide(single.values), wide(moved_run.values)) if alike(single, moved_run) else None
-
-
-def measured(
-    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, threads: int, notes: Notes
-) -> Measured:
-    """Run the step, or the reference, as often as needed to measure the tolerance of its results.
-
-    Args:
-        deep: also measure the results of each optimizer step.
-    """
-    runs = Runs(rank, program, scenario, of_reference, threads)
-    runs.as_it_is(notes, deep)
-    runs.exactly()
-    pairs = PAIRS - 1 if runs.large else PAIRS
-    for pair in range(pairs):
-        runs.perturb(pair)
-    if runs.narrow:
-        runs.dither()
-    if nudge := runs.undecided():
-        # Every nudge moves gradients by the same amounts, so one pair suffices for large, slow models.
-        for pair in range(1 if runs.large else pairs):
-            runs.perturb(pairs + pair, nudge)
-    return runs.measured(deep)
 
 
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
@@ -618,19 +515,16 @@ _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False, alone: bool = True) -> Expected:
     """Run the reference, or else the step, unchanged, in float64, and perturbed; `numerics.steps` explains why.
 
-    Args:
-        deep: also measure the results after each optimizer step.
-        alone: if there is a reference, also run the step at world size 1, which shows which batches suit the step and
-            which random numbers it draws. The tolerance comes from the reference only.
+    `deep`: also measure the results after each optimizer step. `alone`: if there is a reference, also run the step at
+    world size 1, which shows which batches suit the step and which random numbers it draws. The tolerance comes from
+    the reference only.
     """
-    remarks: list[str] = []
     narrower: set[torch.dtype] = set()
+    by_reference, own = program.reference is not None, None
     with full_precision(), one_thread() as threads:
         notes = Notes()
-        by_reference = program.reference is not None
-        main = measured(rank, program, scenario, by_reference, deep, threads, notes)
+        main = Runs(rank, program, scenario, by_reference, threads).measured(notes, deep)
         drawn = tuple(notes.drawn)
-        own = None
         if by_reference and alone:
             of_step = Notes()
             with contextlib.suppress(Exception):  # a reference may be given because the step does not run alone
@@ -638,32 +532,29 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
                 drawn = tuple(of_step.drawn)
                 narrower = of_step.seen - notes.seen
                 notes.seen |= of_step.seen
-    remarks += main.remarks
     if not main.precise:
-        remarks.append(
+        main.remarks.append(
             "the step does not run in float64, or draws other random numbers there; the exact values are those of "
             "float32"
         )
-    expected = Expected(
+    *earlier, last = [_with_room_for(stage, narrower) for stage in main.stages]
+    return Expected(
         main.single,
         own,
         by_reference,
-        undetermined=main.undetermined,
-        drawn=drawn,
-        narrow=tuple(sorted(map(name_of, notes.seen))),
-        remarks=remarks,
+        last.reference,
+        last.tolerance,
+        main.undetermined,
+        tuple(sorted(map(name_of, notes.seen))),
+        drawn,
+        [stage.reference for stage in earlier],
+        [stage.tolerance for stage in earlier],
+        main.remarks,
     )
-    *earlier, last = [_with_room_for(stage, narrower) for stage in main.stages]
-    expected.exact, expected.tolerance = last.reference, last.tolerance
-    expected.snapshots = [stage.reference for stage in earlier]
-    expected.allowances = [stage.tolerance for stage in earlier]
-    return expected
 
 
 def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
-    """Run the reference, or else the step, unchanged and perturbed, in its own precision.
-
-    Most right steps are recognised by that.
+    """Run the reference, or else the step, unchanged and perturbed, in its own precision: most right steps pass that.
 
     Return None if the result is inconclusive, so that `measure` is needed.
 
@@ -671,11 +562,10 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
         alone: see `measure`; here the step runs beside a reference only if batches were changed, to check that they
             suit the step.
     """
-    own = None
+    by_reference, own = program.reference is not None, None
     with full_precision(), one_thread() as threads:
         notes = Notes()
-        by_reference = program.reference is not None
-        main = measured_provisionally(rank, program, scenario, by_reference, threads, notes)
+        main = Runs(rank, program, scenario, by_reference, threads).provisional(notes)
         if main is None:
             return None
         if by_reference and alone and scenario.change:
@@ -683,22 +573,26 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
                 own = observe(rank, program, scenario)
             except Exception:
                 return None
-    main.single.initial = {}
+    main[0].initial = {}
     return _provisional(program, main, own, notes.drawn, notes.seen)
 
 
 def measure_in_parts(
     rank: Rank, program: Program, scenario: Scenario, runs: Sequence[int], elements: int
 ) -> list[RunPart]:
-    """Do this rank's share of the runs of `measure_provisionally`; see `rounding.measured_in_part`."""
+    """Do this rank's share of the runs of `measure_provisionally`, with one thread; see `Runs.part`."""
     with full_precision(), one_thread():
-        return [measured_in_part(rank, program, scenario, program.reference is not None, run, elements) for run in runs]
+        return [Runs(rank, program, scenario, program.reference is not None, 1).part(run, elements) for run in runs]
 
 
 def of_parts(program: Program, run_parts: Sequence[RunPart], elements: int) -> Expected | None:
-    """Join one part for each of `rounding.RUNS` as `measure_provisionally` does; None if inconclusive."""
-    main = joined(run_parts, elements)
-    return None if main is None else _provisional(program, main, None, run_parts[0].drawn, run_parts[0].narrow)
+    """Join one part for each of `RUNS` as `measure_provisionally` does; None if inconclusive."""
+    runs = [run_part.observed for run_part in run_parts if run_part.observed is not None and run_part.simple]
+    if len(runs) < len(RUNS) or not all(left_alike(runs[0], run) for run in runs[1:]):
+        return None
+    single, *moved = runs
+    granted = granted_at_least(wide(single.values), [wide(run.values) for run in moved], ROUNDOFF, deviations(elements))
+    return _provisional(program, (single, granted), None, run_parts[0].drawn, run_parts[0].narrow)
 
 
 def _provisional(
@@ -708,26 +602,21 @@ def _provisional(
     drawn: Iterable[tuple[int, ...]],
     narrow: Iterable[torch.dtype],
 ) -> Expected:
-    return Expected(
-        main.single,
-        own,
-        program.reference is not None,
-        {name: main.single.values[name] for name in main.tolerance},
-        main.tolerance,
-        drawn=tuple(drawn),
-        narrow=tuple(sorted(map(name_of, narrow))),
-        provisional=True,
-    )
+    single, tolerance = main
+    exact = {name: single.values[name] for name in tolerance}
+    dtypes = tuple(sorted(map(name_of, narrow)))
+    of_reference = program.reference is not None
+    return Expected(single, own, of_reference, exact, tolerance, narrow=dtypes, drawn=tuple(drawn), provisional=True)
 
 
 def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> ObservedRun:
-    """Run the reference, or else the step, once more; see `rounding.slightly_moved`.
+    """Run the reference, or else the step, once more, on a batch moved by one roundoff.
 
     The difference from the first run shows rounding inside operators, which a perturbation of their results cannot
     show.
     """
     with full_precision(), one_thread() as threads:
-        run = slightly_moved(rank, program, scenario, program.reference is not None, threads)
+        run = Runs(rank, program, scenario, program.reference is not None, threads).slightly_moved()
     run.initial = {}
     return run
 

@@ -20,28 +20,18 @@ Key = Callable[[Any], Iterable[Hashable]]
 MakeLoader = Callable[[Rank], Any]
 
 _SHOWN_VALUES, _SHOWN_CHARACTERS = 4, 40
-
-
+_PASS_KEY = "pass key=, a function from a batch to the ids of its samples"
 _BATCHES = "; if it yields batches, return a loader, or a list of the batches, in place of yielding them"
 
 
 class _Misuse(Exception):
-    """`make_loader` or `key` returns something that the gate cannot use.
-
-    Attributes:
-        of_batches: whether the reason may be that batches were yielded instead of loaders.
-    """
-
-    def __init__(self, message: str, *, of_batches: bool = False) -> None:
-        super().__init__(message)
-        self.of_batches = of_batches
+    """`make_loader` or `key` returns something that the gate cannot use."""
 
 
 def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, rank: Rank) -> Visits:
     """Iterate this rank's loader once per epoch, and return its samples.
 
-    Args:
-        inline: read an IterableDataset in this process, and not in worker processes of the loader.
+    `inline`: read an IterableDataset in this process, and not in worker processes of the loader.
     """
     visits = Visits()
     loaders = make_loader(rank)
@@ -60,12 +50,12 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
         # With one epoch, only a second yield shows whether the lists are loaders or batches.
         further_yield = next(loaders, None) if visits.bare and epochs == 1 else None
         if further_yield is not None and not _epoch(further_yield, key, {}).counts & visits.epochs[0].counts:
-            raise _Misuse(
-                "make_loader(rank) yielded twice, though epochs is 1, and the two yields have no sample in common",
-                of_batches=True,
-            )
+            common = "the two yields have no sample in common"
+            raise _Misuse(f"make_loader(rank) yielded twice, though epochs is 1, and {common}{_BATCHES}")
     except _Misuse as misuse:
-        visits.problem = str(misuse) + (_BATCHES if visits.bare or misuse.of_batches else "")
+        visits.problem = str(misuse)
+        if visits.bare and not visits.problem.endswith(_BATCHES):
+            visits.problem += _BATCHES
     if isinstance(loaders, types.GeneratorType):
         loaders.close()
     return visits
@@ -83,29 +73,21 @@ def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
 
 def _loaders(loaders: Any, epochs: int) -> Iterator[Any]:
     """Yield the loader of each epoch: each loader that a generator yields, or always the same one."""
-    if not isinstance(loaders, types.GeneratorType):
-        for _ in range(epochs):
-            yield _iterable(loaders, "make_loader(rank) returned a", yielded=False)
-        return
+    yielded = isinstance(loaders, types.GeneratorType)
     for epoch in range(epochs):
         try:
-            loader = next(loaders)
+            loader = next(loaders) if yielded else loaders
         except StopIteration:
             raise _Misuse(
                 f"make_loader(rank) yielded {epoch} loaders, and epochs is {epochs}; yield the loader once per epoch"
             ) from None
-        yield _iterable(loader, "make_loader(rank) yielded a", yielded=True)
-
-
-def _iterable(loader: Any, prefix: str, *, yielded: bool) -> Any:
-    if isinstance(loader, torch.Tensor | Mapping) or not (
-        hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    ):
-        raise _Misuse(
-            f"{prefix} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch",
-            of_batches=yielded,
-        )
-    return loader
+        iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        if isinstance(loader, torch.Tensor | Mapping) or not iterable:
+            raise _Misuse(
+                f"make_loader(rank) {'yielded' if yielded else 'returned'} a {type(loader).__name__}; return a loader "
+                f"(an iterable of batches), or yield it once per epoch{_BATCHES if yielded else ''}"
+            )
+        yield loader
 
 
 def _shuffles(loader: Any) -> bool:
@@ -144,12 +126,9 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
     columns = [column for leaf in leaves(batch, _is_column) for column in _columns(leaf)]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
+        fault = f"has leaves of {sorted(lengths)} rows along dim 0, so its samples cannot be separated"
         raise _Misuse(
-            f"a batch of type {type(batch).__name__} has leaves of {sorted(lengths)} rows along dim 0, so its samples "
-            "cannot be separated; pass key=, a function from a batch to the ids of its samples"
-            if lengths
-            else f"a batch of type {type(batch).__name__} has no tensor with rows; pass key=, a function from a batch "
-            "to the ids of its samples"
+            f"a batch of type {type(batch).__name__} {fault if lengths else 'has no tensor with rows'}; {_PASS_KEY}"
         )
     for row in zip(*columns, strict=True):
         digest = hashlib.blake2b(digest_size=8)
@@ -160,11 +139,7 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
 
 def _is_column(node: Any) -> bool:
     """Return whether a node is a list of texts or numbers, one per sample; it then counts as one leaf."""
-    return (
-        isinstance(node, list | tuple)
-        and bool(node)
-        and all(isinstance(entry, str | bytes | int | float) for entry in node)
-    )
+    return isinstance(node, list | tuple) and bool(node) and all(isinstance(x, str | bytes | int | float) for x in node)
 
 
 def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
@@ -177,15 +152,12 @@ def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
         if leaf.dim():
             yield _rows(plain(leaf))
     elif not (leaf is None or isinstance(leaf, str | bytes | int | float)):
-        raise _Misuse(
-            f"a batch holds a {type(leaf).__name__}, whose samples cannot be separated; pass key=, a function from a "
-            "batch to the ids of its samples"
-        )
+        raise _Misuse(f"a batch holds a {type(leaf).__name__}, whose samples cannot be separated; {_PASS_KEY}")
 
 
 def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
     if tensor.layout != torch.strided:
-        raise _Misuse("a batch holds a sparse tensor; pass key=, a function from a batch to the ids of its samples")
+        raise _Misuse(f"a batch holds a sparse tensor; {_PASS_KEY}")
     count = len(tensor)
     real = as_real(tensor)
     data = bytes_of(real)
@@ -193,32 +165,24 @@ def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
     # The same bytes in another dtype or shape are another sample.
     layout = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()
     flat = tensor.reshape(count, -1)[:, :_SHOWN_VALUES].tolist() if real.numel() else [[]] * count
-    truncated = real[:1].numel() > _SHOWN_VALUES
-    return [
-        (layout + data[i * width : (i + 1) * width], _values(flat[i], scalar=tensor.dim() == 1, truncated=truncated))
-        for i in range(count)
-    ]
-
-
-def _values(values: list[Any], *, scalar: bool, truncated: bool) -> str:
-    texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-    if scalar:
-        return texts[0] if texts else "[]"
-    return f"[{', '.join(texts)}{', …' if truncated else ''}]"
+    rest = ", …" if real[:1].numel() > _SHOWN_VALUES else ""
+    rows = []
+    for i, values in enumerate(flat):
+        texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+        shown = texts[0] if texts and tensor.dim() == 1 else f"[{', '.join(texts)}{rest}]"
+        rows.append((layout + data[i * width : (i + 1) * width], shown))
+    return rows
 
 
 def _plain_id(sample_id: Any) -> Hashable:
     """Return an id that compares equal in another process: tensors, which hash by identity, become plain values."""
-    if hasattr(sample_id, "tolist"):
-        sample_id = sample_id.tolist()
-        sample_id = _tuples(sample_id)
+    identity: Hashable = _tuples(sample_id.tolist()) if hasattr(sample_id, "tolist") else sample_id
     try:
-        hash(sample_id)
+        hash(identity)
     except TypeError:
         raise _Misuse(
-            f"key(batch) gave a {type(sample_id).__name__}, which is not hashable; give numbers or texts"
+            f"key(batch) gave a {type(identity).__name__}, which is not hashable; give numbers or texts"
         ) from None
-    identity: Hashable = sample_id
     return identity
 
 

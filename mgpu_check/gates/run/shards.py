@@ -69,35 +69,25 @@ _Kind = Literal["params", "buffers"]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that a rank holds at the end.
-
-    Attributes:
-        label: its name in the model now, or its place in an optimizer.
-        built_name: name of the built tensor that it is, with the same shape; None if it is not a whole one.
-        slices: the slices of built tensors that it consists of, perhaps empty; None if it is a whole built tensor, or
-            if its placement is unknown.
-        reason: why its placement is unknown; None if it is known.
-        copy: an optimizer trains it, but the model uses another tensor in its place.
-        idle: it is a parameter that no optimizer of this rank steps, although they step others.
-        replaced: an optimizer steps another tensor that has some of its elements.
-        local: it is a DTensor, and only its part on this rank was placed.
-        outside: it is not part of the model that is compared: a replica that is trained beside the model, or a tensor
-            that the built model does not have.
-        late: its optimizer was made for a later step than the first.
-    """
+    """A tensor that a rank holds at the end."""
 
     kind: _Kind
-    label: str
+    label: str  # its name in the model now, or its place in an optimizer
     tensor: torch.Tensor
+    # Name of the built tensor that it is, with the same shape; None if it is not a whole one.
     built_name: str | None = None
+    # The slices of built tensors that it consists of, perhaps empty; None if it is a whole built tensor, or if its
+    # placement is unknown.
     slices: tuple[Slice, ...] | None = None
-    reason: Unplaced | None = None
-    copy: bool = False
-    idle: bool = False
-    replaced: bool = False
-    local: bool = False
+    reason: Unplaced | None = None  # why its placement is unknown; None if it is known
+    copy: bool = False  # an optimizer trains it, but the model uses another tensor in its place
+    idle: bool = False  # it is a parameter that no optimizer of this rank steps, although they step others
+    replaced: bool = False  # an optimizer steps another tensor that has some of its elements
+    local: bool = False  # it is a DTensor, and only its part on this rank was placed
+    # It is not part of the model that is compared: a replica that is trained beside the model, or a tensor that the
+    # built model does not have.
     outside: bool = False
-    late: bool = False
+    late: bool = False  # its optimizer was made for a later step than the first
 
     def copy_of(self, value: Any) -> torch.Tensor:
         """Return a copy of the tensor, its gradient or its state; of a DTensor placed locally, the local part."""
@@ -115,9 +105,7 @@ class Held:
     @property
     def wholes(self) -> set[str]:
         """The names of the built tensors that it is part of; its own label if it is placed in none."""
-        return (
-            {self.built_name or self.label} if self.slices is None else {held_slice.whole for held_slice in self.slices}
-        )
+        return {held.whole for held in self.slices} if self.slices is not None else {self.built_name or self.label}
 
 
 class Holdings:
@@ -218,33 +206,25 @@ class Holdings:
         return self._is_stepped(tensor) and all(tensor is not now for _, now in parameters_of(self._modules))
 
     def now(self) -> Iterator[torch.Tensor]:
-        yielded: set[int] = set()
-        for module in self._modules.values():
-            for _, tensor in named_parameters(module):
-                yielded.add(id(tensor))
-                yield tensor
-        yield from (
-            stepped for number, (_, stepped) in self._stepped.items() if number not in yielded and _is_there(stepped)
-        )
+        parameters = {id(tensor): tensor for module in self._modules.values() for _, tensor in named_parameters(module)}
+        yield from parameters.values()
+        others = (stepped for number, (_, stepped) in self._stepped.items() if number not in parameters)
+        yield from filter(_is_there, others)
 
     def held(self) -> list[Held]:
         """Return the tensors of the model and of the optimizers that the rank holds, each with its placement."""
-        held_tensors = [
-            self._placed(tensor_kind, name, tensor, self._origin(tensor, module, key, name))
-            for tensor_kind, name, tensor, module, key in named_tensors(self._modules)
-        ]
+        held_tensors = []
+        for tensor_kind, name, tensor, module, key in named_tensors(self._modules):
+            origin = name
+            if (id(tensor), name) not in self._names:
+                origin = self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
+            held_tensors.append(self._placed(tensor_kind, name, tensor, origin))
         ids_in_model = {id(holding.tensor) for holding in held_tensors}
         flat = {id(view) for holding in held_tensors for view in getattr(holding.tensor, "_params", None) or ()}
-        owned = {
-            holding.built_name
-            for holding in held_tensors
-            if holding.built_name is not None and self._is_stepped(holding.tensor)
-        }
-        used_names = self._used().union(
-            *(holding.wholes for holding in held_tensors if holding.tensor.grad is not None)
-        )
-        mine = used_names.intersection(set().union(*(holding.wholes for holding in held_tensors)))
-        in_model = {holding.built_name: holding.tensor for holding in held_tensors if holding.built_name is not None}
+        built = [(holding.built_name, holding.tensor) for holding in held_tensors if holding.built_name is not None]
+        in_model, owned = dict(built), {name for name, tensor in built if self._is_stepped(tensor)}
+        with_gradient = (holding.wholes for holding in held_tensors if holding.tensor.grad is not None)
+        mine = self._used().union(*with_gradient) & set().union(*(holding.wholes for holding in held_tensors))
         for number, (label, tensor) in self._stepped.items():
             if number in ids_in_model or number in flat or not _is_there(tensor):
                 continue
@@ -275,39 +255,27 @@ class Holdings:
 
     def _beside(self, stepped: set[str], holding: Held) -> Held:
         """Return the tensor with `idle` and `replaced` set, which depend on the built tensors that optimizers step."""
-        mine = self._is_stepped(holding.tensor)
-        idle = (
-            holding.kind == "params" and bool(stepped) and holding.tensor.requires_grad and not holding.wholes & stepped
-        )
-        return replace(holding, idle=idle, replaced=not mine and bool(holding.wholes & stepped))
+        common, trainable = holding.wholes & stepped, holding.kind == "params" and holding.tensor.requires_grad
+        idle = trainable and bool(stepped) and not common
+        return replace(holding, idle=idle, replaced=bool(common) and not self._is_stepped(holding.tensor))
 
     def unused(self, touched: Iterable[str]) -> set[str]:
         """Return the unused parameters and buffers: no module with them was called, and they are not in `touched`.
 
-        Args:
-            touched: names of parameters and buffers that have a gradient, or that differ from their initial value.
+        `touched`: names of parameters and buffers that have a gradient, or that differ from their initial value.
         """
         return set(self._shapes) - self._used() - set(touched)
 
     def _used(self) -> set[str]:
         """Return the built tensors that a called module has, or had before they were replaced."""
-        used_names: set[str] = set()
+        names: set[str | None] = set()
         for module in self._called.values():
-            for key in (*module._parameters, *module._buffers):
-                if (name := self._origins.get((id(module), key))) is not None:
-                    used_names.add(name)
-            used_names.update(
-                self._built[id(parameter)] for parameter in module._parameters.values() if id(parameter) in self._built
-            )
-        return used_names
+            names |= {self._origins.get((id(module), key)) for key in (*module._parameters, *module._buffers)}
+            names |= {self._built.get(id(parameter)) for parameter in module._parameters.values()}
+        return {name for name in names if name is not None}
 
     def _is_stepped(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._stepped
-
-    def _origin(self, tensor: torch.Tensor, module: nn.Module, key: str, name: str) -> str:
-        if (id(tensor), name) in self._names:
-            return name
-        return self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
 
     def _placed(self, tensor_kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
         as_built = self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == tensor_kind
@@ -328,7 +296,7 @@ class Holdings:
         if isinstance(slices, Unplaced):
             unlike = local and slices is Unplaced.NOWHERE
             return Held(tensor_kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE if unlike else slices, local=local)
-        if len(slices) == 1 and slices[0].at is None and slices[0].within is None:
+        if _is_one_whole(slices):
             return Held(tensor_kind, label, tensor, slices[0].whole, local=local)
         return Held(tensor_kind, label, tensor, slices=tuple(slices), local=local)
 
@@ -337,8 +305,7 @@ class Holdings:
         if not is_of_expert(tensor) or not self.is_foreign(tensor) or hasattr(tensor, "to_local"):
             return origin
         slices = self._by_content(tensor, origin)
-        alone = isinstance(slices, list) and len(slices) == 1 and slices[0].at is None and slices[0].within is None
-        return slices[0].whole if isinstance(slices, list) and alone else origin
+        return slices[0].whole if isinstance(slices, list) and _is_one_whole(slices) else origin
 
     def _as_declared(self, tensor_kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
         (declared_slice,) = declared
@@ -363,13 +330,12 @@ class Holdings:
                     for name, (at, within) in zip(built_names, ranges.parts, strict=True)
                     if name is not None and at is not None
                 ]
-        if origin in self._shapes:
-            ranges_here = local_ranges(tensor, self._called.values())
-            if ranges_here is not None:
-                at, _ = ranges_here
-                return [Slice(origin, self._shapes[origin], at)] if len(at) else []
-            return by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
-        return None
+        if origin not in self._shapes:
+            return None
+        if (ranges_here := local_ranges(tensor, self._called.values())) is not None:
+            at, _ = ranges_here
+            return [Slice(origin, self._shapes[origin], at)] if len(at) else []
+        return by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
 
     def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
         initial, now = self._firsts.get(id(tensor)), _here(tensor)
@@ -385,6 +351,10 @@ class Holdings:
         return _wholes_of(self._rebuilt())
 
 
+def _is_one_whole(slices: Sequence[Slice]) -> bool:
+    return len(slices) == 1 and slices[0].at is None and slices[0].within is None
+
+
 def _is_there(tensor: torch.Tensor) -> bool:
     """Return whether a tensor still has memory: FSDP frees the memory of whole parameters, and keeps the tensors."""
     if tensor.is_meta or not tensor.numel() or hasattr(tensor, "full_tensor"):
@@ -397,8 +367,7 @@ def named_tensors(
 ) -> Iterator[tuple[_Kind, str, torch.Tensor, nn.Module, str]]:
     """Yield each parameter and buffer of modules named by prefixes: kind, name, tensor, its module, its key.
 
-    Args:
-        aliases: also yield a tensor that a module has under several names once for each.
+    `aliases`: also yield a tensor that a module has under several names once for each.
     """
     kinds: tuple[tuple[_Kind, str], ...] = (("params", "_parameters"), ("buffers", "_buffers"))
     for prefix, module in modules.items():
@@ -461,7 +430,8 @@ class _Whole:
 def holders_of(runs: Sequence[ObservedRun]) -> dict[str, set[int]]:
     holders: dict[str, set[int]] = defaultdict(set)
     for name in set().union(*(run.unused for run in runs)):
-        holders[name] |= {rank for rank, run in enumerate(runs) if name not in run.unused or not _trains(run)}
+        trains = [bool(run.trained or run.pieces) for run in runs]
+        holders[name] |= {rank for rank, run in enumerate(runs) if name not in run.unused or not trains[rank]}
     return holders
 
 
@@ -473,27 +443,26 @@ def assembled(
     """Return the observations of ranks, with every divided result assembled on every rank."""
     users_by_name = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(runs)}
     divided = any(run.pieces or run.unplaced for run in runs) or bool(users_by_name)
-    divided |= len(runs) > 1 and (_names_differ(runs) or any(run.idle != runs[0].idle for run in runs))
+    name_sets = [run.digests.keys() for run in runs if run.digests]
+    divided |= any(name.kind != "returned" for name_set in name_sets for name in name_set ^ name_sets[0])
+    divided |= any(run.idle != runs[0].idle for run in runs)
     if not divided and returns is None:
         return list(runs)
     assembled_runs = [
         replace(run, values=dict(run.values), digests=dict(run.digests), others=dict(run.others), snapshots=[])
         for run in runs
     ]
-    values = [run.values for run in runs]
-    pieces = [run.pieces for run in runs]
+    values, idle = [run.values for run in runs], [run.idle for run in runs]
     if returns is not None:
         _take_returned(assembled_runs, values, returns)
-    idle = [run.idle for run in runs]
-    for name, result in _wholes(values, pieces, users_by_name, idle):
+    for name, result in _wholes(values, [run.pieces for run in runs], users_by_name, idle):
         for rank, run in enumerate(assembled_runs):
             run.values[name], run.own[name] = result.views[rank], result.own[rank]
             run.digests[name] = digest_of(result.views[rank])
             run.placements[name] = result.placement
             if result.gap:
                 run.gaps[name] = result.gap
-    steps = max((len(run.snapshots) for run in runs), default=0)
-    for step in range(steps):
+    for step in range(max((len(run.snapshots) for run in runs), default=0)):
         snapshots = [run.snapshots[step] if step < len(run.snapshots) else {} for run in runs]
         slices = [run.pieces_of_steps[step] if step < len(run.pieces_of_steps) else [] for run in runs]
         stages = [dict(stage) for stage in snapshots]
@@ -505,25 +474,13 @@ def assembled(
     return _alike(assembled_runs)
 
 
-def _trains(run: ObservedRun) -> bool:
-    return bool(run.trained or run.pieces)
-
-
-def _names_differ(runs: Sequence[ObservedRun]) -> bool:
-    """Return whether ranks with digests have results of different names, except returned ones."""
-    name_sets = [run.digests.keys() for run in runs if run.digests]
-    return any(name.kind != "returned" for name_set in name_sets for name in name_set ^ name_sets[0])
-
-
 def _take_returned(
     runs: Sequence[ObservedRun], values: Sequence[Mapping[Result, torch.Tensor]], returns: Callable[[int], bool]
 ) -> None:
     """Replace the returned values of ranks that do not count by the values of the first rank that counts."""
     telling = [rank for rank in range(len(runs)) if returns(rank)] or list(range(len(runs)))
-    for rank, run in enumerate(runs):
-        source = runs[telling[0]] if rank not in telling else None
-        if source is None:
-            continue
+    source = runs[telling[0]]
+    for run in (run for rank, run in enumerate(runs) if rank not in telling):
         for name in [name for name in run.digests.keys() | run.values.keys() if name.kind == "returned"]:
             run.values.pop(name, None)
             run.digests.pop(name, None)
@@ -545,10 +502,8 @@ def _wholes(
 ) -> Iterator[tuple[Result, _Whole]]:
     """Yield each result that is divided among ranks, assembled.
 
-    Args:
-        users_by_name: the ranks that use a parameter or buffer, if some ranks do not.
-        idle: by rank, the parameters that no optimizer of the rank steps. Their gradients count only if no other rank's
-            do.
+    `users_by_name`: the ranks that use a parameter or buffer, if some ranks do not. `idle`: by rank, the parameters
+    that no optimizer of the rank steps. Their gradients count only if no other rank's do.
     """
     pieces_by_result: Parts = defaultdict(list)
     for rank, pieces_of_rank in enumerate(pieces):
@@ -560,8 +515,7 @@ def _wholes(
         for _, held_slice, _ in several
         if name.kind == "params"
     }
-    result_names = dict.fromkeys(itertools.chain(pieces_by_result, *values))
-    for name in result_names:
+    for name in dict.fromkeys(itertools.chain(pieces_by_result, *values)):
         if name.kind in ("returned", "rng"):
             continue
         owner = name.parameter
@@ -570,7 +524,8 @@ def _wholes(
             users = {rank for rank in users if owner not in idle[rank]} or users
         mine = [entry for entry in pieces_by_result.get(name, ()) if entry[0] in users]
         with_pieces = {rank for rank, _, _ in mine}
-        shape = shapes.get(owner) or next((tuple(v.shape) for v in _of_owner(values, owner)), None)
+        parameter = Result("params", owner)
+        shape = shapes.get(owner) or next((tuple(own[parameter].shape) for own in values if parameter in own), None)
         full_values = [
             (rank, value)
             for rank, values_of_rank in enumerate(values)
@@ -588,24 +543,12 @@ def _wholes(
         yield name, _put_together(mine, len(values))
 
 
-def _of_owner(values: Sequence[Mapping[Result, torch.Tensor]], owner: str) -> Iterator[torch.Tensor]:
-    return (
-        values_of_rank[Result("params", owner)]
-        for values_of_rank in values
-        if Result("params", owner) in values_of_rank
-    )
-
-
 def _all_hold_the_same(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> bool:
     """Return whether every rank holds the same part of a tensor: then the step has cut the tensor, not divided it."""
     head = mine[0][1]
-    return (
-        size > 1
-        and len(mine) == size
-        and head.at is not None
-        and not bool(head.mask.all())
-        and all(held_slice.at is not None and torch.equal(held_slice.at, head.at) for _, held_slice, _ in mine)
-    )
+    if head.at is None or bool(head.mask.all()) or not len(mine) == size > 1:
+        return False
+    return all(held_slice.at is not None and torch.equal(held_slice.at, head.at) for _, held_slice, _ in mine)
 
 
 def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) -> _Whole:
@@ -614,9 +557,7 @@ def _put_together(mine: Sequence[tuple[int, Slice, torch.Tensor]], size: int) ->
     for rank in range(size):
         own_slices = [(held_slice, local) for holder, held_slice, local in mine if holder == rank]
         mask = torch.zeros(base.value.shape, dtype=torch.bool)
-        view = base.value
-        if own_slices:
-            view = base.value.clone()
+        view = base.value.clone() if own_slices else base.value
         for held_slice, local in own_slices:
             held_slice.put(local, view)
             mask |= held_slice.mask
@@ -654,24 +595,19 @@ def _in_order(
     chunks = torch.arange(shape[dim]).chunk(count)
     best: list[tuple[int, Slice, torch.Tensor]] = []
     for order in orders:
-        if any(
-            index >= len(chunks) or len(chunks[index]) != value.shape[dim]
-            for index, (_, value) in zip(order, ranked_chunks, strict=True)
-        ):
+        placed = [(index, rank, value) for index, (rank, value) in zip(order, ranked_chunks, strict=True)]
+        if any(index >= len(chunks) or len(chunks[index]) != value.shape[dim] for index, _, value in placed):
             continue
         ordered = [
             (rank, Slice(name.of, shape, indexed(shape, (*[slice(None)] * dim, chunks[index]))), value)
-            for index, (rank, value) in zip(order, ranked_chunks, strict=True)
+            for index, rank, value in placed
         ]
-        by_chunk = {index: value for index, (_, value) in zip(order, ranked_chunks, strict=True)}
-        if all(_near(value, by_chunk[index]) for index, (_, value) in zip(order, ranked_chunks, strict=True)):
+        by_chunk = {index: value for index, _, value in placed}
+        pairs = ((value, by_chunk[index]) for index, _, value in placed if value.numel())
+        if all(bool(((value - other).abs() <= _CLOSE * other.abs().max()).all()) for value, other in pairs):
             return ordered
         best = best or ordered
     return best
-
-
-def _near(value: torch.Tensor, replica: torch.Tensor) -> bool:
-    return bool(((value - replica).abs() <= _CLOSE * replica.abs().max()).all()) if value.numel() else True
 
 
 def _alike(runs: list[ObservedRun]) -> list[ObservedRun]:

@@ -20,7 +20,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,8 +27,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.gates.comparison.relations import close
 from mgpu_check.gates.search.scenarios import Mesh, mesh_of
 from mgpu_check.numerics.bounds import unit_roundoff
@@ -105,12 +104,11 @@ def _flattened(
 
 
 def _opaque(value: Any, name: str, strict: bool, reason: str) -> dict[str, Any]:
-    type_name = type(value).__name__
     if not strict:
-        return {name: type_name}
+        return {name: type(value).__name__}
     raise Opaque(
-        f"{name or 'the whole'} is a {type_name}, {reason}; give it a state_dict(), or give in its place the tensors, "
-        "numbers and texts that it holds"
+        f"{name or 'the whole'} is a {type(value).__name__}, {reason}; give it a state_dict(), or give in its "
+        "place the tensors, numbers and texts that it holds"
     )
 
 
@@ -205,43 +203,32 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class StateRow:
-    """The comparison of one entry of the state, on one rank.
-
-    Attributes:
-        same: whether the entry has the expected value; None if two uninterrupted runs disagree about that value.
-        repeats: whether two uninterrupted runs agree up to rounding; always True for generators.
-        got, expected: digests; "" for a missing entry.
-        moved: whether the entry has changed since the earlier step.
-    """
+    """The comparison of one entry of the state, on one rank."""
 
     entry: StateEntry
+    # Whether the entry has the expected value; None if two uninterrupted runs disagree about that value.
     same: bool | None
     detail: str
+    # got, expected: digests; "" for a missing entry.
     got: str
     expected: str
-    moved: bool
-    repeats: bool
+    moved: bool  # whether the entry has changed since the earlier step
+    repeats: bool  # whether two uninterrupted runs agree up to rounding; always True for generators
 
 
 @dataclass(frozen=True)
 class TrainingPart:
-    """A part of the training: its steps, seed, checkpoint directory and perturbation.
-
-    Attributes:
-        mesh: the mesh of the ranks; empty for none.
-        per_rank: whether each rank has its own checkpoint, in `directory` under its index.
-        spread: size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
-        signs: seed of the signs of the errors.
-    """
+    """A part of the training: its steps, seed, checkpoint directory and perturbation."""
 
     start: int
     stop: int
     directory: Path
     seed: int
-    mesh: Mesh = ()
-    per_rank: bool = False
+    mesh: Mesh = ()  # the mesh of the ranks; empty for none
+    per_rank: bool = False  # whether each rank has its own checkpoint, in `directory` under its index
+    # Size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
     spread: float = 0.0
-    signs: int = 0
+    signs: int = 0  # seed of the signs of the errors
 
 
 def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank) -> str:
@@ -252,19 +239,12 @@ def train_and_keep(train: Train, training: TrainingPart, file: Path, rank: Rank)
     if training.mesh:
         rank = replace(rank, mesh=mesh_of(rank, training.mesh))
     seed_everything(training.seed)
-    generator = torch.Generator().manual_seed(training.signs)
     # Training runs in its own dtypes, so float64 is perturbed by its own roundoff.
-    perturbed = (
-        Perturbed(training.spread, generator, unit_roundoff(torch.float64)) if training.spread else nullcontext()
-    )
+    mode = Perturbed(training.spread, torch.Generator().manual_seed(training.signs), unit_roundoff(torch.float64))
+    directory = training.directory / str(rank.index) if training.per_rank else training.directory
     epochs: list[int] = []
-    with perturbed, _noting_epochs(epochs):
-        state = train(
-            rank,
-            training.directory / str(rank.index) if training.per_rank else training.directory,
-            training.start,
-            training.stop,
-        )
+    with mode if training.spread else contextlib.nullcontext(), _noting_epochs(epochs):
+        state = train(rank, directory, training.start, training.stop)
     pause(f"steps {training.start} to {training.stop}", last=True)
     # Read the generators before code of the gate can draw from them.
     generators = _generators(rank)
@@ -307,33 +287,19 @@ def kept(directory: Path, rank: Rank) -> Path:
     return directory / f"{rank.index}.pt"
 
 
-def load(directory: Path, rank: Rank) -> dict[StateEntry, Any]:
-    return load_of(directory, rank.index)
-
-
-def load_of(directory: Path, index: int) -> dict[StateEntry, Any]:
+def load(directory: Path, index: int) -> dict[StateEntry, Any]:
     state: dict[str, dict[str, Any]] = torch.load(directory / f"{index}.pt", weights_only=False)
-    return {
-        StateEntry(name, section == _GENERATORS): value
-        for section in (_ENTRIES, _GENERATORS)
-        for name, value in state[section].items()
-    }
+    values = {StateEntry(name): value for name, value in state[_ENTRIES].items()}
+    return values | {StateEntry(name, generator=True): value for name, value in state[_GENERATORS].items()}
 
 
 def _generators(rank: Rank) -> dict[str, str]:
     states = {"torch (CPU)": digest_of(torch.get_rng_state()), "Python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available():
         states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states["NumPy"] = _digest(
-            repr(
-                [
-                    component if not hasattr(component, "tolist") else component.tolist()
-                    for component in numpy.random.get_state()
-                ]
-            )
-        )
+    if (numpy := sys.modules.get("numpy")) is not None:
+        parts = [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()]
+        states["NumPy"] = _digest(repr(parts))
     return states
 
 
@@ -358,33 +324,26 @@ def compare(
         perturbed: runs with added rounding errors, which show how far rounding moves each entry.
         rounded: whether the runs add in different orders, so that all differences that rounding explains are granted.
     """
-    new, old = load(got, rank), load(earlier, rank)
-    first_state, second_state = load(runs[0], rank), load(runs[-1], rank)
-    moves = envelopes(
-        {entry: value for entry, value in first_state.items() if is_real(value)}, (load(run, rank) for run in perturbed)
-    )
+    new, old, first_state, second_state = (load(path, rank.index) for path in (got, earlier, runs[0], runs[-1]))
+    real = {entry: value for entry, value in first_state.items() if is_real(value)}
+    moves = envelopes(real, (load(run, rank.index) for run in perturbed))
     rows = []
     for entry in dict.fromkeys([*first_state, *second_state, *new]):
-        noise = (
-            _noise(first_state.get(entry), second_state.get(entry))
-            if (entry in first_state) == (entry in second_state)
-            else None
-        )
-        repeats = entry.generator or (
-            noise is not None and noise <= explained_by_rounding(first_state.get(entry), tolerance or 0.0)
-        )
+        once, again = first_state.get(entry), second_state.get(entry)
+        noise = _noise(once, again) if (entry in first_state) == (entry in second_state) else None
+        repeats = entry.generator or (noise is not None and noise <= explained_by_rounding(once, tolerance or 0.0))
         if noise is None or not repeats:
             same: bool | None = None
-            detail = _difference(second_state.get(entry), first_state.get(entry), 0.0, None)
+            detail = _difference(again, once, 0.0, None)
         elif entry not in new or entry not in first_state:
             same, detail = False, "is missing" if entry in first_state else "is there, but not in an uninterrupted run"
         else:
             granted = _ROOM * noise + _BOTH * moves.get(entry, 0.0)
-            granted += explained_by_rounding(first_state[entry]) if rounded else 0.0
-            detail = _difference(new[entry], first_state[entry], granted, tolerance)
+            granted += explained_by_rounding(once) if rounded else 0.0
+            detail = _difference(new[entry], once, granted, tolerance)
             same = not detail
-        moved = entry not in old or bool(_difference(first_state.get(entry), old[entry], 0.0, None))
-        digests = digest_of_value(new.get(entry)), digest_of_value(first_state.get(entry))
+        moved = entry not in old or bool(_difference(once, old[entry], 0.0, None))
+        digests = digest_of_value(new.get(entry)), digest_of_value(once)
         rows.append(StateRow(entry, same, detail, *digests, moved, repeats))
     return rows
 
@@ -415,11 +374,7 @@ def _noise(value: Any, repeated: Any) -> float | None:
 
 def explained_by_rounding(value: Any, tolerance: float = 0.0) -> float:
     """Return the largest difference of two runs in this entry that rounding or the user's tolerance explains."""
-    if (
-        not isinstance(value, torch.Tensor)
-        or not value.numel()
-        or not (value.is_floating_point() or value.is_complex())
-    ):
+    if not isinstance(value, torch.Tensor) or not value.numel() or not (is_real(value) or value.is_complex()):
         return 0.0
     largest = float(value.abs().double().nan_to_num(0.0, 0.0, 0.0).max())
     roundoff = torch.finfo(value.dtype).eps / 2
@@ -451,8 +406,7 @@ def _cut(value: Any) -> str:
 
 _SHOWN = 3
 
-Parts = list[torch.Tensor]
-"""An entry of the state on each rank, in rank order."""
+Parts = list[torch.Tensor]  # an entry of the state on each rank, in rank order
 
 
 def same_training(
@@ -484,9 +438,7 @@ def resharded(
 ) -> dict[StateEntry, str]:
     """Return the entries whose saved parts are in wrong places after loading, each with a description.
 
-    Args:
-        saved: the state that the ranks of the checkpoint had.
-        loaded: the state right after loading.
+    `saved`: the state that the ranks of the checkpoint had. `loaded`: the state right after loading.
     """
     of_saved, of_right = _parts_of_ranks(saved, ranks_saved), _parts_of_ranks(reference, ranks_loaded)
     of_loaded = _parts_of_ranks(loaded, ranks_loaded)
@@ -494,11 +446,8 @@ def resharded(
     for entry, shards in of_right.items():
         if entry not in of_saved or entry not in of_loaded or (_shared(of_saved[entry]) and _shared(shards)):
             continue
-        wrong_shards = {
-            index: got
-            for index, (got, expected) in enumerate(zip(of_loaded[entry], shards, strict=True))
-            if not _close(got, expected)
-        }
+        pairs = enumerate(zip(of_loaded[entry], shards, strict=True))
+        wrong_shards = {index: got for index, (got, expected) in pairs if not _close(got, expected)}
         if description := wrong_shards and (
             _single_parts(of_saved[entry], wrong_shards, ranks_loaded) or _other_places(of_saved[entry], wrong_shards)
         ):
@@ -507,15 +456,10 @@ def resharded(
 
 
 def _single_parts(saved: Parts, wrong_shards: Mapping[int, torch.Tensor], ranks: int) -> str:
-    """Recognize ranks that each load the saved part of one rank.
-
-    Args:
-        wrong_shards: rank -> its wrong part.
-    """
-    sources = {
-        index: next((n for n, shard in enumerate(saved) if _begins(got, shard)), None)
-        for index, got in wrong_shards.items()
-    }
+    """Recognize ranks that each load the saved part of one rank; `wrong_shards` has the wrong part of each."""
+    sources = {}
+    for index, got in wrong_shards.items():
+        sources[index] = next((n for n, shard in enumerate(saved) if _begins(got, shard)), None)
     if None in sources.values():
         return ""
     loads = ", ".join(f"rank {index} loads the part of rank {source}" for index, source in sources.items())
@@ -534,12 +478,9 @@ def _other_places(saved: Parts, wrong_shards: Mapping[int, torch.Tensor]) -> str
 
 def _parts_of_ranks(directory: Path, ranks: int) -> dict[StateEntry, Parts]:
     """Return the floating-point entries that every rank has."""
-    states: list[dict[StateEntry, Any]] = [load_of(directory, index) for index in range(ranks)]
-    return {
-        entry: [state[entry] for state in states]
-        for entry in states[0]
-        if all(is_real(state.get(entry)) for state in states)
-    }
+    states: list[dict[StateEntry, Any]] = [load(directory, index) for index in range(ranks)]
+    common = [entry for entry in states[0] if all(is_real(state.get(entry)) for state in states)]
+    return {entry: [state[entry] for state in states] for entry in common}
 
 
 def _joined(shards: Parts, other_shards: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -555,11 +496,7 @@ def _joined(shards: Parts, other_shards: Parts) -> list[tuple[torch.Tensor, torc
 
 def _along(shards: Parts, dim: int) -> list[torch.Tensor]:
     """Return the parts joined along a dimension, with and without repeated ones: replicas of a mesh."""
-    distinct = [
-        shard
-        for index, shard in enumerate(shards)
-        if not any(torch.equal(shard, earlier) for earlier in shards[:index])
-    ]
+    distinct = [own for n, own in enumerate(shards) if not any(torch.equal(own, earlier) for earlier in shards[:n])]
     variants = [shards] if len(distinct) == len(shards) else [shards, distinct]
     fit = len({(*shard.shape[:dim], *shard.shape[dim + 1 :]) for shard in shards}) == 1
     return [torch.cat(variant, dim) for variant in variants] if fit else []
@@ -568,11 +505,8 @@ def _along(shards: Parts, dim: int) -> list[torch.Tensor]:
 def _without_padding(tensor: torch.Tensor, counterpart: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut zeros from the end of the longer of two flat tensors, at most down to the length of the other one."""
     length = min(len(tensor), len(counterpart))
-
-    def cut(flat: torch.Tensor) -> torch.Tensor:
-        return flat[:length] if not bool(flat[length:].any()) else flat
-
-    return cut(tensor), cut(counterpart)
+    cut, cut_counterpart = (flat if bool(flat[length:].any()) else flat[:length] for flat in (tensor, counterpart))
+    return cut, cut_counterpart
 
 
 def _shared(shards: Parts) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +26,6 @@ from mgpu_check.gates.run.shards import Held, Holdings, least_anywhere, named_te
 from mgpu_check.torch_hooks.nested import named_buffers
 from mgpu_check.torch_hooks.patches import Patches, around
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, is_capturing, plain_copy
-
-
-@dataclass(frozen=True)
-class _Applied:
-    """The gradient of one parameter before and after a step of an optimizer that has written into it."""
-
-    parameter: torch.Tensor
-    before: torch.Tensor
-    after: torch.Tensor
 
 
 class AppliedGradients:
@@ -55,7 +45,8 @@ class AppliedGradients:
         self._after, self._traced = after, traced
         self._hooks: dict[int, Any] = {}
         self._before: dict[int, torch.Tensor] = {}
-        self._applied: dict[int, _Applied] = {}
+        # By parameter, its gradient before and after a step of an optimizer that has written into it.
+        self._applied: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._histories: dict[int, str] = {}
         self._stepped: set[int] = set()  # ids of the parameters that an optimizer has stepped in this call
         self._cleared: set[int] = set()
@@ -101,23 +92,21 @@ class AppliedGradients:
                 self._applied.pop(id(parameter), None)
                 if before is None or after is None or _equal(before, after):
                     continue
-                self._applied[id(parameter)] = _Applied(parameter, before, after.detach().clone())
+                self._applied[id(parameter)] = parameter, before, after.detach().clone()
                 self.rewritten |= not type(optimizer).__module__.startswith("torch.")
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that was applied; or `grad`, if it was changed after that, or by no optimizer."""
         applied, now = self._applied.get(id(parameter)), parameter.grad
-        if applied is None or now is None or self._after or not _equal(applied.after, now):
+        if applied is None or now is None or self._after:
             return now
-        return applied.before
+        _, before, after = applied
+        return before if _equal(after, now) else now
 
     def by_gradient(self, parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return id of `grad` -> the gradient that was applied, for the gradients that differ."""
-        return {
-            id(parameter.grad): applied
-            for parameter in parameters
-            if (applied := self.of(parameter)) is not None and applied is not parameter.grad
-        }
+        """Return id of `grad` -> the gradient that was applied."""
+        pairs = ((parameter.grad, self.of(parameter)) for parameter in parameters)
+        return {id(gradient): applied for gradient, applied in pairs if applied is not None}
 
     def start_histories(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin the histories of parameters with their values."""
@@ -182,20 +171,17 @@ class CapturedSteps:
     def __init__(self, replayed: Callable[[Optimizer], None]) -> None:
         """Call `replayed` after each replay with each optimizer that has stepped in it."""
         self._replayed = replayed
-        self._captured: list[Optimizer] = []
-
-    def add(self, optimizer: Optimizer) -> None:
-        self._captured.append(optimizer)
+        self.captured: list[Optimizer] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         with Patches() as patches:
-            for name, new in (("capture_end", self._capture_end), ("replay", self._replay)):
-                patches.wrap(torch.cuda.CUDAGraph, name, around(new))
+            patches.wrap(torch.cuda.CUDAGraph, "capture_end", around(self._capture_end))
+            patches.wrap(torch.cuda.CUDAGraph, "replay", around(self._replay))
             yield
 
     def _capture_end(self, original: Callable[[Any], None], graph: Any) -> None:
-        captured, self._captured = self._captured, []
+        captured, self.captured = self.captured, []
         original(graph)
         graph.__dict__[_STEPS] = captured
 
@@ -208,13 +194,8 @@ class CapturedSteps:
 Nudge = Callable[[int, Result, torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class _TensorCopy:
-    """A copy of the gradient or value of a parameter at an optimizer step."""
-
-    result_kind: Kind
-    tensor: torch.Tensor
-    value: torch.Tensor
+_TensorCopy = tuple[Kind, torch.Tensor, torch.Tensor]
+"""The kind of a result, the parameter, and a copy of its gradient or value at an optimizer step."""
 
 
 class StepRecorder:
@@ -253,13 +234,11 @@ class StepRecorder:
         self._captured = CapturedSteps(self._after_replay)
         self._under_way = 0  # steps of optimizers, one within the other
         self._rewritten = rewritten
-        self.applied = AppliedGradients(
-            rewritten, lambda tensor: several and (histories or holdings.is_foreign(tensor))
-        )
+        self.applied = AppliedGradients(rewritten, lambda value: several and (histories or holdings.is_foreign(value)))
         self.late = False
 
     def __enter__(self) -> StepRecorder:
-        self.applied.start_histories(value for _, value in self._parameters())
+        self.applied.start_histories(value for _, value in parameters_of(self._modules))
         self._stack.enter_context(self._captured.watching())
         patches = self._stack.enter_context(Patches())
         patches.wrap(torch.autograd, "backward", around(self._backward))  # Tensor.backward calls it, too
@@ -291,7 +270,7 @@ class StepRecorder:
             self._copy_gradients(optimizer)
         if self._nudge is None:
             return
-        for name, value in self._parameters():
+        for name, value in parameters_of(self._modules):
             if value.grad is not None and value.grad.layout == torch.strided:
                 gradient = getattr(value.grad, "_local_tensor", value.grad)
                 self._before_nudge.append((gradient, gradient.clone()))
@@ -301,16 +280,13 @@ class StepRecorder:
         self._gradients = []
         if self._deep and (_is_nonlinear(optimizer) or self._deep != "nonlinear"):
             self._gradients = [
-                _TensorCopy(
-                    "grads", tensor, plain_copy(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-                )
+                ("grads", tensor, plain_copy(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad))
                 for tensor in self._holdings.now()
             ]
 
     def _after_replay(self, optimizer: Optimizer) -> None:
-        """Record a step in a CUDA graph, with the gradients that the graph leaves."""
         if is_capturing():  # the graph is replayed in another one
-            self._captured.add(optimizer)
+            self._captured.captured.append(optimizer)
             return
         self._optimizers[id(optimizer)] = optimizer
         self._seen.nonlinear |= _is_nonlinear(optimizer)
@@ -328,7 +304,7 @@ class StepRecorder:
             return
         self._before_nudge.clear()
         if is_capturing():
-            self._captured.add(optimizer)
+            self._captured.captured.append(optimizer)
             return
         if self._rewritten:
             self._copy_gradients(optimizer)
@@ -338,13 +314,11 @@ class StepRecorder:
         self._seen.optimizer_steps += 1
         if self._deep:
             rest = self._holdings.now() if self._deep is True else ()
-            self._steps.append(
-                [*self._gradients, *(_TensorCopy("params", tensor, plain_copy(tensor)) for tensor in rest)]
-            )
+            self._steps.append([*self._gradients, *(("params", tensor, plain_copy(tensor)) for tensor in rest)])
 
     def _take_first_step(self, optimizer: Optimizer) -> None:
         """Record the values and gradients at an optimizer's first step, if the gradients can distinguish ranks."""
-        parameter_names = {id(value): name for name, value in self._parameters()}
+        parameter_names = {id(value): name for name, value in parameters_of(self._modules)}
         which = f" of optimizer {len(self._optimizers)}" if self._optimizers else ""
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -352,9 +326,6 @@ class StepRecorder:
                 if (name is None or self._all_parameters) and _tells_ranks_apart(parameter):
                     name = name or f"{_unnamed(position, index)}{which}"
                     self._seen.stepped.setdefault(name, (digest_of(parameter.detach()), digest_of(parameter.grad)))
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return parameters_of(self._modules)
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         self._seen.backwards += 1
@@ -377,10 +348,9 @@ class StepRecorder:
         for copies in self._steps:
             snapshot: dict[Result, torch.Tensor] = {}
             pieces: list[HeldPiece] = []
-            for copy in copies:
-                holding = held_by_id.get(id(copy.tensor))
-                if holding is not None:
-                    put(snapshot, pieces, copy.result_kind, "{}", holding, copy.value)
+            for result_kind, tensor, value in copies:
+                if (holding := held_by_id.get(id(tensor))) is not None:
+                    put(snapshot, pieces, result_kind, "{}", holding, value)
             self._seen.snapshots.append(snapshot)
             self._seen.pieces_of_steps.append(pieces)
         self._steps.clear()
@@ -398,17 +368,10 @@ class StepRecorder:
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
                     run.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
                 run.groups += 1
-                settings = {
-                    key: setting for key, setting in group.items() if isinstance(setting, (bool, int, float, str))
-                }
+                settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str))}
                 for position, parameter in enumerate(group["params"]):
-                    holding = held_by_id.get(id(parameter)) or Held(
-                        "params",
-                        _unnamed(position, index),
-                        parameter,
-                        outside=True,
-                        late=self._holdings.is_late(parameter),
-                    )
+                    late, name = self._holdings.is_late(parameter), _unnamed(position, index)
+                    holding = held_by_id.get(id(parameter)) or Held("params", name, parameter, outside=True, late=late)
                     run.settings |= dict.fromkeys(holding.wholes, settings)
                     if id(parameter) not in partly:
                         states.append((holding, parameter))
@@ -435,16 +398,10 @@ class StepRecorder:
 
     def _states_of_some_ranks(self, held_by_id: dict[int, Held]) -> set[int]:
         """Return the ids of the DTensors whose states cannot be gathered, because some ranks lack them."""
-        divided = [
-            holding.tensor
-            for holding in held_by_id.values()
-            if hasattr(holding.tensor, "device_mesh") and not holding.local
-        ]
+        whole = (holding.tensor for holding in held_by_id.values() if not holding.local)
+        divided = [tensor for tensor in whole if hasattr(tensor, "device_mesh")]
         states = [[optimizer.state.get(tensor, {}) for optimizer in self._optimizers.values()] for tensor in divided]
-        counts = [
-            sum(isinstance(value, torch.Tensor) for state in states_of_tensor for value in state.values())
-            for states_of_tensor in states
-        ]
+        counts = [sum(isinstance(value, torch.Tensor) for own in each for value in own.values()) for each in states]
         least = least_anywhere(list(zip(divided, counts, strict=True)))
         return {id(tensor) for tensor, count, low in zip(divided, counts, least, strict=True) if low < count}
 
@@ -459,9 +416,8 @@ def put(
 ) -> None:
     """Add a result of a tensor that a rank holds to the whole results, or to the pieces.
 
-    Args:
-        text: name of the result, with {} for the name of the parameter.
-        value: in the shape of the tensor, or in another shape, such as an optimizer's count of steps.
+    `text`: name of the result, with {} for the name of the parameter. `value`: in the shape of the tensor, or in
+    another shape, such as an optimizer's count of steps.
     """
     if holding.slices is None:
         values[_whole_result(result_kind, text, holding)] = value
@@ -494,12 +450,9 @@ def _unnamed(position: int, group: int) -> str:
 def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
     """Return whether equal gradients prove a reduction; constants and single elements do not."""
     gradient = parameter.grad
-    if (
-        gradient is None
-        or hasattr(parameter, "full_tensor")
-        or gradient.layout != torch.strided
-        or gradient.numel() < 2
-    ):
+    if gradient is None or hasattr(parameter, "full_tensor"):
+        return False
+    if gradient.layout != torch.strided or gradient.numel() < 2:
         return False
     real = as_real(gradient.detach())
     return bool(real.isfinite().all()) and bool(real.min() != real.max())

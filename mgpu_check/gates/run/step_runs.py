@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from mgpu_check.diagnosis.observations import CallEvent, ObservedRun, RankTrace, Result
-from mgpu_check.engine.rank_side.pausing import pause
 from mgpu_check.engine.rank_side.rank import Rank
+from mgpu_check.engine.rank_side.worker import pause
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.run.call_events import NotingLabels, Rows, noting_outputs, noting_seeds, traced
 from mgpu_check.gates.run.draws import DrawsOfFloat32, redrawing
@@ -28,7 +28,7 @@ from mgpu_check.gates.run.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.gates.run.switches import switched
 from mgpu_check.gates.search.scenarios import Scenario, coordinates_of, has_equal_lengths, make_batches, mesh_of, wider
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.torch_hooks.nested import entries, named_modules, named_parameters, tensors_of
+from mgpu_check.torch_hooks.nested import entries, named_modules, tensors_of
 from mgpu_check.torch_hooks.switches import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 
@@ -77,18 +77,13 @@ def observe(
     with noting_seeds(seeds) if traced else contextlib.nullcontext():
         model = _built(program, scenario)
     modules = modules_of(model)
-    batches = make_batches(
-        program.batch,
-        scenario.batches,
-        scenario.samples,
-        scenario.steps,
-        scenario.change,
-        scenario.factor,
-        scenario.seed,
-    )
+    how = scenario.samples, scenario.steps, scenario.change, scenario.factor, scenario.seed
+    batches = make_batches(program.batch, scenario.batches, *how)
     if alter is not None:
         batches = [alter(batch) for batch in batches]
-    run = ObservedRun(batch=_digest_of_all(batches), built=seeds, calls=len(batches))
+    tensors = tensors_of(batches)
+    digest = ",".join(map(digest_of, tensors)) if tensors else _text(batches)
+    run = ObservedRun(batch=digest, built=seeds, calls=len(batches))
     if initial:
         run.equal_lengths = has_equal_lengths(batches)
         for _, name, value, _, _ in named_tensors(modules):
@@ -98,7 +93,9 @@ def observe(
         batches = [wider(batch) for batch in batches]
     rebuild = functools.partial(_built_again, program, scenario, double)
     holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), rebuild, located)
-    make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
+    make = functools.partial(bound, program.step, model, rank)
+    if of_reference and program.reference is not None:
+        make = functools.partial(bound_reference, program.reference, model, scenario.world_size)
 
     def count() -> None:
         run.switched += 1
@@ -110,9 +107,8 @@ def observe(
         seed_everything(scenario.seed + 1)
         before = torch.get_rng_state()
         every = traced or program.reference is not None
-        recorder = StepRecorder(
-            holdings, modules, run, deep, nudge, rank.size > 1, every, scenario.rewritten, histories
-        )
+        of_scenario = rank.size > 1, every, scenario.rewritten, histories
+        recorder = StepRecorder(holdings, modules, run, deep, nudge, *of_scenario)
         with _default_dtype(double), recorder, around(model, batches):
             call = call or make()  # traced: the calls of the constructor belong to the trace
             for number, batch in enumerate(batches):
@@ -132,7 +128,12 @@ def observe(
     _take_state(run, modules, held_tensors, recorder)
     beside = [holding for holding in held_tensors if holdings.is_beside_model(holding.tensor)]
     run.located = {holding.label: dataclasses.replace(holding, tensor=torch.empty(0)) for holding in beside}
-    run.sharded = {name for holding in held_tensors if _is_sharded(holding.tensor) for name in holding.wholes}
+    run.sharded = {
+        name
+        for holding in held_tensors
+        if any(not placed.is_replicate() for placed in getattr(holding.tensor, "placements", ()))
+        for name in holding.wholes
+    }
     by_id = {id(holding.tensor): holding for holding in held_tensors}
     recorder.take_steps(by_id)
     recorder.take_optimizers(by_id)
@@ -143,11 +144,6 @@ def observe(
     if digests:
         run.digests = {name: digest_of(value) for name, value in run.values.items()}
     return run
-
-
-def _is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor that ranks divide among themselves."""
-    return any(not placed.is_replicate() for placed in getattr(tensor, "placements", ()))
 
 
 def _built(program: Program, scenario: Scenario) -> Any:
@@ -167,13 +163,6 @@ def _built_again(program: Program, scenario: Scenario, double: bool) -> dict[str
     return modules
 
 
-def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_size: int) -> Callable[[Any], Any]:
-    if of_reference:
-        assert program.reference is not None
-        return bound_reference(program.reference, model, world_size)
-    return bound(program.step, model, rank)
-
-
 def _widen(modules: Mapping[str, nn.Module]) -> None:
     """Convert parameters and buffers to float64, or complex128, in place."""
     for module in modules.values():
@@ -186,20 +175,14 @@ def _widen(modules: Mapping[str, nn.Module]) -> None:
 def _take_state(
     run: ObservedRun, modules: Mapping[str, nn.Module], held_tensors: Sequence[Held], recorder: StepRecorder
 ) -> None:
-    shared = iter(
-        least_anywhere(
-            [(holding.tensor, int(holding.tensor.grad is not None)) for holding in held_tensors if not holding.local]
-        )
-    )
+    gathered = [holding.tensor for holding in held_tensors if not holding.local]
+    shared = iter(least_anywhere([(tensor, int(tensor.grad is not None)) for tensor in gathered]))
     for holding in held_tensors:
         has_gradient = holding.tensor.grad is not None if holding.local else bool(next(shared))
         tensor, now, is_parameter = holding.tensor, holding.copy_of(holding.tensor), holding.kind == "params"
         # A replica's gradient is not that of the model, whose own tensor is judged.
-        if (
-            is_parameter
-            and (tensor.requires_grad or tensor.grad is not None)
-            and not (holding.outside and holding.copy)
-        ):
+        is_replica = holding.outside and holding.copy
+        if is_parameter and (tensor.requires_grad or tensor.grad is not None) and not is_replica:
             if tensor.grad is not None:
                 run.trained |= holding.wholes
                 if not holding.outside:
@@ -222,7 +205,9 @@ def _take_state(
         if holding.reason is not None and is_parameter:
             run.unplaced[holding.label] = holding.reason
     for prefix, module in modules.items():
-        run.normalized += [prefix + name for name, submodule in named_modules(module) if _normalizes(submodule)]
+        for name, own in named_modules(module):
+            batch_norm = isinstance(own, nn.modules.batchnorm._BatchNorm) and not isinstance(own, nn.SyncBatchNorm)
+            run.normalized += [prefix + name] if batch_norm and own.training else []
 
 
 def _before(initial: Mapping[str, torch.Tensor], holding: Held) -> tuple[torch.Tensor | None, bool]:
@@ -234,22 +219,15 @@ def _before(initial: Mapping[str, torch.Tensor], holding: Held) -> tuple[torch.T
         return None, True
     before = holding.copy_of(holding.tensor)
     for held_slice in holding.slices:
-        held_slice.of(before).copy_(
-            initial[held_slice.whole].reshape(-1)[slice(None) if held_slice.at is None else held_slice.at]
-        )
+        flat = initial[held_slice.whole].reshape(-1)
+        held_slice.of(before).copy_(flat if held_slice.at is None else flat[held_slice.at])
     return before, True
-
-
-def _normalizes(module: nn.Module) -> bool:
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, batch_norm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
 def _take(run: ObservedRun, name: Result, value: Any, applied: Mapping[int, torch.Tensor]) -> None:
     """Record a returned value, part by part.
 
-    Args:
-        applied: id of a gradient -> the value that the optimizer applied, if it differs.
+    `applied`: id of a gradient -> the value that the optimizer applied, if it differs.
     """
     if (members := entries(value)) is not None:
         for key, member in members:
@@ -285,12 +263,6 @@ def _default_dtype(double: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _digest_of_all(batches: list[Any]) -> str:
-    """Compute a digest of the tensors in the batches; without tensors, a digest of plain values and arrays."""
-    tensors = tensors_of(batches)
-    return ",".join(map(digest_of, tensors)) if tensors else _text(batches)
-
-
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(_text, value))
@@ -302,23 +274,16 @@ def _text(value: Any) -> str:
 def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> None:
     """Wait for all ranks after a step, and compare their calls; see `pause`.
 
-    Args:
-        modules: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
-            ranks of the mesh.
+    `modules`: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
+    ranks of the mesh.
     """
-    pause(f"step {number + 1}", last=number + 1 == steps, slices=_sharded_gradients(modules))
+    meshes = ((name, getattr(value.grad, "device_mesh", None)) for _, name, value, _, _ in named_tensors(modules))
+    sharded = ((name, mesh.mesh.flatten().tolist()) for name, mesh in meshes if mesh is not None)
+    slices = [(f"gradient of {name}", tuple(ranks)) for name, ranks in sharded]
+    pause(f"step {number + 1}", last=number + 1 == steps, slices=slices)
 
 
-def _sharded_gradients(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for prefix, module in modules.items():
-        for name, value in named_parameters(module):
-            mesh = getattr(value.grad, "device_mesh", None)  # None without a gradient, or if it is not a DTensor
-            if mesh is not None:
-                yield f"gradient of {prefix}{name}", tuple(mesh.mesh.flatten().tolist())
-
-
-_SMALL = 100_000
-"""Most elements whose values every rank sends; above, only rank 0 does, and the others send checksums."""
+_SMALL = 100_000  # most elements whose values every rank sends; above, only rank 0 does, and the others send checksums
 
 
 def run_step(
@@ -326,9 +291,7 @@ def run_step(
 ) -> ObservedRun:
     """Run the step on this rank and return its results.
 
-    Args:
-        all_values: every rank sends all values.
-        histories: see `observe`.
+    `all_values`: every rank sends all values. `histories`: see `observe`.
     """
     with full_precision():
         run = observe(_placed(rank, program, scenario), program, scenario, histories=histories)
@@ -358,23 +321,16 @@ def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> RankTr
 
 def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[ObservedRun, RankTrace]:
     trace = RankTrace()
+
+    @contextlib.contextmanager
+    def noting(model: Any, batches: Sequence[Any]) -> Iterator[None]:
+        rows = Rows(batches)
+        with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, rows):
+            yield
+
     with full_precision():
-        run = observe(
-            rank,
-            program,
-            scenario,
-            of_reference=of_reference,
-            deep=True,
-            traced=True,
-            around=lambda model, batches: _noting(model, trace, Rows(batches)),
-        )
+        run = observe(rank, program, scenario, of_reference=of_reference, deep=True, traced=True, around=noting)
     return run, trace
-
-
-@contextlib.contextmanager
-def _noting(model: Any, trace: RankTrace, rows: Rows) -> Iterator[None]:
-    with NotingLabels(trace.labels), noting_outputs(modules_of(model), trace), traced(model, trace, rows):
-        yield
 
 
 def _placed(rank: Rank, program: Program, scenario: Scenario) -> Rank:

@@ -28,19 +28,14 @@ _Turn = Callable[[_Count, _Modules, str, bool | None], _Context]
 
 @dataclass(frozen=True)
 class TrainingOption:
-    """An option of training that must not change what a step computes by more than rounding.
+    """An option of training that must not change what a step computes by more than rounding."""
 
-    Attributes:
-        on, off: clauses for a step that is run with the option, and without an option that it uses itself.
-        needs: the part of a step that the option applies to.
-        turn: returns the context around the step, from the counter, the modules, the type of the device, and whether to
-            turn the option on or off. The counter counts what that changes; with None, how often the step uses the
-            option itself.
-    """
-
+    # on, off: clauses for a step that is run with the option, and without an option that it uses itself.
     on: str
     off: str
-    needs: str
+    needs: str  # the part of a step that the option applies to
+    # Returns the context around the step, from the counter, the modules, the type of the device, and whether to turn
+    # the option on or off. The counter counts what that changes; with None, how often the step uses the option itself.
     turn: _Turn
 
 
@@ -64,16 +59,16 @@ def switched(switch: Switch | None, modules: _Modules, device: torch.device, cou
 
 def _blocks(modules: _Modules) -> Iterator[nn.Module]:
     """Yield the children of the modules, and those of containers in place of the containers; a leaf yields itself."""
+
+    def inside(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module._modules.values():
+            if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+                yield from inside(child)
+            elif child is not None:
+                yield child
+
     for module in modules.values():
-        yield from _inside(module) if any(child is not None for child in module._modules.values()) else (module,)
-
-
-def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module._modules.values():
-        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            yield from _inside(child)
-        elif child is not None:
-            yield child
+        yield from inside(module) if any(child is not None for child in module._modules.values()) else (module,)
 
 
 def _forget_graphs() -> None:
@@ -82,18 +77,16 @@ def _forget_graphs() -> None:
         dynamo.reset_code_caches()  # `reset` imports Inductor, which takes seconds
 
 
-def _graphs() -> int:
-    """Return the number of graphs that torch.compile has compiled in this process."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
-
-
 @contextlib.contextmanager
 def _noting_compiled(count: _Count) -> Iterator[None]:
+    def graphs() -> int:  # that torch.compile has compiled in this process
+        utils = sys.modules.get("torch._dynamo.utils")
+        return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
+
     _forget_graphs()
-    before = _graphs()
+    before = graphs()
     yield
-    if _graphs() > before:
+    if graphs() > before:
         count()
 
 
@@ -161,7 +154,6 @@ def _checkpointed(count: _Count, modules: _Modules) -> Iterator[None]:
 @contextlib.contextmanager
 def _around_autocasts(count: _Count, *, keep: bool) -> Iterator[None]:
     """Count the regions that autocast to a narrow dtype; unless `keep` is set, disable autocast in them."""
-
     autocast = torch.amp.autocast_mode.autocast
     enter = autocast.__enter__
 
@@ -220,10 +212,8 @@ def _with_option(option: str, count: _Count, modules: _Modules, device: str, val
 
     with Patches() as patches:
         for optimizer_type in _descendants(torch.optim.Optimizer):
-            if (
-                "__init__" in vars(optimizer_type)
-                and option in inspect.signature(vars(optimizer_type)["__init__"]).parameters
-            ):
+            make = vars(optimizer_type).get("__init__")
+            if make is not None and option in inspect.signature(make).parameters:
                 patches.wrap(optimizer_type, "__init__", around)
         yield
 
@@ -232,36 +222,28 @@ def _descendants(cls: type) -> set[type]:
     return {cls}.union(*map(_descendants, cls.__subclasses__()))
 
 
-def _compilation(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:
-    return _noting_compiled(count) if on is None else _compiled(count, modules) if on else _eager(count)
-
-
-def _checkpointing(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:
-    return _checkpointed(count, modules) if on else _around_checkpoints(count, keep=on is None)
-
-
-def _autocasting(count: _Count, modules: _Modules, device: str, on: bool | None) -> _Context:
-    return _narrow(count, device) if on else _around_autocasts(count, keep=on is None)
-
-
 AXES: dict[str, TrainingOption] = {
     "compiled": TrainingOption(
         'under torch.compile(backend="aot_eager")',
         "without torch.compile",
         "a module of the model on real devices, since torch.compile runs simulated GPUs eagerly",
-        _compilation,
+        lambda count, modules, device, on: (
+            _noting_compiled(count) if on is None else _compiled(count, modules) if on else _eager(count)
+        ),
     ),
     "checkpointed": TrainingOption(
         "with activation checkpointing",
         "without its activation checkpointing",
         "a module of the model, with gradients",
-        _checkpointing,
+        lambda count, modules, device, on: (
+            _checkpointed(count, modules) if on else _around_checkpoints(count, keep=on is None)
+        ),
     ),
     "bfloat16": TrainingOption(
         "under autocast to bfloat16",
         "without its autocast",
         "an operator that autocast narrows, in a module",
-        _autocasting,
+        lambda count, modules, device, on: _narrow(count, device) if on else _around_autocasts(count, keep=on is None),
     ),
     **{
         option: TrainingOption(

@@ -6,9 +6,9 @@ A configuration is compared with one device, or, without one device, with anothe
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from mgpu_check.gates.run.states import explained_by_rounding
 from mgpu_check.gates.run.step_runs import run_traced
 from mgpu_check.gates.run.switches import AXES, Switch
 from mgpu_check.gates.search.scenarios import Place, Scenario
-from mgpu_check.gates.search.trials import Effort, Trial, Trials, key_of
+from mgpu_check.gates.search.trials import Effort, Tolerance, Trial, Trials, key_of
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.steps import PAIRS, assess, deviations, granted_at_least, granted_with, with_roundings
 from mgpu_check.processes.rank_lists import few
@@ -30,12 +30,19 @@ from mgpu_check.processes.rank_lists import few
 Allowance = Literal["bits", "rounding", "bfloat16"]
 """How far two configurations may differ: not at all, by rounding, or also by rounding to bfloat16."""
 
-_KEPT = 64
-"""Most runs that are kept for further comparisons."""
-_PAIR = 2
-"""Most ranks whose sum is the same in any order."""
+_KEPT = 64  # most runs that are kept for further comparisons
+_PAIR = 2  # most ranks whose sum is the same in any order
 
 _Values = Mapping[Result, torch.Tensor]
+_T = TypeVar("_T")
+
+
+def _kept(kept: dict[tuple[object, ...], _T], key: tuple[object, ...], make: Callable[[], _T]) -> _T:
+    if key not in kept:
+        kept[key] = make()
+        if len(kept) > _KEPT:
+            del kept[next(iter(kept))]
+    return kept[key]
 
 
 class OnRanks:
@@ -55,17 +62,14 @@ class OnRanks:
 
     def run(self, scenario: Scenario, how: Variation | None = None, number: int = 0) -> list[ObservedRun]:
         case = self.case(scenario)
-        key = (key_of(case), how, number)
-        if key not in self._runs:
+
+        def run() -> list[ObservedRun]:
             if how is None:
-                runs = self.trials.on_ranks(case, all_values=True)
-            else:
-                varied_runs = self.trials.ranks.run(run_varied, self.trials.program, case, how, size=case.world_size)
-                runs = self.trials.assembled(case, varied_runs)[:1]  # only the results of rank 0 are measured
-            self._runs[key] = runs
-            if len(self._runs) > _KEPT:
-                del self._runs[next(iter(self._runs))]
-        return self._runs[key]
+                return self.trials.on_ranks(case, all_values=True)
+            varied_runs = self.trials.ranks.run(run_varied, self.trials.program, case, how, size=case.world_size)
+            return self.trials.assembled(case, varied_runs)[:1]  # only the results of rank 0 are measured
+
+        return _kept(self._runs, (key_of(case), how, number), run)
 
     def repeats(self, scenario: Scenario) -> bool:
         """Return whether a second run gives the same bits, and would in any order of the ranks' sums."""
@@ -78,16 +82,11 @@ class OnRanks:
     def expected(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float = 0.0) -> Expected:
         """Return the results as those that another configuration must give.
 
-        Args:
-            deep: also measure the results of each optimizer step.
-            roundoff: unit roundoff of a narrow dtype that the other one may round to.
+        `deep`: also measure the results of each optimizer step. `roundoff`: unit roundoff of a narrow dtype that the
+        other one may round to.
         """
         key = (key_of(self.case(scenario)), deep, effort, roundoff)
-        if key not in self._measured:
-            self._measured[key] = self._measure(scenario, deep, effort, roundoff)
-            if len(self._measured) > _KEPT:
-                del self._measured[next(iter(self._measured))]
-        return self._measured[key]
+        return _kept(self._measured, key, lambda: self._measure(scenario, deep, effort, roundoff))
 
     def _measure(self, scenario: Scenario, deep: bool, effort: Effort, roundoff: float) -> Expected:
         runs = self.run(scenario)
@@ -111,19 +110,16 @@ class OnRanks:
                 granted = {name: torch.maximum(value, granted[name]) for name, value in measured.tolerance.items()}
         except (RankFailure, RankHang) as error:
             exact = single
-            granted = {
-                name: torch.full_like(value, explained_by_rounding(value, 0.0)) for name, value in single.items()
-            }
+            granted = {name: torch.full_like(value, explained_by_rounding(value)) for name, value in single.items()}
             message = (str(error).splitlines() or [type(error).__name__])[0]
             remark = f"tolerances are estimates, because a perturbed run failed: {message}"
             expected.remarks.append(remark)
             self.trials.ranks._remark(f"{self.trials.program.gate}: {self.trials.name}: {remark}")
-        expected.exact = {
-            name: torch.where(value.isfinite(), exact[name], value) for name, value in wide(runs[0].values).items()
-        }
-        expected.tolerance = {
-            name: with_roundings(value, exact[name], roundoff) if roundoff else value for name, value in granted.items()
-        }
+        values = wide(runs[0].values).items()
+        expected.exact = {name: torch.where(value.isfinite(), exact[name], value) for name, value in values}
+        if roundoff:
+            granted = {name: with_roundings(value, exact[name], roundoff) for name, value in granted.items()}
+        expected.tolerance = granted
         if deep:
             self._take_steps(scenario, expected, spread, roundoff)
         return expected
@@ -166,13 +162,10 @@ class OnRanks:
                 if all(name in perturbed and perturbed[name].shape == value.shape for perturbed in others)
             }
             granted = granted_at_least(single, others, ROUNDOFF, 2 * spread)
-            expected.snapshots.append({name: value.double() for name, value in single.items()})
-            expected.allowances.append(
-                {
-                    name: with_roundings(allowance.double(), single[name].double(), roundoff)
-                    for name, allowance in granted.items()
-                }
-            )
+            exact = {name: value.double() for name, value in single.items()}
+            allowed = {name: with_roundings(value.double(), exact[name], roundoff) for name, value in granted.items()}
+            expected.snapshots.append(exact)
+            expected.allowances.append(allowed)
 
 
 class PairTrials(Trials):
@@ -217,7 +210,7 @@ class PairTrials(Trials):
         """Return the results of the other configuration; see `OnRanks.expected`."""
         roundoff = unit_roundoff(torch.bfloat16) if self._allowance == "bfloat16" else 0.0
         expected = self.base.expected(scenario, deep, effort, roundoff)
-        self._apart |= self.base.trials.is_ambiguous
+        self.is_ambiguous |= self.base.trials.is_ambiguous
         if self._allowance == "bits" and self.base.repeats(scenario):
             exact = {name: value for name, value in expected.single.values.items() if value.is_floating_point()}
             zeros = {name: torch.zeros_like(value) for name, value in exact.items()}
@@ -244,10 +237,8 @@ class PairTrials(Trials):
     def trace_alone(self, scenario: Scenario) -> RankTrace:
         traces = self.base.traces(scenario)
         divided = {name.of.rpartition(".")[0] for name in self.base.run(scenario)[0].own if name.kind == "params"}
-        return RankTrace(
-            outputs=_rows([trace.outputs for trace in traces], divided),
-            gradients=_rows([trace.gradients for trace in traces], divided),
-        )
+        outputs, gradients = [trace.outputs for trace in traces], [trace.gradients for trace in traces]
+        return RankTrace(outputs=_rows(outputs, divided), gradients=_rows(gradients, divided))
 
 
 def _rows(of_ranks: Sequence[Mapping[str, torch.Tensor]], divided: Collection[str]) -> dict[str, torch.Tensor]:
@@ -265,13 +256,10 @@ def _same_bits(runs: Sequence[ObservedRun], other_runs: Sequence[ObservedRun]) -
 
 
 def _with_both(expected: Expected, own: Expected) -> Expected:
-    """Return the expected results with the tolerances of both configurations."""
-    tolerance = {
-        name: value + own.tolerance[name]
-        if name in own.tolerance and own.tolerance[name].shape == value.shape
-        else value
-        for name, value in expected.tolerance.items()
-    }
+    tolerance = dict(expected.tolerance)
+    for name, value in own.tolerance.items():
+        if name in tolerance and tolerance[name].shape == value.shape:
+            tolerance[name] = tolerance[name] + value
     return replace(expected, tolerance=tolerance)
 
 
@@ -282,49 +270,35 @@ def _finite(values: _Values) -> dict[Result, torch.Tensor]:
 
 _ALLOWANCES: Mapping[str, Allowance] = {"checkpointed": "bits", "bfloat16": "bfloat16"}
 
-Tolerance = float | Mapping[str, float] | None
-
 
 @dataclass
 class Disagreement:
-    """A case that shows a disagreement of configurations.
+    """A case that shows a disagreement of configurations."""
 
-    Attributes:
-        verdict: which of them disagree, in words.
-        failures: the failed comparisons, each with its trials, the most telling first. Without a control there is one
-            in each direction.
-        groups: the configurations that agree with each other; empty if they were compared with one device.
-        control: whether something shows which configuration is wrong.
-    """
-
-    verdict: str
+    verdict: str  # which of them disagree, in words
+    # The failed comparisons, each with its trials, the most telling first. Without a control there is one in each
+    # direction.
     failures: Sequence[tuple[Trials, Trial]]
+    # The configurations that agree with each other; empty if they were compared with one device.
     groups: Sequence[Sequence[str]] = ()
-    control: bool = True
+    control: bool = True  # whether something shows which configuration is wrong
 
 
 @dataclass
 class Agreement(abc.ABC):
-    """Configurations of one step that run the same cases.
-
-    Attributes:
-        programs: the configurations by name.
-        current: the trials that are under way, or were the latest.
-    """
+    """Configurations of one step that run the same cases."""
 
     ranks: RanksFixture
-    programs: Mapping[str, Program]
+    programs: Mapping[str, Program]  # the configurations by name
     places: Mapping[str, Place]
     kinds: Collection[str]
     tolerance: Tolerance
     trials: dict[str, Trials] = field(init=False)
-    current: Trials = field(init=False)
+    current: Trials = field(init=False)  # the trials that are under way, or were the latest
 
     def __post_init__(self) -> None:
-        self.trials = {
-            name: Trials(self.ranks, program, self.kinds, self.tolerance, name)
-            for name, program in self.programs.items()
-        }
+        how = self.kinds, self.tolerance
+        self.trials = {name: Trials(self.ranks, program, *how, name) for name, program in self.programs.items()}
         self.current = next(iter(self.trials.values()))
         self._known: dict[tuple[object, ...], Disagreement | None] = {}
 
@@ -355,11 +329,18 @@ class Agreement(abc.ABC):
         world_size, mesh = self.places[name]
         return replace(scenario, world_size=world_size, mesh=mesh)
 
-    def _failed(self, trials: Trials, name: str, scenario: Scenario, error: RankFailure) -> Disagreement:
-        """Return the disagreement for a configuration that fails on its ranks, without any comparison."""
-        raise_unusable(trials.program.gate, error)
-        trial = Trial(self._placed(name, scenario), Expected(ObservedRun(), None), None, error=error)
-        return Disagreement(f"{name} fails on its own", [(trials, trial)])
+    def _failed(
+        self, trials: Trials, name: str, scenario: Scenario, run: Callable[[Scenario], object]
+    ) -> Disagreement | None:
+        """Run a configuration on its ranks without any comparison; None if it does not fail."""
+        self.current = trials
+        try:
+            run(scenario)
+        except RankFailure as error:
+            raise_unusable(trials.program.gate, error)
+            trial = Trial(self._placed(name, scenario), Expected(ObservedRun(), None), None, error=error)
+            return Disagreement(f"{name} fails on its own", [(trials, trial)])
+        return None
 
     def _tried(self, trials: Trials, name: str, scenario: Scenario) -> Trial | None:
         self.current = trials
@@ -374,18 +355,15 @@ class OnOneDevice(Agreement):
         self._of_one: WithoutOneDevice | None = None
 
     def _run(self, scenario: Scenario) -> Disagreement | None:
-        failed = {}
-        for name, trials in self.trials.items():
-            if (trial := self._tried(trials, name, scenario)) is not None:
-                failed[name] = trial
+        tried = {name: self._tried(trials, name, scenario) for name, trials in self.trials.items()}
+        failed = {name: trial for name, trial in tried.items() if trial is not None}
         if not failed:
             return self._alone(scenario)
         agreeing = [name for name in self.trials if name not in failed]
         verdict = f"{_all_of(failed)} from one device"
         if agreeing:
             verdict += f"; {few(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'} with it"
-        failures = [(self.trials[name], trial) for name, trial in failed.items()]
-        return Disagreement(verdict, failures)
+        return Disagreement(verdict, [(self.trials[name], trial) for name, trial in failed.items()])
 
     def _alone(self, scenario: Scenario) -> Disagreement | None:
         """Compare the configurations with each other on one device, if each of them is its own reference."""
@@ -419,7 +397,9 @@ class WithoutOneDevice(Agreement):
 
     def _run(self, scenario: Scenario) -> Disagreement | None:
         baseline, *rest = self.programs
-        if (failed := self._unusable(baseline, scenario)) is not None:
+        case = replace(scenario, apart=self.trials[baseline].is_ambiguous)
+        run = self.on_ranks[baseline].run
+        if (failed := self._failed(self.pair(baseline, baseline), baseline, case, run)) is not None:
             return None if scenario.change else failed
         if (trial := self._compared(baseline, baseline, scenario)) is not None:
             return Disagreement(f"{baseline} does not agree with itself", [(self.pair(baseline, baseline), trial)])
@@ -448,18 +428,9 @@ class WithoutOneDevice(Agreement):
     def _compared(self, name: str, base: str, scenario: Scenario) -> Trial | None:
         return self._tried(self.pair(name, base), name, scenario)
 
-    def _unusable(self, name: str, scenario: Scenario) -> Disagreement | None:
-        self.current = self.pair(name, name)
-        try:
-            self.on_ranks[name].run(replace(scenario, apart=self.trials[name].is_ambiguous))
-        except RankFailure as error:
-            return self._failed(self.current, name, scenario, error)
-        return None
-
     def _groups(
         self, scenario: Scenario, baseline: str, rest: Sequence[str], disagreeing: Collection[str]
     ) -> list[list[str]]:
-        """Return the configurations in groups that agree."""
         groups = [[baseline, *(name for name in rest if name not in disagreeing)]]
         for name in disagreeing:
             for group in groups[1:]:
@@ -481,11 +452,6 @@ class OnSwitch(Agreement):
     def trains(self) -> bool:
         return True  # so that several steps are tried
 
-    @property
-    def effects(self) -> int:
-        """How often the switch had an effect."""
-        return self._switched.effects
-
     def switch(self, switch: Switch) -> None:
         self._switch, axis = switch, AXES[switch.axis]
         self._what = self.name if switch.on is None else f"{self.name} {axis.on if switch.on else axis.off}"
@@ -494,30 +460,26 @@ class OnSwitch(Agreement):
         pair = OnRanks(trials, self.places[self.name]), self._as_is
         if switch == Switch("bfloat16", on=False):
             pair = pair[1], pair[0]  # a narrow dtype rounds too coarsely to measure a tolerance
-        self._switched = PairTrials(*pair, _ALLOWANCES.get(switch.axis, "rounding"))
+        self.switched = PairTrials(*pair, _ALLOWANCES.get(switch.axis, "rounding"))
         self._known.clear()
 
     def _run(self, scenario: Scenario) -> Disagreement | None:
         if self._switch.on is None:
-            self.current = self._switched
-            try:
-                self._switched.on_ranks(self._placed(self.name, scenario))
-            except RankFailure as error:
-                return self._failed(self._switched, self.name, scenario, error)
-            return None
-        trial = self._tried(self._switched, self.name, scenario)
+            case = self._placed(self.name, scenario)
+            return self._failed(self.switched, self.name, case, self.switched.on_ranks)
+        trial = self._tried(self.switched, self.name, scenario)
         if trial is None:
             return None
         how = "differs from" if trial.error is None else "fails, unlike"
-        return Disagreement(f"{self._what} {how} {self.name} as written", [(self._switched, trial)])
+        return Disagreement(f"{self._what} {how} {self.name} as written", [(self.switched, trial)])
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
         """Check that the switch had an effect, and that all trained parameters were compared."""
-        self._switched.finish([self.places[self.name]], unjudged)
-        if self._switch.on and not self.effects:
+        self.switched.finish([self.places[self.name]], unjudged)
+        if self._switch.on and not self.switched.effects:
             axis = self._switch.axis
             raise NotCompared(
-                f"{self._switched.program.gate}: the axis {axis!r} has no effect on {self.name}; it needs "
+                f"{self.switched.program.gate}: the axis {axis!r} has no effect on {self.name}; it needs "
                 f"{AXES[axis].needs}. Leave it out of axes"
             )
 

@@ -37,13 +37,9 @@ def sets_used(functions: Iterable[object]) -> list[str]:
     """Return the functions that make sets or take hashes: "names (train.py:7)", in the order of discovery."""
     descriptions: dict[str, None] = {}
     for code in _reached(functions):
-        line = _line_of_set(code)
-        if line is not None:
-            name = next(
-                component
-                for component in reversed([code.co_name, *code.co_qualname.split(".")])
-                if "<" not in component
-            )
+        if (line := _line_of_set(code)) is not None:
+            names = reversed([code.co_name, *code.co_qualname.split(".")])
+            name = next(name for name in names if "<" not in name)
             descriptions[f"{name} ({relative(code.co_filename)}:{line})"] = None
     return list(descriptions)
 
@@ -55,12 +51,9 @@ def _line_of_set(code: types.CodeType) -> int | None:
         operator = instruction.argrepr if instruction.opname == "BINARY_OP" else ""
         constant = isinstance(instruction.argval, frozenset) and instruction.opname == "LOAD_CONST"
         contained = following is not None and following.opname == "CONTAINS_OP"
-        if (
-            instruction.opname in _INSTRUCTIONS
-            or (constant and not contained)
-            or (instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in _NAMES)
-            or (views and operator in _OPERATIONS)
-        ):
+        named = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in _NAMES
+        made = instruction.opname in _INSTRUCTIONS or (views and operator in _OPERATIONS)
+        if named or made or (constant and not contained):
             return instruction.positions.lineno if instruction.positions is not None else code.co_firstlineno
     return None
 
@@ -80,12 +73,10 @@ def _reached(functions: Iterable[object]) -> Iterator[types.CodeType]:
             waiting += [member for base in candidate.__mro__ if _is_own_class(base) for member in vars(base).values()]
         elif isinstance(candidate, functools.partial):
             waiting += [candidate.func, *candidate.args, *candidate.keywords.values()]
-        elif isinstance(candidate, (property, functools.cached_property)):
-            waiting += (
-                [candidate.func]
-                if isinstance(candidate, functools.cached_property)
-                else [candidate.fget, candidate.fset]
-            )
+        elif isinstance(candidate, property):
+            waiting += [candidate.fget, candidate.fset]
+        elif isinstance(candidate, functools.cached_property):
+            waiting.append(candidate.func)
         elif isinstance(candidate, (types.MethodType, staticmethod, classmethod)):
             waiting.append(candidate.__func__)
         elif isinstance(candidate, types.FunctionType):
@@ -132,9 +123,8 @@ def _named(function: Callable[..., Any], identifiers: set[str]) -> Iterator[obje
 
 
 def _is_own_class(cls: type) -> bool:
-    return any(
-        isinstance(member, types.FunctionType) and _is_own(member.__code__.co_filename) for member in vars(cls).values()
-    )
+    functions = (member for member in vars(cls).values() if isinstance(member, types.FunctionType))
+    return any(_is_own(function.__code__.co_filename) for function in functions)
 
 
 def _is_own(file: str) -> bool:

@@ -22,15 +22,13 @@ from mgpu_check.gates.search.scenarios import CHANGES, Mesh, Scenario, samples_i
 Sizes = st.SearchStrategy[int] | int | Iterable[int] | str | Callable[[int], "st.SearchStrategy[int]"] | None
 """Batch sizes to try, as a user specifies them."""
 
-SEVERAL_STEPS = "several steps"
-"""The family that is skipped if the step does not change the model."""
+SEVERAL_STEPS = "several steps"  # the family that is skipped if the step does not change the model
 
 _KINDS = ("divisible", "uneven", "below")
 _DIVISIBLE = "divisible"
 _SEEDS = 3
 _MOST_STEPS = 3
-_MOST_PER_RANK = 4
-"""Most samples per rank in batch sizes that the gate chooses."""
+_MOST_PER_RANK = 4  # most samples per rank in batch sizes that the gate chooses
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,7 @@ def _given(sizes: Sizes) -> Callable[[int], st.SearchStrategy[int]]:
     raise ValueError(f"sizes={sizes!r} is no batch size; {wanted}")
 
 
-_MOST_SHRINKS = 40
-"""Most cases that are run after a failure to find a smaller failing case."""
+_MOST_SHRINKS = 40  # most cases that are run after a failure to find a smaller failing case
 
 Failed = TypeVar("Failed", covariant=True)
 

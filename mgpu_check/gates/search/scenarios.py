@@ -5,6 +5,7 @@ Every rank makes the batches from one seed. Some are changed to provoke mistakes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-Mesh = tuple[tuple[str, int], ...]
-"""Axes in order, the outermost first, with their sizes."""
+Mesh = tuple[tuple[str, int], ...]  # axes in order, the outermost first, with their sizes
 
-Place = tuple[int, Mesh]
-"""A number of ranks, and their mesh, which may be empty."""
+Place = tuple[int, Mesh]  # a number of ranks, and their mesh, which may be empty
 
 
 def check_meshes(
@@ -89,10 +88,7 @@ def where_is(world_size: int, mesh: Mesh) -> str:
 
 
 def size_of(mesh: Sequence[tuple[str, int]]) -> int:
-    count = 1
-    for _, size in mesh:
-        count *= size
-    return count
+    return math.prod(size for _, size in mesh)
 
 
 def mesh_of(rank: Rank, mesh: Mesh) -> DeviceMesh:
@@ -126,29 +122,18 @@ CHANGES = ("scaled", "ragged", "sorted", "duplicated", "permuted")
 
 @dataclass(frozen=True)
 class Scenario:
-    """One case: the ranks, the batches and the seed of a run.
-
-    Attributes:
-        samples: samples in each global batch; in the first one if batches are drawn.
-        steps: number of calls of the step, each with another batch.
-        change: one of `CHANGES`, or "" for unchanged batches.
-        factor: factor of "scaled" batches.
-        batches: the drawn batches, if the user gives a strategy.
-        mesh: axes of the mesh and their sizes, if the user gives meshes.
-        apart: whether elements of parameters are made distinct, so that their values identify slices.
-        rewritten: whether gradients are read after the optimizer's step, instead of before it.
-    """
+    """One case: the ranks, the batches and the seed of a run."""
 
     world_size: int
-    samples: int
-    steps: int = 1
-    change: str = ""
-    factor: float = 1024.0
+    samples: int  # samples in each global batch; in the first one if batches are drawn
+    steps: int = 1  # number of calls of the step, each with another batch
+    change: str = ""  # one of `CHANGES`, or "" for unchanged batches
+    factor: float = 1024.0  # factor of "scaled" batches
     seed: int = 0
-    batches: tuple[Any, ...] = field(default=(), compare=False)
-    mesh: Mesh = ()
-    apart: bool = False
-    rewritten: bool = False
+    batches: tuple[Any, ...] = field(default=(), compare=False)  # the drawn batches, if the user gives a strategy
+    mesh: Mesh = ()  # axes of the mesh and their sizes, if the user gives meshes
+    apart: bool = False  # whether elements of parameters are made distinct, so that their values identify slices
+    rewritten: bool = False  # whether gradients are read after the optimizer's step, instead of before it
 
     @property
     def place(self) -> tuple[int, Mesh]:
@@ -172,8 +157,7 @@ _REDRAWS = 32
 
 Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all tie.
 """
-_IGNORED = -100
-"""The label that torch's losses ignore by default."""
+_IGNORED = -100  # the label that torch's losses ignore by default
 
 
 def make_batches(
@@ -223,50 +207,39 @@ def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -
     leaves = tensors_of(batch)
     count = samples_in(batch)
     generator = torch.Generator().manual_seed(seed)
-    mine = [leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves]
+    mine = {number: leaf for number, leaf in enumerate(leaves) if leaf.dim() > 0 and leaf.shape[0] == count}
     if change == "scaled":
-        new = [
-            leaf * factor if own and leaf.is_floating_point() else leaf for leaf, own in zip(leaves, mine, strict=True)
-        ]
+        new = {number: leaf * factor for number, leaf in mine.items() if leaf.is_floating_point()}
     elif change == "ragged":
-        new = _ragged(leaves, mine, count, generator)
+        new = _ragged({number: leaf for number, leaf in mine.items() if _is_padded(leaf)}, count, generator)
     else:
-        order = _order(change, leaves, mine, count, generator)
-        new = [leaf[order] if own else leaf for leaf, own in zip(leaves, mine, strict=True)]
-    return with_tensors(batch, new)
+        order = _order(change, next(iter(mine.values()), None), count, generator)
+        new = {number: leaf[order] for number, leaf in mine.items()}
+    return with_tensors(batch, [new.get(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def _order(
-    change: str, leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: torch.Generator
-) -> torch.Tensor:
+def _order(change: str, first: torch.Tensor | None, count: int, generator: torch.Generator) -> torch.Tensor:
     if change == "permuted":
         return torch.randperm(count, generator=generator)
     if change == "duplicated":
         return torch.arange(count) % max(1, (count + 1) // 2)
     assert change == "sorted", change
-    sort_leaf = next((leaf for leaf, own in zip(leaves, mine, strict=True) if own), None)
-    if sort_leaf is None or not sort_leaf.numel() or sort_leaf.is_complex():
+    if first is None or not first.numel() or first.is_complex():
         return torch.arange(count)
-    order: torch.Tensor = sort_leaf.reshape(count, -1)[:, 0].argsort(stable=True)
-    return order
+    return first.reshape(count, -1)[:, 0].argsort(stable=True)
 
 
-def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: torch.Generator) -> list[Any]:
+def _ragged(padded: Mapping[int, torch.Tensor], count: int, generator: torch.Generator) -> dict[int, torch.Tensor]:
     """Cut the valid positions of each sample to a random number, the same one in all masks and padded labels."""
-    padded = [own and _is_padded(leaf) for leaf, own in zip(leaves, mine, strict=True)]
-    longest = max((_most_valid(leaf) for leaf, has in zip(leaves, padded, strict=True) if has), default=0)
+    longest = max((int(_valid(leaf).sum(1).max()) for leaf in padded.values() if len(leaf)), default=0)
     if not longest:
-        return list(leaves)
-    lengths = _lengths(longest, count, generator)
-    new = []
-    for leaf, has in zip(leaves, padded, strict=True):
-        if not has:
-            new.append(leaf)
-            continue
-        labels, valid = not _is_mask(leaf), _valid(leaf)
+        return {}
+    lengths, new = _lengths(longest, count, generator), {}
+    for number, leaf in padded.items():
+        valid = _valid(leaf)
         # Keep the first valid positions of each sample; positions that were never valid do not change.
         beyond = valid & (valid.cumsum(1) > lengths.view(-1, *[1] * (leaf.dim() - 1)))
-        new.append(leaf.masked_fill(beyond, _IGNORED if labels else 0))
+        new[number] = leaf.masked_fill(beyond, 0 if _is_mask(leaf) else _IGNORED)
     return new
 
 
@@ -274,24 +247,14 @@ def _valid(leaf: torch.Tensor) -> torch.Tensor:
     return (leaf != 0) if _is_mask(leaf) else (leaf != _IGNORED)
 
 
-def _most_valid(leaf: torch.Tensor) -> int:
-    """Return the largest number of valid positions in one sample."""
-    return int(_valid(leaf).sum(1).max()) if len(leaf) else 0
-
-
 def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tensor:
     """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides."""
-    lengths = torch.randint(1, longest + 1, (count,), generator=generator)
-    for _ in range(_REDRAWS):
-        divisions = [
-            division
-            for k in (2, 3, 4)
-            if k <= count
-            for division in ([lengths[i::k] for i in range(k)], lengths.tensor_split(k))
-        ]
+    for _ in range(_REDRAWS + 1):
+        lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+        parts = [k for k in (2, 3, 4) if k <= count]
+        divisions = [*([lengths[i::k] for i in range(k)] for k in parts), *map(lengths.tensor_split, parts)]
         if all(len({int(share.sum()) for share in division}) > 1 for division in divisions):
             break
-        lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     return lengths
 
 
@@ -302,14 +265,9 @@ def has_padding(batch: Any) -> bool:
 
 def has_equal_lengths(batches: Sequence[Any]) -> bool | None:
     """Return whether all samples have as many valid positions; None without tokens, labels or masks of positions."""
-    leaves = [leaf for leaf in tensors_of(batches) if leaf.dim() > 1 and (_is_padded(leaf) or not _is_number(leaf))]
-    if not leaves:
-        return None
-    return all(len(set(_valid(leaf).flatten(1).sum(1).tolist())) <= 1 for leaf in leaves)
-
-
-def _is_number(leaf: torch.Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
+    several = [leaf for leaf in tensors_of(batches) if leaf.dim() > 1]
+    leaves = [leaf for leaf in several if _is_padded(leaf) or not (leaf.is_floating_point() or leaf.is_complex())]
+    return all(len(set(_valid(leaf).flatten(1).sum(1).tolist())) <= 1 for leaf in leaves) if leaves else None
 
 
 def _is_padded(leaf: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ passed is tried once more with different hash seeds on the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, RankTrace, Relations, Result
+from mgpu_check.diagnosis.observations import PARITY, Expected, ObservedRun, RankTrace, Relations
 from mgpu_check.errors import RankDied, RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.comparison.parameter_coverage import ParameterCoverage, PassLimits
 from mgpu_check.gates.comparison.relations import relations_of, repeats
@@ -44,10 +45,11 @@ from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.switches import some_threads
 from mgpu_check.torch_hooks.tensors import digest_of
 
-_KEPT = 64
-"""Most scenarios whose expected results are kept for other world sizes."""
-_KEPT_ELEMENTS = 100_000_000
-"""Most elements of all kept results together: they take less than a gigabyte."""
+Tolerance = float | Mapping[str, float] | None
+"""The tolerance of the user, for all tensors or by name; None to measure it."""
+
+_KEPT = 64  # most scenarios whose expected results are kept for other world sizes
+_KEPT_ELEMENTS = 100_000_000  # most elements of all kept results together: they take less than a gigabyte
 
 
 class Effort(Enum):
@@ -56,12 +58,9 @@ class Effort(Enum):
     Efforts are tried in this order: each one grants more than the one before, and takes longer.
     """
 
-    PROVISIONAL = auto()
-    """One plain run, and a few runs perturbed in the precision of the step."""
-    WIDENED = auto()
-    """One more run, which shows what rounding within operators adds."""
-    IN_FULL = auto()
-    """Runs in float64, exact and perturbed."""
+    PROVISIONAL = auto()  # one plain run, and a few runs perturbed in the precision of the step
+    WIDENED = auto()  # one more run, which shows what rounding within operators adds
+    IN_FULL = auto()  # runs in float64, exact and perturbed
 
 
 class Expectations:
@@ -116,11 +115,14 @@ class Expectations:
             outcome = refused
         if outcome is not None:
             self._expected[key] = outcome
-        while len(self._expected) > 1 and (
-            len(self._expected) > _KEPT or sum(map(_elements_of, self._expected.values())) > _KEPT_ELEMENTS
-        ):
+        while len(self._expected) > 1 and (len(self._expected) > _KEPT or self._kept_elements > _KEPT_ELEMENTS):
             del self._expected[next(iter(self._expected))]
         return outcome
+
+    @property
+    def _kept_elements(self) -> int:
+        kept = (expected for expected in self._expected.values() if isinstance(expected, Expected))
+        return 3 * sum(value.numel() for expected in kept for value in expected.single.values.values())
 
     def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
         if measuring is measure_provisionally and (together := self._measured_together(scenario)) is not None:
@@ -152,12 +154,8 @@ class Expectations:
         except RankDied:  # memory may suffice for one rank and not for several
             self._elements = 0
             return None
-        parts_by_run = {
-            run: run_part
-            for runs, of_rank in zip(shares, done, strict=True)
-            for run, run_part in zip(runs, of_rank, strict=True)
-        }
-        expected = of_parts(self._program, [parts_by_run[run] for run in RUNS], elements)
+        parts = {run: part for runs, own in zip(shares, done, strict=True) for run, part in zip(runs, own, strict=True)}
+        expected = of_parts(self._program, [parts[run] for run in RUNS], elements)
         if expected is None:
             self._elements = 0
         return expected
@@ -168,30 +166,18 @@ def key_of(scenario: Scenario) -> tuple[object, ...]:
     return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
 
-def _elements_of(outcome: Expected | RankFailure) -> int:
-    if isinstance(outcome, RankFailure):
-        return 0
-    return 3 * sum(value.numel() for value in outcome.single.values.values())
-
-
-_PATIENCE = 2
-"""Provisional measurements are given up when inconclusive ones outnumber conclusive ones by this many."""
+_PATIENCE = 2  # provisional measurements are given up when inconclusive ones outnumber conclusive ones by this many
 
 
 @dataclass
 class Trial:
-    """A scenario that failed.
-
-    Attributes:
-        expected: the results of one device.
-        error: the error that ranks raised, or None.
-    """
+    """A scenario that failed."""
 
     scenario: Scenario
-    expected: Expected
+    expected: Expected  # the results of one device
     relations: Relations | None
     runs: Sequence[ObservedRun] = ()
-    error: RankFailure | None = None
+    error: RankFailure | None = None  # the error that ranks raised, or None
 
     @property
     def rewritten(self) -> bool:
@@ -218,6 +204,7 @@ class Trials:
         trains: whether the step changes the model, so that a second step differs from the first.
         latest: duration of the latest run on ranks, in seconds.
         one_device: whether results are compared with one device.
+        is_ambiguous: the values of parameters do not show which slices some rank holds.
         against: what they are compared with.
     """
 
@@ -225,12 +212,7 @@ class Trials:
     against = PARITY
 
     def __init__(
-        self,
-        ranks: RanksFixture,
-        program: Program,
-        kinds: Collection[str],
-        tolerance: float | Mapping[str, float] | None,
-        name: str,
+        self, ranks: RanksFixture, program: Program, kinds: Collection[str], tolerance: Tolerance, name: str
     ) -> None:
         self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
         self.completed: Counter[tuple[int, Mesh]] = Counter()
@@ -247,14 +229,9 @@ class Trials:
         self._cause: tuple[RankFailure, Scenario] | None = None
         self._score = 0
         self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
-        self._apart = self._rewritten = False
+        self.is_ambiguous = self._rewritten = False
         self.coverage = ParameterCoverage(program, name, self.against)
         self.limits = PassLimits(program)
-
-    @property
-    def is_ambiguous(self) -> bool:
-        """True if the values of parameters do not show which slices some rank holds."""
-        return self._apart
 
     def knows(self, scenario: Scenario) -> bool:
         return key_of(scenario) in self._outcomes
@@ -267,7 +244,7 @@ class Trials:
             # Comparing large tensors is slow if threads wait for processors that others use.
             with some_threads(torch.get_num_threads()):
                 outcome = self._run(scenario)
-                if self._apart and not scenario.apart:  # the values were ambiguous: several slices matched
+                if self.is_ambiguous and not scenario.apart:  # the values were ambiguous: several slices matched
                     self.current = scenario = replace(scenario, apart=True)
                     outcome = self._run(scenario)
                 if outcome is not None and outcome.rewritten:  # which of two gradients counts is not known
@@ -284,7 +261,8 @@ class Trials:
                 expected = self._suitable(scenario, effort)
             except RankFailure as refused:
                 self._cause = self._cause or (refused, scenario)
-                self._refuse(scenario, f"fails on {self.against}: {str(refused).splitlines()[0]}")
+                reason = f"fails on {self.against}: {str(refused).splitlines()[0]}"
+                self._refusals.setdefault(scenario.place, reason)
                 return None
             if expected is None:
                 return None
@@ -309,22 +287,22 @@ class Trials:
         expected = self.expected(scenario, effort=effort if self._score > -_PATIENCE else Effort.IN_FULL)
         if scenario.change and not self._counts(scenario, expected):
             return self._suitable(scenario, Effort.IN_FULL) if expected.provisional else None
-        if vague := self._not_a_number(expected):
-            self._refuse(
-                scenario,
-                f"leaves what is not a number on {self.against} ({vague}, for {scenario.samples} samples); leave it "
-                "out with observe=, or give a reference",
-            )
-            return None
+        for name, value in expected.single.values.items():
+            if name.kind in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
+                self._refusals.setdefault(
+                    scenario.place,
+                    f"leaves what is not a number on {self.against} ({name}, for {scenario.samples} samples); leave it "
+                    "out with observe=, or give a reference",
+                )
+                return None
         self.trains |= "params" in (expected.own or expected.single).touched
         return expected
 
     def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[ObservedRun]]) -> Relations:
         """Compare the results of the ranks with one device, and with a second run.
 
-        Args:
-            runs: the results of the runs of this scenario so far. Missing runs are made and added. The second run is
-                kept, too, because an intermittent difference may not occur again.
+        `runs`: the results of the runs of this scenario so far. Missing runs are made and added. The second run is
+        kept, too, because an intermittent difference may not occur again.
         """
         if not runs:
             runs.append(self.on_ranks(scenario))
@@ -339,7 +317,9 @@ class Trials:
             # Replicas that were updated alike must not drift, not even by rounding.
             runs[:] = [self.on_ranks(scenario, all_values=True, histories=True)]
             relations = self.compared(expected, runs[0])
-        told_apart = scenario.apart or not self._apart  # if False, the scenario is tried again with distinct values
+        told_apart = (
+            scenario.apart or not self.is_ambiguous
+        )  # if False, the scenario is tried again with distinct values
         if relations.holds and told_apart:
             self.coverage.add(scenario, expected, relations)
         if relations.holds and (len(runs) > 1 or scenario.place not in self._repeated):
@@ -353,17 +333,12 @@ class Trials:
     ) -> bool:
         if len(runs) == 1:
             runs.append(self.on_ranks(scenario))
-            alike = all(
-                run.digests == repeated.digests and run.rng == repeated.rng for run, repeated in zip(*runs, strict=True)
-            )
+            pairs = zip(*runs, strict=True)
+            alike = all(run.digests == again.digests and run.rng == again.rng for run, again in pairs)
             if not alike and not _have_values(runs):
                 runs[:] = [self.on_ranks(scenario, all_values=True) for _ in range(2)]
-        first_runs, repeated_runs = runs
-        repeats(relations, expected, first_runs, repeated_runs, self.tolerance)
+        repeats(relations, expected, runs[0], runs[1], self.tolerance)
         return relations.holds
-
-    def _refuse(self, scenario: Scenario, reason: str) -> None:
-        self._refusals.setdefault(scenario.place, reason)
 
     def _check(self, expected: Expected, runs: Sequence[ObservedRun]) -> None:
         """Check that there are results to compare, and that all come from the same batch."""
@@ -376,12 +351,13 @@ class Trials:
         self._effects |= bool(first_run.touched | single.touched)
         self.trains |= expected.by_reference and "params" in first_run.touched
         if (expected.by_reference or not self.one_device) and "returned" in self.kinds:
-            returned_names = [_returned(run) for run in (first_run, single)]
-            if returned_names[0] != returned_names[1]:
+            several = ((*run.values, *run.others) for run in (first_run, single))
+            here, there = ({name.label for name in names if name.kind == "returned"} for names in several)
+            if here != there:
                 counterpart = "the reference" if self.one_device else self.against
                 raise ValueError(
-                    f"{gate}: {self.name} returns {_listed(returned_names[0])}, and {counterpart} "
-                    f"{_listed(returned_names[1])}; return the same names from both, or leave them out with observe="
+                    f"{gate}: {self.name} returns {_listed(here)}, and {counterpart} {_listed(there)}; return the same "
+                    "names from both, or leave them out with observe="
                 )
         if not any(name.kind in self.kinds for name in (*first_run.values, *first_run.others)):
             raise ValueError(
@@ -389,24 +365,12 @@ class Trials:
                 "named tensors or numbers from it, or choose other kinds with observe="
             )
         observed_names = {str(name) for name in (*first_run.values, *single.values)}
-        unknown = (
-            [name for name in self.tolerance if name not in observed_names]
-            if isinstance(self.tolerance, Mapping)
-            else []
-        )
-        if unknown:
+        by_name = self.tolerance if isinstance(self.tolerance, Mapping) else {}
+        if unknown := [name for name in by_name if name not in observed_names]:
             raise ValueError(
                 f"{gate}: tolerance has {', '.join(map(repr, unknown))}, which is not observed; choose of "
                 f"{', '.join(sorted(observed_names))}"
             )
-
-    def _not_a_number(self, expected: Expected) -> Result | None:
-        """Return the first result of one device that has a NaN, or None; a NaN is no reference."""
-        single = expected.single
-        for name, value in single.values.items():
-            if name.kind in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
-                return name
-        return None
 
     def _counts(self, scenario: Scenario, expected: Expected) -> bool:
         """Return whether a changed batch suits the step: its results on one device are finite and as expected."""
@@ -439,7 +403,7 @@ class Trials:
         now = holders_of(runs)
         for name, ranks in now.items():
             holders[name] = holders.get(name, set()) | ranks
-        self._apart |= any(reason is Unplaced.AMBIGUOUS for run in runs for reason in run.unplaced.values())
+        self.is_ambiguous |= any(reason is Unplaced.AMBIGUOUS for run in runs for reason in run.unplaced.values())
         returned_by = self.program.returned_by
         returns = None if returned_by is None else functools.partial(_returns, returned_by, scenario)
         return assembled(runs, {name: holders[name] for name in now}, returns)
@@ -484,23 +448,20 @@ class Trials:
 
     def _placed(self, scenario: Scenario) -> Scenario:
         """Return the scenario with the largest scaling factor that the step can take, and with what is now known."""
-        scenario = replace(scenario, apart=self._apart, rewritten=self._rewritten)
+        scenario = replace(scenario, apart=self.is_ambiguous, rewritten=self._rewritten)
         if scenario.change != "scaled" or scenario.batches:
             return scenario
         if self._factor is None:
             plain = replace(scenario, change="", steps=1)
-            try:
-                factor = (
-                    self.ranks.run(largest_factor, self.program, plain, size=1)[0] if self._expectations.alone else None
-                )
-            except (RankFailure, RankHang):  # code for several ranks, such as a pipeline, may fail at world size 1
-                factor = None
-            self._factor = factor or scenario.factor
+            self._factor = scenario.factor
+            # Code for several ranks, such as a pipeline, may fail at world size 1.
+            with contextlib.suppress(RankFailure, RankHang):
+                if self._expectations.alone:
+                    self._factor = self.ranks.run(largest_factor, self.program, plain, size=1)[0] or scenario.factor
         return replace(scenario, factor=self._factor)
 
 
 def _returns(returned_by: Callable[[Mapping[str, int]], bool] | str, scenario: Scenario, rank: int) -> bool:
-    """Return whether the returned values of a rank count."""
     if callable(returned_by):
         coordinates = place_in(scenario.mesh, rank) if scenario.mesh else {"rank": rank, "size": scenario.world_size}
         return bool(returned_by(coordinates))
@@ -510,10 +471,6 @@ def _returns(returned_by: Callable[[Mapping[str, int]], bool] | str, scenario: S
 
 def _have_values(runs: Sequence[Sequence[ObservedRun]]) -> bool:
     return all(run.values for runs_of_ranks in runs for run in runs_of_ranks)
-
-
-def _returned(run: ObservedRun) -> set[str]:
-    return {name.label for name in (*run.values, *run.others) if name.kind == "returned"}
 
 
 def _listed(labels: Collection[str]) -> str:
@@ -538,8 +495,6 @@ def _described(failed: Trial) -> str:
     if failed.relations is None:
         return str(failed.error)
     relations = failed.relations
-    failed_results = [*relations.wrong, *relations.split] or [
-        name for name, verdicts in relations.held.items() if False in verdicts.values()
-    ]
-    details = relations.details.get(failed_results[0], "") if failed_results else ""
-    return f"{failed_results[0] if failed_results else 'a result'} differs{': ' if details else ''}{details}"
+    name = next(iter([*relations.wrong, *relations.split] or relations.broken), None)
+    details = "" if name is None else relations.details.get(name, "")
+    return f"{name or 'a result'} differs{': ' if details else ''}{details}"

@@ -548,9 +548,15 @@ class _Examination:
             return None
         head, sources = failures[0][1], tuple(source for source, _ in failures)
         return WrongIteration(
-            result.iteration, sum(off.count for _, off in failures), got.nbytes, head.first, head.looks, sources,
-            head.evidence["got"], head.evidence["expected"],
-        )  # fmt: skip
+            result.iteration,
+            sum(off.count for _, off in failures),
+            got.nbytes,
+            head.first,
+            head.looks,
+            sources,
+            head.evidence["got"],
+            head.evidence["expected"],
+        )
 
 
 LIMIT = 0.25

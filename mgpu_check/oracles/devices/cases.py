@@ -76,48 +76,52 @@ def _exact() -> dict[str, Computation]:
     return {name: Computation("elementwise", dtypes, "elements:exact") for name, dtypes in dtypes_by_operation.items()}
 
 
-COMPUTATIONS: Mapping[str, Computation] = MappingProxyType({
-    "product known by algebra": Computation("products", _TENSOR_CORES, "products:known_by_algebra"),
-    "product by Freivalds' check": Computation("products", _TENSOR_CORES, "products:checked_by_freivalds"),
-    "product of random numbers": Computation("products", (*_CORES, *_FLOAT8), "products:of_random_numbers"),
-    "products of many shapes": Computation("products", _TENSOR_CORES, "products:shapes_known_by_algebra"),
-    "batched product known by algebra": Computation("products", _CORES, "products:batches_known_by_algebra"),
-    "batched product of random numbers": Computation("products", _CORES, "products:batches_of_random_numbers"),
-    "convolution known by algebra": Computation("layers", _CORES, "products:convolution_known_by_algebra"),
-    "convolution of random numbers": Computation("layers", _CORES, "products:convolution_of_random_numbers"),
-    "attention known by algebra": Computation("layers", FLOATS, "products:attention_known_by_algebra"),
-    "attention of random numbers": Computation("layers", FLOATS, "products:attention_of_random_numbers"),
-    "layer norm of random numbers": Computation("layers", FLOATS, "products:layer_norm"),
-    "softmax of random numbers": Computation("layers", FLOATS, "products:softmax"),
-    **_exact(),
-    "conversion": Computation("elementwise", ("float64", "float32"), "elements:conversion"),
-    **dict.fromkeys(FUNCTIONS, Computation("functions", FLOATS, "elements:bounded")),
-    "sum": Computation("reductions", NUMBERS, "elements:sums"),
-    "mean": Computation("reductions", FLOATS, "elements:means"),
-    "least and greatest": Computation("reductions", NUMBERS, "elements:extremes"),
-    "cumulative sum": Computation("reductions", NUMBERS, "elements:cumulative_sums"),
-    "count": Computation("reductions", INTEGERS, "elements:counts"),
-    "logsumexp of random numbers": Computation("reductions", FLOATS, "elements:logsumexp"),
-    "sort": Computation("ordering", NUMBERS, "elements:sort"),
-    "topk": Computation("ordering", NUMBERS, "elements:topk"),
-    "search": Computation("ordering", NUMBERS, "elements:search"),
-    "gather": Computation("ordering", NUMBERS, "elements:gather"),
-    "scatter": Computation("ordering", NUMBERS, "elements:scatter"),
-    "index": Computation("ordering", NUMBERS, "elements:index"),
-    "transpose": Computation("ordering", NUMBERS, "elements:transpose"),
-    "random bits": Computation("drawing", ("int64",), "elements:random_bits"),
-    "normal numbers": Computation("drawing", ("float32", "float64"), "elements:normal_numbers"),
-    "permutation": Computation("drawing", ("int64",), "elements:permutation"),
-})  # fmt: skip
+COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
+    {
+        "product known by algebra": Computation("products", _TENSOR_CORES, "products:known_by_algebra"),
+        "product by Freivalds' check": Computation("products", _TENSOR_CORES, "products:checked_by_freivalds"),
+        "product of random numbers": Computation("products", (*_CORES, *_FLOAT8), "products:of_random_numbers"),
+        "products of many shapes": Computation("products", _TENSOR_CORES, "products:shapes_known_by_algebra"),
+        "batched product known by algebra": Computation("products", _CORES, "products:batches_known_by_algebra"),
+        "batched product of random numbers": Computation("products", _CORES, "products:batches_of_random_numbers"),
+        "convolution known by algebra": Computation("layers", _CORES, "products:convolution_known_by_algebra"),
+        "convolution of random numbers": Computation("layers", _CORES, "products:convolution_of_random_numbers"),
+        "attention known by algebra": Computation("layers", FLOATS, "products:attention_known_by_algebra"),
+        "attention of random numbers": Computation("layers", FLOATS, "products:attention_of_random_numbers"),
+        "layer norm of random numbers": Computation("layers", FLOATS, "products:layer_norm"),
+        "softmax of random numbers": Computation("layers", FLOATS, "products:softmax"),
+        **_exact(),
+        "conversion": Computation("elementwise", ("float64", "float32"), "elements:conversion"),
+        **dict.fromkeys(FUNCTIONS, Computation("functions", FLOATS, "elements:bounded")),
+        "sum": Computation("reductions", NUMBERS, "elements:sums"),
+        "mean": Computation("reductions", FLOATS, "elements:means"),
+        "least and greatest": Computation("reductions", NUMBERS, "elements:extremes"),
+        "cumulative sum": Computation("reductions", NUMBERS, "elements:cumulative_sums"),
+        "count": Computation("reductions", INTEGERS, "elements:counts"),
+        "logsumexp of random numbers": Computation("reductions", FLOATS, "elements:logsumexp"),
+        "sort": Computation("ordering", NUMBERS, "elements:sort"),
+        "topk": Computation("ordering", NUMBERS, "elements:topk"),
+        "search": Computation("ordering", NUMBERS, "elements:search"),
+        "gather": Computation("ordering", NUMBERS, "elements:gather"),
+        "scatter": Computation("ordering", NUMBERS, "elements:scatter"),
+        "index": Computation("ordering", NUMBERS, "elements:index"),
+        "transpose": Computation("ordering", NUMBERS, "elements:transpose"),
+        "random bits": Computation("drawing", ("int64",), "elements:random_bits"),
+        "normal numbers": Computation("drawing", ("float32", "float64"), "elements:normal_numbers"),
+        "permutation": Computation("drawing", ("int64",), "elements:permutation"),
+    }
+)
 """Name of an operation -> its row."""
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({name: row.dtypes for name, row in COMPUTATIONS.items()})
 """Name of an operation -> its dtypes."""
 
-FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
-    family: {name: row.dtypes for name, row in COMPUTATIONS.items() if row.family == family}
-    for family in dict.fromkeys(row.family for row in COMPUTATIONS.values())
-})  # fmt: skip
+FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        family: {name: row.dtypes for name, row in COMPUTATIONS.items() if row.family == family}
+        for family in dict.fromkeys(row.family for row in COMPUTATIONS.values())
+    }
+)
 """Family -> operation -> dtypes."""
 
 TIMED = (

@@ -113,16 +113,18 @@ class BoundedFunction:
     arguments: tuple[float, float]
 
 
-FUNCTIONS: Mapping[str, BoundedFunction] = MappingProxyType({
-    "exp": BoundedFunction(lambda x: torch.exp(x), 2, 1, (-9.0, 10.0)),
-    "expm1": BoundedFunction(lambda x: torch.expm1(x), 1, 1, (-9.0, 10.0)),
-    "log": BoundedFunction(lambda x: torch.log(x), 1, 1, (2.0, 6e4)),
-    "log1p": BoundedFunction(lambda x: torch.log1p(x), 1, 1, (0.1, 6e4)),
-    "sin": BoundedFunction(lambda x: torch.sin(x), 2, 2, (0.1, 3.0)),
-    "cos": BoundedFunction(lambda x: torch.cos(x), 2, 2, (-1.5, 1.5)),
-    "atan": BoundedFunction(lambda x: torch.atan(x), 2, 2, (0.01, 60.0)),
-    "tanh": BoundedFunction(lambda x: torch.tanh(x), 2, 2, (0.01, 9.0)),
-    "erf": BoundedFunction(lambda x: torch.erf(x), 2, 2, (0.01, 4.0)),
-    "rsqrt": BoundedFunction(lambda x: torch.rsqrt(x), 2, 2, (0.01, 6e4)),
-})  # fmt: skip
+FUNCTIONS: Mapping[str, BoundedFunction] = MappingProxyType(
+    {
+        "exp": BoundedFunction(lambda x: torch.exp(x), 2, 1, (-9.0, 10.0)),
+        "expm1": BoundedFunction(lambda x: torch.expm1(x), 1, 1, (-9.0, 10.0)),
+        "log": BoundedFunction(lambda x: torch.log(x), 1, 1, (2.0, 6e4)),
+        "log1p": BoundedFunction(lambda x: torch.log1p(x), 1, 1, (0.1, 6e4)),
+        "sin": BoundedFunction(lambda x: torch.sin(x), 2, 2, (0.1, 3.0)),
+        "cos": BoundedFunction(lambda x: torch.cos(x), 2, 2, (-1.5, 1.5)),
+        "atan": BoundedFunction(lambda x: torch.atan(x), 2, 2, (0.01, 60.0)),
+        "tanh": BoundedFunction(lambda x: torch.tanh(x), 2, 2, (0.01, 9.0)),
+        "erf": BoundedFunction(lambda x: torch.erf(x), 2, 2, (0.01, 4.0)),
+        "rsqrt": BoundedFunction(lambda x: torch.rsqrt(x), 2, 2, (0.01, 6e4)),
+    }
+)
 """Name -> row. The acceptance calls each in all floating dtypes."""

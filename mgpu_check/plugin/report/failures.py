@@ -35,11 +35,7 @@ _TOLD_BELOW = "Failed to reproduce exception"
 
 
 def add_output(item: pytest.Item, output: Sequence[tuple[str, str, str]], when: str) -> None:
-    """Add the output of each rank as a report section; with ``-s``, also print it at once.
-
-    Args:
-        output: (process, stream, text) of each.
-    """
+    """Add the output of each rank (process, stream, text) as a report section; with ``-s``, also print it at once."""
     for title, text in joined(output):
         item.add_report_section(when, title, text)
     for who, stream, text in output:
@@ -170,14 +166,12 @@ _NO_POST_MORTEM = (
 class PostMortem:
     """Replaces pytest's plugin for ``--pdb``, and opens no debugger for tests that ran in other processes.
 
-    Args:
-        pytests_own: the replaced plugin.
-        where: returns where the body of an item ran: "ranks", "node" or "parent"; None for tests without ranks.
+    `pytests_own`: the replaced plugin. `where`: returns where the body of an item ran: "ranks", "node" or "parent";
+    None for tests without ranks.
     """
 
     def __init__(self, pytests_own: Any, processes_of: Callable[[pytest.Item], str | None]) -> None:
-        self._own = pytests_own
-        self._where = processes_of
+        self._own, self._where = pytests_own, processes_of
 
     def pytest_exception_interact(
         self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport | pytest.CollectReport

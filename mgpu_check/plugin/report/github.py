@@ -61,9 +61,7 @@ def _printable(words: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in words.replace("\r\n", "\n"))
 
 
-LARGEST = 900_000
-"""Bytes. GitHub does not show a step summary above 1 MiB."""
-
+LARGEST = 900_000  # Bytes. GitHub does not show a step summary above 1 MiB.
 _LONGEST_STORY = 20_000  # characters
 BEGUN = (
     "# mgpu-check: the run has not ended\n\nIt was killed, or failed to start: see its output for the reason. "
@@ -85,7 +83,8 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     page = Page()
     page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
     page.add(*_header(session), "")
-    page.add(f"**{text(_counts(outcomes))}**", "")
+    counts = ", ".join(f"{count} {name}" for name, count in outcomes.counts().items())
+    page.add(f"**{text(counts or 'no tests were run')}**", "")
     failed = outcomes.failed
     page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(outcome) for outcome in failed])
     page.parts("more failures are shown in the log only", [_details(outcome) for outcome in failed])
@@ -186,11 +185,6 @@ def _header(session: GpuSession) -> list[str]:
     ]
 
 
-def _counts(outcomes: Outcomes) -> str:
-    phrases = [f"{count} {name}" for name, count in outcomes.counts().items()]
-    return ", ".join(phrases) or "no tests were run"
-
-
 def _row_of_failure(outcome: TestOutcome) -> tuple[str, ...]:
     mistakes = all_mistakes() if outcome.mistakes else {}
     links = [f"[{name}]({mistakes[name].page})" if name in mistakes else text(name) for name in outcome.mistakes]
@@ -210,16 +204,12 @@ def _details(outcome: TestOutcome) -> list[str]:
 
 
 class Summaries:
-    """A pytest plugin that writes the files of ``--gpu-report``.
-
-    It runs in the process that receives the reports of all tests.
-    """
+    """A pytest plugin that writes the files of ``--gpu-report`` in the process that receives all reports."""
 
     def __init__(self, config: pytest.Config, session: GpuSession) -> None:
         """Check that the files can be written, and write a summary that says that the run has not ended.
 
-        Raises:
-            pytest.UsageError: a file cannot be written; the message names the option, the file and the reason.
+        Raises `pytest.UsageError`: a file cannot be written; the message names the option, the file and the reason.
         """
         self._session = session
         self._outcomes = Outcomes(config.rootpath)
@@ -263,10 +253,7 @@ class Summaries:
 
 
 class Annotations:
-    """A pytest plugin that prints an annotation for each failure of a test that used ranks or GPUs.
-
-    It runs in the process that receives the reports of all tests.
-    """
+    """A pytest plugin that prints an annotation for each failed test with ranks or GPUs, where all reports arrive."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._outcomes = Outcomes(config.rootpath)

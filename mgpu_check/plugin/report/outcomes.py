@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from mgpu_check.errors import StartupFailure
-from mgpu_check.plugin.packaged_suites import is_packaged, suite_of
 from mgpu_check.plugin.private_names import GENERATED_SEED
 from mgpu_check.plugin.private_names import SEED as SEED_OF_SOURCE
 from mgpu_check.plugin.report.replay import parts_of
+from mgpu_check.plugin.requirements import is_packaged, suite_of
 from mgpu_check.plugin.session import GpuSession
 from mgpu_check.processes.protocol import SEED
 
@@ -27,16 +27,10 @@ _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 def add_identity(item: pytest.Item, host: int | None) -> None:
     """Record the property and the title of a check of the packaged suite. Clears the record of an earlier try.
 
-    Args:
-        host: host of the test, if the check runs on each of several hosts; otherwise None.
+    `host`: host of the test, if the check runs on each of several hosts; otherwise None.
     """
-    ours = (
-        "mgpu_check.failed_ranks",
-        "mgpu_check.mistakes",
-        "mgpu_check.replay",
-        "mgpu_check.site",
-        "mgpu_check.advice",
-    )  # from an earlier try, if failures are rerun
+    # From an earlier try, if failures are rerun.
+    ours = {f"mgpu_check.{name}" for name in ("failed_ranks", "mistakes", "replay", "site", "advice")}
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
     if is_packaged(item):
         name = item.path.stem.removeprefix("test_")
@@ -122,23 +116,15 @@ _OURS = re.compile(r"^(?:[\w.]+\.)?(\w+): ")  # mgpu_check.errors.ScalingMismatc
 
 @dataclass
 class TestOutcome:
-    """The outcome of one test, or of one failed phase.
-
-    Attributes:
-        category: one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed".
-        phase: "setup", "call", "teardown", or "" for a file that was not collected.
-        headline: the failure, or the reason for a skip, in one line.
-        story: the whole report of a failure, without the replay lines.
-        line: the line of the test's file where the failure is, "/home/me/tests/test_step.py:40".
-        properties: the report's properties from mgpu-check, by the last part of their names.
-    """
+    """The outcome of one test, or of one failed phase."""
 
     name: str
-    category: str
-    phase: str = "call"
-    headline: str = ""
-    story: str = ""
-    line: str = ""
+    category: str  # one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed"
+    phase: str = "call"  # "setup", "call", "teardown", or "" for a file that was not collected
+    headline: str = ""  # the failure, or the reason for a skip, in one line
+    story: str = ""  # the whole report of a failure, without the replay lines
+    line: str = ""  # the line of the test's file where the failure is, "/home/me/tests/test_step.py:40"
+    # the report's properties from mgpu-check, by the last part of their names
     properties: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -165,11 +151,7 @@ class TestOutcome:
 
 
 class Outcomes:
-    """The outcomes of a run.
-
-    Args:
-        root: the directory that the paths in its reports start from.
-    """
+    """The outcomes of a run. `root`: the directory that the paths in its reports start from."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -223,10 +205,8 @@ class Outcomes:
     def counts(self) -> dict[str, int]:
         """Return the count of each kind, named as in pytest's last line."""
         kinds = [outcome.category for outcome in (*self._failed, *self._tests.values())]
-        counts = {category: kinds.count(category) for category in _ORDER if category in kinds}
-        return {
-            "error" if (category, count) == ("errors", 1) else category: count for category, count in counts.items()
-        }
+        counts = {kind: kinds.count(kind) for kind in _ORDER if kind in kinds}
+        return {"error" if (kind, count) == ("errors", 1) else kind: count for kind, count in counts.items()}
 
 
 def _kind_of(report: pytest.TestReport) -> str | None:

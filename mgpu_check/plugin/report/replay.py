@@ -20,14 +20,13 @@ import pytest
 from mgpu_check.applications import Application
 from mgpu_check.engine.remote import launched_process
 from mgpu_check.plugin import private_names
-from mgpu_check.plugin.packaged_suites import suite_of
+from mgpu_check.plugin.requirements import suite_of
 from mgpu_check.settings import all_options
 from mgpu_check.torch_hooks.patches import replaced
 
 FLAG = "--gpu-replay"
 
-BLOB = "_mgpu_check_blob"
-"""Attribute of an exception that holds the Hypothesis example that raised it."""
+BLOB = "_mgpu_check_blob"  # attribute of an exception that holds the Hypothesis example that raised it
 
 _OURS = frozenset({FLAG, *(option.flag for option in all_options().values())})
 
@@ -58,20 +57,14 @@ _NOTE = re.compile(r"@reproduce_failure\('(?P<version>[^']+)', (?P<blob>b'[^']*'
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A pytest plugin that holds the `mgpu-check` command line as the user typed it.
+    """A pytest plugin that holds the `mgpu-check` command line as the user typed it."""
 
-    Attributes:
-        words: the subcommand with its own options, such as () or ("selftest", "--quick").
-        arguments: the arguments that pytest received.
-        omits: the prefix that the user leaves out of option names in this command: "--accept-" for ``--report`` in
-            place of ``--accept-report``.
-        added: options that the command has added.
-    """
-
-    words: tuple[str, ...]
-    arguments: tuple[str, ...]
+    words: tuple[str, ...]  # the subcommand with its own options, such as () or ("selftest", "--quick")
+    arguments: tuple[str, ...]  # the arguments that pytest received
+    # the prefix that the user leaves out of option names in this command: "--accept-" for ``--report`` in place of
+    # ``--accept-report``
     omits: str = ""
-    added: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()  # options that the command has added
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         parser.prog = " ".join(("mgpu-check", *self.words))
@@ -87,25 +80,15 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Invocation:
-    """The parts of this run's command line that a replay needs. Plain data, for xdist's workers.
+    """The parts of this run's command line that a replay needs. Plain data, for xdist's workers."""
 
-    Attributes:
-        directory: working directory of the call.
-        program: the shell words before the options, such as ("python", "-m", "pytest").
-        suite_program: the shell words for a check of the packaged suite.
-        options: options of mgpu-check, without those from the ini file, which pytest reads again.
-        suite_options: all options of mgpu-check; the packaged suite does not read this ini file.
-        kept: other options of the call that may change a test.
-        seed: of Hypothesis, from the command line; None if it was not given.
-    """
-
-    directory: str
-    program: tuple[str, ...]
-    suite_program: tuple[str, ...]
-    options: tuple[str, ...]
-    suite_options: tuple[str, ...]
-    kept: tuple[str, ...]
-    seed: str | None
+    directory: str  # working directory of the call
+    program: tuple[str, ...]  # the shell words before the options, such as ("python", "-m", "pytest")
+    suite_program: tuple[str, ...]  # the shell words for a check of the packaged suite
+    options: tuple[str, ...]  # options of mgpu-check, without those from the ini file, which pytest reads again
+    suite_options: tuple[str, ...]  # all options of mgpu-check; the packaged suite does not read this ini file
+    kept: tuple[str, ...]  # other options of the call that may change a test
+    seed: str | None  # of Hypothesis, from the command line; None if it was not given
 
     @classmethod
     def of(cls, config: pytest.Config) -> Invocation:
@@ -171,9 +154,8 @@ def lines_for(
 ) -> list[str]:
     """Return the shell lines that repeat a failure of `item`: one for each distinct error that Hypothesis found.
 
-    Args:
-        error: the failure; `take_blobs` has been called on it.
-        replayed: the value of ``--gpu-replay`` in this run, or None.
+    `error`: the failure; `take_blobs` has been called on it. `replayed`: the value of ``--gpu-replay`` in this run, or
+    None.
     """
     seed = _seed_of(item, invocation)
     fallback = [f"{FLAG}={replayed}"] if replayed else [f"--hypothesis-seed={seed}"] if seed is not None else []
@@ -305,11 +287,7 @@ def _reachable(name: str, path: str) -> str:
 
 
 def check_replay(text: str) -> None:
-    """Check that `text` is an example of the installed version of Hypothesis.
-
-    Raises:
-        pytest.UsageError: it is not; the message says why.
-    """
+    """Raise `pytest.UsageError`, which says why, if `text` is no example of the installed version of Hypothesis."""
     version, colon, blob = text.partition(":")
     installed = importlib.metadata.version("hypothesis")
     if not colon or not blob:

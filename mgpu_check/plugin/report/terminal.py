@@ -228,11 +228,8 @@ def _colour(row: Row) -> dict[str, bool]:
 
 
 _INTERVAL = 0.1  # seconds between two updates of the live line
-_SILENCE = 30.0
-"""Seconds between lines in a log about a running check: shorter intervals would fill the log."""
-
-_KNOWN = 0.05
-"""Share of the checks that must have ended before the time left is estimated from them."""
+_SILENCE = 30.0  # seconds between lines in a log about a running check: shorter intervals would fill the log
+_KNOWN = 0.05  # share of the checks that must have ended before the time left is estimated from them
 
 # pytest's own categories, so that its last line keeps its usual counts.
 _CATEGORIES = {
@@ -247,16 +244,12 @@ _CATEGORIES = {
 class LiveLine:
     """A line at the bottom of a terminal that is rewritten during a run. In a log, only permanent lines are written.
 
-    It bypasses pytest's capturing, so it can be written while a test runs.
-
-    Args:
-        terminal: pytest's terminal reporter, or None.
-        clock: returns seconds from any fixed time.
+    It bypasses pytest's capturing, so it can be written while a test runs. `terminal`: pytest's terminal reporter, or
+    None. `clock`: returns seconds from any fixed time.
     """
 
     def __init__(self, terminal: pytest.TerminalReporter | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._terminal = terminal
-        self._clock = clock
+        self._terminal, self._clock = terminal, clock
         self._shown = -_INTERVAL
 
     @property
@@ -299,9 +292,7 @@ class Progress:
     """A pytest plugin that replaces pytest's dots.
 
     A log gets a line per property, when its last check has ended, and a line per failure; with ``-v`` a line per check.
-
-    Args:
-        clock: returns seconds from any fixed time.
+    `clock`: returns seconds from any fixed time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -323,7 +314,7 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        from mgpu_check.plugin.stash import SESSION
+        from mgpu_check.plugin.requirements import SESSION
 
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
         self._line = LiveLine(self._terminal, self._clock)

@@ -195,21 +195,9 @@ def _bytes(pool: Pool) -> Counts:
     return _counts(pool.bytes, pool.bytes_peak, pool.bytes_given - allocated, pool.bytes_given - pool.bytes - freed)
 
 
-def _reserved(pool: Pool) -> Counts:
-    return _counts(pool.reserved, pool.reserved, pool.reserved, 0)
-
-
-def _segment(pool: Pool) -> Counts:
-    count = int(pool.reserved > 0)
-    return _counts(count, count, count, 0)
-
-
-def _none(pool: Pool) -> Counts:
-    return _counts(0, 0, 0, 0)
-
-
-def _live(memory: DeviceMemory) -> list[Block]:
-    return [o for o in gc.get_objects() if type(o) is Block and o.memory is memory and o.nbytes]
+def _unfreed(now: int) -> Counts:
+    """Return the counts of what has only grown, to ``now``."""
+    return _counts(now, now, now, 0)
 
 
 def _memory_stats(index: int) -> dict[str, object]:
@@ -224,21 +212,21 @@ def _memory_stats(index: int) -> dict[str, object]:
 
     stats: dict[str, object] = {
         "allocation": by_pool(_blocks),
-        "segment": by_pool(_segment),
+        "segment": by_pool(lambda pool: _unfreed(int(pool.reserved > 0))),
         "active": by_pool(_blocks),
-        "inactive_split": by_pool(_none),
+        "inactive_split": by_pool(lambda pool: _unfreed(0)),
         "allocated_bytes": by_pool(_bytes, memory.peak),
-        "reserved_bytes": by_pool(_reserved, memory.reserved_peak),
+        "reserved_bytes": by_pool(lambda pool: _unfreed(pool.reserved), memory.reserved_peak),
         "active_bytes": by_pool(_bytes, memory.peak),
-        "inactive_split_bytes": by_pool(_none),
+        "inactive_split_bytes": by_pool(lambda pool: _unfreed(0)),
     }
     small, large = memory.small.requested, memory.large.requested
     pools = {"all": small + large, "small_pool": small, "large_pool": large}
-    stats["requested_bytes"] = {name: _counts(now, now, now, 0) for name, now in pools.items()}
-    for name in ("oversize_allocations", "oversize_segments"):
-        stats[name] = _counts(0, 0, 0, 0)
+    stats["requested_bytes"] = {name: _unfreed(now) for name, now in pools.items()}
     return {
         **stats,
+        "oversize_allocations": _unfreed(0),
+        "oversize_segments": _unfreed(0),
         "max_split_size": -1,
         "num_alloc_retries": 0,
         "num_ooms": memory.exhausted,
@@ -249,31 +237,22 @@ def _memory_stats(index: int) -> dict[str, object]:
     }
 
 
-def _device_stats(index: int) -> dict[str, object]:
-    return _memory_stats(index)
-
-
 def _snapshot_of(memory: DeviceMemory, pool: Pool, name: str) -> dict[str, object]:
     """Return a pool as one segment of a memory snapshot: its blocks in sequence, then its free bytes."""
     base = (1 << 40) * (2 * memory.index + (pool is memory.large) + 1)
     blocks: list[dict[str, object]] = []
-    address = base
-    for block in _live(memory):
+    occupied = requested = 0
+
+    def add(size: int, requested_size: int, state: str) -> None:
+        place = {"address": base + occupied, "size": size, "requested_size": requested_size}
+        blocks.append({**place, "state": state, "frames": []})
+
+    for block in (o for o in gc.get_objects() if type(o) is Block and o.memory is memory and o.nbytes):
         if memory.pool_of(block.nbytes) is pool:
-            blocks.append(
-                {
-                    "address": address,
-                    "size": block.nbytes,
-                    "requested_size": block.requested,
-                    "state": "active_allocated",
-                    "frames": [],
-                }
-            )
-            address += block.nbytes
-    occupied, requested = address - base, sum(int(b["requested_size"]) for b in blocks)  # type: ignore[call-overload]
+            add(block.nbytes, block.requested, "active_allocated")
+            occupied, requested = occupied + block.nbytes, requested + block.requested
     if pool.reserved > occupied:
-        free = {"address": address, "size": pool.reserved - occupied, "requested_size": 0, "state": "inactive"}
-        blocks.append({**free, "frames": []})
+        add(pool.reserved - occupied, 0, "inactive")
     return {
         "device": memory.index,
         "address": base,
@@ -341,7 +320,7 @@ def allocator_functions() -> dict[str, object]:
     raw = _Raw()
     return {
         "_cuda_memoryStats": _memory_stats,
-        "_accelerator_getDeviceStats": _device_stats,
+        "_accelerator_getDeviceStats": lambda index: _memory_stats(index),
         "_cuda_resetPeakMemoryStats": lambda index: device_memory(index).reset_peak(),
         "_cuda_resetAccumulatedMemoryStats": lambda index: device_memory(index).reset_accumulated(),
         "_accelerator_resetPeakStats": lambda index=None: device_memory(index).reset_peak(),

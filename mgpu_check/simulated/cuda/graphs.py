@@ -207,10 +207,8 @@ class GraphRecorder(TorchDispatchMode):
         """
         for t in written:
             self._keep(t)
-        operands, named = (
-            _mapped(args, substitute),
-            {name: _mapped(value, substitute) for name, value in kwargs.items()},
-        )
+        operands = _mapped(args, substitute)
+        named = {name: _mapped(value, substitute) for name, value in kwargs.items()}
         reads = list(tensors_in([operands, tuple(named.values())]))
         paused, self.paused = self.paused, True
         draws = Draws()
@@ -276,15 +274,16 @@ class GraphRecorder(TorchDispatchMode):
         kept = []
         for node in self.nodes:
             touched = (*node.reads, *node.writes, *node.targets)
-            if any(isinstance(t, SimulatedTensor) or _storage(t) in device_storages or _is_device(t) for t in touched):
+            if any(
+                isinstance(t, SimulatedTensor)
+                or _storage(t) in device_storages
+                or (t.layout is torch.strided and BLOCK in t.untyped_storage().__dict__)
+                for t in touched
+            ):
                 if node.after is None:  # a copy to the host writes host memory
                     device_storages.update(_storage(t) for t in (*node.writes, *node.targets))
                 kept.append(node)
         return kept
-
-
-def _is_device(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and BLOCK in t.untyped_storage().__dict__
 
 
 class _CurrentRecorder(threading.local):

@@ -317,10 +317,6 @@ def _identity(stream: streams.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
 
-def _set_stream(stream_id: int, device_index: int, device_type: int = 1) -> None:
-    streams.set_stream(streams.stream_by_id(stream_id, device_index, device_type))
-
-
 def _has_context(index: int) -> bool:
     node = active_node()
     if node is None or not 0 <= index < node.n:
@@ -337,7 +333,7 @@ def _stream_functions() -> dict[str, object]:
         "_cuda_getDefaultStream": lambda index: _identity(streams.default_stream(torch.device("cuda", index))),
         "_cuda_getStreamFromExternal": lambda pointer, index: _identity(external_stream(pointer, index)),
         "_cuda_getCurrentRawStream": lambda index: streams.current_stream(torch.device("cuda", index)).cuda_stream,
-        "_cuda_setStream": _set_stream,
+        "_cuda_setStream": lambda *args, **named: streams.set_stream(streams.stream_by_id(*args, **named)),
         "_cuda_sleep": lambda cycles: streams.current_stream().sleep(cycles / _CLOCK),
         "_cuda_busy_wait_for_flag": lambda *_: None,
         "_cuda_set_sync_debug_mode": streams.set_sync_debug_mode,
@@ -355,11 +351,6 @@ def simulated_names() -> dict[str, object]:
     return {name: function for each in functions for name, function in each.items()}
 
 
-def _refusal(name: str, original: object) -> object:
-    full = f"torch._C.{name}"
-    return refused_class(full) if isinstance(original, type) else refused(full)
-
-
 def install_native(patches: Patches) -> None:
     ours = simulated_names()
     for name in ours.keys() - patches.changed(torch._C):  # earlier installers replaced the others
@@ -367,7 +358,8 @@ def install_native(patches: Patches) -> None:
     done = patches.changed(torch._C)
     for name in REFUSED.union(filter(concerns_devices, dir(torch._C))):
         if name not in done and name not in HARMLESS:
-            _put(patches, name, _refusal(name, getattr(torch._C, name, None)))
+            refusal = refused_class if isinstance(getattr(torch._C, name, None), type) else refused
+            _put(patches, name, refusal(f"torch._C.{name}"))
     patches.set(torch.cuda, "_cudart", ours["_cudart"])
     if torch.version.cuda is None:
         patches.set(torch.version, "cuda", "13.0")

@@ -64,10 +64,6 @@ _handles = itertools.count(0x1000, 0x10)
 _created: set[int] = set()
 
 
-def _words(error: int) -> str:
-    return _ERRORS.get(int(error), ("", "unrecognized error code"))[1]
-
-
 def _stream_create(pointer: int) -> _CudaError:
     handle = next(_handles)
     _created.add(handle)
@@ -88,7 +84,7 @@ def runtime() -> SimpleNamespace:
 
     return SimpleNamespace(
         cudaError=_CudaError,
-        cudaGetErrorString=_words,
+        cudaGetErrorString=lambda error: _ERRORS.get(int(error), ("", "unrecognized error code"))[1],
         cudaHostRegister=lambda pointer, size, flags: _CudaError(register(pointer, size)),
         cudaHostUnregister=lambda pointer: _CudaError(unregister(pointer)),
         cudaMemGetInfo=memory_info,
@@ -284,7 +280,7 @@ def _device_module(device: object = None) -> object:
 
 
 def _cuda_functions() -> dict[str, object]:
-    functions: dict[str, object] = {
+    return {
         "is_available": _is_available,
         "device_count": _device_count,
         "_lazy_init": _initialize,
@@ -316,7 +312,6 @@ def _cuda_functions() -> dict[str, object]:
         "_CudaDeviceProperties": DeviceProperties,
         **_monitoring(),
     }
-    return functions
 
 
 def _monitoring() -> dict[str, object]:
@@ -398,10 +393,6 @@ def _native_functions() -> dict[str, object]:
         "_cuda_synchronize": lambda: _synchronize(),
         "_CudaDeviceProperties": DeviceProperties,
     }
-
-
-def native_names() -> set[str]:
-    return {*_accelerator_functions(), *_native_functions()}
 
 
 def install_runtime(patches: Patches) -> None:

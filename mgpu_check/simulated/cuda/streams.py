@@ -56,16 +56,13 @@ class Capture:
             )
         self.mode = mode
         self.branches: list[Branch] = []
-        self._streams: list[Recording] = []
+        self._streams: list[Waiting] = []
         self.broken = False
         self.ended = False
         self._thread = threading.get_ident()
 
-    def begin_on(self, stream: Recording) -> Branch:
-        """Start recording on a stream, and return its branch, which is empty.
-
-        The first stream is the origin of the capture. The capture is under way from then on.
-        """
+    def begin_on(self, stream: Waiting) -> Branch:
+        """Start recording on a stream, and return its empty branch. The first stream is the origin of the capture."""
         if not self.branches:
             _under_way.append(self)
         stream.branch = branch = Branch(self, id(stream))
@@ -100,16 +97,12 @@ class Capture:
 
 @dataclass(eq=False)
 class Branch:
-    """The part of a capture that one stream has recorded so far, or up to an event.
-
-    Attributes:
-        work: number of operations that it has recorded.
-        preceding: stream -> number of its operations that come before the next operation of this stream.
-    """
+    """The part of a capture that one stream has recorded so far, or up to an event."""
 
     capture: Capture
     stream: int
-    work: int = 0
+    work: int = 0  # number of operations that it has recorded
+    # stream -> number of its operations that come before the next operation of this stream
     preceding: dict[int, int] = field(default_factory=dict)
 
     def mark(self) -> Branch:
@@ -117,9 +110,12 @@ class Branch:
         return Branch(self.capture, self.stream, self.work, {**self.preceding, self.stream: self.work})
 
 
-class Recording:
-    """The base class of streams and events: their branch of a capture."""
+class Waiting:
+    """The base class of streams and events: their branch of a capture, late results, the time when all work is done."""
 
+    _late: list[Late]
+    _reached: float
+    device: torch.device | None
     branch: Branch | None = None
     marks_only = False  # True for an event, which only marks the work of a stream
 
@@ -130,7 +126,7 @@ class Recording:
             raise cuda_error(*_CAPTURED_EVENT)
         self.branch.capture.fail(_UNSUPPORTED)
 
-    def follow(self, predecessor: Recording) -> None:
+    def follow(self, predecessor: Waiting) -> None:
         """Order the later work of this stream after the recorded work of another stream or event."""
         mine, theirs = self.branch, predecessor.branch
         if theirs is None:
@@ -145,6 +141,25 @@ class Recording:
             mine.capture.fail(_MERGE)
         for stream, work in theirs.mark().preceding.items():
             mine.preceding[stream] = max(mine.preceding.get(stream, 0), work)
+
+    def query(self) -> bool:
+        """Return whether all work is done. If its time has come, deliver late results: the next query returns True."""
+        self.refuse_wait()
+        refuse_in_thread()
+        _clock.touch(self.device)
+        if not _clock.past(self._reached, self):
+            return False
+        done = all(late.done for late in self._late)
+        self.synchronize()
+        return done
+
+    def synchronize(self) -> None:
+        self.refuse_wait()
+        _clock.touch(self.device)
+        _clock.wait_until(self._reached)
+        late, self._late = self._late, []
+        for late_copy in late:
+            late_copy.deliver()
 
 
 def abandon() -> None:
@@ -186,12 +201,6 @@ def clock() -> WorkClock:
     return _clock
 
 
-def use_clock(clock: WorkClock | None) -> None:
-    """Use another clock for streams and events; None restores wall time."""
-    global _clock
-    _clock = clock or _wall
-
-
 def poison(t: torch.Tensor) -> None:
     """Fill a plain tensor with NaN, or with the least integer (the greatest if unsigned); invert booleans."""
     with torch.no_grad():
@@ -222,36 +231,6 @@ class Late:
     @property
     def done(self) -> bool:
         return self._deliver is None
-
-
-class Waiting(Recording):
-    """The base class of streams and events: late results, and the time when all queued work is done."""
-
-    _late: list[Late]
-    _reached: float
-    device: torch.device | None
-
-    def query(self) -> bool:
-        """Return whether all work is done.
-
-        If its time has come, deliver late results, so that the next query returns True.
-        """
-        self.refuse_wait()
-        refuse_in_thread()
-        _clock.touch(self.device)
-        if not _clock.past(self._reached, self):
-            return False
-        done = all(late.done for late in self._late)
-        self.synchronize()
-        return done
-
-    def synchronize(self) -> None:
-        self.refuse_wait()
-        _clock.touch(self.device)
-        _clock.wait_until(self._reached)
-        late, self._late = self._late, []
-        for late_copy in late:
-            late_copy.deliver()
 
 
 _LONGEST_SLEEP = 1e6  # seconds; `time.sleep` raises OverflowError for much longer times
@@ -402,9 +381,7 @@ class Event(Waiting):
     ) -> None:
         if isinstance(device, bool):  # torch.cuda.Event(enable_timing, ...) takes it first
             enable_timing, device = device, None
-        self.enable_timing = enable_timing
-        self.blocking = blocking
-        self.interprocess = interprocess
+        self.enable_timing, self.blocking, self.interprocess = enable_timing, blocking, interprocess
         self._recorded = False
         self._reached = 0.0
         self._late: list[Late] = []
@@ -489,7 +466,8 @@ def reset_streams() -> None:
 
 def go_by(clock: WorkClock | None) -> None:
     """Use another clock for streams and events (None: wall time), and mark all streams as idle."""
-    use_clock(clock)
+    global _clock
+    _clock = clock or _wall
     _busy.clear()
     for stream in (*_by_id.values(), *_defaults.values()):
         stream._reached = 0.0
@@ -570,11 +548,6 @@ def hold_outstanding(late: Late, device: torch.device) -> None:
     _outstanding[device.index] = [*waiting, late]
 
 
-def hold_on_current(late: Late, device: torch.device) -> None:
-    current_stream(device).hold(late)
-    hold_outstanding(late, device)
-
-
 def host_waits(device: torch.device) -> None:
     if _sync_debug_mode:
         message = "called a synchronizing CUDA operation"
@@ -637,7 +610,8 @@ def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool)
             target.copy_(values)
 
     late = Late(deliver)
-    hold_on_current(late, source)
+    current_stream(source).hold(late)
+    hold_outstanding(late, source)
     if copy.layout is torch.strided:
         attributes = copy.untyped_storage().__dict__
         attributes[_LATE] = [*(kept for kept in attributes.get(_LATE, ()) if not kept.done), late]

@@ -53,10 +53,7 @@ def install_compiler(patches: Patches) -> None:
 
 
 def install_scripting(patches: Patches) -> None:
-    """Allow scripts to call the replacements of torch's functions, which `torch.jit.script` identifies by their ids.
-
-    Install this after all replacements.
-    """
+    """Allow scripts to call the replacements, which `torch.jit.script` knows by their ids. Install this last."""
     table: dict[int, str] = torch.jit._builtins._get_builtin_table()
     added = {id(new): table[old] for old, new in patches.replaced() if old in table}
 
@@ -83,13 +80,9 @@ def _without_devices(original: Callable[..., None], self: Any, *args: object, **
     self.use_cuda = False
 
 
-def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:
-    """Do nothing in ``with emit_nvtx()``: no tool could record the ranges."""
-    return self
-
-
 def install_profiling(patches: Patches) -> None:
     patches.wrap(profiler.profile, "__init__", _host_only)
     patches.wrap(legacy.profile, "__init__", _without_devices)
-    patches.set(profiler.emit_nvtx, "__enter__", _no_ranges)
+    # `with emit_nvtx()` does nothing: no tool could record the ranges.
+    patches.set(profiler.emit_nvtx, "__enter__", lambda self: self)
     patches.set(profiler.emit_nvtx, "__exit__", lambda self, *_: None)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.simulated.defects.parameters import PATTERNS, UNITS, Parameters
+from mgpu_check.simulated.defects import PATTERNS, UNITS, Parameters
 from mgpu_check.simulated.hardware import Copy, Defect, EndedCollective, Operation, cells
 from mgpu_check.simulated.node import cuda_error
 from mgpu_check.torch_hooks.collective_table import TRANSFERS
@@ -107,6 +107,7 @@ class _Cells(Defect):
 
     def __init__(self, parameters: Parameters, length: int = 1) -> None:
         self.places = ((int(parameters["device"]), int(parameters["address"]), length),)
+        self._mask = 1 << int(parameters.get("bit", 0))
 
 
 class StuckBit(_Cells):
@@ -114,7 +115,6 @@ class StuckBit(_Cells):
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters)
-        self._mask = 1 << int(parameters["bit"])
         self._is_one = bool(parameters["value"])
 
     def remembered(self, *memory: torch.Tensor) -> None:
@@ -139,7 +139,6 @@ class WeakBit(_Cells):
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters)
-        self._mask = 1 << int(parameters["bit"])
         self._chance = Chance(parameters)
 
     def remembered(self, *memory: torch.Tensor) -> None:
@@ -152,7 +151,6 @@ class LeakyBit(_Cells):
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters)
-        self._mask = 1 << int(parameters["bit"])
         self._seconds = float(parameters["seconds"])
         self._was, self._changed = -1, 0.0
 
@@ -182,12 +180,11 @@ class Aliased(Defect):
         self._known = first.clone()
 
 
-class Coupled(Defect):
+class Coupled(_Cells):
     """A bit that changes from 0 to 1 flips the same bit of the next byte."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self.places = ((int(parameters["device"]), int(parameters["address"]), 2),)
-        self._mask = 1 << int(parameters["bit"])
+        super().__init__(parameters, 2)
         self._was = 0xFF
 
     def remembered(self, *memory: torch.Tensor) -> None:
@@ -246,11 +243,13 @@ def _has_sides(parameters: Parameters, operation: Operation) -> bool:
     return len(factors) >= 2 and factors[-1].stride(-1) != 1 and factors[-1].stride(-2) == 1
 
 
-class RepeatingRandom(Defect):
-    """Random numbers repeat: the second half of a tensor equals the first."""
-
+class _OfDevice(Defect):
     def __init__(self, parameters: Parameters) -> None:
         self._device = parameters["device"]
+
+
+class RepeatingRandom(_OfDevice):
+    """Random numbers repeat: the second half of a tensor equals the first."""
 
     def operated(self, operation: Operation) -> None:
         if operation.device == self._device and operation.name in UNITS["random numbers"]:
@@ -322,14 +321,11 @@ def _half(data: torch.Tensor, chance: Chance) -> None:
 
 def _words(pattern: str) -> Callable[[torch.Tensor, Chance], None]:
     def spoil(data: torch.Tensor, chance: Chance) -> None:
-        words = data[: data.numel() // 4 * 4].view(torch.int32) if data.numel() >= 4 and _aligned(data) else data
+        is_aligned = data.numel() >= 4 and data.storage_offset() % 4 == 0
+        words = data[: data.numel() // 4 * 4].view(torch.int32) if is_aligned else data
         SPOIL[pattern](words if words is not data else data.view(torch.int8), chance.random)
 
     return spoil
-
-
-def _aligned(data: torch.Tensor) -> bool:
-    return data.storage_offset() % 4 == 0
 
 
 _SPOIL: dict[str, Callable[[torch.Tensor, Chance], None]] = {
@@ -432,10 +428,7 @@ class Egress(_Spoiled):
 
 
 class HostLink(_Spoiled):
-    """The link between the host and ``device``.
-
-    Parameters: memory ("pinned", "pageable", "any").
-    """
+    """The link between the host and ``device``. Parameters: memory ("pinned", "pageable", "any")."""
 
     def __init__(self, parameters: Parameters, what: str, upload: bool = False, download: bool = False) -> None:
         super().__init__(parameters, what)
@@ -526,10 +519,7 @@ class SlowHostLink(_Slow):
 
 
 class SlowCollective(_Slow):
-    """Collectives with ``device`` are slow on all ranks, which wait for it.
-
-    Parameters: operation (a transfer, or "any").
-    """
+    """Collectives with ``device`` are slow on all ranks. Parameters: operation (a transfer, or "any")."""
 
     def concerns(self, event: Event) -> bool:
         return (
@@ -539,22 +529,16 @@ class SlowCollective(_Slow):
         )
 
 
-class Lost(Defect):
+class Lost(_OfDevice):
     """``device`` is gone from the bus: the driver refuses all operations on it."""
-
-    def __init__(self, parameters: Parameters) -> None:
-        self._device = parameters["device"]
 
     def reached(self, device: int) -> None:
         if device == self._device:
             raise cuda_error(999, "unknown error")  # cudaErrorUnknown
 
 
-class Hanging(Defect):
+class Hanging(_OfDevice):
     """A call of the driver about ``device`` never returns."""
-
-    def __init__(self, parameters: Parameters) -> None:
-        self._device = parameters["device"]
 
     def reached(self, device: int) -> None:
         if device == self._device:

@@ -120,10 +120,7 @@ class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class LateWork(dist.Work):
-    """The work of a collective, whose results are poison until the caller waits.
-
-    `title` is NCCL's name for the collective, or empty for another backend.
-    """
+    """The work of a collective, whose results are poison until the caller waits."""
 
     def __init__(
         self,
@@ -134,11 +131,8 @@ class LateWork(dist.Work):
         delivered: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self.works = works
-        self.title = title
-        self._delivered = delivered
-        self._staging = staging
-        self._after = after
+        self.title = title  # NCCL's name for the collective, or empty for another backend
+        self.works, self._delivered, self._staging, self._after = works, delivered, staging, after
         self._late = Late(self._finish)
         if staging.device is not None:
             hold_outstanding(self._late, staging.device)
@@ -181,8 +175,7 @@ class LateWork(dist.Work):
     def synchronize(self) -> None:
         self._late.deliver()
 
-    def block_current_stream(self) -> None:
-        self._late.deliver()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         done = all(work.is_completed() for work in self.works)
@@ -552,10 +545,6 @@ def _parse_gather(
     return _one("gather", gather, opts, timeout, outs=outs, ins=ins, root=target, lists=(True, False))
 
 
-def _parse_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[TransferCall]:
-    return _one("gather", gather_single, opts, outs=[output], ins=[input], root=_root(opts, 0))
-
-
 def _parse_scatter(
     output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     output_tensor: Any = None, root: int = 0,
@@ -596,23 +585,6 @@ def _parse_all_to_all_single(
     return _one("all_to_all", all_to_all_single, opts, timeout, outs=[output], ins=[input], splits=splits)
 
 
-def _parse_alltoall(output_tensors: Any, input_tensors: Any, opts: Any = None) -> list[TransferCall]:
-    outs, ins = list(output_tensors), list(input_tensors)
-    return _one("all_to_all", all_to_all, opts, outs=outs, ins=ins, lists=(True, True))
-
-
-def _parse_send(tensors: Any, dstRank: int, tag: int = 0) -> list[TransferCall]:
-    return _one("send", send, None, ins=_list(tensors), root=dstRank, peer=True, tag=tag)
-
-
-def _parse_recv(tensors: Any, srcRank: int, tag: int = 0) -> list[TransferCall]:
-    return _one("recv", recv, None, outs=_list(tensors), root=srcRank, peer=True, tag=tag)
-
-
-def _parse_recv_anysource(tensors: Any, tag: int = 0) -> list[TransferCall]:
-    return _one("recv", recv_anysource, None, outs=_list(tensors), root=-1, peer=True, tag=tag)
-
-
 PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
     "all_reduce": _parse_allreduce,
     "all_reduce_coalesced": _parse_allreduce_coalesced,
@@ -623,16 +595,26 @@ PARSERS: dict[str, Callable[..., list[TransferCall]]] = {
     "all_gather_into_tensor": _parse_all_gather_single,
     "all_gather_into_tensor_coalesced": _each(_parse_all_gather_single),
     "gather": _parse_gather,
-    "gather_single": _parse_gather_single,
+    "gather_single": lambda output, input, opts=None: _one(
+        "gather", gather_single, opts, outs=[output], ins=[input], root=_root(opts, 0)
+    ),
     "scatter": _parse_scatter,
     "reduce_scatter": _parse_reduce_scatter,
     "reduce_scatter_tensor": _parse_reduce_scatter_single,
     "reduce_scatter_tensor_coalesced": _each(_parse_reduce_scatter_single),
-    "all_to_all": _parse_alltoall,
+    "all_to_all": lambda output_tensors, input_tensors, opts=None: _one(
+        "all_to_all", all_to_all, opts, outs=list(output_tensors), ins=list(input_tensors), lists=(True, True)
+    ),
     "all_to_all_single": _parse_all_to_all_single,
-    "send": _parse_send,
-    "recv": _parse_recv,
-    "recv_anysource": _parse_recv_anysource,
+    "send": lambda tensors, dstRank, tag=0: _one(
+        "send", send, None, ins=_list(tensors), root=dstRank, peer=True, tag=tag
+    ),
+    "recv": lambda tensors, srcRank, tag=0: _one(
+        "recv", recv, None, outs=_list(tensors), root=srcRank, peer=True, tag=tag
+    ),
+    "recv_anysource": lambda tensors, tag=0: _one(
+        "recv", recv_anysource, None, outs=_list(tensors), root=-1, peer=True, tag=tag
+    ),
 }
 """Function of ``torch.distributed``, or method with other arguments -> the parser of its methods."""
 

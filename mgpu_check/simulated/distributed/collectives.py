@@ -49,7 +49,6 @@ from mgpu_check.torch_hooks.tensors import is_pending
 
 _WORK = "_mgpu_check_work"
 _c10d = torch._C._distributed_c10d
-_OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
 Tensors = list[torch.Tensor]
 
 
@@ -61,8 +60,7 @@ def _group(name: Any) -> Any:
 
 def _reduction(options_type: type, name: str) -> Any:
     opts = options_type()
-    operation = _OPS.get(name.lower())
-    opts.reduceOp = getattr(dist.ReduceOp, operation or name.upper())
+    opts.reduceOp = getattr(dist.ReduceOp, name.upper())
     return opts
 
 
@@ -179,21 +177,13 @@ def _broadcast(input: torch.Tensor, src: int, group_name: Any) -> torch.Tensor:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "all_reduce": _all_reduce,
-    "all_reduce_": _all_reduce_,
-    "all_reduce_coalesced": _all_reduce_coalesced,
-    "all_reduce_coalesced_": _all_reduce_coalesced_,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "all_gather_into_tensor_out": _all_gather_into_tensor_out,
-    "all_gather_into_tensor_coalesced": _all_gather_into_tensor_coalesced,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
-    "reduce_scatter_tensor_coalesced": _reduce_scatter_tensor_coalesced,
-    "all_to_all_single": _all_to_all_single,
-    "broadcast": _broadcast,
-    "broadcast_": _broadcast_,
-    "wait_tensor": wait_pending,
-}
+    function.__name__[1:]: function
+    for function in (
+        *(_all_reduce, _all_reduce_, _all_reduce_coalesced, _all_reduce_coalesced_, _all_gather_into_tensor),
+        *(_all_gather_into_tensor_out, _all_gather_into_tensor_coalesced, _reduce_scatter_tensor),
+        *(_reduce_scatter_tensor_out, _reduce_scatter_tensor_coalesced, _all_to_all_single, _broadcast, _broadcast_),
+    )
+} | {"wait_tensor": wait_pending}
 
 
 def _fused_all_gather_matmul(

@@ -36,15 +36,6 @@ UNTYPED = {
 
 _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
-Construct = Callable[[Any, int, int, "NcclOptions"], dist.ProcessGroup]
-_construct: Construct
-
-
-def on_construction(call: Construct) -> None:
-    """Use ``call(store, rank, size, options)`` to make the group of a ``ProcessGroupNCCL`` that the user constructs."""
-    global _construct
-    _construct = call
-
 
 def check_types(*tensors: torch.Tensor) -> None:
     """Raise torch's error for a dtype that NCCL lacks, in a call of one process for several devices."""
@@ -99,7 +90,7 @@ class ProcessGroupNCCL:
             defaults = NcclOptions()
             defaults._timeout = group_options or defaults._timeout
             group_options = defaults
-        self._start(_construct(store, rank, size, group_options), group_options)
+        self._start(_constructed(store, rank, size, group_options), group_options)
 
     def _start(self, group: dist.ProcessGroup, options: NcclOptions) -> None:
         self.options = options
@@ -108,9 +99,8 @@ class ProcessGroupNCCL:
         self.devices: dict[int, str] = {}  # rank -> host and device, in the last communicator
         self.attempts = 0  # communicators that this rank started to make
         self.splits = 0
-        self.counted_elsewhere = (
-            False  # whether gloo is the CPU backend of the group too: then it counts the operations of both
-        )
+        # Whether gloo is the CPU backend of the group too: then it counts the operations of both.
+        self.counted_elsewhere = False
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, options: NcclOptions) -> ProcessGroupNCCL:
@@ -144,20 +134,14 @@ class ProcessGroupNCCL:
     def comm_split_count(self) -> int:
         return self.splits
 
-    def perform_nocolor_split(self, device: torch.device) -> None:
+    def _nothing(self, *_: object) -> None:
         return None
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        return None
+    perform_nocolor_split = eager_connect_single_device = _nothing
+    _add_ephemeral_timeout = _set_sequence_number_for_group = _nothing
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
-
-    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        return None
-
-    def _set_sequence_number_for_group(self) -> None:
-        return None
 
     def _get_sequence_number_for_group(self) -> int:
         number: int = 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -171,12 +155,6 @@ class ProcessGroupNCCL:
 
     def _group_end(self) -> None:
         self._group._end_coalescing(torch.device("cuda"))
-
-    def abort(self) -> None:
-        self._group.abort()
-
-    def shutdown(self) -> None:
-        self._group.shutdown()
 
 
 NO_CPU = "No backend type associated with device type cpu"
@@ -431,10 +409,6 @@ def _name(original: Callable[[dist.ProcessGroup], str], self: dist.ProcessGroup)
     return original(self) if nccl_of(self) is None else "nccl"
 
 
-def _is_nccl_available() -> bool:
-    return True
-
-
 def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
     """Return the checksum of tensors that torch logs at debug level DETAIL."""
     number = 0
@@ -445,12 +419,11 @@ def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 def install_groups(patches: Patches) -> None:
     _groups.clear()
-    on_construction(_constructed)
     patches.at_exit(_groups.clear)
     patches.at_exit(_destroyed.clear)
     patches.wrap(c10d, "_new_process_group_helper", _helper)
     patches.replace(dist.destroy_process_group, _forgetting(dist.destroy_process_group))
-    patches.replace(dist.is_nccl_available, _is_nccl_available)
+    patches.replace(dist.is_nccl_available, lambda: True)
     if vars(c10d)["default_pg_nccl_timeout"] is None:
         patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
     patches.set(torch._C._distributed_c10d, "_hash_tensors", _hash_tensors)

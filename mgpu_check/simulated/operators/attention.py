@@ -92,9 +92,8 @@ def _dtype_in(*allowed: torch.dtype) -> Condition:
 def _heads(gqa: bool, same_keys_and_values: bool) -> Condition:
     """Return the condition on batch sizes and numbers of heads.
 
-    Args:
-        gqa: whether the kernel supports groups of query heads that share a head of keys and values.
-        same_keys_and_values: whether it requires as many heads of values as of keys.
+    `gqa`: whether the kernel supports groups of query heads that share a head of keys and values.
+    `same_keys_and_values`: whether it requires as many heads of values as of keys.
     """
 
     def condition(params: Params) -> str:
@@ -146,8 +145,8 @@ def _last_stride_1(ignore_single: bool) -> Condition:
     return condition
 
 
-def _flash_on(params: Params) -> str:
-    return "" if torch._C._get_flash_sdp_enabled() else "Flash attention has been runtime disabled."
+def _enabled(is_enabled: Callable[[], bool], name: str) -> Condition:
+    return lambda params: "" if is_enabled() else f"{name} has been runtime disabled."
 
 
 def _no_mask(params: Params) -> str:
@@ -175,10 +174,6 @@ def _square_if_causal(params: Params) -> str:
     )
 
 
-def _efficient_on(params: Params) -> str:
-    return "" if torch._C._get_mem_efficient_sdp_enabled() else "Memory Efficient attention has been runtime disabled."
-
-
 def _efficient_head(params: Params) -> str:
     # The tensor cores load 128 bits at once: 8 half-precision numbers, or 4 of float32.
     aligned = 8 if params.query.dtype in _HALF else 4
@@ -199,10 +194,6 @@ def _aligned(params: Params) -> str:
         "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size to be aligned "
         "to 16 bytes."
     )
-
-
-def _cudnn_on(params: Params) -> str:
-    return "" if torch._C._get_cudnn_sdp_enabled() else "cuDNN attention has been runtime disabled."
 
 
 def _may_vary(params: Params) -> str:
@@ -250,7 +241,7 @@ def _cudnn_shapes(params: Params) -> str:
 
 
 _FLASH: tuple[Condition, ...] = (
-    _flash_on,
+    _enabled(torch._C._get_flash_sdp_enabled, "Flash attention"),
     _on_cuda,
     _four_dimensional,
     _no_mask,
@@ -262,7 +253,7 @@ _FLASH: tuple[Condition, ...] = (
     _last_stride_1(ignore_single=True),
 )
 _EFFICIENT: tuple[Condition, ...] = (
-    _efficient_on,
+    _enabled(torch._C._get_mem_efficient_sdp_enabled, "Memory Efficient attention"),
     _on_cuda,
     _four_dimensional,
     _efficient_head,
@@ -273,7 +264,7 @@ _EFFICIENT: tuple[Condition, ...] = (
     _dtype_in(torch.float16, torch.float32, torch.bfloat16),
 )
 _CUDNN: tuple[Condition, ...] = (
-    _cudnn_on,
+    _enabled(torch._C._get_cudnn_sdp_enabled, "cuDNN attention"),
     _on_cuda,
     _four_dimensional,
     _may_vary,
@@ -339,6 +330,7 @@ _AT_ONCE = 1 << 20  # elements of a matrix of weights to compute at once: 4 MiB 
 
 Optional = Tensor | None
 Attended = tuple[Tensor, Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def _repeated_heads(t: Tensor, count: int) -> Tensor:
@@ -486,30 +478,38 @@ def _causal_square(causal: bool, query: Tensor, key: Tensor) -> bool:
     return causal
 
 
+def _forward(
+    operands: Tensors, bias: Optional, dropout: float, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, int]:
+    """Return the attention, the logsumexp of each row, and the seed of the dropout."""
+    query, key, value = operands
+    heads, seed = query.size(1), _seed(dropout, query.device)
+    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), causal, dropout, seed)
+    return *_attend(weights, _repeated_heads(value, heads)), seed
+
+
 def _backward(
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Tensors,
     bias: Optional,
-    results: tuple[Tensor, Tensor, Tensor],
+    results: Tensors,
     dropout: float,
     seed: Tensor,
     causal: bool,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, laid out as these are.
+    laid_out: Callable[[Tensor, Tensor], Tensor] = _as_laid_out,
+    of_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Optional]:
+    """Return the gradients of query, key and value, laid out like these, and with `of_bias` of each score.
 
-    Args:
-        results: the gradient of the attention, the attention, and the logsumexp of each row.
-        seed: seed of the dropout, as the forward function returned it.
+    `results`: the gradient of the attention, the attention, and the logsumexp of each row. `seed`: seed of the dropout,
+    as the forward function returned it.
     """
     query, key, value = operands
     heads, number = query.size(1), int(seed) if dropout > 0 else 0
     weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), causal, dropout, number)
-    of_query, of_key, of_value, _ = _gradients(weights, _repeated_heads(value, heads), *results, False)
-    return (
-        _as_laid_out(query, of_query),
-        _as_laid_out(key, _shared(of_key, key)),
-        _as_laid_out(value, _shared(of_value, value)),
-    )
+    of_query, of_key, of_value, of_scores = _gradients(weights, _repeated_heads(value, heads), *results, of_bias)
+    of_key, of_value = _shared(of_key, key), _shared(of_value, value)
+    return laid_out(query, of_query), laid_out(key, of_key), laid_out(value, of_value), of_scores
 
 
 def _scaled_dot_product_flash_attention(
@@ -526,10 +526,8 @@ def _scaled_dot_product_flash_attention(
     _check_flash(query, key, value)
     if return_debug_mask:
         raise RuntimeError("return_debug_mask is not simulated: pass False")
-    seed, heads, device = _seed(dropout_p, query.device), query.size(1), query.device
-    causal = _causal_square(is_causal, query, key)
-    weights = _Weights(query, _repeated_heads(key, heads), None, _scale_of(query, scale), causal, dropout_p, seed)
-    out, logsumexp = _attend(weights, _repeated_heads(value, heads))
+    causal, device = _causal_square(is_causal, query, key), query.device
+    out, logsumexp, seed = _forward((query, key, value), None, dropout_p, causal, scale)
     return (
         _as_laid_out(query, out),
         logsumexp,
@@ -564,7 +562,7 @@ def _scaled_dot_product_flash_attention_backward(
     grad_out, query, key, value, out, logsumexp, state = _bare(grad_out, query, key, value, out, logsumexp, philox_seed)
     _check_flash(query, key, value)
     causal, seed = _causal_square(is_causal, query, key), state.view(torch.int64)[0]
-    return _backward((query, key, value), None, (grad_out, out, logsumexp), dropout_p, seed, causal, scale)
+    return _backward((query, key, value), None, (grad_out, out, logsumexp), dropout_p, seed, causal, scale)[:3]
 
 
 def _scaled_dot_product_efficient_attention(
@@ -580,11 +578,9 @@ def _scaled_dot_product_efficient_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query, key, value, bias = _bare(query, key, value, attn_bias)
     _check_dtype("memory-efficient attention", (*_HALF, torch.float32), query, bias)
-    seed, heads, rows = _seed(dropout_p, query.device), query.size(1), query.size(2)
-    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, seed)
-    out, logsumexp = _attend(weights, _repeated_heads(value, heads))
+    out, logsumexp, seed = _forward((query, key, value), bias, dropout_p, is_causal, scale)
     if compute_log_sumexp:  # the backward function ignores the padding
-        logsumexp = torch.nn.functional.pad(logsumexp, (0, -rows % _LOGSUMEXP_ROWS), value=math.inf)
+        logsumexp = torch.nn.functional.pad(logsumexp, (0, -query.size(2) % _LOGSUMEXP_ROWS), value=math.inf)
     else:
         logsumexp = logsumexp[..., :0].contiguous()
     return (
@@ -616,19 +612,12 @@ def _scaled_dot_product_efficient_attention_backward(
     gradient, query, key, value, bias, out, logsumexp, seed = _bare(
         grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed
     )
-    heads, rows = query.size(1), query.size(2)
     of_bias = bias is not None and bool(grad_input_mask[3])
-    number = int(seed) if dropout_p > 0 else 0
-    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, number)
-    of_query, of_key, of_value, of_scores = _gradients(
-        weights, _repeated_heads(value, heads), gradient, out, logsumexp[..., :rows], of_bias
+    results = gradient, out, logsumexp[..., : query.size(2)]
+    of_query, of_key, of_value, of_scores = _backward(
+        (query, key, value), bias, results, dropout_p, seed, is_causal, scale, _rows_of_heads, of_bias
     )
-    return (
-        _rows_of_heads(query, of_query),
-        _rows_of_heads(key, _shared(of_key, key)),
-        _rows_of_heads(value, _shared(of_value, value)),
-        None if of_scores is None else _of_bias(bias, of_scores),
-    )
+    return of_query, of_key, of_value, None if of_scores is None else _of_bias(bias, of_scores)
 
 
 def _of_bias(bias: Tensor, of_scores: Tensor) -> Tensor:
@@ -651,10 +640,8 @@ def _scaled_dot_product_cudnn_attention(
 ) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]:
     query, key, value, bias = _bare(query, key, value, attn_bias)
     _check_dtype("cuDNN attention", _HALF, query, bias)
-    seed, heads = _seed(dropout_p, query.device), query.size(1)
     bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
-    weights = _Weights(query, _repeated_heads(key, heads), bias, _scale_of(query, scale), is_causal, dropout_p, seed)
-    out, logsumexp = _attend(weights, _repeated_heads(value, heads))
+    out, logsumexp, seed = _forward((query, key, value), bias, dropout_p, is_causal, scale)
     return (
         _as_laid_out(query, out),
         logsumexp.unsqueeze(-1) if compute_log_sumexp else logsumexp.new_empty(0),
@@ -692,7 +679,7 @@ def _scaled_dot_product_cudnn_attention_backward(
     )
     bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
     results = grad_out, out, logsumexp.squeeze(-1)
-    return _backward((query, key, value), bias, results, dropout_p, seed, is_causal, scale)
+    return _backward((query, key, value), bias, results, dropout_p, seed, is_causal, scale)[:3]
 
 
 ATTENTION_KERNELS: dict[str, Callable[..., object]] = {
@@ -712,7 +699,6 @@ _aten = torch.ops.aten
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 Function = Callable[..., torch.Tensor]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _attention(original: Function) -> Function:
@@ -739,7 +725,9 @@ def _attention(original: Function) -> Function:
                 "Expected query, key, and value to have the same device type, but got query.device: "
                 f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
             )
-        if not on_device(query) or _is_backed_by_gpu():  # C++ chooses the right operator for a real device
+        node = active_node()
+        # C++ chooses the right operator for a real device.
+        if not on_device(query) or (node is not None and node.backing.type == "cuda"):
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
@@ -751,11 +739,6 @@ def _attention(original: Function) -> Function:
             return _dispatched((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     return attention
-
-
-def _is_backed_by_gpu() -> bool:
-    node = active_node()
-    return node is not None and node.backing.type == "cuda"
 
 
 def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -799,9 +782,7 @@ def _needs_logsumexp(operands: Tensors) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
 
 
-def _flash(
-    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> torch.Tensor:
+def _flash(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None) -> Tensor:
     size = operands[0].size(-1)
     scale = size**-0.5 if scale is None else scale  # before zeros are appended
     if missing := -size % _FLASH_ROWS:
@@ -810,9 +791,7 @@ def _flash(
     return out[..., :size] if missing else out
 
 
-def _efficient(
-    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> torch.Tensor:
+def _efficient(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None) -> Tensor:
     query, key, _ = operands
     added = _added(mask, query.dtype)
     if added is not None:
@@ -828,9 +807,7 @@ def _efficient(
     return out
 
 
-def _cudnn(
-    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> torch.Tensor:
+def _cudnn(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None) -> Tensor:
     # cuDNN has no infinity: the least number of the dtype hides a key.
     added = _added(mask, operands[0].dtype, torch.finfo(operands[0].dtype).min)
     out: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
@@ -839,9 +816,7 @@ def _cudnn(
     return out
 
 
-def _math(
-    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
-) -> torch.Tensor:
+def _math(operands: Tensors, mask: Optional, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Tensor:
     query, key, value = operands
     if causal and mask is None and isinstance(query, SimulatedTensor):
         # C++ would make the mask on the backing device; see `composites`.

@@ -130,7 +130,10 @@ _UNSAFE = (
     "safe to autocast."
 )
 
-Policy = Callable[[torch._ops.OpOverload, tuple[object, ...], dict[str, object], torch.dtype, type], object]
+Op = torch._ops.OpOverload
+Args = tuple[object, ...]
+Named = dict[str, object]
+Policy = Callable[[Op, Args, Named, torch.dtype, type], object]
 
 
 def _eligible(t: torch.Tensor, tensor_class: type) -> bool:
@@ -147,36 +150,14 @@ def _cast(value: object, dtype: torch.dtype, tensor_class: type) -> object:
     return value
 
 
-def _lower(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dtype: torch.dtype,
-    tensor_class: type,
-) -> object:
+def _lower(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
     return op(
         *(_cast(a, dtype, tensor_class) for a in args),
         **{name: _cast(v, dtype, tensor_class) for name, v in kwargs.items()},
     )
 
 
-def _float32(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dtype: torch.dtype,
-    tensor_class: type,
-) -> object:
-    return _lower(op, args, kwargs, torch.float32, tensor_class)
-
-
-def _float32_result(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dtype: torch.dtype,
-    tensor_class: type,
-) -> object:
+def _float32_result(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
     operand = args[0]
     position = [a.name for a in op._schema.arguments].index("dtype")
     requested = args[position] if position < len(args) else kwargs.get("dtype")
@@ -186,13 +167,7 @@ def _float32_result(
     return op(*args, **kwargs)
 
 
-def _widest(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dtype: torch.dtype,
-    tensor_class: type,
-) -> object:
+def _widest(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
     tensors = [
         t
         for value in (*args, *kwargs.values())
@@ -203,29 +178,13 @@ def _widest(
     return _lower(op, args, kwargs, wide, tensor_class)
 
 
-def _as_it_is(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dtype: torch.dtype,
-    tensor_class: type,
-) -> object:
-    return op(*args, **kwargs)
-
-
-def _unsafe(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    dtype: torch.dtype,
-    tensor_class: type,
-) -> object:
+def _unsafe(op: Op, args: Args, kwargs: Named, dtype: torch.dtype, tensor_class: type) -> object:
     raise RuntimeError(_UNSAFE)
 
 
 _POLICIES: tuple[tuple[list[str], Policy], ...] = (
     (_LOWER, _lower),
-    (_FLOAT32, _float32),
+    (_FLOAT32, lambda op, args, kwargs, dtype, tensor_class: _lower(op, args, kwargs, torch.float32, tensor_class)),
     (_FLOAT32_RESULT, _float32_result),
     (_WIDEST, _widest),
     (["binary_cross_entropy"], _unsafe),
@@ -307,7 +266,8 @@ class _Autocast:
         # The CPU's kernel must not cast a simulated tensor, even for an operator that only the CPU's autocast covers.
         # On CUDA such an operator promotes natively (`cat`), or calls operators that are cast (convolutions with a
         # padding by name).
-        cuda_policy = policy if on_cuda or policy is _lower else _as_it_is
+        as_it_is: Policy = lambda op, args, kwargs, dtype, tensor_class: op(*args, **kwargs)  # noqa: E731
+        cuda_policy = policy if on_cuda or policy is _lower else as_it_is
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
         def kernel(*args: object, **kwargs: object) -> object:

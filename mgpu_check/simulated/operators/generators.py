@@ -23,9 +23,8 @@ from mgpu_check.torch_hooks.patches import Patches
 _base = torch._C.Generator
 _STATE = struct.Struct("<QQ")  # seed and offset, in the layout of CUDA's state
 _STEP = 4  # offsets are multiples of 4: Philox draws four numbers at a time
-_PER_STEP = (
-    4 * 256 * 8
-)  # elements that one wave of threads of a device with one multiprocessor draws by four numbers each
+# Elements that one wave of threads of a device with one multiprocessor draws by four numbers each.
+_PER_STEP = 4 * 256 * 8
 _MASK = 2**64 - 1
 
 
@@ -128,9 +127,8 @@ _own: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDicti
 def made_on(device: torch.device, backing: torch.device, state: _GeneratorState | None = None) -> DeviceGenerator:
     """Make a generator that belongs to the simulated device `device`.
 
-    Args:
-        backing: the real device that computes for it.
-        state: the seed and the offset, shared and not copied; None for a new state with torch's default seed.
+    `backing`: the real device that computes for it. `state`: the seed and the offset, shared and not copied; None for a
+    new state with torch's default seed.
     """
     generator: DeviceGenerator = DeviceGenerator.__new__(DeviceGenerator, device=backing)  # type: ignore[call-arg]  # not in the stubs
     generator._dev = device
@@ -216,14 +214,10 @@ def drawing(generator: torch.Generator, ambient: torch.Generator | None = None) 
         finally:
             with torch._C._DisableTorchDispatch():
                 if not torch.equal(fresh, _base.get_state(source)):  # dropout with probability 0 draws nothing
-                    generator.state.offset += _increment(drawn)
+                    largest = max((t.numel() for t in drawn), default=1)
+                    generator.state.offset += -(-largest // _PER_STEP) * _STEP
             if kept is not None:
                 source.set_state(kept)
-
-
-def _increment(drawn: Iterable[torch.Tensor]) -> int:
-    largest = max((t.numel() for t in drawn), default=1)
-    return -(-largest // _PER_STEP) * _STEP
 
 
 class _GeneratorMeta(type(_base)):  # type: ignore[misc]
@@ -233,7 +227,8 @@ class _GeneratorMeta(type(_base)):  # type: ignore[misc]
         target = simulated_device(device)
         if target is None:
             return _base(device)  # type: ignore[arg-type]
-        return _make(target)
+        node = active_node()
+        return made_on(target, torch.device("cpu") if node is None else node.backing)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _base)
@@ -242,26 +237,14 @@ class _GeneratorMeta(type(_base)):  # type: ignore[misc]
         return issubclass(subclass, _base)
 
 
-def _make(device: torch.device) -> torch.Generator:
-    node = active_node()
-    return made_on(device, torch.device("cpu") if node is None else node.backing)
-
-
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
     """Make one generator per device, with the seed of the CPU's default generator."""
-    generators = []
-    for device in devices:
-        generator = made_on(device, backing)
-        generator.manual_seed(torch.initial_seed() & (2**63 - 1))
-        generators.append(generator)
-    return tuple(generators)
+    seed = torch.initial_seed() & (2**63 - 1)
+    return tuple(made_on(device, backing).manual_seed(seed) for device in devices)
 
 
 def ambient_generator(backing: torch.device) -> torch.Generator:
-    """Return the generator of the backing device itself.
-
-    Call this before the node is entered: entering replaces the names that this function reads.
-    """
+    """Return the generator of the backing device itself; call this before entering the node replaces these names."""
     return torch.default_generator if backing.type == "cpu" else torch.cuda.default_generators[backing.index]
 
 

@@ -22,7 +22,6 @@ from mgpu_check.simulated.node import active_node
 from mgpu_check.simulated.operators.attention import ATTENTION_KERNELS, Params, chosen_kernel
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, tensors_in
 from mgpu_check.torch_hooks.patches import Patches, around
-from mgpu_check.torch_hooks.tensors import is_distributed
 
 
 def _channels(x: Tensor) -> tuple[list[int], list[int]]:
@@ -226,7 +225,6 @@ KERNELS = _WRITTEN_HERE | _PRODUCTS | {name: _on_cpu(name, kernel) for name, ker
 
 
 Function = Callable[..., torch.Tensor]
-_Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor | None]], list[int]]]
 
 
 @around
@@ -322,39 +320,19 @@ def _recurrent(original: Callable[..., object], input: torch.Tensor, *args: obje
     return original(input, *args)
 
 
-@around
-def _grouped(
-    original: Callable[..., _Groups], lists: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False
-) -> _Groups:
-    """Wrap the grouping by device and dtype for multi-tensor functions: C++ would read the backing device."""
-    if not any(isinstance(t, SimulatedTensor) or is_distributed(t) for t in lists[0]):
-        return original(lists, with_indices)
-    groups: _Groups = {}
-    for number, tensor in enumerate(lists[0]):
-        assert tensor is not None  # as in C++
-        tensors, indices = groups.setdefault((tensor.device, tensor.dtype), ([[] for _ in lists], []))
-        for group, source in zip(tensors, lists, strict=True):
-            if source:  # a list that an optimizer does not need is empty
-                group.append(source[number])
-        if with_indices:
-            indices.append(number)
-    return groups
-
-
 def install_composites(patches: Patches) -> None:
-    patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
-    patches.replace(torch.istft, _istft(torch.istft))
-    one_hot = torch.nn.functional.one_hot
-    patches.replace(one_hot, _one_hot(one_hot))
-    patches.replace(torch.combinations, _combinations(torch.combinations))
+    for function, wrap in (
+        (torch.linalg.matrix_rank, _matrix_rank),
+        (torch.istft, _istft),
+        (torch.nn.functional.one_hot, _one_hot),
+        (torch.combinations, _combinations),
+        (torch.quantile, _quantile),
+        (torch.nanquantile, _quantile),
+        (torch._utils._unflatten_dense_tensors, _unflatten),
+    ):
+        patches.replace(function, wrap(function))
     for name in ("quantile", "nanquantile"):
-        function = getattr(torch, name)
-        patches.replace(function, _quantile(function))
         patches.wrap(torch.Tensor, name, _quantile)
     patches.wrap(torch._VF, "_pad_packed_sequence", _pad_packed_sequence)
     for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
         patches.wrap(torch._VF, name, _recurrent)
-    grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
-    patches.replace(grouped, _grouped(grouped))
-    unflatten = torch._utils._unflatten_dense_tensors
-    patches.replace(unflatten, _unflatten(unflatten))

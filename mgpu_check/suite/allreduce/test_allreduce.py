@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import shapes, tensors
 from mgpu_check.oracles.tensors import LAYOUTS
 from mgpu_check.suite.allreduce.cases import DENSE, GAPPED, REDUCIBLE, Contributions

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import whole_runs
 from mgpu_check.oracles.training.cases import PLAIN, WholeRun
 from mgpu_check.suite.common.budget import examples

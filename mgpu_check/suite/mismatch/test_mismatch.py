@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 
 from mgpu_check import strategies
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.strategies import OperatorTable
 from mgpu_check.suite.common.budget import examples
 

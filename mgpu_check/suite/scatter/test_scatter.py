@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.engine.named_function import NamedFunction
+from mgpu_check.engine.rank_side.rank import NamedFunction
 from mgpu_check.oracles.strategies import given_sizes
 from mgpu_check.strategies import Split, TensorSpec
 from mgpu_check.suite.common.budget import examples
