@@ -171,7 +171,9 @@ class Replaceable:
     def _changed_modules(self) -> Iterator[str]:
         if not all(map(is_, map(sys.modules.get, self._modules), self._modules.values())):
             yield from (name for name, module in self._modules.items() if sys.modules.get(name, _MISSING) is not module)
-        for name in sys.modules.keys() - self._known if len(sys.modules) != len(self._known) else ():
+        if sys.modules.keys() <= self._known:  # as it nearly always is, and without another set
+            return
+        for name in sys.modules.keys() - self._known:
             # An import gives a module its specification, which a stub of a test lacks.
             if "." not in name and name != "__mp_main__" and getattr(sys.modules[name], "__spec__", None) is None:
                 yield name

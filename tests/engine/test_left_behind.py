@@ -161,6 +161,8 @@ def reopen_errors() -> None:
 
 
 def stubs() -> None:
+    """Leave as many modules as there were."""
+    del sys.modules["json.decoder"]
     sys.modules["no_such_package"] = types.ModuleType("no_such_package")
 
 
